@@ -1,0 +1,121 @@
+"""The one place that shifts tokens, features and targets against each other.
+
+Row t of a batch belongs to token x_t; its features g_t are those of the target after it read x_t. From start row t the
+drafter is fed g_t and the token x_{t+1} that the target sampled from them, and proposes x_{t+2}. Draft position k
+(0-based) is fed x_{t+1+k}, predicts x_{t+2+k}, and is compared with the target's distribution at row t+1+k.
+
+One rollout "The cat sat on a mat", prompt "The cat", the last token without features:
+
+    row t                    0     1     2     3     4     5
+    token x_t                The   cat   sat   on    a     mat
+    response_mask            .     .     x     x     x     x
+    feature_mask             x     x     x     x     x     .
+
+    draft position 0:  input x_{t+1}, target row t+1, predicts x_{t+2}
+    input                    cat   sat   on    a     mat   -
+    target row               1     2     3     4     -     -       row 5 has no features
+    predicts                 sat   on    a     mat   -     -
+    draft position 1:  input x_{t+2}, target row t+2, predicts x_{t+3}
+    input                    sat   on    a     mat   -     -
+    target row               2     3     4     -     -     -
+    predicts                 on    a     mat   -     -     -
+
+Every row with features and a next token (0 to 4) is context: later rows of its rollout attend to it. Rows without
+features (a prompt served from the prefix cache) are no context, no start and no target. Rows 0 to 3 are starts: they
+are supervised at some draft position. RoPE positions are the target's: t at draft position 0, t+k at draft position k.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.base import DraftBatch
+
+
+@dataclass(frozen=True)
+class DocumentSpan:
+    """The slices of one rollout in the context rows and in the start rows."""
+
+    context: slice
+    starts: slice
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Which rows enter the drafter and what is compared with what. C context rows, S start rows, K draft positions."""
+
+    context_rows: Tensor  # [C] ascending batch rows
+    start_rows: Tensor  # [S] ascending batch rows
+    starts_in_context: Tensor  # [S] start_rows == context_rows[starts_in_context]
+    supervised: Tensor  # [K, S] bool, all False beyond the end of the rollout
+    documents: tuple[DocumentSpan, ...]  # rollouts that have a start
+    num_rows: int  # N
+
+    def input_rows(self, position: int) -> Tensor:
+        """Batch rows [S] of the token that each start is fed at a draft position.
+
+        Starts too near the end of the batch get its last row; they are not supervised from there on.
+        """
+        return (self.start_rows + 1 + position).clamp(max=self.num_rows - 1)
+
+    def target_rows(self, position: int) -> Tensor:
+        """Batch rows of the target's distributions, ascending, for the starts supervised at a draft position."""
+        return self.start_rows[self.supervised[position]] + 1 + position
+
+
+def align(batch: DraftBatch, depth: int) -> Alignment:
+    """Alignment of a batch for `depth` draft positions."""
+    rows = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
+    context = batch.feature_mask & _same_document(batch, 1)
+    supervised = torch.stack(
+        [
+            context
+            & _same_document(batch, k + 2)
+            & _ahead(batch.response_mask, k + 2)
+            & _ahead(batch.feature_mask, k + 1)
+            for k in range(depth)
+        ]
+    )
+    is_start = supervised.any(0)
+    context_rows = rows[context]
+    start_rows = rows[is_start]
+    return Alignment(
+        context_rows=context_rows,
+        start_rows=start_rows,
+        starts_in_context=torch.searchsorted(context_rows, start_rows),
+        supervised=supervised[:, is_start],
+        documents=_document_spans(batch.document_ids[context_rows], is_start[context_rows]),
+        num_rows=len(rows),
+    )
+
+
+def _ahead(mask: Tensor, distance: int) -> Tensor:
+    """[N] bool: mask of the row `distance` ahead, False beyond the batch."""
+    ahead = torch.zeros_like(mask)
+    ahead[: max(len(mask) - distance, 0)] = mask[distance:]
+    return ahead
+
+
+def _same_document(batch: DraftBatch, distance: int) -> Tensor:
+    """[N] bool: is the row `distance` ahead in the same rollout."""
+    ids = batch.document_ids
+    same = torch.zeros_like(batch.feature_mask)
+    same[: max(len(ids) - distance, 0)] = ids[distance:] == ids[:-distance]
+    return same
+
+
+def _document_spans(document_ids: Tensor, is_start: Tensor) -> tuple[DocumentSpan, ...]:
+    """Spans from the rollout [C] and the start flag [C] of each context row."""
+    _, document, lengths = document_ids.unique_consecutive(return_inverse=True, return_counts=True)
+    num_starts = torch.zeros_like(lengths).index_add_(0, document, is_start.to(lengths.dtype))
+    spans = []
+    context_end = starts_end = 0
+    for length, starts in zip(lengths.tolist(), num_starts.tolist(), strict=True):
+        context_end += length
+        starts_end += starts
+        if starts:
+            spans.append(
+                DocumentSpan(slice(context_end - length, context_end), slice(starts_end - starts, starts_end))
+            )
+    return tuple(spans)

@@ -1,0 +1,206 @@
+"""The contract every drafter keeps, and the tensors that go in and come out of it.
+
+Shape letters: N packed tokens, A aux layers, H target hidden size, V target vocabulary, K draft positions.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from drafters.config import ObjectiveConfig
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """Facts about the target model that a drafter is built for."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...] = ()  # always in the draft vocabulary
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> "TargetSpec":
+        """Read from a model folder's config.json. Raises ValueError naming the field that is missing."""
+        config = read_config(folder)
+
+        def required(name: str) -> Any:
+            if config.get(name) is None:
+                raise ValueError(f"{folder}/config.json has no {name}; a drafter needs a Llama-style target")
+            return config[name]
+
+        heads = required("num_attention_heads")
+        eos = config.get("eos_token_id")
+        return cls(
+            model_type=required("model_type"),
+            vocab_size=required("vocab_size"),
+            hidden_size=required("hidden_size"),
+            num_layers=required("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or required("hidden_size") // heads,
+            intermediate_size=required("intermediate_size"),
+            rms_norm_eps=required("rms_norm_eps"),
+            # transformers 5 nests rope_theta; older configs keep it at the top level.
+            rope_theta=(config.get("rope_parameters") or {}).get("rope_theta") or required("rope_theta"),
+            max_position_embeddings=required("max_position_embeddings"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        )
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """The two matrices a drafter borrows from the target, of one policy version. Never trained, never saved."""
+
+    embedding: Tensor  # [V, H]
+    head: Tensor  # [V, H], the target's full lm_head (the embedding again when tied)
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the engine samples; the drafter is trained and scored against this processed distribution."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    draft_sample_method: str  # "greedy" | "probabilistic"
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """Whole rollouts packed one after the other.
+
+    Row t belongs to token t; features of row t are those of the target after it read tokens up to t.
+    """
+
+    token_ids: Tensor  # [N] int64
+    aux_hidden: Tensor  # [N, A*H], layers ascending
+    final_hidden: Tensor  # [N, H], after the target's final norm: head @ final_hidden = logits of token t+1
+    feature_mask: Tensor  # [N] bool, False where the engine has no hidden state (holes, each rollout's last token)
+    response_mask: Tensor  # [N] bool, True where token t was generated (not part of the prompt)
+    positions: Tensor  # [N] int64, position within its rollout
+    document_ids: Tensor  # [N] int64, which rollout
+    policy_version: int  # whose features these are
+
+
+@dataclass(frozen=True)
+class DraftLoss:
+    """Result of one pass over a batch; all of it is about the supervised positions only."""
+
+    loss: Tensor  # scalar, differentiable
+    per_position: Tensor  # [K] detached: loss of each draft position
+    acceptance: Tensor  # [K] detached: mean acceptance probability of each position, given that it is reached
+    expected_acceptance_length: float  # 1 + sum_k E[prod_{j<=k} acceptance_j], teacher-forced
+    num_tokens: int  # supervised start positions
+
+
+class Drafter(nn.Module, ABC):
+    """A trainable drafter for one target. Parameters and buffers are exactly what is saved."""
+
+    @property
+    @abstractmethod
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers read, ascending; id k = Hugging Face hidden_states[k]."""
+
+    @property
+    @abstractmethod
+    def trained_depth(self) -> int:
+        """Draft positions unrolled in training."""
+
+    @abstractmethod
+    def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
+        """Unroll to trained_depth and compare each position with the target's processed distribution."""
+
+    @abstractmethod
+    def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
+        """Pick the draft vocabulary from counts [V] and set the head's rows from the target's.
+
+        Only before the first optimizer step. Returns the share of counted tokens that is covered.
+        """
+
+    @abstractmethod
+    def state_for_serving(self) -> dict[str, Tensor]:
+        """Exactly the tensors an engine loads, in checkpoint names; never the embedding or the target's head."""
+
+    @abstractmethod
+    def serving_config(self) -> dict[str, object]:
+        """Contents of config.json of a checkpoint folder."""
+
+    def save(self, folder: str | Path, dtype: torch.dtype) -> None:
+        """Write config.json and model.safetensors; stock vLLM serves the folder as it is."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+            for name, tensor in self.state_dict().items()
+        }
+        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+        config = {**self.serving_config(), "torch_dtype": str(dtype).removeprefix("torch.")}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+    def load(self, folder: str | Path) -> None:
+        """Replace the weights of this drafter by those of a folder written by `save`; dtype and device stay.
+
+        Raises ValueError for a truncated file and for missing, extra or wrong-shape tensors; weights are then as before.
+        """
+        tensors = read_tensors(folder)
+        self.check_tensors(tensors, folder)
+        self.load_state_dict(tensors)
+
+    def check_tensors(self, tensors: dict[str, Tensor], source: str | Path) -> None:
+        """Raise one ValueError that lists every tensor that is missing, unexpected or of the wrong shape."""
+        expected = {name: tensor.shape for name, tensor in self.state_dict().items()}
+        problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
+        problems += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
+        problems += [
+            f"{name} is {list(tensors[name].shape)}, expected {list(expected[name])}"
+            for name in sorted(expected.keys() & tensors.keys())
+            if tensors[name].shape != expected[name]
+        ]
+        if problems:
+            raise ValueError(f"{source} does not fit this drafter: " + "; ".join(problems))
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises ValueError when there is none or it is not a JSON object."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; expected a model folder")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return config
+
+
+def read_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of a folder's model.safetensors. Raises ValueError when it is missing, truncated or corrupt."""
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; drafter weights are read from {WEIGHTS}")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or corrupt: {error}") from error
+

@@ -1,0 +1,49 @@
+"""Configuration of a drafter model. Imports no torch, so that --help stays fast."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+
+class Section(BaseModel):
+    """Base of every configuration section: frozen, unknown fields refused, docstrings are help."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Eagle3Config(Section):
+    """EAGLE-3: one Llama-style layer over hidden states of three target layers."""
+
+    type: Literal["eagle3"]
+    """Kind of drafter."""
+
+    draft_vocab_size: PositiveInt = 8192
+    """Tokens the drafter can propose, chosen by frequency in the first rollouts. At most the target's vocabulary."""
+
+    aux_layers: tuple[int, int, int] | None = None
+    """Target layers whose input residual stream is read, ascending (id k = Hugging Face hidden_states[k]).
+    Default: 2, N//2, N-3 for a target of N layers."""
+
+    trained_depth: PositiveInt = 3
+    """Draft positions unrolled in training (training-time test). Serve no more draft tokens than this."""
+
+    intermediate_size: PositiveInt | None = None
+    """Width of the drafter's MLP. Default: the target's."""
+
+    norm_before_residual: bool = False
+    """Use the normed hidden state as the residual. False is the classic layout that every engine serves."""
+
+
+
+
+class ObjectiveConfig(Section):
+    """What the drafter is trained to maximise."""
+
+    type: Literal["soft_cross_entropy"] = "soft_cross_entropy"
+    """soft_cross_entropy: cross-entropy against the target's distribution at the rollout temperature."""
+
+    depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Weight of draft position k is depth_decay**k, normalised to sum 1."""
+
+    chunk_tokens: PositiveInt = 512
+    """Tokens whose logits are in memory at once; bounds peak memory, never changes the result."""

@@ -1,0 +1,145 @@
+"""The EAGLE-3 drafter: fc over aux hidden states, one Llama decoder layer, final norm, head over a draft vocabulary.
+
+Tensor names are those of its checkpoint. The target's embedding and head are borrowed for each loss, never kept.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from drafters.acceptance import expected_acceptance_length, mean_acceptance
+from drafters.alignment import align
+from drafters.base import DraftBatch, Drafter, DraftLoss, Sampler, TargetSpec, TargetWeights
+from drafters.config import Eagle3Config, ObjectiveConfig
+from drafters.eagle3.checkpoint import check_aux_layers, read_checkpoint, to_config
+from drafters.eagle3.layer import DecoderLayer, Eagle3Shape
+from drafters.eagle3.unroll import unroll
+from drafters.losses import Teacher, soft_cross_entropy
+from drafters.vocabulary import choose_tokens, coverage, to_maps, to_tokens
+
+
+class Eagle3Drafter(Drafter):
+    """EAGLE-3 with a trainable head. Until `choose_vocabulary` the draft vocabulary is the first V_draft tokens."""
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(len(shape.aux_layers) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList([DecoderLayer(shape)])
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        # vLLM has no map to load when the vocabularies are the same.
+        if shape.draft_vocab_size < shape.vocab_size:
+            d2t, t2d = to_maps(torch.arange(shape.draft_vocab_size), shape.vocab_size)
+            self.register_buffer("d2t", d2t)
+            self.register_buffer("t2d", t2d)
+
+    @classmethod
+    def from_config(cls, config: Eagle3Config, target: TargetSpec, seed: int) -> "Eagle3Drafter":
+        """A new drafter in float32. Raises ValueError when the configuration does not fit the target."""
+        if config.draft_vocab_size > target.vocab_size:
+            raise ValueError(
+                f"drafter.model.draft_vocab_size {config.draft_vocab_size} is above the target's vocabulary of "
+                f"{target.vocab_size} tokens"
+            )
+        shape = Eagle3Shape(
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            intermediate_size=config.intermediate_size or target.intermediate_size,
+            num_attention_heads=target.num_attention_heads,
+            num_key_value_heads=target.num_key_value_heads,
+            head_dim=target.head_dim,
+            rms_norm_eps=target.rms_norm_eps,
+            rope_theta=target.rope_theta,
+            max_position_embeddings=target.max_position_embeddings,
+            eos_token_ids=target.eos_token_ids,
+            draft_vocab_size=config.draft_vocab_size,
+            aux_layers=check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers"),
+            trained_depth=config.trained_depth,
+            norm_before_residual=config.norm_before_residual,
+        )
+        # Without memory first, so that torch's own initialisation neither costs time nor moves the global seed.
+        with torch.device("meta"):
+            drafter = cls(shape)
+        drafter.to_empty(device="cpu")
+        drafter._initialise(torch.Generator().manual_seed(seed))
+        return drafter
+
+    @classmethod
+    def from_checkpoint(cls, folder: str | Path, target: TargetSpec) -> "Eagle3Drafter":
+        """The drafter of a folder, in float32. Raises ValueError when it is broken or for another target."""
+        shape, tensors = read_checkpoint(folder, target)
+        with torch.device("meta"):
+            drafter = cls(shape)
+        drafter.check_tensors(tensors, folder)
+        drafter.load_state_dict(tensors, assign=True)
+        return drafter.float()
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.shape.aux_layers
+
+    @property
+    def trained_depth(self) -> int:
+        return self.shape.trained_depth
+
+    @property
+    def draft_to_target(self) -> Tensor:
+        """Target token ids [V_draft] of the head's rows, ascending."""
+        if self.shape.draft_vocab_size == self.shape.vocab_size:
+            return torch.arange(self.shape.vocab_size, device=self.lm_head.weight.device)
+        return to_tokens(self.d2t)
+
+    def check_tensors(self, tensors: dict[str, Tensor], source: str | Path) -> None:
+        super().check_tensors(tensors, source)
+        if "d2t" in tensors and not torch.equal(tensors["t2d"].nonzero().squeeze(1), to_tokens(tensors["d2t"])):
+            raise ValueError(f"{source}: d2t and t2d do not name the same ascending token ids")
+
+    def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
+        alignment = align(batch, self.trained_depth)
+        hidden = unroll(self.fc, self.layers[0], self.norm, batch, alignment, target.embedding)
+        loss, per_position, acceptance = soft_cross_entropy(
+            hidden,
+            self.lm_head.weight,
+            Teacher(batch.final_hidden, target.head, self.draft_to_target, sampler),
+            alignment,
+            objective.depth_decay,
+            objective.chunk_tokens,
+        )
+        return DraftLoss(
+            loss=loss,
+            per_position=per_position,
+            acceptance=mean_acceptance(acceptance),
+            expected_acceptance_length=expected_acceptance_length(acceptance),
+            num_tokens=int(alignment.supervised[0].sum()),
+        )
+
+    @torch.no_grad()
+    def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
+        tokens = choose_tokens(token_counts, self.shape.draft_vocab_size, self.shape.eos_token_ids)
+        if self.shape.draft_vocab_size < self.shape.vocab_size:
+            self.d2t, self.t2d = (m.to(self.d2t.device) for m in to_maps(tokens, self.shape.vocab_size))
+        self.lm_head.weight.copy_(target.head[tokens.to(target.head.device)])
+        return coverage(token_counts, tokens)
+
+    def state_for_serving(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.state_dict().items() if name != "t2d"}
+
+    def serving_config(self) -> dict[str, object]:
+        return to_config(self.shape)
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        """PLACEHOLDER"""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+        if self.shape.draft_vocab_size < self.shape.vocab_size:
+            self.d2t.zero_()
+            self.t2d.zero_()[: self.shape.draft_vocab_size] = True

@@ -1,0 +1,99 @@
+"""The drafter as a whole: initial weights, vocabulary, loss, and that it learns."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from drafters.base import TargetWeights
+from drafters.build import build_drafter
+from drafters.config import Eagle3Config, ObjectiveConfig
+from tests.drafters.conftest import TARGET, make_batch, make_drafter
+
+CONFIG = Eagle3Config(type="eagle3", draft_vocab_size=20, aux_layers=(2, 4, 5))
+
+
+def test_a_seed_fixes_the_weights_and_the_global_seed_stays():
+    before = torch.get_rng_state()
+    first, again, other = (build_drafter(CONFIG, TARGET, seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["layers.0.self_attn.q_proj.weight"], other["layers.0.self_attn.q_proj.weight"])
+    assert all(tensor.isfinite().all() for tensor in first.values())
+
+
+def test_choosing_the_vocabulary_sets_map_and_head(target_weights):
+    drafter = make_drafter()
+    assert drafter.draft_to_target.tolist() == list(range(20))
+    counts = torch.zeros(40)
+    counts[25:40] = torch.arange(1, 16)
+    counts[3] = 30
+    share = drafter.choose_vocabulary(counts, target_weights)
+    tokens = drafter.draft_to_target
+    assert share == 1.0
+    assert {2, 3, *range(25, 40)} <= set(tokens.tolist())  # 2 is the end of sequence
+    assert drafter.t2d.nonzero().flatten().tolist() == tokens.tolist()
+    torch.testing.assert_close(drafter.lm_head.weight.detach(), target_weights.head[tokens])
+
+
+def test_the_whole_vocabulary_has_no_map(target_weights):
+    drafter = make_drafter(draft_vocab_size=TARGET.vocab_size)
+    assert {"d2t", "t2d"}.isdisjoint(drafter.state_dict())
+    assert drafter.choose_vocabulary(torch.ones(40), target_weights) == 1.0
+    assert drafter.draft_to_target.tolist() == list(range(40))
+
+
+def test_serving_state_has_the_map_and_nothing_of_the_target():
+    state = make_drafter().state_for_serving()
+    assert "d2t" in state
+    assert not [name for name in state if "embed_tokens" in name or name == "t2d"]
+
+
+def test_packing_changes_no_loss(target_weights, sampler):
+    """Rollouts packed together score as the mean of the rollouts scored alone."""
+    drafter, objective = make_drafter(), ObjectiveConfig()
+    together = make_batch((4, 8, 0), (6, 8, 0))
+    alone = []
+    for document in (0, 1):
+        rows = together.document_ids == document
+        fields = {f.name: getattr(together, f.name) for f in dataclasses.fields(together)}
+        part = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
+        alone.append(drafter.loss(dataclasses.replace(together, **part), target_weights, sampler, objective))
+    packed = drafter.loss(together, target_weights, sampler, objective)
+    assert packed.num_tokens == alone[0].num_tokens + alone[1].num_tokens
+    torch.testing.assert_close(packed.per_position, (alone[0].per_position + alone[1].per_position) / 2)
+    mean_length = (alone[0].expected_acceptance_length + alone[1].expected_acceptance_length) / 2
+    assert packed.expected_acceptance_length == pytest.approx(mean_length)
+
+
+def test_a_batch_without_supervision_has_zero_loss_and_gradient(target_weights, sampler):
+    drafter = make_drafter()
+    result = drafter.loss(make_batch((5, 0, 0)), target_weights, sampler, ObjectiveConfig())
+    result.loss.backward()
+    assert result.loss == 0 and result.num_tokens == 0 and result.expected_acceptance_length == 1.0
+    assert drafter.lm_head.weight.grad.abs().max() == 0
+
+
+def test_the_drafter_learns(sampler):
+    """Rollouts that count upwards; features carry the token, the target is sure of the next one."""
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.randn(TARGET.vocab_size, TARGET.hidden_size, generator=generator)
+    target = TargetWeights(embedding, embedding, 0)
+    batch = make_batch((4, 20, 0), (3, 20, 4), (6, 20, 0), dtype=torch.float32)
+    tokens = (batch.positions + 7 * batch.document_ids) % 15 + 2
+    states = embedding[tokens + 1].masked_fill(~batch.feature_mask[:, None], torch.nan)
+    batch = dataclasses.replace(batch, token_ids=tokens, aux_hidden=states.repeat(1, 3), final_hidden=states)
+
+    drafter = build_drafter(CONFIG, TARGET, seed=0)
+    drafter.choose_vocabulary(torch.bincount(tokens, minlength=TARGET.vocab_size), target)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
+    results = []
+    for _ in range(60):
+        results.append(drafter.loss(batch, target, sampler, ObjectiveConfig()))
+        optimizer.zero_grad()
+        results[-1].loss.backward()
+        optimizer.step()
+    assert results[-1].loss < 0.3 * results[0].loss
+    assert results[0].expected_acceptance_length < 2.0
+    assert results[-1].expected_acceptance_length > 3.5
+    assert (results[-1].acceptance > 0.8).all()

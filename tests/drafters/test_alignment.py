@@ -1,0 +1,85 @@
+"""Alignment against a loop over single tokens that knows nothing of masks and shifts."""
+
+import pytest
+import torch
+
+from drafters.alignment import align
+from drafters.base import DraftBatch
+from tests.drafters.conftest import make_batch
+
+DEPTH = 4
+
+
+def supervised_pairs(batch: DraftBatch, position: int) -> set[tuple[int, int]]:
+    """(start row, target row) of a draft position, one token at a time."""
+    pairs = set()
+    for document in batch.document_ids.unique():
+        rows = (batch.document_ids == document).nonzero().flatten().tolist()
+        for index, start in enumerate(rows):
+            predicted = index + 2 + position
+            if predicted >= len(rows) or not batch.response_mask[rows[predicted]]:
+                continue
+            if batch.feature_mask[start] and batch.feature_mask[rows[predicted - 1]]:
+                pairs.add((start, rows[predicted - 1]))
+    return pairs
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [(3, 9, 0)],
+        [(3, 9, 0), (1, 6, 0), (4, 1, 0), (2, 2, 0)],
+        [(8, 6, 5), (5, 5, 8), (2, 1, 0), (4, 8, 0)],
+        [(1, 1, 0)],
+    ],
+)
+def test_alignment_equals_a_loop_over_tokens(documents):
+    batch = make_batch(*documents)
+    alignment = align(batch, DEPTH)
+    for position in range(DEPTH):
+        starts = alignment.start_rows[alignment.supervised[position]].tolist()
+        pairs = set(zip(starts, alignment.target_rows(position).tolist(), strict=True))
+        assert pairs == supervised_pairs(batch, position)
+        inputs = alignment.input_rows(position)[alignment.supervised[position]].tolist()
+        assert inputs == [start + 1 + position for start in starts]
+
+
+def test_worked_example_of_the_module():
+    alignment = align(make_batch((2, 4, 0)), 2)
+    assert alignment.context_rows.tolist() == [0, 1, 2, 3, 4]
+    assert alignment.start_rows.tolist() == [0, 1, 2, 3]
+    assert alignment.target_rows(0).tolist() == [1, 2, 3, 4]
+    assert alignment.target_rows(1).tolist() == [2, 3, 4]
+
+
+def test_holes_inside_a_rollout_are_no_context_no_start_and_no_target():
+    batch = make_batch((2, 10, 0))
+    batch.feature_mask[5] = False
+    alignment = align(batch, DEPTH)
+    assert 5 not in alignment.context_rows
+    assert 5 not in alignment.start_rows
+    for position in range(DEPTH):
+        assert 5 not in alignment.target_rows(position)
+        starts = alignment.start_rows[alignment.supervised[position]].tolist()
+        pairs = set(zip(starts, alignment.target_rows(position).tolist(), strict=True))
+        assert pairs == supervised_pairs(batch, position)
+
+
+def test_documents_cover_context_and_starts_without_mixing():
+    batch = make_batch((3, 9, 0), (4, 1, 0), (5, 5, 8), (2, 7, 1))
+    alignment = align(batch, DEPTH)
+    covered = []
+    for span in alignment.documents:
+        context = alignment.context_rows[span.context]
+        starts = alignment.start_rows[span.starts]
+        assert len(batch.document_ids[torch.cat([context, starts])].unique()) == 1
+        covered += starts.tolist()
+    assert covered == alignment.start_rows.tolist()
+    assert torch.equal(alignment.context_rows[alignment.starts_in_context], alignment.start_rows)
+
+
+def test_a_batch_without_supervision_has_no_starts():
+    alignment = align(make_batch((3, 1, 0), (4, 0, 0)), DEPTH)
+    # The only response token is predicted from the prompt's last row but one.
+    assert alignment.start_rows.tolist() == [0, 1]
+    assert align(make_batch((4, 0, 0)), DEPTH).start_rows.tolist() == []

@@ -1,0 +1,153 @@
+"""Chunked losses against a loop over single positions, whose gradients come from autograd."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from drafters.alignment import align
+from drafters.base import Sampler
+from drafters.losses import Teacher, soft_cross_entropy, truncate
+from tests.drafters.conftest import TARGET, make_batch
+
+DEPTH = 3
+DECAY = 0.7
+DRAFT_TOKENS = torch.tensor([0, 2, 3, 7, 11, 12, 20, 21, 22, 30, 38, 39])
+SAMPLERS = [
+    Sampler(1.0, 1.0, 0, "probabilistic"),
+    Sampler(0.6, 1.0, 0, "greedy"),
+    Sampler(1.3, 0.8, 0, "probabilistic"),
+    Sampler(1.0, 1.0, 5, "greedy"),
+    Sampler(0.9, 0.7, 6, "probabilistic"),
+    Sampler(0.0, 1.0, 0, "greedy"),
+    Sampler(0.0, 0.5, 3, "probabilistic"),
+]
+
+
+def processed(logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
+    """Distribution [V] that the target samples from, by sorting one row."""
+    if sampler.temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(), len(logits)).double()
+    ranked = (logits / sampler.temperature).sort(descending=True)
+    kept = torch.ones(len(logits), dtype=torch.bool)
+    if sampler.top_k:
+        kept[sampler.top_k :] = False
+    p = ranked.values.masked_fill(~kept, -torch.inf).softmax(0)
+    before = p.cumsum(0) - p
+    p = p * (before < sampler.top_p)
+    return torch.zeros_like(p).scatter(0, ranked.indices, p / p.sum())
+
+
+def slow_loss(hidden, draft_head, batch, target_head, sampler):
+    alignment = align(batch, DEPTH)
+    acceptance = torch.full(alignment.supervised.shape, torch.nan, dtype=torch.float64)
+    losses = []
+    for k in range(DEPTH):
+        total = 0.0
+        for s, start in enumerate(alignment.start_rows.tolist()):
+            if not alignment.supervised[k, s]:
+                continue
+            p = processed(target_head @ batch.final_hidden[start + 1 + k], sampler)[DRAFT_TOKENS]
+            log_q = (draft_head @ hidden[k][s] / (sampler.temperature or 1.0)).log_softmax(0)
+            total = total - (p * log_q).sum()
+            if sampler.temperature == 0 or sampler.draft_sample_method == "greedy":
+                acceptance[k, s] = p[log_q.argmax()]
+            else:
+                acceptance[k, s] = torch.minimum(p, log_q.exp().detach()).sum()
+        losses.append(total / alignment.supervised[k].sum())
+    per_position = torch.stack(losses)
+    weights = DECAY ** torch.arange(DEPTH, dtype=torch.float64)
+    return (per_position * weights / weights.sum()).sum(), per_position, acceptance
+
+
+def fake_hidden(batch, generator):
+    num_starts = len(align(batch, DEPTH).start_rows)
+    return [torch.randn(num_starts, 16, generator=generator, dtype=torch.float64) for _ in range(DEPTH)]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 512])
+def test_loss_acceptance_and_gradients_equal_a_slow_loop(sampler, chunk_tokens, target_weights):
+    batch = make_batch((3, 9, 0), (5, 6, 4), (2, 2, 0))
+    generator = torch.Generator().manual_seed(1)
+    draft_head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
+    teacher = Teacher(batch.final_hidden, target_weights.head, DRAFT_TOKENS, sampler)
+
+    actual = soft_cross_entropy(hidden, draft_head, teacher, align(batch, DEPTH), DECAY, chunk_tokens)
+    expected = slow_loss(hidden, draft_head, batch, target_weights.head, sampler)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
+
+    inputs = [draft_head, *hidden]
+    torch.testing.assert_close(
+        torch.autograd.grad(3 * actual[0], inputs), torch.autograd.grad(3 * expected[0], inputs), rtol=1e-9, atol=1e-12
+    )
+
+
+def test_mass_outside_the_draft_vocabulary_is_a_rejection(target_weights, sampler):
+    """A drafter that proposes exactly the target's renormalised distribution is accepted with the mass it covers."""
+    batch = make_batch((2, 6, 0))
+    alignment = align(batch, 1)
+    teacher = Teacher(batch.final_hidden, target_weights.head, DRAFT_TOKENS, sampler)
+    p = teacher.probabilities(alignment.target_rows(0))
+    assert (p.sum(-1) < 0.999).all()
+    perfect = [batch.final_hidden[alignment.target_rows(0)]]
+    _, _, acceptance = soft_cross_entropy(perfect, target_weights.head[DRAFT_TOKENS], teacher, alignment, 1.0, 512)
+    torch.testing.assert_close(acceptance[0], p.sum(-1))
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_acceptance_is_what_rejection_sampling_accepts(method, target_weights):
+    """Monte Carlo of the engine's rule: draft from q (or its argmax), accept with min(1, p/q) (or p)."""
+    batch = make_batch((1, 2, 0))
+    alignment = align(batch, 1)
+    generator = torch.Generator().manual_seed(3)
+    hidden = [torch.randn(len(alignment.start_rows), 16, generator=generator, dtype=torch.float64) * 0.3]
+    draft_head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64)
+    sampler = Sampler(1.5, 1.0, 0, method)
+    teacher = Teacher(batch.final_hidden * 0.5, target_weights.head, DRAFT_TOKENS, sampler)
+    _, _, acceptance = soft_cross_entropy(hidden, draft_head, teacher, alignment, 1.0, 512)
+
+    p = processed(target_weights.head @ (batch.final_hidden[1] * 0.5), sampler)[DRAFT_TOKENS]
+    q = (draft_head @ hidden[0][0] / 1.5).softmax(0)
+    samples = 200_000
+    if method == "greedy":
+        drafts, ratio = q.argmax().expand(samples), p
+    else:
+        drafts, ratio = torch.multinomial(q, samples, replacement=True, generator=generator), p / q
+    accepted = torch.rand(samples, generator=generator) < ratio[drafts]
+    # Five standard errors: a false alarm once in two million seeds.
+    assert abs(accepted.double().mean() - acceptance[0, 0]) < 5 * (0.25 / samples) ** 0.5
+
+
+def test_truncation_keeps_ties_and_at_least_one_token():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0]])
+    assert truncate(logits, 2, 1.0).isfinite().tolist() == [[False, True, True, True]]
+    assert truncate(logits, 0, 1e-6).isfinite().tolist() == [[False, True, False, False]]
+    assert torch.equal(truncate(logits, 0, 1.0), logits)
+
+
+def test_no_gradients_are_computed_without_grad_mode(target_weights, sampler):
+    batch = make_batch((3, 9, 0))
+    generator = torch.Generator().manual_seed(1)
+    teacher = Teacher(batch.final_hidden, target_weights.head, DRAFT_TOKENS, sampler)
+    head = torch.randn(len(DRAFT_TOKENS), 16, dtype=torch.float64, requires_grad=True)
+    arguments = (fake_hidden(batch, generator), head, teacher, align(batch, DEPTH), DECAY, 4)
+    with torch.no_grad():
+        loss, *_ = soft_cross_entropy(*arguments)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, soft_cross_entropy(*arguments)[0].detach())
+
+
+def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target_weights, sampler):
+    batch = make_batch((3, 200, 0))
+    batch = dataclasses.replace(batch, final_hidden=batch.final_hidden[:, :4])
+    generator = torch.Generator().manual_seed(1)
+    num_starts = len(align(batch, DEPTH).start_rows)
+    hidden = [torch.randn(num_starts, 4, generator=generator, dtype=torch.float64) for _ in range(DEPTH)]
+    head = torch.randn(len(DRAFT_TOKENS), 4, dtype=torch.float64, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        teacher = Teacher(batch.final_hidden, target_weights.head[:, :4], DRAFT_TOKENS, sampler)
+        soft_cross_entropy(hidden, head, teacher, align(batch, DEPTH), DECAY, 32)
+    assert 0 < max(kept) < num_starts * len(DRAFT_TOKENS) < num_starts * TARGET.vocab_size

@@ -1,0 +1,41 @@
+"""The draft vocabulary and its maps."""
+
+import pytest
+import torch
+
+from drafters.vocabulary import choose_tokens, coverage, to_maps, to_tokens
+
+
+def test_most_frequent_tokens_ascending():
+    counts = torch.tensor([0, 5, 1, 0, 9, 2])
+    tokens = choose_tokens(counts, 3)
+    assert tokens.tolist() == [1, 4, 5]
+    assert coverage(counts, tokens) == pytest.approx(16 / 17)
+
+
+def test_ties_and_leftover_rows_go_to_the_lowest_ids():
+    assert choose_tokens(torch.tensor([1, 0, 1, 1, 0, 0]), 2).tolist() == [0, 2]
+    assert choose_tokens(torch.tensor([0, 0, 0, 0, 7, 0]), 3).tolist() == [0, 1, 4]
+
+
+def test_special_tokens_are_always_in():
+    assert choose_tokens(torch.tensor([9, 8, 7, 0, 0]), 2, always=[4]).tolist() == [0, 4]
+
+
+def test_maps_go_both_ways():
+    tokens = torch.tensor([1, 4, 5])
+    d2t, t2d = to_maps(tokens, 7)
+    assert d2t.tolist() == [1, 3, 3]
+    assert t2d.nonzero().flatten().tolist() == [1, 4, 5]
+    assert torch.equal(to_tokens(d2t), tokens)
+
+
+def test_nothing_counted_is_covered():
+    assert coverage(torch.zeros(5), torch.tensor([0, 1])) == 1.0
+
+
+def test_sizes_that_cannot_work():
+    with pytest.raises(ValueError, match=r"draft_vocab_size 6 .* 5 tokens"):
+        choose_tokens(torch.zeros(5), 6)
+    with pytest.raises(ValueError, match="draft_vocab_size 1 is below the 2 tokens"):
+        choose_tokens(torch.zeros(5), 1, always=[3, 4])
