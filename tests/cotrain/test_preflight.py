@@ -1,0 +1,220 @@
+"""Bad input that shows only beside a model, a dataset or a machine is refused before any model loads."""
+
+import json
+import shutil
+import socket
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cotrain import preflight
+from cotrain.config import RunConfig
+from cotrain.config_errors import ConfigError
+from cotrain.load_config import load_config
+from cotrain.preflight import check_run, quick_problems
+
+TARGET: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+}
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """What is read of a model before it loads: config, tokenizer, template, and the header of the weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TARGET | changes))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    save_file({"model.embed_tokens.weight": np.zeros((64, 32), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def build(tmp_path: Path, model: Path):
+    """A configuration that passes, with some overrides."""
+
+    def config(*overrides: str) -> RunConfig:
+        lengths = ["rollout.max_prompt_tokens=128", "rollout.max_new_tokens=128"]
+        drafter = ["drafter.model.type=eagle3", "drafter.model.draft_vocab_size=32"]
+        task = ["task.type=reasoning_gym", "task.name=chain_sum", "task.size=4"]
+        names = ["name=first", "steps=2", f"run_root={tmp_path / 'runs'}", f"policy.model={model}"]
+        return load_config([], [*names, *lengths, *drafter, *task, *overrides])
+
+    return config
+
+
+def problems(config: RunConfig) -> list[str]:
+    """What check_run refuses."""
+    with pytest.raises(ConfigError) as error:
+        check_run(config)
+    return error.value.problems
+
+
+def test_a_run_that_can_start_passes(build) -> None:
+    check_run(build())
+    check_run(build("drafter=none"))
+    check_run(build("drafter.model.aux_layers=[1, 2, 7]", "rollout.vllm.max_num_seqs=4"))
+
+
+def test_all_problems_come_together(build, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    found = problems(build("drafter.model.draft_vocab_size=65", "rollout.max_new_tokens=129", "task.name=chain_sun"))
+    assert len(found) == 4
+    assert found[0].startswith("name: run 'first' is already in")
+    assert "chain_sun" in found[1]
+    assert found[2].startswith("rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 257 is above the 256 pos")
+    assert found[3].startswith("drafter.model.draft_vocab_size: 65 is above the 64 tokens of")
+
+
+def test_used_name_is_refused_unless_resumed(build, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    [line] = problems(build())
+    assert "continue it with --resume first, or choose another name=..." in line
+    check_run(build(), resume=True)
+
+
+def test_missing_model_is_refused(build, tmp_path: Path) -> None:
+    [line] = problems(build(f"policy.model={tmp_path}/nothing"))
+    assert line.startswith("policy.model: no folder")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    [line] = problems(build())
+    assert line.startswith("policy.model:") and "no model.safetensors" in line
+
+
+def test_dataset_without_the_column_lists_the_columns(build, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"ask": "1 + 1", "answer": "2"}\n')
+    [line] = problems(build("task=none", "task.type=dataset", f"task.path={path}"))
+    assert line.startswith("task.prompt_column: no column") and "Columns found: ask, answer" in line
+    [line] = problems(build("task=none", "task.type=dataset", f"task.path={tmp_path}/none.jsonl"))
+    assert line.startswith("task.path: no file")
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [("[2, 4, 8]", "drafter.model.aux_layers: [2, 4, 8] must be below 8, the layers of"), ("[1, 2, 7]", None)],
+)
+def test_aux_layers_lie_inside_the_target(build, layers: str, message: str | None) -> None:
+    config = build(f"drafter.model.aux_layers={layers}")
+    if message is None:
+        check_run(config)
+    else:
+        assert problems(config)[0].startswith(message)
+
+
+def test_default_aux_layers_that_collide_are_refused(build, tmp_path: Path) -> None:
+    small = write_model(tmp_path / "small", num_hidden_layers=4)
+    [line] = problems(build(f"policy.model={small}"))
+    assert line.startswith("drafter.model.aux_layers: the default")
+
+
+@pytest.fixture
+def drafter(build, tmp_path: Path, model: Path) -> Path:
+    """A checkpoint folder for the target."""
+    import torch
+
+    from drafters.base import TargetSpec
+    from drafters.build import build_drafter
+
+    folder = tmp_path / "drafter"
+    config = build("drafter.model.aux_layers=[1, 3, 5]", "drafter.model.trained_depth=2", "rollout.draft_tokens=1")
+    build_drafter(config.drafter.model, TargetSpec.from_pretrained(model), seed=0).save(folder, torch.float32)
+    return folder
+
+
+def test_drafter_of_this_target_passes(build, drafter: Path) -> None:
+    check_run(build(f"drafter.init={drafter}", "rollout.draft_tokens=2"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 64}, "drafter.init: .* made for another target: its hidden size is 32, this target's is 64"),
+        ({"vocab_size": 96}, "drafter.init: .* made for another target: its vocabulary is 64, this target's is 96"),
+        ({"num_hidden_layers": 5}, r"drafter.init: .* aux layers \[1, 3, 5\] are not all between 1 and 4"),
+    ],
+    ids=["hidden size", "vocabulary", "layers"],
+)
+def test_drafter_of_another_target_is_refused(build, drafter: Path, tmp_path: Path, change: dict, message: str) -> None:
+    other = write_model(tmp_path / "other", **change)
+    config = build(f"policy.model={other}", f"drafter.init={drafter}", "rollout.draft_tokens=2")
+    with pytest.raises(ConfigError, match=message):
+        check_run(config)
+
+
+def test_drafter_of_another_shape_than_configured_is_refused(build, drafter: Path) -> None:
+    layers, depth = problems(build(f"drafter.init={drafter}", "drafter.model.aux_layers=[1, 3, 6]"))
+    assert layers.startswith("drafter.model.aux_layers: [1, 3, 6] differ from [1, 3, 5] of drafter.init")
+    assert depth.startswith("rollout.draft_tokens: 3 is above the 2 positions that drafter.init")
+
+
+def test_truncated_drafter_is_refused(build, drafter: Path) -> None:
+    weights = drafter / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    [line] = problems(build(f"drafter.init={drafter}", "rollout.draft_tokens=2"))
+    assert line.startswith("drafter.init:") and "truncated or corrupt" in line
+
+
+def test_unreachable_ray_and_mlflow_are_refused(build) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        port = listener.getsockname()[1]
+        ray, mlflow = quick_problems(
+            build(f"cluster.address=127.0.0.1:{port}", f"tracking.uri=http://127.0.0.1:{port}")
+        )
+    assert ray.startswith(f"cluster.address: nothing answers at 127.0.0.1:{port}") and "ray start --head" in ray
+    assert mlflow.startswith(f"tracking.uri: no answer from http://127.0.0.1:{port}")
+
+
+def test_ray_that_answers_passes(build) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert quick_problems(build(f"cluster.address=127.0.0.1:{server.getsockname()[1]}")) == []
+
+
+def test_malformed_ray_address_is_refused(build) -> None:
+    [line] = quick_problems(build("cluster.address=head-node"))
+    assert line.startswith("cluster.address: 'head-node' is no HOST:PORT")
+
+
+def test_misspelt_vllm_argument_is_refused(build) -> None:
+    [line] = quick_problems(build("rollout.vllm.max_num_seq=4"))
+    assert line == "rollout.vllm.max_num_seq: vLLM has no such engine argument; did you mean rollout.vllm.max_num_seqs?"
+
+
+def test_gpu_that_is_not_there_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "machine", lambda: {"gpus": []})
+    [line] = quick_problems(build("cluster.device=cuda"))
+    assert line == 'cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"'
+
+
+def test_too_little_disk_and_shared_memory_are_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 4000))
+    disk, shared = problems(build())
+    assert disk.startswith("run_root:") and "3 checkpoints of" in disk and "lower checkpoint.keep_last" in disk
+    assert shared.startswith("policy.model: one policy update takes") and "--shm-size" in shared
+
+
+def test_run_root_that_cannot_be_written_is_refused(build, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    [line] = problems(build(f"run_root={tmp_path / 'file'}"))
+    assert line.startswith(f"run_root: {tmp_path / 'file'} is no folder that can be written")

@@ -1,0 +1,102 @@
+"""Every checked-in configuration loads, and the schema keeps what it promises."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain.config import RunConfig
+from cotrain.config_help import SectionHelp, help_text, variants, walk_sections
+from cotrain.load_config import ConfigError, load_config, parse_config
+from drafters.config import Section
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted(ROOT.glob("configs/**/*.toml"))
+SECTIONS = list(walk_sections())
+
+EXAMPLE: dict[str, Any] = {
+    "name": "first",
+    "steps": 4,
+    "policy": {"model": "bundled:smollm2-135m-instruct"},
+    "drafter": {"model": {"type": "eagle3"}},
+    "task": {"type": "reasoning_gym", "name": "chain_sum"},
+}
+
+
+def section_id(block: SectionHelp) -> str:
+    """For pytest: path and kind."""
+    return f"{block.path or 'top'}{f'-{block.kind}' if block.kind else ''}"
+
+
+def test_there_are_configurations() -> None:
+    assert ROOT / "configs" / "smoke.toml" in CONFIGS
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_configuration_loads_and_round_trips(path: Path) -> None:
+    config = load_config([path])
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_configuration_writes_out_its_types(path: Path) -> None:
+    """The kind of each union is in the file, so that a reader need not know the defaults."""
+    table = tomllib.loads(path.read_text())
+    assert "type" in table["task"]
+    assert "drafter" not in table or "type" in table["drafter"]["model"]
+
+
+@pytest.mark.parametrize("block", SECTIONS, ids=section_id)
+def test_unknown_field_fails_at_every_level(block: SectionHelp) -> None:
+    fields: dict[str, Any] = {**EXAMPLE, "task": {"type": block.kind} if block.path == "task" else EXAMPLE["task"]}
+    table = fields
+    for name in filter(None, block.path.split(".")):
+        table[name] = dict(table.get(name, {}))
+        table = table[name]
+    table["zzz_unknown"] = 1
+    with pytest.raises(ConfigError) as error:
+        parse_config(fields)
+    [line] = [line for line in error.value.problems if "zzz_unknown" in line]
+    assert line.startswith(f"{block.path}.zzz_unknown: unknown field".lstrip("."))
+
+
+@pytest.mark.parametrize("block", SECTIONS, ids=section_id)
+def test_every_field_has_a_docstring(block: SectionHelp) -> None:
+    assert block.section.__doc__
+    for name, field in block.section.model_fields.items():
+        assert field.description, f"{block.section.__name__}.{name} has no docstring under it"
+
+
+@pytest.mark.parametrize("block", SECTIONS, ids=section_id)
+def test_a_default_section_has_its_own_defaults(block: SectionHelp) -> None:
+    """Else writing one field of [drafter.optimizer] would change the others."""
+    for name, field in block.section.model_fields.items():
+        if isinstance(field.default, Section):
+            assert field.default == type(field.default)(), f"{block.path}.{name}"
+            assert set(variants(field.annotation).values()) == {type(field.default)}
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_help_explains_every_field(width: int) -> None:
+    text = help_text(width)
+    for block in SECTIONS:
+        for name, field in block.fields.items():
+            if name != "type" or not block.kind:
+                assert re.search(rf"^  {name}  \(", text, re.MULTILINE)
+                assert " ".join((field.description or "").split()) in " ".join(text.split())
+    prose = [line for line in text.splitlines() if line.startswith("      ")]
+    assert max(map(len, prose)) <= width
+
+
+def test_help_shows_types_and_defaults() -> None:
+    lines = help_text().splitlines()
+    for line in [
+        "  steps  (integer > 0, required)",
+        "  top_p  (number > 0 and <= 1, default 1.0)",
+        "  aux_layers  (list of 3 integers, default none)",
+        '  draft_sample_method  (greedy | probabilistic, default "probabilistic")',
+        '[task]  type = "dataset"',
+    ]:
+        assert line in lines
