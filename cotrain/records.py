@@ -1,0 +1,124 @@
+"""Everything that crosses a process. Plain data: no torch, no vLLM, no Ray."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What an engine serves. Both start at 0 and only go up."""
+
+    policy: int
+    drafter: int
+
+    def __str__(self) -> str:
+        return f"p{self.policy}-d{self.drafter}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem of a task."""
+
+    id: str
+    """Stable name within the task."""
+    messages: list[dict[str, str]]
+    """Chat messages, before the chat template."""
+    answer: Any
+    """What the task's scorer needs (a string, or the task's own entry)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One sample to generate."""
+
+    prompt_id: str
+    sample_index: int
+    prompt_token_ids: list[int]
+    seed: int | None
+    """Sampling seed; None draws from the engine's own generator (probabilistic drafts have no seeds in vLLM)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """Drafting of one rollout or one step, from vLLM's counters.
+
+    accepted_per_position[i] counts verification steps in which draft position i+1 and all before it were accepted.
+    """
+
+    num_drafts: int
+    num_draft_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens emitted per verification step: 1 + accepted / drafts."""
+        return 1.0 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One generated response."""
+
+    prompt_id: str
+    sample_index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    """The response, including the end-of-sequence token when there is one."""
+    log_probs: list[float]
+    """Behaviour log-prob of each response token, under the processed sampling distribution."""
+    text: str
+    finish_reason: str
+    """stop or length."""
+    versions: Versions
+    speculation: SpeculationCounts | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollout:
+    """A rollout with its reward and advantage."""
+
+    rollout: Rollout
+    reward: float
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureShard:
+    """Hidden states of some rollouts in one safetensors file (see rollout/feature_tap.py for its layout)."""
+
+    path: str
+    num_rollouts: int
+    num_tokens: int
+    num_bytes: int
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPayload:
+    """Weights on their way to the engines: one safetensors file in Hugging Face checkpoint names."""
+
+    path: str
+    num_bytes: int
+    digests: dict[str, str]
+    """blake2b of each tensor's bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapReport:
+    """One weight update as an engine saw it."""
+
+    seconds: float
+    num_bytes: int
+    num_tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """What one step of generation returns."""
+
+    rollouts: list[Rollout]
+    features: list[FeatureShard]
+    speculation: SpeculationCounts | None
+    seconds: float
+    num_generated_tokens: int
+    feature_stats: dict[str, float] = field(default_factory=dict)

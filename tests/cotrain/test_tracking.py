@@ -1,0 +1,226 @@
+"""Real MLflow on sqlite; only the outage is planted."""
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from cotrain import mlflow_store
+from cotrain.mlflow_store import MlflowClient, MlflowException, check_uri, tracking_uri
+from cotrain.records import Versions
+from cotrain.registry import model_id_of
+from cotrain.tracking import Tracker, registered_name
+
+TAGS = {"init": "random", "data_fingerprint": "abc"}
+
+
+@pytest.fixture
+def client(mlflow_database):
+    uri = f"sqlite:///{mlflow_database}"
+    return MlflowClient(uri, uri)
+
+
+@pytest.fixture
+def drafter_folder(tmp_path):
+    def build(content=b"weights") -> Path:
+        folder = tmp_path / f"drafter-{content.decode()}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(content)
+        return folder
+
+    return build
+
+
+def steps_of(client, run_id, name="a"):
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
+
+
+def test_a_run_has_its_parameters_metrics_and_status(run_config, client):
+    config = run_config(rollout={"vllm": {"max_num_seqs": 4, "additional_config": {"odd key!": "x" * 7000}}})
+    with Tracker(config) as tracker:
+        tracker.log_step(1, {"a": 0.5, "missing": None})
+        tracker.log_step(2, {"a": 0.75})
+        assert client.get_run(tracker.run_id).info.status == "RUNNING"
+    run = client.get_run(tracker.run_id)
+    assert run.info.status == "FINISHED" and run.info.run_name == "first"
+    assert run.data.params["policy.model"] == "bundled:smollm2-135m-instruct"
+    assert len(run.data.params["rollout.vllm.additional_config.odd key_"]) == 6000
+    assert steps_of(client, run.info.run_id) == [(1, 0.5), (2, 0.75)]
+    assert run.info.artifact_uri.startswith((config.run_root / "mlartifacts" / "cotrain").as_uri())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt, "KILLED"), (SystemExit, "KILLED"), (RuntimeError, "FAILED")]
+)
+def test_the_status_says_how_a_run_ended(run_config, client, error, status):
+    with pytest.raises(error), Tracker(run_config()) as tracker:
+        raise error
+    assert client.get_run(tracker.run_id).info.status == status
+
+
+def test_a_killed_run_of_this_folder_does_not_stay_running(run_config, client, tmp_path):
+    killed, elsewhere = Tracker(run_config()), Tracker(run_config(name="second"))
+    with Tracker(run_config()):
+        assert client.get_run(killed.run_id).info.status == "FAILED"
+        assert client.get_run(elsewhere.run_id).info.status == "RUNNING"
+
+
+def test_a_resume_goes_on_without_recording_a_step_twice(run_config, client):
+    with Tracker(run_config()) as tracker:
+        for step in range(1, 6):
+            tracker.log_step(step, {"a": step})
+    history = [{"step": step, "a": step} for step in range(1, 4)]
+    with Tracker(run_config(steps=9), run_id=tracker.run_id, history=history) as resumed:
+        assert resumed.run_id == tracker.run_id
+        for step in range(4, 8):
+            resumed.log_step(step, {"a": step + 0.5})
+    run = client.get_run(tracker.run_id)
+    assert steps_of(client, tracker.run_id) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6.5), (7, 7.5)]
+    assert run.data.tags["resumed_from_step"] == "3" and run.info.status == "FINISHED"
+
+
+def test_a_resume_at_another_store_sends_the_whole_history(run_config, client):
+    said = []
+    history = [{"step": step, "a": step, "b": None} for step in range(1, 4)]
+    with Tracker(run_config(), run_id="0" * 32, history=history, say=said.append) as tracker:
+        pass
+    assert "does not know run" in said[0]
+    assert steps_of(client, tracker.run_id) == [(1, 1), (2, 2), (3, 3)]
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_an_outage_is_said_once_and_made_up_for(run_config, client, drafter_folder, monkeypatch):
+    said = []
+    with Tracker(run_config(), say=said.append) as tracker:
+        tracker.log_step(1, {"a": 1})
+        wait_until(lambda: steps_of(client, tracker.run_id) == [(1, 1)])
+
+        def refuse(*args, **kwargs):
+            raise MlflowException("connection refused\nand a page of detail")
+
+        monkeypatch.setattr(tracker._client, "log_batch", refuse)
+        for step in (2, 3):
+            tracker.log_step(step, {"a": step})
+        registered = tracker.log_drafter(drafter_folder(), Versions(2, 1), 2, {}, TAGS)
+        wait_until(lambda: tracker.missing_steps == 2)
+        tracker.log_step(4, {"a": 4})
+        wait_until(lambda: tracker.missing_steps == 3)
+        monkeypatch.undo()
+        tracker.log_step(5, {"a": 5})
+        assert registered.result(timeout=10) == 1
+        assert tracker.missing_steps == 0
+    assert steps_of(client, tracker.run_id) == [(step, step) for step in range(1, 6)]
+    assert said == [
+        "MLflow takes no metrics (connection refused); the run goes on, each step tries again",
+        "MLflow takes metrics again; none is missing",
+    ]
+
+
+def test_what_was_never_sent_is_said_at_the_end(run_config, mlflow_database, monkeypatch):
+    said = []
+    tracker = Tracker(run_config(), say=said.append)
+    monkeypatch.setattr(tracker._client, "log_batch", lambda *args, **kwargs: 1 / 0)
+    tracker.log_step(1, {"a": 1})
+    tracker.finish()
+    assert "did not take 1 steps" in said[-1] and "--resume first" in said[-1]
+
+
+def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, client, drafter_folder):
+    with Tracker(run_config()) as tracker:
+        first = tracker.log_drafter(drafter_folder(b"1"), Versions(3, 1), 3, {"expected_acceptance_length": 1.5}, TAGS)
+        second = tracker.log_drafter(drafter_folder(b"2"), Versions(5, 2), 5, {}, TAGS)
+        assert (first.result(10), second.result(10)) == (1, 2)
+        tracker.log_served(1, 1.8, 4)
+        tracker.log_served(2, 1.4, 6).result(10)
+    name = "smollm2-135m-instruct-drafter"
+    tags = client.get_model_version(name, "2").tags
+    expected = TAGS | {"policy_version": "5", "drafter_version": "2", "parent_version": "1", "run_name": "first"}
+    assert tags.items() >= expected.items() and len(tags["config_hash"]) == 12
+    assert client.get_model_version(name, "1").tags["parent_version"] == "none"
+    assert int(client.get_model_version_by_alias(name, "serving").version) == 2
+    assert int(client.get_model_version_by_alias(name, "best").version) == 1
+    model = client.get_logged_model(model_id_of(client.get_model_version(name, "1")))
+    assert {(metric.key, metric.value, metric.step) for metric in model.metrics} == {
+        ("expected_acceptance_length", 1.5, 3),
+        ("acceptance_length", 1.8, 4),
+    }
+    outputs = client.get_run(tracker.run_id).outputs.model_outputs
+    assert sorted(output.step for output in outputs) == [3, 5]
+
+
+def test_a_resumed_run_registers_an_equal_drafter_once_and_another_anew(run_config, client, drafter_folder):
+    with Tracker(run_config()) as tracker:
+        tracker.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS)
+        tracker.log_drafter(drafter_folder(b"2"), Versions(2, 2), 2, {}, TAGS)
+    with Tracker(run_config(), run_id=tracker.run_id) as resumed:
+        assert resumed.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS).result(10) == 1
+        assert int(client.get_model_version_by_alias(resumed.registered_model, "serving").version) == 1
+        assert resumed.log_drafter(drafter_folder(b"new"), Versions(2, 2), 2, {}, TAGS).result(10) == 3
+        resumed.log_served(2, 1.5, 3).result(10)
+    assert int(client.get_model_version_by_alias(resumed.registered_model, "best").version) == 3
+
+
+def test_a_deleted_drafter_does_not_hold_up_the_rest(run_config, client, drafter_folder, tmp_path):
+    said = []
+    with Tracker(run_config(), say=said.append) as tracker:
+        lost = tracker.log_drafter(tmp_path / "gone", Versions(1, 1), 1, {}, TAGS)
+        assert tracker.log_drafter(drafter_folder(), Versions(2, 2), 2, {}, TAGS).result(10) == 1
+    assert isinstance(lost.exception(), FileNotFoundError) and "deleted before" in said[0]
+
+
+def test_drafters_are_not_stored_when_switched_off(run_config, client, drafter_folder):
+    with Tracker(run_config(tracking={"log_drafters": False})) as tracker:
+        assert tracker.log_drafter(drafter_folder(), Versions(1, 1), 1, {}, TAGS).result(10) is None
+        assert tracker.log_served(1, 1.5, 2).result(10) is None
+    assert client.search_registered_models() == []
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B-drafter"),
+        ("bundled:smollm2-135m-instruct", "smollm2-135m-instruct-drafter"),
+        ("/models/my model:v2", "my_model_v2-drafter"),
+    ],
+)
+def test_the_registered_name_comes_from_the_policy(model, name):
+    assert registered_name(model) == name
+
+
+def test_the_default_store_is_an_absolute_sqlite_path_in_the_run_root(run_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert tracking_uri(run_config(run_root="runs")) == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert tracking_uri(run_config(tracking={"uri": "sqlite:///my.db"})) == f"sqlite:///{tmp_path}/my.db"
+
+
+@pytest.fixture
+def port():
+    """A port that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_server_that_is_not_there_is_an_error_within_seconds(run_config, port, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        free_port = closed.getsockname()[1]
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"tracking\.uri: no answer from .*refused.*leave tracking\.uri out"):
+        Tracker(run_config(tracking={"uri": f"http://127.0.0.1:{free_port}"}))
+    monkeypatch.setattr(mlflow_store, "HEALTH_TIMEOUT_S", 0.3)
+    with pytest.raises(ValueError, match=r"tracking\.uri: no answer from .*timed out"):
+        Tracker(run_config(tracking={"uri": f"http://127.0.0.1:{port}"}))
+    assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("uri", ["./mlruns", "file:///tmp/mlruns", "localhost:5000"])
+def test_what_is_no_store_is_refused(uri):
+    with pytest.raises(ValueError, match=r"tracking\.uri: .* is neither"):
+        check_uri(uri)
