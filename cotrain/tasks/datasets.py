@@ -1,0 +1,145 @@
+"""Prompts from a dataset file, folder or hub id, in the field's three schemas as they are.
+
+| schema        | prompt                    | answer                                          |
+|---------------|---------------------------|-------------------------------------------------|
+| verl          | prompt (messages)         | reward_model.ground_truth                       |
+| messages      | messages                  | the last message when it is the assistant's     |
+| prompt/answer | prompt or question        | answer; of GSM8K's solutions what follows ####  |
+
+Other column names come from task.prompt_column and task.answer_column. A prompt is a string or chat messages.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from cotrain.config import DatasetTask
+from cotrain.records import Prompt
+from cotrain.tasks.messages import chat_messages
+from cotrain.tasks.rewards import REWARDS, load_reward
+
+FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+GSM8K_MARKER = "####"
+
+
+class DatasetProblems:
+    """All prompts of a dataset, read and checked at once; seed is not used, the order comes from PromptSampler."""
+
+    def __init__(self, config: DatasetTask, seed: int) -> None:
+        """Raises ValueError naming the field of [task] and, for columns, what the dataset has."""
+        self._reward = load_reward(config.reward)
+        rows = _load_rows(config)
+        if config.max_examples is not None:
+            rows = rows.select(range(min(config.max_examples, len(rows))))
+        prompt_column = _prompt_column(config, rows.column_names)
+        answer_column = _answer_column(config, prompt_column, rows.column_names)
+        self._prompts = [_read_prompt(config, i, row, prompt_column, answer_column) for i, row in enumerate(rows)]
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def prompt(self, index: int) -> Prompt:
+        """Row of that index."""
+        return self._prompts[index]
+
+    def score(self, prompt: Prompt, response: str) -> float:
+        """task.reward of the response."""
+        return self._reward(prompt.messages, response, prompt.answer)
+
+
+def _load_rows(config: DatasetTask) -> Any:
+    """A datasets.Dataset. Raises ValueError naming task.path, or task.split and task.subset."""
+    import datasets
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+    path = Path(config.path).expanduser()
+    if not path.exists() and (path.suffix in FILE_TYPES or config.path.startswith((".", "/", "~"))):
+        raise ValueError(f"task.path: no file or folder '{config.path}' in {Path.cwd()}")
+    if path.is_file() and path.suffix not in FILE_TYPES:
+        raise ValueError(f"task.path: {config.path} must end in {', '.join(FILE_TYPES)}")
+    if path.is_file() and path.stat().st_size == 0:
+        raise ValueError(f"task.path: {config.path} is empty")
+    datasets.disable_progress_bars()
+    try:
+        if path.is_file():
+            return datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split="train")
+        if (path / "dataset_info.json").is_file():
+            return datasets.load_from_disk(str(path))
+        return datasets.load_dataset(str(path) if path.is_dir() else config.path, config.subset, split=config.split)
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise ValueError(
+            f"task.path: there is no local file or folder '{config.path}', and the hub did not give a dataset of that "
+            f"name ({error}). Check the name and the network, or give a json, jsonl or parquet file"
+        ) from error
+    except (DatasetGenerationError, FileNotFoundError) as error:
+        raise ValueError(f"task.path: cannot read {config.path}: {error.__cause__ or error}") from error
+    except ValueError as error:
+        field = "task.path" if path.is_file() else "task.split or task.subset"
+        raise ValueError(f"{field}: {config.path}: {error}") from error
+
+
+def _prompt_column(config: DatasetTask, columns: list[str]) -> str:
+    if config.prompt_column is not None:
+        return _existing(config.prompt_column, "task.prompt_column", columns)
+    if {"prompt", "reward_model"} <= set(columns):
+        return "prompt"
+    for name in ("messages", "prompt", "question"):
+        if name in columns:
+            return name
+    raise ValueError(
+        "task.prompt_column: no column prompt, messages or question; name the prompt's column. "
+        f"Columns found: {', '.join(columns)}"
+    )
+
+
+def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) -> str | None:
+    """None where answers come from the last message, or where a user's reward may do without."""
+    if config.answer_column is not None:
+        return _existing(config.answer_column, "task.answer_column", columns)
+    for name in ("reward_model", "answer"):
+        if name in columns and name != prompt_column:
+            return name
+    if prompt_column == "messages" or config.reward not in REWARDS:
+        return None
+    raise ValueError(
+        f"task.answer_column: no column answer or reward_model, which task.reward = '{config.reward}' needs; name the "
+        f"answer's column. Columns found: {', '.join(columns)}"
+    )
+
+
+def _existing(column: str, field: str, columns: list[str]) -> str:
+    if column not in columns:
+        raise ValueError(f"{field}: no column '{column}'. Columns found: {', '.join(columns)}")
+    return column
+
+
+def _read_prompt(
+    config: DatasetTask, index: int, row: dict[str, Any], prompt_column: str, answer_column: str | None
+) -> Prompt:
+    where = f"row {index} of {config.path}"
+    question = row[prompt_column]
+    answer = None if answer_column is None else _read_answer(row[answer_column])
+    if isinstance(question, list) and question and question[-1].get("role") == "assistant":
+        answer = question[-1]["content"] if answer_column is None else answer
+        question = question[:-1]
+    if not question:
+        raise ValueError(f"task.prompt_column: {where} has no prompt in '{prompt_column}'")
+    if isinstance(question, list) and not {"role", "content"} <= question[0].keys():
+        keys = ", ".join(question[0])
+        raise ValueError(f"task.prompt_column: messages need role and content; {where} has {keys}")
+    if config.reward in REWARDS and (not isinstance(answer, str) or not answer):
+        raise ValueError(
+            f"task.answer_column: {where} has the answer {answer!r}; task.reward = '{config.reward}' needs a text"
+        )
+    messages = chat_messages(question, config.instruction, config.system_prompt)
+    return Prompt(id=f"{Path(config.path).stem}-{index}", messages=messages, answer=answer)
+
+
+def _read_answer(value: Any) -> Any:
+    """Value of an answer cell: verl's ground truth, what follows GSM8K's marker, a number as text."""
+    if isinstance(value, dict) and "ground_truth" in value:
+        value = value["ground_truth"]
+    if isinstance(value, str) and GSM8K_MARKER in value:
+        return value.rpartition(GSM8K_MARKER)[2].strip()
+    if isinstance(value, int | float):
+        return str(value)
+    return value.strip() if isinstance(value, str) else value

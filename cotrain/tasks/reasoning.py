@@ -1,0 +1,71 @@
+"""reasoning-gym tasks: generated problems, scored by the task's own verifier."""
+
+import dataclasses
+import difflib
+import logging
+import random
+from typing import Any
+
+from cotrain.config import ReasoningGymTask
+from cotrain.records import Prompt
+from cotrain.tasks.messages import chat_messages
+from cotrain.tasks.rewards import extract_answer, extract_number, is_number
+
+logger = logging.getLogger(__name__)
+
+
+class ReasoningGymProblems:
+    """Problems of one reasoning-gym task. A verifier may give partial credit, as some of reasoning-gym's do."""
+
+    def __init__(self, config: ReasoningGymTask, seed: int) -> None:
+        """Raises ValueError naming task.name or task.parameters, with what is possible there."""
+        self._config = config
+        self._dataset = _create_dataset(config, seed)
+        self.prompt(0)
+
+    def __len__(self) -> int:
+        return self._config.size
+
+    def prompt(self, index: int) -> Prompt:
+        """Problem of that index; its answer is reasoning-gym's whole entry, which the verifier needs."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"prompt {index} of a task with {len(self)}")
+        entry = self._dataset[index]
+        messages = chat_messages(entry["question"], self._config.instruction, self._config.system_prompt)
+        return Prompt(id=f"{self._config.name}-{index}", messages=messages, answer=entry)
+
+    def score(self, prompt: Prompt, response: str) -> float:
+        """The verifier's score of the final answer in the response (cotrain.tasks.rewards has the rule)."""
+        expected = prompt.answer["answer"]
+        extract = extract_number if isinstance(expected, str) and is_number(expected) else extract_answer
+        answer = extract(response)
+        try:
+            return float(self._dataset.score_answer(answer, prompt.answer))
+        except Exception as error:
+            # Some verifiers, prime_factorization for one, raise on text that is not in the form they expect.
+            logger.warning("%s: the verifier raised on %r (%r); scored 0", prompt.id, answer[:80], error)
+            return 0.0
+
+
+def _create_dataset(config: ReasoningGymTask, seed: int) -> Any:
+    import reasoning_gym
+    from reasoning_gym.composite import DatasetSpec
+    from reasoning_gym.factory import DATASETS
+
+    if config.name not in DATASETS:
+        close = difflib.get_close_matches(config.name, DATASETS, n=3) or sorted(DATASETS)
+        raise ValueError(f"task.name: reasoning-gym has no task '{config.name}'; it has {', '.join(close)}")
+    for parameter, field in (("size", "task.size"), ("seed", "seed")):
+        if parameter in config.parameters:
+            raise ValueError(f"task.parameters.{parameter}: set {field} instead")
+    # reasoning-gym seeds problem i with seed + i: neighbouring seeds would share nearly all problems.
+    distant_seed = random.Random(seed).getrandbits(31)
+    parameters = dict(config.parameters)
+    try:
+        if config.name == "composite":
+            parameters["datasets"] = [DatasetSpec(**spec) for spec in parameters.get("datasets", [])]
+        return reasoning_gym.create_dataset(config.name, size=config.size, seed=distant_seed, **parameters)
+    except (TypeError, ValueError, AssertionError) as error:
+        names = [field.name for field in dataclasses.fields(DATASETS[config.name][1])]
+        known = ", ".join(name for name in names if name not in ("size", "seed"))
+        raise ValueError(f"task.parameters: {config.name}: {error}; parameters are {known}") from error

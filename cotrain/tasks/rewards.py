@@ -1,0 +1,155 @@
+"""Rewards of dataset tasks, and the rule that finds the final answer in a response.
+
+The rule is the same for every model. The first of these that the response contains counts, and of several the last:
+
+1. <answer>...</answer>
+2. \\boxed{...}
+3. what follows "Answer:" or "answer is": the rest of that line, or all lines below when the rest is empty
+4. otherwise the last line that is not empty
+
+Where the answer is known to be a number, it is the first number of 1-3 ("Answer: 7, because 3 + 4"), and without
+1-3 the last number of the response ("3 + 4 = 7"). Exactly one is taken: listing many numbers does not help.
+"""
+
+import importlib
+import inspect
+import math
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+Messages = list[dict[str, str]]
+Reward = Callable[[Messages, str, Any], float]
+"""(prompt messages, response, answer) -> finite float."""
+
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+ANSWER_PHRASE = re.compile(r"\banswer(?:\s+is\b|\**\s*:)", re.IGNORECASE)
+NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)")
+UNTIMED_CHARACTERS = 500
+
+
+def extract_answer(response: str) -> str:
+    """Final answer of a response by the module's rule; "" for an empty response."""
+    marked = _marked_answer(response)
+    if marked is not None:
+        return marked
+    lines = response.split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def extract_number(response: str) -> str:
+    """Final number of a response by the module's rule, without thousands commas; "" where there is none."""
+    marked = _marked_answer(response)
+    text = response if marked is None else marked
+    numbers = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    if not numbers:
+        return ""
+    return (numbers[-1] if marked is None else numbers[0]).replace(",", "")
+
+
+def _marked_answer(response: str) -> str | None:
+    for pattern in (TAGGED, BOXED):
+        if found := pattern.findall(response):
+            return found[-1].strip()
+    phrases = list(ANSWER_PHRASE.finditer(response))
+    if not phrases:
+        return None
+    rest_of_line, _, below = response[phrases[-1].end() :].partition("\n")
+    return rest_of_line.strip(" \t*:") or below.strip()
+
+
+def is_number(text: str) -> bool:
+    """Whether the whole text is one number."""
+    return NUMBER.fullmatch(text.strip()) is not None
+
+
+def exact(prompt: Messages, response: str, answer: Any) -> float:
+    """1 when the final answer is the answer, up to blanks and a final full stop."""
+    return float(_normalised(extract_answer(response)) == _normalised(str(answer)))
+
+
+def numeric(prompt: Messages, response: str, answer: Any) -> float:
+    """1 when the final number equals the answer as a decimal number."""
+    expected = extract_number(str(answer))
+    if not expected:
+        raise ValueError(f"task.reward: numeric needs answers with a number, got {answer!r}")
+    found = extract_number(response)
+    return float(bool(found) and Decimal(found) == Decimal(expected))
+
+
+def math_verify(prompt: Messages, response: str, answer: Any) -> float:
+    """1 when math-verify finds the response's expression equal to the answer.
+
+    Its five-second limit is a signal, which Python delivers to the main thread only. In other threads nothing can
+    stop it, and only the end of the response, UNTIMED_CHARACTERS long, is read.
+    """
+    from math_verify import parse, verify
+
+    if threading.current_thread() is threading.main_thread():
+        return float(verify(parse(str(answer)), parse(response)))
+    gold = parse(str(answer), parsing_timeout=None)
+    return float(verify(gold, parse(response[-UNTIMED_CHARACTERS:], parsing_timeout=None), timeout_seconds=None))
+
+
+REWARDS: dict[str, Reward] = {"exact": exact, "numeric": numeric, "math_verify": math_verify}
+
+
+def load_reward(name: str) -> Reward:
+    """The reward called name in task.reward: a key of REWARDS, or the dotted path of a user's function.
+
+    The function may be written package.module:function or package.module.function, and its module may lie in the
+    working folder. Raises ValueError naming task.reward when it cannot be imported or called with (prompt, response,
+    answer). What it returns is checked at every call to be a finite number.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    module_name, _, function_name = name.partition(":") if ":" in name else name.rpartition(".")
+    if not module_name or not function_name:
+        known = ", ".join(REWARDS)
+        raise ValueError(f"task.reward: unknown reward '{name}'; use {known}, or package.module:function")
+    function = _import_function(module_name, function_name)
+
+    def reward(prompt: Messages, response: str, answer: Any) -> float:
+        value = function(prompt, response, answer)
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"task.reward: {name} must return a number, got {value!r}") from error
+        if not math.isfinite(number):
+            raise ValueError(f"task.reward: {name} returned {number} for response {response[:80]!r}")
+        return number
+
+    return reward
+
+
+def _import_function(module_name: str, function_name: str) -> Callable[..., Any]:
+    # A console script has its own folder on the path, not the one it was called in.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"task.reward: cannot import {module_name}: {error}") from error
+    if not hasattr(module, function_name):
+        raise ValueError(f"task.reward: {module_name} has no function '{function_name}'")
+    function = getattr(module, function_name)
+    if not callable(function):
+        raise ValueError(f"task.reward: {module_name}: '{function_name}' is not callable")
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"task.reward: {module_name}:{function_name} is async; it must return the number itself")
+    try:
+        inspect.signature(function).bind([], "", "")
+    except TypeError as error:
+        raise ValueError(
+            f"task.reward: {module_name}:{function_name} must take (prompt, response, answer): {error}"
+        ) from error
+    return function
+
+
+def _normalised(text: str) -> str:
+    return " ".join(text.split()).removesuffix(".")

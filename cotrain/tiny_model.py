@@ -1,0 +1,150 @@
+"""The models tiny:llama and tiny:qwen3, for tests and smoke runs: no network, no download, seconds on a CPU.
+
+Eight layers trained briefly to answer every prompt with text from an order-2 Markov chain over digits, letters and
+punctuation. The chain makes responses predictable enough that a drafter's acceptance length can rise, ends them now
+and then with the end-of-sequence token, and writes enough numbers that some arithmetic answers are right by chance.
+The tokenizer is one token per byte plus ChatML's special tokens.
+"""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 512
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PAD_ID, BOS_ID, EOS_ID = range(3)
+ALPHABET = "0123456789 \n+-=.abcdefgh"
+EOS_PROBABILITY = 1 / 50
+TRAINING_STEPS, BATCH_SIZE = 160, 16
+PROMPT_LENGTH, RESPONSE_LENGTH = 8, 64
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def build_tiny_model(folder: Path, architecture: str, seed: int = 0) -> None:
+    """Write config, float32 weights, tokenizer and chat template to folder; architecture is "llama" or "qwen3".
+
+    The same seed gives the same weights on the same machine. Random state and thread count of the process are
+    left as they were.
+    """
+    tokenizer = _byte_tokenizer()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            shallow = _random_model(architecture, num_layers=2)
+            _train(shallow, tokenizer, torch.Generator().manual_seed(seed))
+            model = _random_model(architecture, num_layers=8)
+            _deepen(shallow, model)
+    finally:
+        torch.set_num_threads(threads)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _random_model(architecture: str, num_layers: int) -> PreTrainedModel:
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[architecture]
+    config = config_class(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # vLLM's CPU attention takes multiples of 32
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+    return model_class(config)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Special tokens first, then one token for each of the 256 bytes; ids above stay unused."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *symbols])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, bos, eos = SPECIAL_TOKENS
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) -> None:
+    """Fit chat-formatted sequences: a random prompt of the alphabet, then a response of the chain."""
+    letters = torch.tensor(tokenizer(ALPHABET).input_ids)
+    header = torch.tensor(tokenizer("<|im_end|>\n<|im_start|>assistant\n").input_ids)
+    count = TRAINING_STEPS * BATCH_SIZE
+    prompts = letters[torch.randint(len(letters), (count, PROMPT_LENGTH), generator=generator)]
+    responses = _sample_responses(letters, count, RESPONSE_LENGTH, generator)
+    sequences = torch.cat([prompts, header.expand(count, -1), responses], dim=1)
+    labels = sequences.masked_fill(sequences == PAD_ID, -100)
+    labels[:, :-RESPONSE_LENGTH] = -100
+
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=TRAINING_STEPS)
+    for batch, targets in zip(sequences.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True):
+        optimizer.zero_grad()
+        model(input_ids=batch, labels=targets).loss.backward()
+        optimizer.step()
+        schedule.step()
+
+
+def _deepen(shallow: PreTrainedModel, deep: PreTrainedModel) -> None:
+    """Copy a trained two-layer model into the first and last layer of deep; the layers between stay random.
+
+    Training two layers takes a quarter of the time. The random layers' outputs are scaled down, so that they change
+    the residual stream without drowning it.
+    """
+    last = deep.config.num_hidden_layers - 1
+    state = {name.replace("layers.1.", f"layers.{last}."): value for name, value in shallow.state_dict().items()}
+    deep.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        for layer in deep.model.layers[1:last]:
+            layer.self_attn.o_proj.weight *= 0.5
+            layer.mlp.down_proj.weight *= 0.5
+
+
+def _markov_chain(generator: torch.Generator) -> Tensor:
+    """Next-symbol probabilities [A, A, A] given the last two of A symbols; digits and spaces are favoured."""
+    size = len(ALPHABET)
+    logits = 2.5 * torch.randn(size, size, generator=generator)
+    logits = logits + 2.0 * torch.randn(size, 1, size, generator=generator)
+    logits[..., [ALPHABET.index(digit) for digit in "0123456789"]] += 1.0
+    logits[..., ALPHABET.index(" ")] += 3.0
+    return torch.softmax(logits, dim=-1)
+
+
+def _sample_responses(letters: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Token ids [count, length]: chain text, an end-of-sequence token at a random place, padding after it."""
+    chain = _markov_chain(generator)
+    symbols = torch.zeros(count, 2, dtype=torch.long)
+    while symbols.shape[1] < length + 2:
+        probabilities = chain[symbols[:, -2], symbols[:, -1]]
+        symbols = torch.cat([symbols, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
+    tokens = letters[symbols[:, 2:]]
+    ends = torch.rand(count, length, generator=generator) < EOS_PROBABILITY
+    num_ends = ends.cumsum(dim=1)
+    tokens[ends & (num_ends == 1)] = EOS_ID
+    tokens[(num_ends > 1) | ((num_ends == 1) & ~ends)] = PAD_ID
+    return tokens
