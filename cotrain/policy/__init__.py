@@ -1,0 +1,1 @@
+"""The policy learner: rewards in, policy update out."""

@@ -1,0 +1,285 @@
+"""The policy learner: one rank's copy of the policy and its GRPO update.
+
+Every rank is given the same rollouts and takes its share. Loss weights are normalised over the whole minibatch, so
+the update does not depend on the number of ranks or on the micro-batch size. Ranks find each other as Accelerate
+does, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Nothing here draws a random number: no dropout, no shuffling.
+"""
+
+import contextlib
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, gather_object, set_seed
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from cotrain.config import PolicyConfig, RolloutConfig
+from cotrain.policy.batching import (
+    MicroBatch,
+    check_rollouts,
+    micro_batches,
+    rollout_name,
+    share_of_rank,
+    split_minibatches,
+)
+from cotrain.policy.log_probs import ResponseLogProbs
+from cotrain.policy.losses import Normaliser, kl_estimate, policy_loss
+from cotrain.policy.metrics import MetricSums
+from cotrain.policy.optimizer import build_optimizer
+from cotrain.policy.settings import check_settings
+from cotrain.records import ScoredRollout
+
+LEARNER_STATE = "learner.pt"
+"""Optimizer, schedule, random state and version, beside the weights in a checkpoint folder."""
+
+
+class PolicyLearner:
+    """Trains the policy on scored rollouts; one instance per rank."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        rollout: RolloutConfig,
+        model_path: str,
+        total_steps: int,
+        seed: int,
+        device: str = "cpu",
+    ):
+        """Load the policy from model_path and join the other ranks.
+
+        total_steps counts update() calls and sets the length of a cosine schedule. device is "cpu" or "cuda". Raises
+        ValueError for settings that cannot be trained with, before the model loads.
+        """
+        check_settings(config, rollout)
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"device is {device!r}; use 'cpu' or 'cuda'")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device is 'cuda', but torch sees no GPU; set cluster.device=cpu")
+        self._config = config
+        self._rollout = rollout
+        self._policy_version = 0
+        self._accelerator = Accelerator(
+            cpu=device == "cpu",
+            mixed_precision="no",  # ResponseLogProbs sets autocast itself, for the frozen reference too
+            # A no-grad forward on one rank only must not wait for the others to send their buffers.
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        )
+        if self._accelerator.num_processes != config.num_processes:
+            raise ValueError(
+                f"policy.num_processes is {config.num_processes}, but {self._accelerator.num_processes} learner "
+                "processes found each other; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
+            )
+        set_seed(seed)
+
+        self._policy = self._load_model(model_path)
+        self._policy.check_head()
+        if config.gradient_checkpointing:
+            enable_gradient_checkpointing(self._policy.model)
+        self._reference = None
+        if config.kl_coefficient > 0:
+            self._reference = self._load_model(model_path).requires_grad_(False)
+
+        optimizer, self._scheduler = build_optimizer(
+            self._policy.parameters(), config.optimizer, total_steps * config.minibatches
+        )
+        self._ddp_policy, self._optimizer = self._accelerator.prepare(self._policy, optimizer)
+
+    @property
+    def policy_version(self) -> int:
+        """Number of update() calls behind the current weights."""
+        return self._policy_version
+
+    def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
+        """One policy step: config.minibatches optimizer steps on these rollouts, which all ranks must be given alike.
+
+        A step whose advantages are all 0 is still taken, as elsewhere in the field: its gradient is that of the KL
+        penalty or zero, AdamW's momentum goes on, and the version goes up.
+
+        Returns means over the response tokens of all ranks: policy/loss, kl (k3 of behaviour || current policy),
+        kl_reference (with a reference), entropy (nats), grad_norm (before clipping), clip_fraction, ratio_max,
+        learning_rate, rollout_log_prob_gap (mean |engine's - learner's log-prob| before the policy moves: the
+        train-inference mismatch). Raises ValueError for rollouts that cannot be trained on and FloatingPointError
+        for a loss or gradient that is not finite, before the optimizer moves.
+        """
+        check_rollouts(rollouts)
+        accelerator, config = self._accelerator, self._config
+        smallest_minibatch = len(rollouts) // config.minibatches
+        if smallest_minibatch < accelerator.num_processes:
+            raise ValueError(
+                f"{len(rollouts)} rollouts in {config.minibatches} minibatches leave a learner process of "
+                f"{accelerator.num_processes} without any; lower policy.minibatches or policy.num_processes"
+            )
+        minibatches = split_minibatches(rollouts, config.minibatches)
+        shares = [self._micro_batches(minibatch) for minibatch in minibatches]
+        if config.old_log_probs == "recomputed":
+            shares = self._with_recomputed_log_probs(shares)
+
+        sums = MetricSums()
+        for index, (minibatch, share) in enumerate(zip(minibatches, shares, strict=True)):
+            normaliser = Normaliser(
+                num_tokens=sum(len(scored.rollout.token_ids) for scored in minibatch),
+                num_sequences=len(minibatch),
+                max_new_tokens=self._rollout.max_new_tokens,
+            )
+            self._optimizer_step(share, normaliser, sums, policy_has_moved=index > 0)
+        self._policy_version += 1
+        return sums.means(accelerator)
+
+    def state_for_serving(self) -> dict[str, Tensor]:
+        """CPU copies of the weights in Hugging Face checkpoint names and rollout.dtype, without tied duplicates."""
+        model = self._policy.model
+        tied = set(model.all_tied_weights_keys)
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        dtype = getattr(torch, self._rollout.dtype)
+        return {
+            name: tensor.detach().to("cpu", dtype, copy=True)
+            for name, tensor in revert_weight_conversion(model, state).items()
+        }
+
+    @torch.no_grad()
+    def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Hidden states of T tokens, to compare an engine's with: aux [T, A*H] and final [T, H], float32 on the CPU.
+
+        Layer id k is Hugging Face's hidden_states[k], the input of decoder layer k; final is after the final norm.
+        Raises ValueError for a layer id that the model does not have.
+        """
+        num_layers = self._policy.model.config.num_hidden_layers
+        for layer in layers:
+            if not 0 <= layer < num_layers:
+                raise ValueError(f"aux layer {layer} is not one of 0..{num_layers - 1} of the policy")
+        tokens = torch.tensor([token_ids], device=self._accelerator.device)
+        output = self._policy.last_hidden(tokens, output_hidden_states=True)
+        aux = torch.cat([output.hidden_states[layer][0] for layer in layers], dim=-1)
+        return aux.float().cpu(), output.last_hidden_state[0].float().cpu()
+
+    def save(self, folder: str | Path) -> None:
+        """Write weights (a Hugging Face folder, float32) and everything an exact resume needs; call on every rank."""
+        if self._accelerator.is_main_process:
+            self._policy.model.save_pretrained(folder)
+            torch.save(
+                {
+                    "policy_version": self._policy_version,
+                    "optimizer": self._optimizer.state_dict(),
+                    "scheduler": self._scheduler.state_dict(),
+                    "rng": torch.get_rng_state(),
+                    "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+                },
+                Path(folder) / LEARNER_STATE,
+            )
+        self._accelerator.wait_for_everyone()
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from a folder written by save(); call on every rank. The reference stays the initial policy."""
+        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._policy.model.load_state_dict(saved.state_dict())
+        state = torch.load(Path(folder) / LEARNER_STATE, map_location="cpu", weights_only=True)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["rng"])
+        if torch.cuda.is_available() and state["cuda_rng"]:
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        self._policy_version = state["policy_version"]
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._accelerator.end_training()
+
+    def _load_model(self, model_path: str) -> ResponseLogProbs:
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to(self._accelerator.device)
+        return ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
+
+    def _micro_batches(self, minibatch: list[ScoredRollout]) -> list[MicroBatch]:
+        """This rank's micro-batches; those that give no gradient are kept apart and come first."""
+        config = self._config
+        share = share_of_rank(minibatch, self._accelerator.process_index, self._accelerator.num_processes)
+        without = [scored for scored in share if scored.advantage == 0]
+        rest = [scored for scored in share if scored.advantage != 0]
+        return [
+            batch
+            for part in (without, rest)
+            for batch in micro_batches(part, config.micro_batch_tokens, config.batching, self._accelerator.device)
+        ]
+
+    @torch.no_grad()
+    def _with_recomputed_log_probs(self, shares: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+        if len(shares) == 1:  # the only optimizer step's own forward pass gives them
+            return [[replace(batch, old_log_probs=None) for batch in share] for share in shares]
+        return [
+            [replace(batch, old_log_probs=self._log_probs(self._policy, batch)[0]) for batch in share]
+            for share in shares
+        ]
+
+    @staticmethod
+    def _log_probs(model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return model(batch.token_ids, batch.position_ids, batch.predictors, batch.targets)
+
+    def _optimizer_step(
+        self, share: list[MicroBatch], normaliser: Normaliser, sums: MetricSums, policy_has_moved: bool
+    ) -> None:
+        broken: list[str] = []
+        local_loss = 0.0
+        for batch in share:
+            last = batch is share[-1]  # always runs backward: DDP's gradient exchange waits for it
+            with_gradient = last or batch.has_advantage or self._reference is not None
+            with contextlib.nullcontext() if last else self._accelerator.no_sync(self._ddp_policy):
+                batch_loss, names = self._forward_backward(batch, normaliser, sums, with_gradient, policy_has_moved)
+            local_loss += batch_loss
+            broken += names
+
+        parameters = self._ddp_policy.parameters()
+        grad_norm = float(self._accelerator.clip_grad_norm_(parameters, self._config.optimizer.max_grad_norm))
+        loss = float(self._accelerator.reduce(torch.tensor(local_loss, device=self._accelerator.device), "sum"))
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self._optimizer.zero_grad()
+            raise FloatingPointError(self._non_finite_message(loss, grad_norm, gather_object(broken)))
+        sums.add_step(loss, grad_norm, float(self._scheduler.get_last_lr()[0]))
+        self._optimizer.step()
+        self._scheduler.step()
+        self._optimizer.zero_grad()
+
+    def _forward_backward(
+        self, batch: MicroBatch, normaliser: Normaliser, sums: MetricSums, with_gradient: bool, policy_has_moved: bool
+    ) -> tuple[float, list[str]]:
+        """Accumulate the gradient of one micro-batch; returns its loss and the rollouts whose loss is not finite."""
+        with torch.set_grad_enabled(with_gradient):
+            log_probs, entropy = self._log_probs(self._ddp_policy if with_gradient else self._policy, batch)
+            with torch.no_grad():
+                reference = None if self._reference is None else self._log_probs(self._reference, batch)[0]
+            result = policy_loss(self._config, normaliser, batch, log_probs, reference)
+        if with_gradient:
+            # DDP averages gradients over the ranks; the loss is already normalised over all of them.
+            self._accelerator.backward(result.loss)
+
+        current = log_probs.detach()
+        sums.add_tokens(
+            kl=kl_estimate(batch.behaviour_log_probs, current, "k3"),
+            entropy=entropy,
+            clip_fraction=result.clipped,
+            kl_reference=result.kl_reference,
+            rollout_log_prob_gap=None if policy_has_moved else (batch.behaviour_log_probs - current).abs(),
+        )
+        sums.add_ratio(result.ratio)
+        broken = batch.sequence_ids[~result.per_token.isfinite()].unique().tolist()
+        return float(result.loss.detach()), [rollout_name(batch.rollouts[index]) for index in broken]
+
+    def _non_finite_message(self, loss: float, grad_norm: float, broken: list[str]) -> str:
+        rollouts = ", ".join(broken) if broken else "none: every loss is finite and the gradient overflowed"
+        return (
+            f"policy step {self._policy_version + 1}: loss {loss}, gradient norm {grad_norm}. "
+            f"Rollouts (prompt/sample) with a loss that is not finite: {rollouts}. The optimizer has not moved. "
+            "If a few rollouts are named, look at their log-probs and rewards; if all are, the weights are already "
+            "broken: resume from a checkpoint with a lower policy.optimizer.learning_rate or policy.dtype=float32."
+        )
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """transformers recomputes only layers in training mode; set it on those alone, so that dropout stays off."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True

@@ -1,0 +1,96 @@
+"""A tiny random policy, rollouts of it, and a learner for it."""
+
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from cotrain.config import OptimizerConfig, PolicyConfig, RolloutConfig
+from cotrain.policy.learner import PolicyLearner
+from cotrain.records import Rollout, ScoredRollout, Versions
+
+VOCAB = 128
+ROLLOUT = RolloutConfig(
+    prompts_per_step=3, samples_per_prompt=4, temperature=0.8, max_prompt_tokens=12, max_new_tokens=12, dtype="float32"
+)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.5, warmup_steps=2, schedule="cosine")
+
+
+def save_tiny_model(folder: Path, kind: str = "qwen3") -> str:
+    """kind: qwen3 (tied embeddings) or llama (untied)."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": kind == "qwen3",
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(**shape)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**shape))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def plain_model(model_path: str) -> PreTrainedModel:
+    """The model as Hugging Face runs it, to compare with; shared, so do not change it."""
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+def token_log_probs(model_path: str, prompt: list[int], response: list[int], temperature: float) -> Tensor:
+    """Log-probs of the response, one forward pass of this rollout alone."""
+    with torch.no_grad():
+        logits = plain_model(model_path)(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)[range(len(response)), response]
+
+
+def make_rollouts(model_path: str, seed: int = 0, noise: float = 0.2, zero_group: bool = True) -> list[ScoredRollout]:
+    """Random tokens of mixed lengths, with the policy's own log-probs plus noise as the engine's."""
+    generator = random.Random(seed)
+    rollouts = []
+    for group in range(ROLLOUT.prompts_per_step):
+        prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 12))]
+        for sample in range(ROLLOUT.samples_per_prompt):
+            response = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 12))]
+            own = token_log_probs(model_path, prompt, response, ROLLOUT.temperature).tolist()
+            log_probs = [log_prob + generator.gauss(0, noise) for log_prob in own] if noise else own
+            advantage = 0.0 if zero_group and group == 0 else generator.gauss(0, 1)
+            rollout = Rollout(f"p{group}", sample, prompt, response, log_probs, "", "length", Versions(0, 0), None)
+            rollouts.append(ScoredRollout(rollout, reward=0.0, advantage=advantage))
+    return rollouts
+
+
+def make_learner(model_path: str, rollout: RolloutConfig = ROLLOUT, **policy: Any) -> PolicyLearner:
+    """policy: fields of PolicyConfig that differ from the case's."""
+    config = PolicyConfig.model_validate({"model": "tiny", "optimizer": OPTIMIZER, **policy})
+    return PolicyLearner(config, rollout, model_path, total_steps=6, seed=0)
+
+
+def update_difference(model_path: str, one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Norm of the difference between two learners' updates, relative to the update."""
+    start = plain_model(model_path).state_dict()
+    update = torch.cat([(one[name] - start[name]).flatten() for name in one])
+    difference = torch.cat([(one[name] - other[name]).flatten() for name in one])
+    assert update.norm() > 0
+    return float(difference.norm() / update.norm())
+
+
+def with_advantages(rollouts: list[ScoredRollout], advantage: float) -> list[ScoredRollout]:
+    """The same rollouts, all with this advantage."""
+    return [replace(scored, advantage=advantage) for scored in rollouts]

@@ -1,0 +1,30 @@
+import pytest
+
+from cotrain.policy.advantages import group_advantages
+
+IDS = ["a", "b", "a", "b", "a"]
+
+
+def test_mean_baseline_by_prompt_in_the_order_given() -> None:
+    assert group_advantages(IDS, [1.0, 5.0, 2.0, 7.0, 6.0], "group_mean") == [-2.0, -1.0, -1.0, 1.0, 3.0]
+
+
+def test_std_is_the_sample_standard_deviation() -> None:
+    advantages = group_advantages(IDS, [1.0, 5.0, 2.0, 7.0, 6.0], "group_mean_std")
+    assert advantages == pytest.approx([-2 / 7**0.5, -1 / 2**0.5, -1 / 7**0.5, 1 / 2**0.5, 3 / 7**0.5], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["group_mean", "group_mean_std"])
+def test_equal_rewards_give_exactly_zero(kind: str) -> None:
+    # The mean of three times 0.1 is not exactly 0.1.
+    assert group_advantages(["a"] * 3, [0.1, 0.1, 0.1], kind) == [0.0, 0.0, 0.0]
+
+
+def test_group_of_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"prompt b has one sample.*samples_per_prompt"):
+        group_advantages(["a", "a", "b"], [0.0, 1.0, 1.0], "group_mean")
+
+
+def test_non_finite_reward_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt a: rewards"):
+        group_advantages(["a", "a"], [0.0, float("nan")], "group_mean")
