@@ -1,0 +1,1 @@
+"""Rollouts from a real vLLM engine: generation, feature tap, weight transfer."""

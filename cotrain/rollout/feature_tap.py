@@ -1,0 +1,148 @@
+"""The feature tap: hidden states of every verified token, kept as the engine computes them.
+
+Runs inside the vLLM worker; knows nothing of vLLM. Rows are written by absolute position, so a rejected draft token's
+row is overwritten by the token that took its place. What was never computed (a prefix-cache hit) or was lost (window)
+stays a hole, and `take` masks holes; it never fills them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cotrain.config import FeatureTapConfig
+
+UNWRITTEN = -1
+FIRST_ROWS = 128
+
+
+@dataclass
+class _Recording:
+    """Rows of one request. Row p % capacity belongs to position p."""
+
+    rows: Tensor  # [C, A*H + H]
+    positions: Tensor  # [C] int64, UNWRITTEN where empty
+    token_ids: Tensor  # [C] int64
+    length: int = 0  # positions seen so far
+
+
+@dataclass(frozen=True)
+class TakenFeatures:
+    """Features of one finished rollout of T tokens."""
+
+    aux_hidden: Tensor  # [T, A*H]
+    final_hidden: Tensor  # [T, H]
+    mask: Tensor  # [T] bool
+
+
+class FeatureTap:
+    """Bounded store of hidden states, by request and absolute position."""
+
+    def __init__(self, config: FeatureTapConfig):
+        self.config = config
+        self._recordings: dict[str, _Recording] = {}
+        self._refused: set[str] = set()
+        self._bytes = 0
+        self._tokens = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now."""
+        return self._bytes
+
+    @property
+    def num_refused(self) -> int:
+        """Requests not tapped since the last `clear`, because a bound was reached."""
+        return len(self._refused)
+
+    def record(self, request_id: str, positions: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
+        """Keep rows of one request. positions, token_ids [n]; hidden [n, A*H + H]; positions ascend."""
+        if request_id in self._refused:
+            return
+        if self.config.window is not None:  # rows of one call must not fall on each other in the ring
+            latest = slice(-self.config.window, None)
+            positions, token_ids, hidden = positions[latest], token_ids[latest], hidden[latest]
+        length = int(positions[-1]) + 1
+        recording = self._room_for(request_id, length, hidden)
+        if recording is None:
+            return
+        self._tokens += max(0, length - recording.length)
+        recording.length = max(length, recording.length)
+        rows = positions % recording.positions.shape[0]
+        recording.rows[rows] = hidden
+        recording.positions[rows] = positions
+        recording.token_ids[rows] = token_ids
+
+    def _room_for(self, request_id: str, length: int, hidden: Tensor) -> _Recording | None:
+        recording = self._recordings.get(request_id)
+        capacity, seen = (0, 0) if recording is None else (recording.positions.shape[0], recording.length)
+        if self._tokens + max(0, length - seen) > self.config.max_tokens_per_step:
+            return self._refuse(request_id)
+        if self.config.window is not None:
+            needed = min(self.config.window, max(length, FIRST_ROWS)) if recording is None else capacity
+            needed = self.config.window if length > needed else needed
+        else:
+            needed = capacity
+            while needed < length:
+                needed = max(FIRST_ROWS, 2 * needed)
+        if needed <= capacity:
+            return recording
+        grown = (needed - capacity) * (hidden.shape[1] * hidden.element_size() + 16)
+        if self._bytes + grown > self.config.max_bytes:
+            return self._refuse(request_id)
+        self._bytes += grown
+        self._recordings[request_id] = _resized(recording, needed, hidden)
+        return self._recordings[request_id]
+
+    def _refuse(self, request_id: str) -> None:
+        """Stop tapping a request; what it took goes to the others."""
+        if request_id in self._recordings:
+            self._tokens -= self._recordings[request_id].length
+        self._drop(request_id)
+        self._refused.add(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        recording = self._recordings.pop(request_id, None)
+        if recording is not None:
+            self._bytes -= recording.rows.nbytes + recording.positions.nbytes + recording.token_ids.nbytes
+
+    def take(self, request_id: str, token_ids: list[int], final_size: int) -> TakenFeatures | None:
+        """Hand over one finished request and forget it; None when it was not tapped.
+
+        token_ids is the whole rollout, prompt and response; a row recorded for another token is a hole.
+        """
+        recording = self._recordings.get(request_id)
+        if recording is None:
+            return None
+        length = len(token_ids)
+        positions = torch.arange(length)
+        rows = positions % recording.positions.shape[0]
+        mask = (recording.positions[rows] == positions) & (
+            recording.token_ids[rows] == torch.tensor(token_ids, dtype=torch.int64)
+        )
+        mask[-1] = False  # the last token was sampled but never fed back: it has no hidden state
+        hidden = torch.where(mask[:, None], recording.rows[rows], 0)
+        self._drop(request_id)
+        return TakenFeatures(hidden[:, :-final_size], hidden[:, -final_size:], mask)
+
+    def clear(self) -> None:
+        """Forget everything and start a new step."""
+        self._recordings.clear()
+        self._refused.clear()
+        self._bytes = self._tokens = 0
+
+
+def _resized(recording: _Recording | None, capacity: int, hidden: Tensor) -> _Recording:
+    new = _Recording(
+        torch.empty(capacity, hidden.shape[1], dtype=hidden.dtype),
+        torch.full((capacity,), UNWRITTEN, dtype=torch.int64),
+        torch.full((capacity,), UNWRITTEN, dtype=torch.int64),
+    )
+    if recording is not None:
+        used = recording.positions != UNWRITTEN
+        rows = recording.positions[used] % capacity
+        new.rows[rows] = recording.rows[used]
+        new.positions[rows] = recording.positions[used]
+        new.token_ids[rows] = recording.token_ids[used]
+        new.length = recording.length
+    return new

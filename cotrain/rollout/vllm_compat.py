@@ -1,0 +1,329 @@
+"""The only file that touches vLLM's internals (0.32, V1 model runner). Everything here names its end condition.
+
+Three parts: patches of vLLM's own faults, hooks into the model runner, and access to the weights as they are served.
+Runs inside vLLM's worker processes; `scheduling.py` is its counterpart in the engine core.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SUPPORTED_VERSION = "0.32"
+
+# ---------------------------------------------------------------------------------------------------------------
+# Patches
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def apply_patches() -> list[str]:
+    """Apply what this platform needs, once a process. Returns the names, which the engine checks at start.
+
+    vLLM logs and swallows errors of plugins, so silence is no proof that a patch is in place.
+    """
+    from vllm import __version__
+    from vllm.platforms import current_platform
+
+    if not __version__.startswith(SUPPORTED_VERSION):
+        raise RuntimeError(f"cotrain supports vLLM {SUPPORTED_VERSION}, this is {__version__}")
+    applied = []
+    if current_platform.is_cpu():
+        patch_sampling_parameters_of_draft_tokens()
+        patch_sampling_without_draft_tokens()
+        applied += ["sampling_parameters_of_draft_tokens", "sampling_without_draft_tokens"]
+    return applied
+
+
+def patch_sampling_parameters_of_draft_tokens() -> None:
+    """Give each draft token its request's temperature, top-p and top-k.
+
+    The CPU build writes them to a temporary and drops it, so every draft token is verified with uninitialised
+    parameters: with temperature > 0 the output distribution is wrong, silently.
+    https://github.com/vllm-project/vllm/issues/55005; goes when that is fixed in the pinned version.
+    """
+    import vllm.v1.sample.rejection_sampler as rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Repeat x[b] for each of request b's draft tokens: [B] -> [num_tokens]; cu_num_tokens [B] is a running sum."""
+    counts = torch.diff(cu_num_tokens.to(torch.int64), prepend=cu_num_tokens.new_zeros(1, dtype=torch.int64))
+    if replace_from != replace_to:
+        x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return torch.repeat_interleave(x, counts, output_size=num_tokens)
+
+
+def patch_sampling_without_draft_tokens() -> None:
+    """Let a speculative step without draft tokens pass with top-k set.
+
+    vLLM takes the maximum of an empty top-k tensor there, and the engine dies. Same end condition as above (seen in
+    vllm/v1/sample/ops/topk_topp_sampler.py of 0.32.0).
+    """
+    import vllm.v1.sample.rejection_sampler as rejection_sampler
+
+    original = rejection_sampler.apply_sampling_constraints
+    if getattr(original, "passes_empty", False):
+        return
+
+    def passes_empty(logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: Any) -> Tensor:
+        return logits if logits.shape[0] == 0 else original(logits, cu_num_draft_tokens, sampling_metadata)
+
+    passes_empty.passes_empty = True  # type: ignore[attr-defined]
+    rejection_sampler.apply_sampling_constraints = passes_empty
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Hooks into the V1 model runner
+# ---------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class VerifiedRows:
+    """What the target computed in one engine step, rejected draft tokens included."""
+
+    request_ids: list[str]
+    starts: list[int]  # [R+1], rows of request i are starts[i]:starts[i+1]
+    positions: Tensor  # [N]
+    token_ids: Tensor  # [N]
+    hidden: Tensor  # [N, A*H + H], aux layers ascending, then the final hidden state after the norm
+
+
+def hook_drafting(
+    model_runner: Any, on_verified: Callable[[Callable[[], VerifiedRows]], None], is_tapping: Callable[[], bool]
+) -> None:
+    """Wrap the runner's drafting: offer the target's hidden states to `on_verified`, and make draft length 0 free.
+
+    vLLM runs the drafter's first pass even for draft length 0, to keep its KV cache complete. With cotrain's
+    scheduler 0 means "speculation is off", and off has to cost nothing; a drafter switched on again in mid-request
+    attends to gaps, which lowers acceptance for that request and never changes a token.
+    Ends with the V1 model runner (V2 hooks at speculator.propose).
+    """
+    propose = model_runner.propose_draft_token_ids
+
+    def hooked(scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:
+        _, aux_hidden, _, attention, _ = rest
+
+        def rows() -> VerifiedRows:
+            total = scheduler_output.total_num_scheduled_tokens
+            return VerifiedRows(
+                model_runner.input_batch.req_ids,
+                attention.query_start_loc_cpu.tolist(),
+                model_runner._get_positions(total).to("cpu", copy=True),
+                model_runner.input_ids.gpu[:total].to("cpu", torch.int64),
+                torch.cat([h[:total] for h in (*aux_hidden, hidden)], dim=-1).cpu(),
+            )
+
+        if aux_hidden is not None and is_tapping():
+            on_verified(rows)
+        if scheduler_output.num_spec_tokens_to_schedule == 0 and torch.is_tensor(sampled):
+            return sampled.new_empty((sampled.shape[0], 0))
+        return propose(scheduler_output, sampled, sampling_metadata, hidden, *rest)
+
+    model_runner.propose_draft_token_ids = hooked
+
+
+def set_draft_sample_method(model_runner: Any, method: str) -> None:
+    """Switch between greedy and probabilistic drafting at run time. Valid between steps."""
+    model_runner.drafter._enable_probabilistic_draft_probs = method == "probabilistic"
+
+
+def time_phases(model_runner: Any) -> list[dict[str, float]]:
+    """Time every step from now on. The list returned grows by one row a step, and may be cleared between steps.
+
+    A row holds the number of requests, whether prompts were prefilled (1.0 or 0.0), the start on the worker's clock,
+    and seconds: worker (all of the step inside this process), verify (target forward and head), sample (rejection
+    sampling and log-probs), draft (proposing), draft_model (forward passes and heads within draft).
+    For CPU: GPU kernels run after the call returns. Ends with the V1 model runner.
+    """
+    rows: list[dict[str, float]] = []
+
+    def timed(owner: Any, name: str, phase: str) -> None:
+        call = getattr(owner, name)
+
+        def timed_call(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = call(*args, **kwargs)
+            if rows:
+                rows[-1][phase] += time.perf_counter() - started
+            return result
+
+        setattr(owner, name, timed_call)
+
+    timed(model_runner, "execute_model", "worker")
+    timed(model_runner, "sample_tokens", "worker")
+    timed(model_runner, "_model_forward", "verify")
+    timed(model_runner.model, "compute_logits", "verify")
+    timed(model_runner, "_sample", "sample")
+    if hasattr(model_runner, "drafter"):
+        timed(model_runner, "propose_draft_token_ids", "draft")
+    draft_model = getattr(getattr(model_runner, "drafter", None), "model", None)
+    if draft_model is not None:
+        for name in ("combine_hidden_states", "forward", "compute_logits"):
+            timed(draft_model, name, "draft_model")
+
+    execute = model_runner.execute_model
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        scheduled, drafted = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+        prefill = any(num - len(drafted.get(request, ())) > 1 for request, num in scheduled.items())
+        times = dict.fromkeys(("worker", "verify", "sample", "draft", "draft_model"), 0.0)
+        rows.append({"start": time.perf_counter(), "requests": len(scheduled), "prefill": float(prefill), **times})
+        return execute(scheduler_output, *args, **kwargs)
+
+    model_runner.execute_model = execute_model
+    return rows
+
+
+def request_id_of(internal_id: str) -> str:
+    """The caller's request id: vLLM appends -<random> to it."""
+    return internal_id.rsplit("-", 1)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Weights as they are served
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:
+    """Load a whole state dict the way vLLM's own update session does (layer-wise reload).
+
+    A plain load_weights fails on CPU, where linear weights live in packed form only. `finalize` runs whatever
+    happens: without it the model is left on the meta device and the next step kills the engine.
+    """
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    try:
+        with disable_mtp_completeness_check():
+            model.load_weights(iter(tensors.items()))
+    finally:
+        finalize_layerwise_reload(model, model_config)
+        _repack_tied_weights(model)
+
+
+def _repack_tied_weights(model: nn.Module) -> None:
+    """Pack again what shares its parameter with another module: the output head of a model with tied embeddings.
+
+    The layer-wise reload packs what it loads. Nothing is loaded into a tied head, so on CPU it would go on multiplying
+    by its packed copy of the first weights. Ends when vLLM 0.32's layerwise.py is replaced by one that does this.
+    """
+    packed: set[int] = set()
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            if id(module.weight) in packed:
+                module.quant_method.process_weights_after_loading(module)
+            packed.add(id(module.weight))
+
+
+def load_safetensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one file, in memory of their own."""
+    from safetensors.torch import load_file
+
+    return {name: tensor.clone() for name, tensor in load_file(str(path)).items()}
+
+
+def modules_shared_with_target(draft_model: nn.Module, target_model: nn.Module) -> list[str]:
+    """Checkpoint-name suffixes of the drafter's modules that are the target's own.
+
+    An update that carried them would overwrite the target through the drafter.
+    """
+    targets = {id(module) for module in target_model.modules()}
+    names = [name for name, module in draft_model.named_modules() if id(module) in targets and name]
+    return [f"{_checkpoint_name(name)}.weight" for name in names]
+
+
+def _checkpoint_name(name: str) -> str:
+    """Drafter checkpoints carry no `model.` prefix (except models that are whole checkpoints, matched by suffix)."""
+    return name.removeprefix("model.")
+
+
+def differing_tensors(
+    model: nn.Module, expected: dict[str, Tensor], columns: int | None = None, seed: int = 0
+) -> list[str]:
+    """Names of tensors that the model does not serve exactly as `expected`.
+
+    columns: compare only that many input columns (drawn by `seed`) of matrices that exist in packed form only; None
+    compares all. Names that the model does not serve at all are reported too.
+    """
+    unseen = set(expected)
+    differing = []
+    for name, served, chosen in _served_tensors(model, set(expected), columns, seed):
+        wanted = expected[name] if chosen is None else expected[name][:, chosen]
+        if not torch.equal(served.cpu().to(wanted.dtype), wanted):
+            differing.append(name)
+        unseen.discard(name)
+    return sorted({*differing, *unseen})
+
+
+def served_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """The named tensors exactly as served, in checkpoint names."""
+    return {name: tensor for name, tensor, _ in _served_tensors(model, set(names), None, 0)}
+
+
+def _served_tensors(
+    model: nn.Module, names: set[str], columns: int | None, seed: int
+) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """(checkpoint name, tensor, chosen columns or None) for each of `names` that the model holds.
+
+    A tied weight comes once for each module that uses it: each may hold a packed copy of its own.
+    """
+    first_names: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(prefix="", recurse=False):
+            full_name = f"{prefix}.{leaf}" if prefix else leaf
+            if parameter.numel():
+                full_name = first_names.setdefault(id(parameter), full_name)
+            packed = leaf == "weight" and hasattr(module, "cpu_linear")
+            views: list[tuple[Tensor, Tensor | None]] = []
+            if parameter.numel():
+                views.append((parameter.detach(), None))
+            if packed:
+                views.append(_unpack(module, columns, seed))
+            for tensor, chosen in views:
+                for name, part in _unfused(full_name, module, tensor):
+                    match = name if name in names else _checkpoint_name(name)
+                    if match in names:
+                        yield match, part, chosen
+
+
+def _unpack(module: Any, columns: int | None, seed: int) -> tuple[Tensor, Tensor | None]:
+    """Read a oneDNN-packed matrix back by multiplying it with unit vectors, which is exact.
+
+    Returns ([out, in], None) or ([out, chosen], chosen).
+    """
+    width = next(
+        getattr(module, name)
+        for name in ("embedding_dim", "input_size_per_partition", "input_size")
+        if hasattr(module, name)
+    )
+    chosen = None
+    if columns is not None and columns < width:
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(width, generator=generator)[:columns].sort().values
+    units = torch.eye(width, dtype=module.weight.dtype)
+    if chosen is not None:
+        units = units[chosen]
+    return module.cpu_linear(units, module.weight, None).t(), chosen
+
+
+def _unfused(name: str, module: Any, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Split vLLM's fused projections into the checkpoint's tensors and drop vocabulary padding."""
+    if ".qkv_proj." in name:
+        heads, kv_heads, size = module.total_num_heads, module.total_num_kv_heads, module.head_size
+        parts = tensor.split([heads * size, kv_heads * size, kv_heads * size])
+        return [(name.replace(".qkv_proj.", f".{p}_proj."), part) for p, part in zip("qkv", parts, strict=True)]
+    if ".gate_up_proj." in name:
+        parts = tensor.chunk(2)
+        return [(name.replace(".gate_up_proj.", f".{p}_proj."), t) for p, t in zip(("gate", "up"), parts, strict=True)]
+    if name.endswith("draft_id_to_target_id"):
+        return [("d2t", tensor)]
+    if hasattr(module, "org_vocab_size"):
+        return [(name, tensor[: module.org_vocab_size])]
+    return [(name, tensor)]

@@ -1,0 +1,124 @@
+"""cotrain's weight-transfer backend for vLLM: transactional, over shared memory or a file system.
+
+Runs inside every vLLM worker. vLLM's update session calls it (start -> update -> finish); all of the work happens in
+`receive_weights`, so that a refused update never leaves a session half open:
+
+    read and check everything -> load -> read back what is served -> keep as the good state
+                |                              |
+             refused: nothing was touched   differs: load the last good state again, then refuse
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from cotrain.models import weight_files
+from cotrain.rollout import vllm_compat
+from cotrain.rollout.payload import Manifest, WeightUpdateRefused, read_manifest, read_payload
+
+BACKEND = "cotrain"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Where this worker keeps a hard link to the last good payload (same file system as the payloads)."""
+
+    keep_folder: str
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One update. `readback_columns` bounds the read-back of a packed matrix to that many input columns."""
+
+    path: str
+    digests: dict[str, str] = field(default_factory=dict)
+    readback_columns: int | None = None
+    readback_seed: int = 0
+
+
+class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Applies whole state dicts or nothing."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update: ClassVar[bool] = True
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.keep_folder = Path(init_info.keep_folder)
+        self.keep_folder.mkdir(parents=True, exist_ok=True)
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: the model is only touched once a complete update has passed its checks."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing left: `receive_weights` leaves the model whole."""
+
+    def shutdown(self) -> None:
+        """No connection to close."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Apply one whole update. Raises WeightUpdateRefused; the engine then serves what it served before."""
+        tensors = read_payload(update_info.path, update_info.digests, self._expected())
+        link = self._link(update_info.path)  # it can fail, so it comes before the model is touched
+        try:
+            vllm_compat.reload_weights(self.model, self.model_config, tensors)
+            self._check_served(tensors, update_info)
+        except Exception as error:
+            self._restore()
+            raise WeightUpdateRefused(f"update undone: {error}") from error
+        os.replace(link, self._kept())
+
+    def _check_served(self, tensors: dict[str, torch.Tensor], update_info: UpdateInfo) -> None:
+        differing = vllm_compat.differing_tensors(
+            self.model, tensors, update_info.readback_columns, update_info.readback_seed
+        )
+        if differing:
+            raise WeightUpdateRefused(f"served weights differ from the update: {differing[:4]}")
+
+    def _is_draft(self) -> bool:
+        return self.model is not self._default_model
+
+    def _checkpoint_folder(self) -> Path:
+        return Path(self.model_config.model)
+
+    def _expected(self) -> Manifest:
+        """What an update must carry: the tensors of the checkpoint the engine started from, less the shared ones."""
+        shared = ["rotary_emb.inv_freq"]
+        if self._is_draft():
+            shared += ["t2d", *vllm_compat.modules_shared_with_target(self.model, self._default_model)]
+        elif getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+            shared += ["lm_head.weight"]
+        return read_manifest(self._checkpoint_folder(), self.model_config.dtype, without=shared)
+
+    def _kept(self) -> Path:
+        return self.keep_folder / ("drafter.safetensors" if self._is_draft() else "target.safetensors")
+
+    def _link(self, path: str) -> Path:
+        link = self._kept().with_suffix(".new")
+        link.unlink(missing_ok=True)
+        os.link(path, link)
+        return link
+
+    def _restore(self) -> None:
+        kept = self._kept()
+        files = [kept] if kept.exists() else weight_files(self._checkpoint_folder())
+        expected = self._expected()
+        tensors: dict[str, Any] = {}
+        for file in files:
+            tensors |= {n: t for n, t in vllm_compat.load_safetensors(file).items() if n in expected}
+        vllm_compat.reload_weights(self.model, self.model_config, tensors)
+
+
+def register() -> None:
+    """Make the backend known to vLLM in this process."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, TransactionalWeightTransfer)

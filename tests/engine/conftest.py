@@ -1,0 +1,192 @@
+"""A real vLLM engine on the tiny Llama, started once for all engine tests, and a drafter fitted to it."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cotrain import threads
+from cotrain.config import RolloutConfig
+from cotrain.models import resolve_model
+from cotrain.records import RolloutBatch, RolloutRequest, SwapReport
+from cotrain.rollout.engine import EngineSpec, RolloutEngine
+from cotrain.rollout.payload import write_payload
+from drafters.base import DraftBatch, Drafter, Sampler, TargetSpec, TargetWeights
+from drafters.build import build_drafter
+from drafters.config import Eagle3Config, ObjectiveConfig
+
+AUX_LAYERS = (2, 4, 5)
+DRAFT_VOCABULARY = 128
+
+
+class LiveEngine:
+    """Calls an asynchronous engine from plain tests."""
+
+    def __init__(self, spec: EngineSpec):
+        os.environ.update(threads.engine_environment(threads.num_cores(), kv_cache_gib=1))
+        self.engine = RolloutEngine(spec)
+        self.loop = asyncio.new_event_loop()
+        self.report = self.run(self.engine.start())
+        self.scratch = Path(spec.scratch)
+        self.sent = 0
+
+    def run(self, coroutine: Any) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    def generate(self, requests: list[RolloutRequest], **options: Any) -> RolloutBatch:
+        return self.run(self.engine.generate(requests, **options))
+
+    def greedy(self, requests: list[RolloutRequest], **options: Any) -> RolloutBatch:
+        return self.generate(requests, temperature=0.0, seed=None, **options)
+
+    def payload(self, state: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> Any:
+        self.sent += 1
+        return write_payload(state, self.scratch / f"sent_{self.sent}.safetensors", dtype)
+
+    def send_drafter(self, state: dict[str, torch.Tensor]) -> SwapReport:
+        version = self.engine.versions.drafter + 1
+        return self.run(self.engine.update_drafter(self.payload(state), version))
+
+    def send_policy(self, state: dict[str, torch.Tensor]) -> SwapReport:
+        version = self.engine.versions.policy + 1
+        return self.run(self.engine.update_policy(self.payload(state), version))
+
+    def stop(self) -> None:
+        self.run(self.engine.shutdown())
+        self.loop.close()
+
+
+def make_requests(num: int, length: int = 12, seed: int = 0, first: int = 0) -> list[RolloutRequest]:
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(40, 120, (num, length), generator=generator).tolist()
+    return [RolloutRequest(f"p{first + i}", 0, prompt, 100 + i) for i, prompt in enumerate(prompts)]
+
+
+def tokens(batch: RolloutBatch) -> list[list[int]]:
+    return [rollout.token_ids for rollout in batch.rollouts]
+
+
+@pytest.fixture(scope="session")
+def target_folder() -> Path:
+    return resolve_model("tiny:llama")
+
+
+@pytest.fixture(scope="session")
+def target_model(target_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def target_state(target_folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(target_folder / "model.safetensors")
+
+
+@pytest.fixture(scope="session")
+def moved_target_state(target_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The policy after it moved: noise on every matrix, as large as the matrix itself on the head."""
+    generator = torch.Generator().manual_seed(7)
+
+    def moved(name: str, t: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 if name == "lm_head.weight" else 0.25
+        return t + scale * t.std() * torch.randn(t.shape, generator=generator) if t.dim() == 2 else t
+
+    return {name: moved(name, t) for name, t in target_state.items()}
+
+
+def features_of(model: Any, token_ids: list[int], prompt_length: int, document: int) -> DraftBatch:
+    """Features by a plain Hugging Face forward."""
+    with torch.no_grad():
+        states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    n = len(token_ids)
+    mask = torch.ones(n, dtype=torch.bool)
+    mask[-1] = False
+    return DraftBatch(
+        token_ids=torch.tensor(token_ids),
+        aux_hidden=torch.cat([states[layer][0] for layer in AUX_LAYERS], -1),
+        final_hidden=states[-1][0],
+        feature_mask=mask,
+        response_mask=torch.arange(n) >= prompt_length,
+        positions=torch.arange(n),
+        document_ids=torch.full((n,), document),
+        policy_version=0,
+    )
+
+
+def joined(batches: list[DraftBatch]) -> DraftBatch:
+    fields = ("token_ids", "aux_hidden", "final_hidden", "feature_mask", "response_mask", "positions", "document_ids")
+    return DraftBatch(**{f: torch.cat([getattr(b, f) for b in batches]) for f in fields}, policy_version=0)
+
+
+@pytest.fixture(scope="session")
+def untrained_drafter(target_folder: Path) -> Drafter:
+    config = Eagle3Config(type="eagle3", draft_vocab_size=DRAFT_VOCABULARY, aux_layers=AUX_LAYERS)
+    return build_drafter(config, TargetSpec.from_pretrained(target_folder), seed=0)
+
+
+@pytest.fixture(scope="session")
+def drafter_folder(untrained_drafter: Drafter, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint of the untrained drafter, which the engine starts with."""
+    folder = tmp_path_factory.mktemp("drafter") / "v0"
+    untrained_drafter.save(folder, torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def fitted_drafter(target_folder: Path, target_model: Any, target_state: dict[str, torch.Tensor]) -> Drafter:
+    """A drafter distilled from sampled rollouts of the tiny target."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = torch.randint(40, 120, (48, 12), generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        rollouts = target_model.generate(prompts, do_sample=True, max_new_tokens=48, eos_token_id=None, pad_token_id=0)
+    data = joined([features_of(target_model, row, 12, i) for i, row in enumerate(rollouts.tolist())])
+    config = Eagle3Config(type="eagle3", draft_vocab_size=DRAFT_VOCABULARY, aux_layers=AUX_LAYERS)
+    drafter = build_drafter(config, TargetSpec.from_pretrained(target_folder), seed=1)
+    head = target_state["lm_head.weight"]
+    weights = TargetWeights(target_state["model.embed_tokens.weight"], head, 0)
+    drafter.choose_vocabulary(torch.bincount(data.token_ids, minlength=head.shape[0]), weights)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
+    for _ in range(60):
+        result = drafter.loss(data, weights, Sampler(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig())
+        optimizer.zero_grad()
+        result.loss.backward()
+        optimizer.step()
+    return drafter
+
+
+@pytest.fixture(scope="session")
+def rollout_config() -> RolloutConfig:
+    return RolloutConfig(
+        prompts_per_step=16, samples_per_prompt=1, max_prompt_tokens=200, max_new_tokens=48, dtype="float32",
+        ignore_eos=True, draft_tokens=3, kv_cache_gib=1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def engine(
+    rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveEngine]:
+    scratch = Path("/dev/shm") / f"cotrain-test-{os.getpid()}"
+    live = LiveEngine(
+        EngineSpec(rollout_config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch / "rollout"))
+    )
+    yield live
+    live.stop()
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+@pytest.fixture
+def fresh(engine: LiveEngine, untrained_drafter: Drafter, target_state: dict[str, torch.Tensor]) -> LiveEngine:
+    """The engine with the first target and the untrained drafter, whatever the test before did to it."""
+    engine.send_policy(target_state)
+    engine.send_drafter(untrained_drafter.state_for_serving())
+    engine.run(engine.engine.set_draft_tokens(3))
+    engine.run(engine.engine.set_draft_sample_method("probabilistic"))
+    return engine

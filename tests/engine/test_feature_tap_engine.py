@@ -1,0 +1,135 @@
+"""The tap on a real engine: equal to a Hugging Face forward, with caching, chunked prefill and preemption."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cotrain.config import FeatureTapConfig, RolloutConfig
+from cotrain.drafting.features import read_shard
+from cotrain.records import RolloutBatch
+from cotrain.rollout.engine import EngineSpec
+from cotrain.self_check import check_features, relative_error
+from drafters.base import Drafter
+from tests.engine.conftest import AUX_LAYERS, LiveEngine, make_requests, tokens
+
+pytestmark = pytest.mark.engine
+
+
+class HuggingFace:
+    """The policy learner's forward, for the comparison."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            states = self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+        return torch.cat([states[layer][0] for layer in layers], -1), states[-1][0]
+
+
+def assert_equal_to_forward(batch: RolloutBatch, model: Any, least_share: float, tolerance: float = 1e-4) -> None:
+    records = [record for shard in batch.features for record in read_shard(shard.path)]
+    assert len(records) == len(batch.rollouts)
+    for record, rollout in zip(records, batch.rollouts, strict=True):
+        assert record.token_ids.tolist() == rollout.prompt_token_ids + rollout.token_ids
+        assert record.prompt_length == len(rollout.prompt_token_ids)
+        assert not record.feature_mask[-1]
+        assert record.feature_mask.float().mean() >= least_share
+        keep = record.feature_mask
+        aux, final = HuggingFace(model).hidden_states(record.token_ids.tolist(), AUX_LAYERS)
+        assert relative_error(record.aux_hidden[keep], aux[keep]) < tolerance
+        assert relative_error(record.final_hidden[keep], final[keep]) < tolerance
+        assert not record.aux_hidden[~keep].any()
+
+
+def test_features_equal_a_forward_of_the_same_tokens(
+    fresh: LiveEngine, fitted_drafter: Drafter, target_model: Any
+) -> None:
+    fresh.send_drafter(fitted_drafter.state_for_serving())
+    batch = fresh.generate(make_requests(16, length=20))
+    assert batch.speculation.acceptance_length > 1.3  # accepted and rejected drafts were both overwritten rightly
+    assert batch.feature_stats["num_holes"] == 0
+    assert_equal_to_forward(batch, target_model, least_share=0.98)
+
+
+def test_cached_prefixes_are_holes(fresh: LiveEngine, target_model: Any) -> None:
+    prompts = make_requests(2, length=180, seed=11)
+    assert fresh.generate(prompts).feature_stats["num_holes"] == 0
+    again = fresh.generate(prompts)
+    assert again.feature_stats["num_holes"] == 2 * 128  # one cached block of each prompt
+    assert_equal_to_forward(again, target_model, least_share=0.4)
+
+
+def test_tapping_with_speculation_off_and_not_at_all(fresh: LiveEngine, target_model: Any) -> None:
+    fresh.run(fresh.engine.set_draft_tokens(0))
+    assert_equal_to_forward(fresh.generate(make_requests(4)), target_model, least_share=0.98)
+    assert fresh.generate(make_requests(4), tap=False).features == []
+
+
+def test_tapping_changes_no_token(fresh: LiveEngine) -> None:
+    requests = make_requests(8)
+    assert tokens(fresh.greedy(requests)) == tokens(fresh.greedy(requests, tap=False))
+
+
+def test_the_self_check_finds_a_layer_off_by_one(fresh: LiveEngine, target_model: Any) -> None:
+    batch = fresh.generate(make_requests(4))
+    assert check_features(batch, HuggingFace(target_model), "float32") < 1e-4
+
+    class OffByOne(HuggingFace):
+        def hidden_states(self, token_ids, layers):
+            return super().hidden_states(token_ids, tuple(layer + 1 for layer in layers))
+
+    with pytest.raises(RuntimeError, match=r"aux layer 2 differs.*look like layers \[1, 3, 4\]"):
+        check_features(batch, OffByOne(target_model), "float32")
+
+
+@pytest.fixture(scope="module")
+def cramped(
+    rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path
+) -> Iterator[LiveEngine]:
+    """An engine that has to split prefills and preempt: little KV cache, few tokens a step, a tap with a limit."""
+    scratch = Path("/dev/shm") / f"cotrain-test-cramped-{os.getpid()}"
+    config = rollout_config.model_copy(
+        update={
+            "vllm": {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 40, "block_size": 16},
+            "features": FeatureTapConfig(max_tokens_per_step=600),
+        }
+    )
+    live = LiveEngine(
+        EngineSpec(config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch / "rollout"))
+    )
+    yield live
+    live.stop()
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def test_chunked_prefill_and_preemption(cramped: LiveEngine, target_model: Any) -> None:
+    batch = cramped.greedy(make_requests(5, length=100))  # 5 x 148 tokens in 40 blocks of 16
+    assert len(batch.features) == 1
+    kept = batch.features[0].num_rollouts
+    wanted = {tuple(r.prompt_token_ids + r.token_ids): r for r in batch.rollouts}
+    records = read_shard(batch.features[0].path)
+    tapped = [wanted[tuple(record.token_ids.tolist())] for record in records]
+    assert kept == len(tapped) >= 3
+    assert_equal_to_forward(replace(batch, rollouts=tapped), target_model, least_share=0.3)
+    preemptions = [m for m in _metrics() if m.name == "vllm:num_preemptions"]
+    assert sum(sample.value for m in preemptions for sample in m.samples) > 0
+
+
+def test_the_tap_stops_at_its_limit(cramped: LiveEngine) -> None:
+    batch = cramped.greedy(make_requests(12, length=100, seed=4))
+    assert batch.feature_stats["num_refused"] > 0
+    assert batch.feature_stats["num_tokens"] < 12 * 148
+    assert len(batch.rollouts) == 12
+
+
+def _metrics():
+    import prometheus_client
+
+    return prometheus_client.REGISTRY.collect()
