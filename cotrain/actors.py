@@ -1,0 +1,95 @@
+"""The roles as they run inside Ray processes: the plain classes, plus a log file and weights written for the engines.
+
+Each actor writes all output of its process, and of the processes it starts, to its own log file.
+"""
+
+import os
+from typing import Any
+
+from cotrain.orphans import die_with_parent, leave_terminal_group
+from cotrain.records import WeightPayload
+from cotrain.rollout.engine import EngineSpec, RolloutEngine
+
+
+def enter_process(log_file: str) -> None:
+    """First thing in every actor: own log file, own process group, no life after the parent."""
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    leave_terminal_group()
+    die_with_parent()
+
+
+class EngineActor(RolloutEngine):
+    """A rollout engine in its own process."""
+
+    def __init__(self, spec: EngineSpec, log_file: str):
+        enter_process(log_file)
+        super().__init__(spec)
+
+
+class PolicyActor:
+    """One rank of the policy learner."""
+
+    def __init__(self, log_file: str, arguments: dict[str, Any]):
+        enter_process(log_file)
+        from cotrain.policy.learner import PolicyLearner
+
+        self._learner = PolicyLearner(**arguments)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the learner."""
+        return getattr(self._learner, method)(*args)
+
+    def policy_version(self) -> int:
+        """Updates made so far."""
+        return self._learner.policy_version
+
+    def write_payload(self, path: str, dtype: str) -> WeightPayload:
+        """Write the weights for the engines."""
+        return _write(self._learner.state_for_serving(), path, dtype)
+
+
+class DrafterActor:
+    """The drafter trainer."""
+
+    def __init__(self, log_file: str, arguments: dict[str, Any]):
+        enter_process(log_file)
+        from cotrain.drafting.trainer import DrafterTrainer
+
+        self._trainer = DrafterTrainer(**arguments)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the trainer."""
+        return getattr(self._trainer, method)(*args)
+
+    def drafter_version(self) -> int:
+        """Publications so far."""
+        return self._trainer.drafter_version
+
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers the drafter reads."""
+        return self._trainer.drafter.aux_layers
+
+    def learn(self, shards: list[Any], step: int, train: bool) -> dict[str, float]:
+        """Take in a step's features, train on the buffer if asked, and score the drafter on the hold-out."""
+        metrics = self._trainer.add_features(shards)
+        return metrics | (self._trainer.train(step) if train else self._trainer.evaluate())
+
+    def save_checkpoint(self, folder: str, dtype: str) -> None:
+        """Write the serving folder."""
+        import torch
+
+        self._trainer.save_checkpoint(folder, getattr(torch, dtype))
+
+    def write_payload(self, path: str, dtype: str) -> WeightPayload:
+        """Write the weights for the engines."""
+        return _write(self._trainer.state_for_serving(), path, dtype)
+
+
+def _write(state: dict[str, Any], path: str, dtype: str) -> WeightPayload:
+    import torch
+
+    from cotrain.rollout.payload import write_payload
+
+    return write_payload(state, path, getattr(torch, dtype))

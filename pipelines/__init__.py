@@ -1,0 +1,1 @@
+"""Whole runs. Read these first; nothing imports them."""

@@ -1,0 +1,371 @@
+"""`cotrain bench`: speculation arms side by side on the same prompts, taking turns.
+
+One EAGLE-3 engine serves no speculation and every drafted arm, switched at run time; n-gram look-up needs a second
+engine, which waits without using the CPU. In every round all arms run once, each round starting with another arm, and
+each is compared with the same round's no-speculation arm, so that a machine that slows down slows all of them alike.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from cotrain import threads
+from cotrain.config import FeatureTapConfig, ReasoningGymTask, RolloutConfig
+from cotrain.load_config import load_config
+from cotrain.models import resolve_model
+from cotrain.provenance import machine, package_versions
+from cotrain.records import RolloutRequest
+from cotrain.run_dir import write_json
+from pipelines.bench_report import NO_SPECULATION, Arm, Measurement, StepTimes, markdown, plot, results
+
+if TYPE_CHECKING:
+    from cotrain.rollout.engine import RolloutEngine
+
+METHODS = ("none", "ngram", "greedy", "probabilistic")
+DRAFTED = ("greedy", "probabilistic")
+DEFAULT_TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
+KV_BLOCK = 128
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured, with everything checked that can be without an engine."""
+
+    arms: list[Arm]
+    batches: list[int]
+    rounds: int
+    seed: int
+    model: Path
+    drafter: Path | None
+    aux_layers: tuple[int, ...]
+    rollout: RolloutConfig
+    prompts: list[list[int]]
+    threads: int
+    breakdown: bool
+    notes: list[str]
+
+    @property
+    def speculations(self) -> list[str]:
+        """The engines needed; the first also serves no speculation."""
+        methods = {arm.method for arm in self.arms}
+        return [*(["drafter"] if methods & set(DRAFTED) or "ngram" not in methods else []), *(methods & {"ngram"})]
+
+    def requests(self, arm: Arm, batch: int, round_: int) -> list[RolloutRequest]:
+        """The same prompts and seeds for all arms of a round. vLLM has no seeds for probabilistic drafts."""
+        numbers = [round_ * batch + i for i in range(batch)]
+        return [
+            RolloutRequest(
+                f"prompt-{number}",
+                number,
+                self.prompts[number % len(self.prompts)],
+                None if arm.method == "probabilistic" else self.seed + number,
+            )
+            for number in numbers
+        ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `cotrain bench`."""
+    parser.add_argument("--model", required=True, help="folder, hub id, or bundled:smollm2-135m-instruct")
+    parser.add_argument("--drafter", help="checkpoint folder or models:/NAME@serving; without one: none and ngram only")
+    parser.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="MLflow of models:/... (default %(default)s)")
+    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3], help="draft lengths (default 1 2 3)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="batch sizes (default 1 4 16)")
+    parser.add_argument("--tokens", type=int, default=64, help="length of every response (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every arm (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default %(default)s)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, help="default: all that are possible; none is always measured"
+    )
+    parser.add_argument("--prompts", metavar="CONFIG", help="prompts of this configuration's task (default: chain_sum)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompts and sampling (default %(default)s)")
+    parser.add_argument("--threads", type=int, help="OpenMP threads of an engine (default: all cores)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="a new folder (default: runs/bench-<date>)")
+    parser.add_argument("--breakdown", action="store_true", help="also show where the time of a step goes (CPU only)")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Raises ValueError for what the user can mend, before an engine starts."""
+    parser = argparse.ArgumentParser(prog="cotrain bench", description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    out = args.out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out: {out} is not empty; give a new folder")
+    with tempfile.TemporaryDirectory() as pulled:
+        bench = prepare(args, Path(pulled) / "drafter")
+        out.mkdir(parents=True, exist_ok=True)
+        with _engine_output_to(out / "engine.log") as console:
+            about = {
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "machine": machine() | {"load_average_before": round(os.getloadavg()[0], 2)},
+                "packages": package_versions(),
+                "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+                "threads": bench.threads,
+                "notes": bench.notes,
+            }
+            for note in bench.notes:
+                print(f"note: {note}", file=console)
+            measurements, steps = asyncio.run(_run(bench, console))
+            found = results(measurements, steps)
+            write_json(out / "bench.json", about | found | {"measurements": [m.to_json() for m in measurements]})
+            text = markdown(about, found)
+            (out / "bench.md").write_text(text)
+            plot(found["arms"], out / "bench.png")
+            print(f"\n{text}\nwritten to {out}/: bench.json, bench.md, bench.png, engine.log", file=console)
+    return 0
+
+
+@contextmanager
+def _engine_output_to(path: Path) -> Iterator[TextIO]:
+    """Send what this process and its children print to a file. Yields a stream that still reaches the console."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        for descriptor in (1, 2):
+            os.dup2(log, descriptor)
+        with os.fdopen(os.dup(saved[0]), "w", buffering=1) as console:
+            yield console
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, original in zip((1, 2), saved, strict=True):
+            os.dup2(original, descriptor)
+            os.close(original)
+        os.close(log)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Before the engines
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def prepare(args: argparse.Namespace, pulled: Path) -> Bench:
+    """Check the options and encode the prompts. A drafter of the registry is copied to the folder `pulled`.
+
+    Raises ValueError naming the option and the fix.
+    """
+    arms = choose_arms(args.methods, sorted(set(args.k)), args.drafter is not None, args.temperature)
+    for name in ("batch", "k"):
+        if min(getattr(args, name)) < 1:
+            raise ValueError(f"--{name}: {min(getattr(args, name))} is below 1")
+    for name, least in (("tokens", 2), ("rounds", 1), ("seed", 0), ("temperature", 0)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name}: {getattr(args, name)} is below {least}")
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads: {args.threads} is below 1")
+    gpus = machine()["gpus"]
+    if args.breakdown and gpus:
+        raise ValueError("--breakdown: times phases on the host's clock, which says nothing of a GPU; leave it out")
+    task = load_config([args.prompts]).task if args.prompts else DEFAULT_TASK
+    try:
+        model = resolve_model(args.model)
+    except ValueError as error:
+        raise ValueError(str(error).replace("policy.model:", "--model:")) from error
+
+    from drafters.base import TargetSpec
+
+    target = TargetSpec.from_pretrained(model)
+    notes: list[str] = []
+    drafted = any(arm.method in DRAFTED for arm in arms)
+    drafter, aux_layers = _drafter(args, target, pulled, notes) if drafted else (None, ())
+    batches, longest_draft = sorted(set(args.batch)), max(args.k)
+    prompts = _prompts(task, args.seed, model, batches[-1] * args.rounds)
+    longest = max(map(len, prompts))
+    positions = longest + args.tokens + longest_draft + 1
+    if positions > target.max_position_embeddings:
+        raise ValueError(
+            f"--tokens: the longest prompt has {longest} tokens, with {args.tokens} more and {longest_draft} drafted "
+            f"it is over the {target.max_position_embeddings} positions of {args.model}; lower --tokens"
+        )
+    rollout = _rollout_config(args, target, batches[-1], longest, positions)
+    if gpus:
+        share = 0.9 / (1 + (drafted and any(arm.method == "ngram" for arm in arms)))
+        rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"gpu_memory_utilization": share}})
+    num_threads = args.threads or threads.num_cores()
+    return Bench(
+        arms, batches, args.rounds, args.seed, model, drafter, aux_layers, rollout, prompts, num_threads,
+        args.breakdown, notes,
+    )  # fmt: skip
+
+
+def choose_arms(methods: list[str] | None, draft_lengths: list[int], has_drafter: bool, temperature: float) -> list[Arm]:
+    """No speculation first, then every method at every draft length. Raises ValueError for what cannot be measured."""
+    if methods is None:
+        methods = [m for m in METHODS if has_drafter or m not in DRAFTED]
+        methods = [m for m in methods if temperature > 0 or m != "probabilistic"]
+    without_drafter = [m for m in methods if m in DRAFTED and not has_drafter]
+    if without_drafter:
+        raise ValueError(f"--methods: {' and '.join(without_drafter)} need a drafter; give --drafter")
+    if "probabilistic" in methods and temperature == 0:
+        raise ValueError("--methods: probabilistic drafts are greedy ones at --temperature 0; use greedy")
+    ordered = [m for m in METHODS[1:] if m in methods]
+    return [NO_SPECULATION, *(Arm(method, k) for method in ordered for k in draft_lengths)]
+
+
+def _drafter(args: argparse.Namespace, target: Any, pulled: Path, notes: list[str]) -> tuple[Path, tuple[int, ...]]:
+    """(checkpoint folder, aux layers), after a look at whether it was made for this target."""
+    from drafters.build import load_drafter
+
+    folder = Path(args.drafter)
+    try:
+        if args.drafter.startswith("models:/"):
+            from cotrain.mlflow_store import absolute_uri
+            from cotrain.registry import pull_drafter
+
+            folder = pulled
+            pull_drafter(absolute_uri(args.uri), args.drafter, folder)
+        drafter = load_drafter(folder, target)
+    except ValueError as error:
+        raise ValueError(f"--drafter: {error}") from error
+    if max(args.k) > drafter.trained_depth:
+        notes.append(f"k = {max(args.k)} is beyond the {drafter.trained_depth} draft positions the drafter was trained for")
+    return folder, drafter.aux_layers
+
+
+def _prompts(task_config: Any, seed: int, model: Path, count: int) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    from cotrain.prompts import PromptEncoder
+    from cotrain.tasks.base import build_task
+
+    task = build_task(task_config, seed)
+    encoder = PromptEncoder(AutoTokenizer.from_pretrained(model), max_prompt_tokens=sys.maxsize)
+    return [encoder.encode(task.prompt(index)) for index in range(min(count, len(task)))]
+
+
+def _rollout_config(args: argparse.Namespace, target: Any, batch: int, longest: int, positions: int) -> RolloutConfig:
+    """One prefill step for the largest batch, and room for all its KV: nothing waits, nothing is preempted."""
+    bytes_per_value = {"bfloat16": 2, "float32": 4}[args.dtype]
+    layers = target.num_layers + 1  # the drafter's own
+    per_token = 2 * layers * target.num_key_value_heads * target.head_dim * bytes_per_value
+    kv_bytes = 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * per_token
+    return RolloutConfig(
+        prompts_per_step=batch,
+        samples_per_prompt=1,
+        temperature=args.temperature,
+        max_prompt_tokens=longest,
+        max_new_tokens=args.tokens,
+        ignore_eos=True,
+        dtype=args.dtype,
+        draft_tokens=max(args.k),
+        synchronous_batches=True,
+        kv_cache_gib=max(1, ceil(kv_bytes / GIB)),
+        features=FeatureTapConfig(max_tokens_per_step=positions),
+        vllm={"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------------------------
+
+
+async def _run(bench: Bench, console: TextIO) -> tuple[list[Measurement], list[StepTimes]]:
+    """Start the engines, warm up, and take turns."""
+    os.environ.update(threads.engine_environment(bench.threads, bench.rollout.kv_cache_gib))
+    from cotrain.rollout.engine import EngineSpec, RolloutEngine
+
+    scratch = Path(tempfile.mkdtemp(prefix="cotrain-bench-", dir="/dev/shm"))
+    engines: dict[str, RolloutEngine] = {}
+    try:
+        for speculation in bench.speculations:
+            print(f"starting the engine for {_served_by(speculation, bench)}", file=console)
+            spec = EngineSpec(
+                rollout=bench.rollout,
+                model_path=str(bench.model),
+                drafter_folder=str(bench.drafter) if bench.drafter and speculation == "drafter" else None,
+                aux_layers=bench.aux_layers,
+                seed=bench.seed,
+                scratch=str(scratch / speculation),
+                speculation="ngram" if speculation == "ngram" else "drafter",
+            )
+            engines[speculation] = RolloutEngine(spec)
+            await engines[speculation].start()
+            if bench.breakdown:
+                await engines[speculation].time_phases()
+        return await _take_turns(bench, engines, console)
+    finally:
+        for engine in engines.values():
+            await engine.shutdown()
+        shutil.rmtree(scratch)
+
+
+def _served_by(speculation: str, bench: Bench) -> str:
+    methods = [m for m in METHODS if any(arm.method == m for arm in bench.arms) and (m == "ngram") == (speculation == "ngram")]
+    if speculation == bench.speculations[0] and "none" not in methods:
+        methods.insert(0, "none")
+    elif speculation != bench.speculations[0] and "none" in methods:
+        methods.remove("none")
+    return ", ".join(methods)
+
+
+async def _take_turns(
+    bench: Bench, engines: dict[str, "RolloutEngine"], console: TextIO
+) -> tuple[list[Measurement], list[StepTimes]]:
+    first = engines[bench.speculations[0]]
+    measurements: list[Measurement] = []
+    steps: list[StepTimes] = []
+    latest: dict[tuple[Arm, int], float] = {}
+    for round_ in range(-1, bench.rounds):  # round -1 warms up: kernels, allocator and caches of every batch size
+        for batch in bench.batches:
+            started = time.perf_counter()
+            shift = max(round_, 0) % len(bench.arms)
+            for arm in bench.arms[shift:] + bench.arms[:shift]:
+                arm_started = time.perf_counter()
+                engine = engines["ngram"] if arm.method == "ngram" else first
+                measurement = await _measure(engine, bench, arm, batch, round_)
+                step_times = await engine.take_step_times()
+                if round_ >= 0:
+                    measurements.append(measurement)
+                    steps.append(StepTimes(arm, batch, step_times))
+                latest[arm, batch] = time.perf_counter() - arm_started
+            name = f"round {round_ + 1}/{bench.rounds}" if round_ >= 0 else "warm-up"
+            left = _time_left(bench, latest, round_, batch)
+            print(f"{name}, batch {batch}: {time.perf_counter() - started:.0f} s{left}", file=console)
+    return measurements, steps
+
+
+def _time_left(bench: Bench, latest: dict[tuple[Arm, int], float], round_: int, batch: int) -> str:
+    """From what each arm took last; nothing to go by until all have run."""
+    if len(latest) < len(bench.arms) * len(bench.batches):
+        return ""
+    whole = (bench.rounds - 1 - round_) * sum(latest.values())
+    rest = sum(seconds for (_, size), seconds in latest.items() if size > batch)
+    minutes, seconds = divmod(round(whole + rest), 60)
+    return f", about {minutes}:{seconds:02d} left"
+
+
+async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, round_: int) -> Measurement:
+    await engine.set_draft_tokens(arm.draft_tokens)
+    if arm.method in DRAFTED:
+        await engine.set_draft_sample_method(arm.method)
+    await engine.reset_prefix_cache()
+    generated = await engine.generate(bench.requests(arm, batch, max(round_, 0)), tap=False)
+    counts = generated.speculation
+    return Measurement(
+        arm=arm,
+        batch=batch,
+        round=round_,
+        num_tokens=generated.num_generated_tokens - batch,
+        decode_seconds=engine.decode_seconds,
+        seconds=generated.seconds,
+        num_drafts=counts.num_drafts if counts else 0,
+        num_draft_tokens=counts.num_draft_tokens if counts else 0,
+        accepted_per_position=counts.accepted_per_position[: arm.draft_tokens] if counts else (),
+    )

@@ -1,0 +1,238 @@
+"""Joint policy-drafter training: puts the parts together, runs the controller, and cleans up whatever happens."""
+
+import gc
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from cotrain.checkpoint import (
+    RunState,
+    check_resume,
+    discard_newer,
+    latest_checkpoint,
+    load_state,
+    model_fingerprints,
+)
+from cotrain.cluster import Cluster, Placement, place, scratch_folder
+from cotrain.config import RunConfig
+from cotrain.console import Console, RunSummary
+from cotrain.controller import Controller, Roles
+from cotrain.greedy_check import GreedyCheck, check_greedy
+from cotrain.load_config import write_config
+from cotrain.metrics import MetricsWriter, read_metrics
+from cotrain.models import resolve_model
+from cotrain.prompts import PromptEncoder
+from cotrain.provenance import write_provenance
+from cotrain.records import RolloutRequest, Versions
+from cotrain.registry import resolve_drafter_init
+from cotrain.roles import DrafterTraining, PolicyRanks, RolloutEngines, engine_specs
+from cotrain.run_dir import RunDir
+from cotrain.tasks.base import Task, build_task
+from cotrain.tasks.sampling import PromptSampler
+from cotrain.tracking import Tracker
+
+GREEDY_PROMPTS = 8
+GREEDY_TOKENS = 32
+
+
+def train(config: RunConfig, resume: bool) -> int:
+    """Run to the end, or until asked to stop. Returns the exit status."""
+    started = time.monotonic()
+    console = Console(sys.stdout)
+    with ExitStack() as stack:
+        stop = stack.enter_context(_two_stage_stop(console))
+        run_dir = RunDir.open(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
+        stack.enter_context(run_dir)
+        with console.phase("model and task"):
+            model_path = resolve_model(config.policy.model)
+            task = build_task(config.task, config.seed)
+            prompts = _prompt_encoder(config, model_path)
+            fingerprints = model_fingerprints(model_path)
+        state, checkpoint = _saved_state(config, run_dir, fingerprints) if resume else (None, None)
+        if state is None:
+            write_config(config, run_dir.config)
+        run_dir.start_attempt()
+        write_provenance(run_dir)
+        sampler = PromptSampler(len(task), config.rollout.prompts_per_step, config.seed)
+        if state is not None:
+            sampler.restore(state.task_position)
+        metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resumed_step=state.step if state else 0))
+        with console.phase("MLflow"):
+            tracker = stack.enter_context(
+                Tracker(
+                    config,
+                    run_id=state.tracking_run_id if state else None,
+                    history=read_metrics(run_dir.metrics),
+                    say=console.say,
+                )
+            )
+        scratch = scratch_folder(config.name)
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        cluster = Cluster(config.cluster, run_dir.logs)
+        stack.callback(cluster.stop)
+        placement = place(config, cluster.num_gpus)
+        with console.phase("policy learner, drafter trainer and rollout engine"):
+            roles, versions = _start_roles(
+                config, cluster, placement, run_dir, model_path, scratch, tracker.uri, state, checkpoint
+            )
+        console.banner(config, run_dir, _devices(config, placement, cluster), tracker.ui_hint())
+        controller = Controller(
+            config, run_dir, roles, task, prompts, sampler, tracker, metrics, console, scratch, versions,
+            fingerprints, step=state.step if state else 0,
+        )  # fmt: skip
+        controller.stop_requested = stop
+        finished = controller.run()
+        check = _final_check(config, controller, console) if finished else None
+        if not finished:
+            tracker.finish("KILLED")
+        else:
+            tracker.finish()
+        console.summary(
+            config,
+            run_dir,
+            read_metrics(run_dir.metrics),
+            RunSummary(
+                seconds=time.monotonic() - started,
+                stopped_early=not finished,
+                greedy_identical=check.passed if check else None,
+                drafter_uri=_drafter_uri(config, tracker, controller),
+                next_commands=_next_commands(config, tracker, finished),
+            ),
+        )
+        return 0 if check is None or check.passed else 1
+
+
+def _prompt_encoder(config: RunConfig, model_path: Path) -> PromptEncoder:
+    from transformers import AutoTokenizer
+
+    return PromptEncoder(AutoTokenizer.from_pretrained(model_path), config.rollout.max_prompt_tokens)
+
+
+def _saved_state(
+    config: RunConfig, run_dir: RunDir, fingerprints: dict[str, str]
+) -> tuple[RunState | None, Path | None]:
+    checkpoint = latest_checkpoint(run_dir)
+    if checkpoint is None:
+        discard_newer(run_dir, 0, 0)
+        return None, None
+    state = load_state(checkpoint)
+    check_resume(config, fingerprints, state)
+    discard_newer(run_dir, state.step, state.versions.drafter)
+    return state, checkpoint
+
+
+def _start_roles(
+    config: RunConfig,
+    cluster: Cluster,
+    placement: Placement,
+    run_dir: RunDir,
+    model_path: Path,
+    scratch: Path,
+    tracking_uri: str,
+    state: RunState | None,
+    checkpoint: Path | None,
+) -> tuple[Roles, Versions]:
+    """Start the learners, let the drafter write its first folder, start the engines on it, bring all to one version."""
+    policy = PolicyRanks(cluster, config, model_path, placement)
+    versions = state.versions if state else Versions(0, 0)
+    drafter, drafter_folder, aux_layers = None, None, ()
+    if config.drafter is not None:
+        init = config.drafter.init
+        init_folder = None
+        if init is not None:
+            init_folder, _ = resolve_drafter_init(tracking_uri, init, run_dir.path / "drafter_init")
+        drafter = DrafterTraining(cluster, config, model_path, init_folder, placement)
+        if checkpoint is not None:
+            drafter.load(checkpoint / "drafter")
+        drafter_folder, aux_layers = run_dir.drafter(versions.drafter), drafter.aux_layers()
+        if not drafter_folder.exists():
+            drafter.save_checkpoint(drafter_folder, config.rollout.dtype)
+    specs = engine_specs(config, model_path, drafter_folder, aux_layers, scratch, versions)
+    engines = RolloutEngines(cluster, config, specs, placement)
+    if checkpoint is not None:
+        policy.load(checkpoint / "policy")
+    payload = policy.write_payload(scratch / "policy.safetensors", config.rollout.dtype)
+    if drafter is not None:
+        drafter.set_target_weights(payload, versions.policy)
+    engines.wait_until_started()
+    if versions.policy:
+        engines.update_policy(payload, versions.policy)
+    return Roles(engines, policy, drafter), versions
+
+
+def _final_check(config: RunConfig, controller: Controller, console: Console) -> GreedyCheck | None:
+    if config.drafter is None or controller.last_batch is None:
+        return None
+    seen = {r.prompt_id: r.prompt_token_ids for r in controller.last_batch.rollouts}
+    requests = [RolloutRequest(prompt_id, 0, ids, None) for prompt_id, ids in list(seen.items())[:GREEDY_PROMPTS]]
+    with console.phase("greedy output with and without speculation", terminal_only=True):
+        check = check_greedy(
+            controller.roles.engines,
+            requests,
+            config.rollout.draft_tokens,
+            config.rollout.dtype,
+            min(GREEDY_TOKENS, config.rollout.max_new_tokens),
+        )
+    console.say(f"greedy output with and without speculation: {check}")
+    return check
+
+
+def _devices(config: RunConfig, placement: Placement, cluster: Cluster) -> dict[str, str]:
+    def device(num: int, gpus: float, threads: int) -> str:
+        kind = f"{gpus:g} GPU each" if gpus else f"CPU, {threads} threads"
+        return kind if num == 1 else f"{num} processes, {kind}"
+
+    devices = {
+        "rollout": device(config.rollout.num_engines, placement.engine_gpus, cluster.engine_threads()),
+        "policy": device(config.policy.num_processes, placement.learner_gpus, cluster.learner_threads()),
+    }
+    if config.drafter is not None:
+        devices["drafter"] = device(1, placement.drafter_gpus, cluster.learner_threads())
+    return devices
+
+
+def _drafter_uri(config: RunConfig, tracker: Tracker, controller: Controller) -> str | None:
+    if config.drafter is None or not config.tracking.log_drafters or controller.versions.drafter == 0:
+        return None
+    return f"models:/{tracker.registered_model}@serving"
+
+
+def _next_commands(config: RunConfig, tracker: Tracker, finished: bool) -> list[tuple[str, str]]:
+    if not finished:
+        return [("go on", f"cotrain train --resume {config.name}")]
+    commands = [("look at the curves", "cotrain ui")]
+    if config.drafter is not None and config.tracking.log_drafters:
+        name = tracker.registered_model
+        commands += [
+            ("list drafter versions", "cotrain drafters list"),
+            ("get the drafter for stock vLLM", f"cotrain drafters pull {name}@serving my-drafter"),
+            ("measure its speed", f"cotrain bench --model {config.policy.model} --drafter my-drafter"),
+        ]
+    return commands
+
+
+@contextmanager
+def _two_stage_stop(console: Console) -> Iterator[Any]:
+    """First SIGINT or SIGTERM: finish the step and save. Second: stop now. Yields "has a stop been asked for?"."""
+    requested = False
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        if requested:
+            raise KeyboardInterrupt
+        requested = True
+        console.say("stopping after this step and saving; once more to stop at once")
+
+    previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: requested
+    finally:
+        for s, handler in previous.items():
+            signal.signal(s, handler)
+        gc.collect()
