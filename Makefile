@@ -7,10 +7,10 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test lint clean
 
-# The first that is new enough, or PYTHON=... on the command line.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+# The first that is supported, or PYTHON=... on the command line.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
-	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null \
-	&& echo $$python && break; done)
+	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
 # A GPU that works decides which vLLM is installed; ENGINE=cpu on the command line overrules it.
 ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 
@@ -56,8 +56,8 @@ endef
 export CHECK_CPU
 
 $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
-	if [ -z "$(PYTHON)" ]; then
-		echo 'cotrain needs Python 3.11 to 3.14 and found none: install one, or run make setup PYTHON=/path/to/python'
+	if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then
+		echo 'cotrain needs Python 3.11 to 3.14: install one, or name it with make setup PYTHON=/path/to/python'
 		exit 1
 	fi
 	phase() {  # phase TITLE COMMAND...: one line on the console, the rest in the log

@@ -33,9 +33,13 @@ class PolicyActor:
 
     def __init__(self, log_file: str, arguments: dict[str, Any]):
         enter_process(log_file)
+        self._arguments = arguments
+
+    def start(self) -> None:
+        """Load the policy and join the other ranks. Not in __init__: Ray would bury an error under its own."""
         from cotrain.policy.learner import PolicyLearner
 
-        self._learner = PolicyLearner(**arguments)
+        self._learner = PolicyLearner(**self._arguments)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the learner."""
@@ -55,9 +59,13 @@ class DrafterActor:
 
     def __init__(self, log_file: str, arguments: dict[str, Any]):
         enter_process(log_file)
+        self._arguments = arguments
+
+    def start(self) -> None:
+        """Build or load the drafter."""
         from cotrain.drafting.trainer import DrafterTrainer
 
-        self._trainer = DrafterTrainer(**arguments)
+        self._trainer = DrafterTrainer(**self._arguments)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the trainer."""

@@ -103,9 +103,7 @@ class Cluster:
         """Where a role's process writes."""
         return str((self._logs / f"{role}.log").resolve())
 
-    def start(
-        self, actor_class: type, *args: Any, environment: dict[str, str], gpus: float = 0, **options: Any
-    ) -> Any:
+    def start(self, actor_class: type, *args: Any, environment: dict[str, str], gpus: float = 0, **options: Any) -> Any:
         """Start one actor. Trainers are never restarted or retried: they resume from a checkpoint instead."""
         remote = self._ray.remote(actor_class).options(
             num_cpus=1,
@@ -139,4 +137,3 @@ class Cluster:
         for actor in self._actors:
             self._ray.kill(actor)
         self._ray.shutdown()
-

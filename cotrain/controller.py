@@ -184,9 +184,7 @@ class Controller:
         self.tracker.log_step(step, row)
         if served.drafter > 0 and "rollout/acceptance_length" in row:
             self.tracker.log_served(served.drafter, row["rollout/acceptance_length"], step)
-        write_samples(
-            self.run_dir.samples_file(step), rollouts, self.prompts, self.config.checkpoint.samples_per_step
-        )
+        write_samples(self.run_dir.samples_file(step), rollouts, self.prompts, self.config.checkpoint.samples_per_step)
         self.console.step(step, self.config.steps, row, self.versions, self.tracker.missing_steps)
 
     def _save(self) -> None:

@@ -257,17 +257,14 @@ def _build_tiny(target: Path, architecture: str) -> None:
 def _quiet_transformers() -> Iterator[None]:
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        # The GGUF reader draws a tqdm bar that no setting turns off.
+        # Progress bars are turned off this way because no setting reaches the GGUF reader's own.
         with redirect_stderr(io.StringIO()):
             yield
     finally:
         logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _download(name: str) -> Path:

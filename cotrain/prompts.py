@@ -10,7 +10,9 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int):
         if tokenizer.chat_template is None:
-            raise ValueError("policy.model has no chat template; use an instruction-tuned model or add one to its folder")
+            raise ValueError(
+                "policy.model has no chat template; use an instruction-tuned model or add one to its folder"
+            )
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._prompts: dict[str, Prompt] = {}

@@ -124,6 +124,11 @@ class PolicyRanks:
             )
             for rank in range(world)
         ]
+        self._started = [actor.start.remote() for actor in self._actors]
+
+    def wait_until_started(self) -> None:
+        """Raises what a rank raised while it loaded the policy."""
+        self._cluster.get(self._started)
 
     def start_update(self, rollouts: list[ScoredRollout]) -> Any:
         """Begin one policy update on all ranks; rank 0's metrics come back."""
@@ -190,6 +195,7 @@ class DrafterTraining:
             environment=threads.openmp_environment(cluster.learner_threads()),
             gpus=placement.drafter_gpus,
         )
+        cluster.get(self._actor.start.remote())
 
     def aux_layers(self) -> tuple[int, ...]:
         """Target layers the drafter reads."""
@@ -251,5 +257,3 @@ def engine_specs(
         replace(first, seed=config.seed + i, scratch=str(scratch / f"rollout_{i}"))
         for i in range(config.rollout.num_engines)
     ]
-
-

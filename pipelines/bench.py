@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cotrain import threads
+from cotrain.cluster import scratch_folder
 from cotrain.config import FeatureTapConfig, ReasoningGymTask, RolloutConfig
 from cotrain.load_config import load_config
 from cotrain.models import resolve_model
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 METHODS = ("none", "ngram", "greedy", "probabilistic")
 DRAFTED = ("greedy", "probabilistic")
 DEFAULT_TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
+DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
 KV_BLOCK = 128
 GIB = 2**30
 
@@ -99,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Raises ValueError for what the user can mend, before an engine starts."""
-    parser = argparse.ArgumentParser(prog="cotrain bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="cotrain bench", description=DESCRIPTION)
     add_arguments(parser)
     args = parser.parse_args(argv)
     out = args.out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
@@ -113,7 +115,9 @@ def main(argv: Sequence[str]) -> int:
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "machine": machine() | {"load_average_before": round(os.getloadavg()[0], 2)},
                 "packages": package_versions(),
-                "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+                "options": {
+                    name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+                },
                 "threads": bench.threads,
                 "notes": bench.notes,
             }
@@ -204,7 +208,9 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Bench:
     )  # fmt: skip
 
 
-def choose_arms(methods: list[str] | None, draft_lengths: list[int], has_drafter: bool, temperature: float) -> list[Arm]:
+def choose_arms(
+    methods: list[str] | None, draft_lengths: list[int], has_drafter: bool, temperature: float
+) -> list[Arm]:
     """No speculation first, then every method at every draft length. Raises ValueError for what cannot be measured."""
     if methods is None:
         methods = [m for m in METHODS if has_drafter or m not in DRAFTED]
@@ -234,7 +240,9 @@ def _drafter(args: argparse.Namespace, target: Any, pulled: Path, notes: list[st
     except ValueError as error:
         raise ValueError(f"--drafter: {error}") from error
     if max(args.k) > drafter.trained_depth:
-        notes.append(f"k = {max(args.k)} is beyond the {drafter.trained_depth} draft positions the drafter was trained for")
+        notes.append(
+            f"k = {max(args.k)} is beyond the {drafter.trained_depth} draft positions the drafter was trained for"
+        )
     return folder, drafter.aux_layers
 
 
@@ -281,11 +289,11 @@ async def _run(bench: Bench, console: TextIO) -> tuple[list[Measurement], list[S
     os.environ.update(threads.engine_environment(bench.threads, bench.rollout.kv_cache_gib))
     from cotrain.rollout.engine import EngineSpec, RolloutEngine
 
-    scratch = Path(tempfile.mkdtemp(prefix="cotrain-bench-", dir="/dev/shm"))
+    scratch = scratch_folder("bench")
     engines: dict[str, RolloutEngine] = {}
     try:
-        for speculation in bench.speculations:
-            print(f"starting the engine for {_served_by(speculation, bench)}", file=console)
+        for number, speculation in enumerate(bench.speculations, 1):
+            print(f"starting engine {number} of {len(bench.speculations)}", file=console)
             spec = EngineSpec(
                 rollout=bench.rollout,
                 model_path=str(bench.model),
@@ -299,25 +307,17 @@ async def _run(bench: Bench, console: TextIO) -> tuple[list[Measurement], list[S
             await engines[speculation].start()
             if bench.breakdown:
                 await engines[speculation].time_phases()
-        return await _take_turns(bench, engines, console)
+        return await take_turns(bench, engines, console)
     finally:
         for engine in engines.values():
             await engine.shutdown()
         shutil.rmtree(scratch)
 
 
-def _served_by(speculation: str, bench: Bench) -> str:
-    methods = [m for m in METHODS if any(arm.method == m for arm in bench.arms) and (m == "ngram") == (speculation == "ngram")]
-    if speculation == bench.speculations[0] and "none" not in methods:
-        methods.insert(0, "none")
-    elif speculation != bench.speculations[0] and "none" in methods:
-        methods.remove("none")
-    return ", ".join(methods)
-
-
-async def _take_turns(
+async def take_turns(
     bench: Bench, engines: dict[str, "RolloutEngine"], console: TextIO
 ) -> tuple[list[Measurement], list[StepTimes]]:
+    """Every arm at every batch size in every round, after one turn of each that is not counted."""
     first = engines[bench.speculations[0]]
     measurements: list[Measurement] = []
     steps: list[StepTimes] = []

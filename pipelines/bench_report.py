@@ -182,8 +182,11 @@ def _arm_cells(row: dict[str, Any]) -> tuple[str, ...]:
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table that also reads well as plain text."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    text = lambda cells: "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"  # noqa: E731
-    return [text(header), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(text, rows)]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return [line(header), line(["-" * width for width in widths]), *map(line, rows)]
 
 
 def plot(arms: Sequence[dict[str, Any]], path: Path) -> None:
@@ -203,7 +206,9 @@ def plot(arms: Sequence[dict[str, Any]], path: Path) -> None:
                     [row["ratio"] - row["ratio_min"] for row in rows],
                     [row["ratio_max"] - row["ratio"] for row in rows],
                 ]
-                panel.errorbar([row["draft_tokens"] for row in rows], ratio, spread, marker="o", capsize=3, label=method)
+                panel.errorbar(
+                    [row["draft_tokens"] for row in rows], ratio, spread, marker="o", capsize=3, label=method
+                )
         panel.set(title=f"batch {batch}", xlabel="draft tokens k")
         panel.xaxis.get_major_locator().set_params(integer=True)
     panels[0].set_ylabel("tokens/s, ratio to no speculation")

@@ -33,7 +33,7 @@ from cotrain.records import RolloutRequest, Versions
 from cotrain.registry import resolve_drafter_init
 from cotrain.roles import DrafterTraining, PolicyRanks, RolloutEngines, engine_specs
 from cotrain.run_dir import RunDir
-from cotrain.tasks.base import Task, build_task
+from cotrain.tasks.base import build_task
 from cotrain.tasks.sampling import PromptSampler
 from cotrain.tracking import Tracker
 
@@ -155,6 +155,7 @@ def _start_roles(
             drafter.save_checkpoint(drafter_folder, config.rollout.dtype)
     specs = engine_specs(config, model_path, drafter_folder, aux_layers, scratch, versions)
     engines = RolloutEngines(cluster, config, specs, placement)
+    policy.wait_until_started()
     if checkpoint is not None:
         policy.load(checkpoint / "policy")
     payload = policy.write_payload(scratch / "policy.safetensors", config.rollout.dtype)

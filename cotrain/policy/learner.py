@@ -253,7 +253,7 @@ class PolicyLearner:
             result = policy_loss(self._config, normaliser, batch, log_probs, reference)
         if with_gradient:
             # DDP averages gradients over the ranks; the loss is already normalised over all of them.
-            self._accelerator.backward(result.loss)
+            self._accelerator.backward(result.loss * self._accelerator.num_processes)
 
         current = log_probs.detach()
         sums.add_tokens(

@@ -76,26 +76,29 @@ class FeatureTap:
     def _room_for(self, request_id: str, length: int, hidden: Tensor) -> _Recording | None:
         recording = self._recordings.get(request_id)
         capacity, seen = (0, 0) if recording is None else (recording.positions.shape[0], recording.length)
-        if self._tokens + max(0, length - seen) > self.config.max_tokens_per_step:
-            return self._refuse(request_id)
-        if self.config.window is not None:
-            needed = min(self.config.window, max(length, FIRST_ROWS)) if recording is None else capacity
-            needed = self.config.window if length > needed else needed
-        else:
-            needed = capacity
-            while needed < length:
-                needed = max(FIRST_ROWS, 2 * needed)
-        if needed <= capacity:
-            return recording
-        grown = (needed - capacity) * (hidden.shape[1] * hidden.element_size() + 16)
-        if self._bytes + grown > self.config.max_bytes:
-            return self._refuse(request_id)
-        self._bytes += grown
-        self._recordings[request_id] = _resized(recording, needed, hidden)
+        needed = self._capacity_for(length, capacity)
+        grown = max(0, needed - capacity) * (hidden.shape[1] * hidden.element_size() + 16)
+        tokens = self._tokens + max(0, length - seen)
+        if self._bytes + grown > self.config.max_bytes or tokens > self.config.max_tokens_per_step:
+            self._refuse(request_id)
+            return None
+        if needed > capacity:
+            self._bytes += grown
+            self._recordings[request_id] = _resized(recording, needed, hidden)
         return self._recordings[request_id]
 
+    def _capacity_for(self, length: int, capacity: int) -> int:
+        """Rows that hold `length` positions: powers of two of the first allocation, or the window at most."""
+        window = self.config.window
+        if window is not None and length > min(FIRST_ROWS, window):
+            return window
+        needed = capacity or min(FIRST_ROWS, window or FIRST_ROWS)
+        while needed < length:
+            needed *= 2
+        return needed
+
     def _refuse(self, request_id: str) -> None:
-        """Stop tapping a request; what it took goes to the others."""
+        """Stop tapping a request; the room it took goes to the others."""
         if request_id in self._recordings:
             self._tokens -= self._recordings[request_id].length
         self._drop(request_id)

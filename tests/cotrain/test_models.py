@@ -154,10 +154,11 @@ def test_model_fingerprint_sees_config_weights_and_tokenizer(model_folder):
     seen = {model_fingerprint(model_folder)}
     edit_json(model_folder / "config.json", rope_parameters={"rope_theta": 5.0, "rope_type": "default"})
     seen.add(model_fingerprint(model_folder))
-    weights = load_file(model_folder / "model.safetensors")
-    save_file({name: tensor * 1.001 for name, tensor in weights.items()}, model_folder / "model.safetensors")
+    path = model_folder / "model.safetensors"
+    weights = load_file(path)
+    save_file({name: tensor * 1.001 for name, tensor in weights.items()}, path, metadata={"format": "pt"})
     seen.add(model_fingerprint(model_folder))
-    save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, model_folder / "model.safetensors")
+    save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, path, metadata={"format": "pt"})
     seen.add(model_fingerprint(model_folder))
     (model_folder / "chat_template.jinja").write_text("{{ messages }}")
     seen.add(model_fingerprint(model_folder))

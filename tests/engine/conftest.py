@@ -164,7 +164,7 @@ def fitted_drafter(target_folder: Path, target_model: Any, target_state: dict[st
 @pytest.fixture(scope="session")
 def rollout_config() -> RolloutConfig:
     return RolloutConfig(
-        prompts_per_step=16, samples_per_prompt=1, max_prompt_tokens=200, max_new_tokens=48, dtype="float32",
+        prompts_per_step=16, samples_per_prompt=1, max_prompt_tokens=300, max_new_tokens=48, dtype="float32",
         ignore_eos=True, draft_tokens=3, kv_cache_gib=1,
     )  # fmt: skip
 

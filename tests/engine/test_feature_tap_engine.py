@@ -59,11 +59,13 @@ def test_features_equal_a_forward_of_the_same_tokens(
 
 
 def test_cached_prefixes_are_holes(fresh: LiveEngine, target_model: Any) -> None:
-    prompts = make_requests(2, length=180, seed=11)
+    prompts = make_requests(2, length=280, seed=11)
     assert fresh.generate(prompts).feature_stats["num_holes"] == 0
     again = fresh.generate(prompts)
-    assert again.feature_stats["num_holes"] == 2 * 128  # one cached block of each prompt
-    assert_equal_to_forward(again, target_model, least_share=0.4)
+    assert (
+        again.feature_stats["num_holes"] == 2 * 128
+    )  # of two cached blocks vLLM computes the last one again, for EAGLE
+    assert_equal_to_forward(again, target_model, least_share=0.6)
 
 
 def test_tapping_with_speculation_off_and_not_at_all(fresh: LiveEngine, target_model: Any) -> None:
@@ -85,19 +87,18 @@ def test_the_self_check_finds_a_layer_off_by_one(fresh: LiveEngine, target_model
         def hidden_states(self, token_ids, layers):
             return super().hidden_states(token_ids, tuple(layer + 1 for layer in layers))
 
-    with pytest.raises(RuntimeError, match=r"aux layer 2 differs.*look like layers \[1, 3, 4\]"):
-        check_features(batch, OffByOne(target_model), "float32")
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(RuntimeError, match=r"configured \[2, 4, 5\], they look like layers \[1, 3, 4\]"):
+            check_features(batch, OffByOne(target_model), dtype)
 
 
 @pytest.fixture(scope="module")
-def cramped(
-    rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path
-) -> Iterator[LiveEngine]:
+def cramped(rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path) -> Iterator[LiveEngine]:
     """An engine that has to split prefills and preempt: little KV cache, few tokens a step, a tap with a limit."""
     scratch = Path("/dev/shm") / f"cotrain-test-cramped-{os.getpid()}"
     config = rollout_config.model_copy(
         update={
-            "vllm": {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 40, "block_size": 16},
+            "vllm": {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 20, "block_size": 32},
             "features": FeatureTapConfig(max_tokens_per_step=600),
         }
     )
@@ -110,7 +111,7 @@ def cramped(
 
 
 def test_chunked_prefill_and_preemption(cramped: LiveEngine, target_model: Any) -> None:
-    batch = cramped.greedy(make_requests(5, length=100))  # 5 x 148 tokens in 40 blocks of 16
+    batch = cramped.greedy(make_requests(5, length=100))  # 5 x 148 tokens in 20 blocks of 32
     assert len(batch.features) == 1
     kept = batch.features[0].num_rollouts
     wanted = {tuple(r.prompt_token_ids + r.token_ids): r for r in batch.rollouts}

@@ -92,7 +92,7 @@ def test_a_target_update_alone_lowers_acceptance(
 def test_a_target_update_is_seen_by_cached_prompts(
     fresh: LiveEngine, target_state: dict, moved_target_state: dict
 ) -> None:
-    prompts = make_requests(4, length=180)
+    prompts = make_requests(4, length=280)
     fresh.greedy(prompts)
     fresh.send_policy(moved_target_state)
     after_update = tokens(fresh.greedy(prompts))

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,13 @@ def two_processes(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    multiprocessing.spawn(run_rank, args=(port, tiny_model, str(folder)), nprocs=2)
+    ranks = multiprocessing.spawn(run_rank, args=(port, tiny_model, str(folder)), nprocs=2, join=False)
+    deadline = time.monotonic() + 180
+    while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
+        if time.monotonic() > deadline:  # ranks that wait for each other would do so for gloo's 30 minutes
+            for process in ranks.processes:
+                process.kill()
+            pytest.fail("the two learner processes did not finish in 180 s")
     return folder
 
 

@@ -1,0 +1,87 @@
+"""vLLM's verification on CPU with and without cotrain's patches, as JSON. A process of its own: patches cannot be undone.
+
+Each of NUM_REQUESTS requests verifies one draft token, drawn from DRAFT, against the same target logits; requests have
+temperature 0.5 and 2 in turns. The first output token must then have the distribution softmax(logits / temperature).
+"""
+
+import json
+from types import SimpleNamespace
+
+import torch
+import vllm.v1.sample.rejection_sampler as rejection_sampler
+from vllm.platforms import current_platform
+
+from cotrain.rollout import vllm_compat
+
+NUM_REQUESTS, VOCAB = 20_000, 8
+TEMPERATURES = (0.5, 2.0)
+
+
+def metadata(temperature: torch.Tensor, top_k: torch.Tensor | None = None) -> SimpleNamespace:
+    """What verification reads of vLLM's SamplingMetadata."""
+    return SimpleNamespace(
+        temperature=temperature, all_greedy=False, all_random=True, top_p=None, top_k=top_k, generators={}
+    )
+
+
+def expanded() -> dict[str, list]:
+    """Parameters of requests with 2, 0 and 3 draft tokens; the last is greedy and counts as temperature 1."""
+    running_sum = torch.tensor([2, 2, 5], dtype=torch.int32)
+    temperature = torch.tensor([0.5, 9.0, 0.0])
+    top_k = torch.tensor([7, 9, 40], dtype=torch.int32)
+    return {
+        "temperature": rejection_sampler.expand_batch_to_tokens(temperature, running_sum, 5, 0, 1).tolist(),
+        "top_k": rejection_sampler.expand_batch_to_tokens(top_k, running_sum, 5).tolist(),
+    }
+
+
+def first_token_counts(top_k: int | None) -> list[list[int]]:
+    """[temperature, token] counts of the first output token."""
+    logits = torch.linspace(-2, 2, VOCAB)
+    draft = torch.softmax(torch.linspace(1, -1, VOCAB), dim=0)
+    temperature = torch.tensor(TEMPERATURES).repeat(NUM_REQUESTS // 2)
+    running_sum = torch.arange(1, NUM_REQUESTS + 1, dtype=torch.int32)
+    sampling = metadata(temperature, None if top_k is None else torch.full((NUM_REQUESTS,), top_k))
+    target = rejection_sampler.apply_sampling_constraints(logits.repeat(NUM_REQUESTS, 1), running_sum, sampling)
+    output = rejection_sampler.rejection_sample(
+        draft_token_ids=torch.multinomial(draft, NUM_REQUESTS, replacement=True).int(),
+        num_draft_tokens=[1] * NUM_REQUESTS,
+        max_spec_len=1,
+        cu_num_draft_tokens=running_sum,
+        draft_probs=draft.repeat(NUM_REQUESTS, 1),
+        target_logits=target,
+        bonus_token_ids=torch.zeros(NUM_REQUESTS, 1, dtype=torch.int32),
+        sampling_metadata=sampling,
+    )
+    return [output[i::2, 0].bincount(minlength=VOCAB).tolist() for i in range(2)]
+
+
+def error_without_draft_tokens() -> str | None:
+    """Verification of a step in which no request has draft tokens, with top-k set."""
+    nothing, running_sum = torch.empty(0, VOCAB), torch.zeros(2, dtype=torch.int32)
+    try:
+        rejection_sampler.apply_sampling_constraints(
+            nothing, running_sum, metadata(torch.ones(2), torch.full((2,), 4, dtype=torch.int32))
+        )
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def findings() -> dict[str, object]:
+    """Everything the tests look at."""
+    torch.manual_seed(0)
+    return {
+        "expanded": expanded(),
+        "counts": first_token_counts(None),
+        "top_k_error": error_without_draft_tokens(),
+    }
+
+
+if __name__ == "__main__":
+    current_platform.register_triton_kernel_overrides()  # as vLLM's worker does
+    torch.use_deterministic_algorithms(True)  # new memory then holds NaN or the largest integer, never a lucky value
+    before = findings()
+    patches = [vllm_compat.apply_patches(), vllm_compat.apply_patches()]
+    after = findings() | {"counts_top_k": first_token_counts(3)}
+    print(json.dumps({"before": before, "after": after, "patches": patches}))

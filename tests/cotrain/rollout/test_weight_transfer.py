@@ -1,0 +1,183 @@
+"""cotrain's update backend on vLLM's own models: whole updates or none, and the way back when a check fails late."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.cotrain.rollout.conftest import moved
+
+from cotrain.rollout import vllm_compat, weight_transfer
+from cotrain.rollout.payload import WeightUpdateRefused, write_payload
+from cotrain.rollout.weight_transfer import BACKEND, InitInfo, TransactionalWeightTransfer, UpdateInfo
+
+
+class Session:
+    """Update sessions as vLLM's worker runs them."""
+
+    def __init__(self, target, drafter, folder: Path):
+        self.target, self.drafter, self.folder = target, drafter, folder
+        self.engine = TransactionalWeightTransfer(
+            SimpleNamespace(backend=BACKEND), target.vllm_config, torch.device("cpu"), target.model
+        )
+        self.engine.init_transfer_engine(InitInfo(keep_folder=str(folder / "kept")))
+
+    def send(self, state, draft=False, name="sent.safetensors", **options) -> None:
+        payload = write_payload(state, self.folder / name, torch.float32)
+        served = self.drafter if draft else self.target
+        self.engine.set_weight_update_target(served.model, served.model_config)
+        try:
+            self.engine.start_weight_update()
+            self.engine.receive_weights(UpdateInfo(payload.path, payload.digests, **options))
+            self.engine.finish_weight_update()
+        finally:
+            self.engine.reset_weight_update_target()
+
+    def serves(self, served, state) -> bool:
+        return vllm_compat.differing_tensors(served.model, state) == []
+
+    def kept(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "kept").iterdir())
+
+
+@pytest.fixture
+def session(target_and_drafter, tmp_path):
+    """A session on models that serve their checkpoints."""
+    for served in target_and_drafter:
+        vllm_compat.reload_weights(served.model, served.model_config, served.state)
+    return Session(*target_and_drafter, tmp_path)
+
+
+@pytest.fixture
+def once_wrong(monkeypatch):
+    """The next reload serves something else than it was given."""
+    reload, spoilt = vllm_compat.reload_weights, []
+
+    def reload_wrongly(model, model_config, tensors):
+        if not spoilt:
+            spoilt.append(name := next(n for n in tensors if n.endswith("down_proj.weight")))
+            tensors = tensors | {name: tensors[name] + 1.0}
+        reload(model, model_config, tensors)
+
+    monkeypatch.setattr(vllm_compat, "reload_weights", reload_wrongly)
+
+
+def test_target_and_drafter_are_updated_apart(session):
+    target, drafter = moved(session.target.state), moved(session.drafter.state, seed=2)
+    session.send(target)
+    session.send(drafter, draft=True)
+    assert session.serves(session.target, target)
+    assert session.serves(session.drafter, drafter)
+    assert session.kept() == ["drafter.safetensors", "target.safetensors"]
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_reload_that_goes_wrong_is_undone_to_the_checkpoint(session, once_wrong, draft):
+    served = session.drafter if draft else session.target
+    with pytest.raises(WeightUpdateRefused, match=r"update undone: served weights differ.*down_proj"):
+        session.send(moved(served.state), draft=draft)
+    assert session.serves(served, served.state)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_reload_that_goes_wrong_is_undone_to_the_last_update(session, draft, request):
+    served = session.drafter if draft else session.target
+    good = moved(served.state)
+    session.send(good, draft=draft)
+    request.getfixturevalue("once_wrong")
+    with pytest.raises(WeightUpdateRefused, match="update undone"):
+        session.send(moved(good, seed=3), draft=draft)
+    assert session.serves(served, good)
+    session.send(moved(good, seed=3), draft=draft)
+    assert session.serves(served, moved(good, seed=3))
+
+
+def test_a_reload_that_fails_is_undone(session, monkeypatch):
+    reload, calls = vllm_compat.reload_weights, []
+
+    def fail_once(model, model_config, tensors):
+        calls.append(len(tensors))
+        if len(calls) == 1:
+            tensors = dict(list(tensors.items())[:3]) | {"model.norm.weight": torch.zeros(1, 2, 3)}
+        reload(model, model_config, tensors)
+
+    monkeypatch.setattr(vllm_compat, "reload_weights", fail_once)
+    with pytest.raises(WeightUpdateRefused, match="update undone"):
+        session.send(moved(session.target.state))
+    assert session.serves(session.target, session.target.state)
+
+
+def test_the_readback_can_be_bounded(session, once_wrong, monkeypatch):
+    seen = []
+    differing = vllm_compat.differing_tensors
+
+    def watched(model, expected, columns=None, seed=0):
+        seen.append((columns, seed))
+        return differing(model, expected, columns, seed)
+
+    monkeypatch.setattr(vllm_compat, "differing_tensors", watched)
+    with pytest.raises(WeightUpdateRefused, match="down_proj"):
+        session.send(moved(session.target.state), readback_columns=4, readback_seed=9)
+    assert seen[0] == (4, 9)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "model.embed_tokens.weight"])
+def test_a_drafter_update_cannot_carry_the_targets_embedding(session, name):
+    bad = session.drafter.state | {name: torch.zeros(500, 128)}
+    with pytest.raises(WeightUpdateRefused, match="not expected"):
+        session.send(bad, draft=True)
+    assert session.serves(session.target, session.target.state)
+    assert session.serves(session.drafter, session.drafter.state)
+
+
+def test_half_an_update_is_refused(session):
+    """vLLM would load it, and fill the rest of a fused projection with whatever is in memory."""
+    half = {name: t for name, t in moved(session.target.state).items() if "k_proj" not in name}
+    with pytest.raises(WeightUpdateRefused, match=r"missing: .*k_proj"):
+        session.send(half)
+    assert session.serves(session.target, session.target.state)
+
+
+def test_a_refused_update_is_not_kept(session, once_wrong):
+    with pytest.raises(WeightUpdateRefused):
+        session.send(moved(session.target.state))
+    assert "target.safetensors" not in session.kept()
+
+
+def test_the_good_state_outlives_its_payload(session, request):
+    good = moved(session.target.state)
+    session.send(good, name="first.safetensors")
+    (session.folder / "first.safetensors").unlink()
+    request.getfixturevalue("once_wrong")
+    with pytest.raises(WeightUpdateRefused):
+        session.send(moved(good), name="second.safetensors")
+    assert session.serves(session.target, good)
+
+
+def test_an_update_that_cannot_be_kept_changes_nothing(session, monkeypatch):
+    def other_file_system(source, target):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", other_file_system)
+    with pytest.raises(OSError, match="cross-device"):
+        session.send(moved(session.target.state))
+    assert session.serves(session.target, session.target.state)
+
+
+def test_a_tied_head_is_neither_expected_nor_stale(serve, tmp_path):
+    served = serve("llama, tied embeddings", "float32")
+    session = Session(served, None, tmp_path)
+    update = moved(served.state)
+    session.send(update, readback_columns=8)
+    assert session.serves(served, update)
+    with pytest.raises(WeightUpdateRefused, match=r"not expected: \['lm_head\.weight'\]"):
+        session.send(update | {"lm_head.weight": torch.zeros(500, 128)})
+
+
+def test_the_backend_is_registered_once():
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    weight_transfer.register()
+    weight_transfer.register()
+    assert BACKEND in WeightTransferEngineFactory._registry

@@ -1,0 +1,74 @@
+"""Children of a killed process: real processes, killed as `kill -9` of a run kills them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CHAIN = """
+import subprocess, sys, time
+from cotrain.orphans import die_with_parent
+depth, dying = int(sys.argv[1]), sys.argv[2] == "dying"
+if dying:
+    die_with_parent()
+if depth:
+    subprocess.Popen([sys.executable, "-c", sys.argv[3], str(depth - 1), *sys.argv[2:]])
+print(depth, __import__("os").getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def start_chain(dying: bool) -> tuple[subprocess.Popen, list[int]]:
+    """A process with a child and a grandchild, and the pids of those two."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", CHAIN, "2", "dying" if dying else "staying", CHAIN], stdout=subprocess.PIPE, text=True
+    )
+    lines = dict(parent.stdout.readline().split() for _ in range(3))
+    return parent, [int(lines[depth]) for depth in "10"]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def kill(parent: subprocess.Popen) -> None:
+    parent.kill()
+    parent.wait()
+
+
+def test_children_and_their_children_die_with_a_killed_process():
+    parent, descendants = start_chain(dying=True)
+    assert all(is_alive(pid) for pid in descendants)
+    kill(parent)
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in descendants):
+        assert time.monotonic() < deadline, "left behind"
+        time.sleep(0.01)
+
+
+def test_without_it_they_stay():
+    parent, descendants = start_chain(dying=False)
+    kill(parent)
+    time.sleep(0.2)
+    assert all(is_alive(pid) for pid in descendants)
+    for pid in descendants:
+        os.kill(pid, signal.SIGKILL)
+
+
+IN_A_GROUP_OF_ITS_OWN = """
+import os
+from cotrain.orphans import leave_terminal_group
+leave_terminal_group()
+leave_terminal_group()
+print(os.getpgrp() == os.getpid() != os.getppid())
+"""
+
+
+def test_ctrl_c_reaches_the_controller_alone():
+    out = subprocess.run([sys.executable, "-c", IN_A_GROUP_OF_ITS_OWN], capture_output=True, text=True, check=True)
+    assert out.stdout == "True\n"

@@ -1,0 +1,107 @@
+"""The comparison of tapped hidden states with the learner's own, on made-up states of a six-layer policy."""
+
+import pytest
+import torch
+
+from cotrain.drafting.features import FeatureRecord, write_records
+from cotrain.records import FeatureShard, RolloutBatch
+from cotrain.self_check import TOLERANCE, check_features, relative_error
+from drafters.base import Sampler
+
+WIDTH, LENGTH, LAYERS = 8, 20, (2, 3, 5)
+
+
+class Policy:
+    """Hidden states as a learner returns them; index 6 is the last layer."""
+
+    def __init__(self):
+        self.states = torch.randn(7, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def hidden_states(self, token_ids, layers):
+        assert len(token_ids) == LENGTH
+        return torch.cat([self.states[layer] for layer in layers], dim=1), self.states[6] * 2
+
+
+def tapped(tmp_path, layers=LAYERS, noise=0.0, holes=slice(0, 0), configured=LAYERS) -> RolloutBatch:
+    """A batch whose shard holds the states of `layers`, said to be those of `configured`."""
+    aux, final = Policy().hidden_states(range(LENGTH), layers)
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.ones(LENGTH, dtype=torch.bool)
+    mask[-1] = mask[holes] = False
+    record = FeatureRecord(
+        token_ids=torch.arange(LENGTH),
+        aux_hidden=torch.where(mask[:, None], aux * (1 + noise * torch.randn(aux.shape, generator=generator)), 0),
+        final_hidden=torch.where(mask[:, None], final, 0),
+        feature_mask=mask,
+        prompt_length=5,
+        policy_version=0,
+        sampler=Sampler(1.0, 1.0, 0, "greedy"),
+        aux_layers=configured,
+    )
+    path = tmp_path / "features.safetensors"
+    write_records(path, [record])
+    return RolloutBatch([], [FeatureShard(str(path), 1, LENGTH, path.stat().st_size, 0)], None, 1.0, 1)
+
+
+def test_the_same_states_pass(tmp_path):
+    assert check_features(tapped(tmp_path), Policy(), "float32") < 1e-6
+
+
+def test_holes_are_not_compared(tmp_path):
+    assert check_features(tapped(tmp_path, holes=slice(0, 9)), Policy(), "float32") < 1e-6
+
+
+def test_rounding_passes_in_bfloat16_alone(tmp_path):
+    batch = tapped(tmp_path, noise=0.01)
+    assert 1e-3 < check_features(batch, Policy(), "bfloat16") < TOLERANCE["bfloat16"]
+    with pytest.raises(RuntimeError, match="not the policy's"):
+        check_features(batch, Policy(), "float32")
+
+
+@pytest.mark.parametrize(("shift", "found"), [(1, [3, 4, 6]), (-1, [1, 2, 4])])
+def test_layer_ids_off_by_one_are_named(tmp_path, shift, found):
+    batch = tapped(tmp_path, layers=tuple(layer + shift for layer in LAYERS))
+    message = rf"aux layer \d differs by .*Configured layers \[2, 3, 5\], states look like layers \{found}: check drafter"
+    with pytest.raises(RuntimeError, match=message):
+        check_features(batch, Policy(), "float32")
+
+
+def test_one_wrong_layer_is_named(tmp_path):
+    batch = tapped(tmp_path, layers=(2, 4, 5))
+    with pytest.raises(RuntimeError, match=r"aux layer 3 differs.*look like layers \[2, 4, 5\]"):
+        check_features(batch, Policy(), "bfloat16")
+
+
+def test_a_wrong_final_state_is_named(tmp_path):
+    class WithoutNorm(Policy):
+        def hidden_states(self, token_ids, layers):
+            aux, final = super().hidden_states(token_ids, layers)
+            return aux, final / 2
+
+    with pytest.raises(RuntimeError, match="final norm differs"):
+        check_features(tapped(tmp_path), WithoutNorm(), "float32")
+
+
+def test_states_that_are_no_numbers_do_not_pass(tmp_path):
+    class Broken(Policy):
+        def __init__(self):
+            super().__init__()
+            self.states[3, 4] = float("nan")
+
+    with pytest.raises(RuntimeError, match="aux layer 3 differs by inf"):
+        check_features(tapped(tmp_path), Broken(), "float32")
+
+
+def test_nothing_but_holes_does_not_pass(tmp_path):
+    with pytest.raises(RuntimeError, match="differs by inf"):
+        check_features(tapped(tmp_path, holes=slice(0, LENGTH)), Policy(), "float32")
+
+
+def test_a_first_step_without_features_is_an_error():
+    with pytest.raises(RuntimeError, match=r"raise rollout\.features\.max_bytes"):
+        check_features(RolloutBatch([], [], None, 1.0, 1), Policy(), "float32")
+
+
+def test_the_relative_error_is_one_of_norms():
+    a, b = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0])
+    assert relative_error(a, b) == pytest.approx(1 / 34**0.5)

@@ -1,0 +1,181 @@
+"""Whole runs through the command line on the smoke configuration: resume, kill, Ctrl-C, and what they leave behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cotrain.mlflow_store import absolute_uri
+from cotrain.registry import list_drafters, pull_drafter
+from tests.engine.conftest import make_requests
+
+pytestmark = pytest.mark.engine
+
+TIMEOUT_S = 420
+
+
+def command(root: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pipelines.cli", "train", *arguments, f"run_root={root}"]
+
+
+def train(root: Path, *arguments: str) -> str:
+    done = subprocess.run(command(root, *arguments), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def metrics_of(root: Path, name: str) -> list[dict]:
+    """Rows without what a clock decides."""
+    rows = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
+    timed = re.compile(r"^time/|_s$|tokens_per_s|tap_overhead")
+    return [{key: value for key, value in row.items() if not timed.search(key)} for row in rows]
+
+
+def processes_with(marker: str) -> list[str]:
+    """Command lines of live processes that carry `marker` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(folder.name) != os.getpid() and marker.encode() in (folder / "environ").read_bytes():
+                state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if state != "Z":
+                    found.append((folder / "cmdline").read_text().replace("\0", " ")[:80])
+        except OSError:
+            continue  # it ended while we looked, or is not ours
+    return found
+
+
+def assert_nothing_left(marker: str) -> None:
+    deadline = time.monotonic() + 20
+    while (left := processes_with(marker)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
+
+
+def start(root: Path, marker: str, *arguments: str) -> subprocess.Popen:
+    environment = os.environ | {"COTRAIN_TEST_MARKER": marker}
+    return subprocess.Popen(
+        command(root, *arguments), env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def wait_for_rows(run: Path, num_rows: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        file = run / "metrics.jsonl"
+        if file.exists() and len(file.read_text().splitlines()) >= num_rows:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no {num_rows} steps in {TIMEOUT_S} s")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def straight(root: Path) -> str:
+    """Six steps in one go; its output."""
+    return train(root, "configs/smoke.toml", "name=straight", "steps=6", "checkpoint.every=2")
+
+
+def test_a_run_ends_with_a_summary(straight: str, root: Path) -> None:
+    assert re.search(r"step 6/6 .*reward .*accept \d\.\d\d \(exp \d\.\d\d\)  k 3 .*p6 d6", straight)
+    assert "prompts identical" in straight and "DIFFERS" not in straight
+    rows = metrics_of(root, "straight")
+    assert [row["versions/policy"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [row["versions/drafter"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert all(row["rollout/feature_holes"] == 0 for row in rows)
+    assert rows[0]["rollout/acceptance_length"] < rows[-1]["rollout/acceptance_length"]
+
+
+def test_three_steps_and_a_resume_equal_six_in_one_go(straight: str, root: Path) -> None:
+    train(root, "configs/smoke.toml", "name=halves", "steps=3", "checkpoint.every=2")
+    train(root, "--resume", "halves", "steps=6")
+    assert metrics_of(root, "halves") == metrics_of(root, "straight")
+    for part in ("policy/model.safetensors", "drafter/model.safetensors"):
+        one, two = (load_file(root / name / "checkpoints/step_000006" / part) for name in ("straight", "halves"))
+        assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_kill_9_in_mid_step_then_resume(straight: str, root: Path) -> None:
+    process = start(root, "killed-run", "configs/smoke.toml", "name=killed", "steps=6", "checkpoint.every=2")
+    wait_for_rows(root / "killed", 3, process)
+    process.kill()
+    process.wait()
+    assert_nothing_left("COTRAIN_TEST_MARKER=killed-run")
+    train(root, "--resume", "killed")
+    assert metrics_of(root, "killed") == metrics_of(root, "straight")
+
+
+def test_ctrl_c_finishes_the_step_saves_and_leaves_nothing(root: Path) -> None:
+    process = start(root, "stopped-run", "configs/smoke.toml", "name=stopped", "steps=500", "checkpoint.every=1000")
+    wait_for_rows(root / "stopped", 1, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "stopping after this step" in output and "--resume stopped" in output
+    last = metrics_of(root, "stopped")[-1]["step"]
+    assert (root / "stopped" / f"checkpoints/step_{last:06d}" / "COMPLETE").exists()
+    assert_nothing_left("COTRAIN_TEST_MARKER=stopped-run")
+
+
+def test_a_used_name_is_refused(straight: str, root: Path) -> None:
+    done = subprocess.run(
+        command(root, "configs/smoke.toml", "name=straight"), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 2
+    assert "name: run 'straight' is already in" in done.stderr and "--resume straight" in done.stderr
+
+
+def test_resuming_with_another_model_is_refused(straight: str, root: Path) -> None:
+    done = subprocess.run(
+        command(root, "--resume", "straight", "policy.model=tiny:qwen3"),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 2
+    assert "policy.model" in done.stderr
+
+
+def test_a_pulled_drafter_serves_in_stock_vllm(
+    straight: str, root: Path, tmp_path: Path, target_folder: Path, target_model: Any
+) -> None:
+    uri = absolute_uri(f"sqlite:///{root}/mlflow.db")
+    rows = [row for row in list_drafters(uri) if row.run_name == "straight"]
+    assert sorted(row.drafter_version for row in rows) == [1, 2, 3, 4, 5, 6]
+    pulled = tmp_path / "pulled"
+    pull_drafter(uri, f"{rows[0].name}/{rows[0].version}", pulled)
+    script = f"""
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM({str(target_folder)!r}, dtype="float32", max_model_len=128, enforce_eager=True,
+              speculative_config=dict(method="eagle3", model={str(pulled)!r}, num_speculative_tokens=3))
+    prompts = [dict(prompt_token_ids=p) for p in {[r.prompt_token_ids for r in make_requests(4)]}]
+    out = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
+    print("TOKENS", [list(o.outputs[0].token_ids) for o in out])
+"""
+    (tmp_path / "stock.py").write_text(script)
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "stock.py")], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    generated = json.loads(done.stdout.split("TOKENS ", 1)[1].splitlines()[0])
+    for request, response in zip(make_requests(4), generated, strict=True):
+        whole = torch.tensor([request.prompt_token_ids + response])
+        with torch.no_grad():
+            greedy = target_model(whole).logits[0, len(request.prompt_token_ids) - 1 : -1].argmax(-1)
+        assert greedy.tolist() == response
