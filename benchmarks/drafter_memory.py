@@ -79,7 +79,9 @@ def measure(args: argparse.Namespace) -> None:
     print(f"  target embedding and head {borrowed / MIB:5.0f} MiB")
     print(f"  features                  {features / MIB:5.0f} MiB")
     print(f"  activations and logits    {(peak - 4 * trained - borrowed - features) / MIB:5.0f} MiB")
-    print(f"one [tokens, V_draft] matrix for each depth would be {args.tokens * args.draft_vocab * args.depth * 4 / MIB:.0f} MiB")
+    print(
+        f"one [tokens, V_draft] matrix for each depth would be {args.tokens * args.draft_vocab * args.depth * 4 / MIB:.0f} MiB"
+    )
 
 
 def main() -> None:

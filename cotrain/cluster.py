@@ -16,6 +16,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 starves the engine beside anything else
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Rollouts and metrics only: weights and features travel as files in shared memory."""

@@ -84,7 +84,7 @@ class ScoredRollout:
 
 @dataclass(frozen=True, slots=True)
 class FeatureShard:
-    """Hidden states of some rollouts in one safetensors file (see rollout/feature_tap.py for its layout)."""
+    """Hidden states of some rollouts in one safetensors file (layout: drafting/features.py)."""
 
     path: str
     num_rollouts: int

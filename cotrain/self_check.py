@@ -37,7 +37,9 @@ def check_features(batch: RolloutBatch, policy: ReferenceForward, engine_dtype: 
     record = read_shard(batch.features[0].path)[0]
     layers = record.aux_layers
     keep = record.feature_mask.nonzero().flatten()[:MAX_POSITIONS]
-    candidates = tuple(sorted({n for layer in layers for n in (layer - 1, layer, layer + 1) if n >= 0}))
+    # not above the top one, which may be the model's last: a shift upwards shows in the others
+    near = {n for layer in layers for n in (layer - 1, layer, layer + 1)}
+    candidates = tuple(sorted(n for n in near if 0 <= n <= layers[-1]))
     aux, final = policy.hidden_states(record.token_ids.tolist(), candidates)
     width = final.shape[1]
     errors, nearest = {"final norm": relative_error(record.final_hidden[keep], final[keep])}, []

@@ -115,7 +115,5 @@ def _document_spans(document_ids: Tensor, is_start: Tensor) -> tuple[DocumentSpa
         context_end += length
         starts_end += starts
         if starts:
-            spans.append(
-                DocumentSpan(slice(context_end - length, context_end), slice(starts_end - starts, starts_end))
-            )
+            spans.append(DocumentSpan(slice(context_end - length, context_end), slice(starts_end - starts, starts_end)))
     return tuple(spans)

@@ -203,4 +203,3 @@ def read_tensors(folder: str | Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or corrupt: {error}") from error
-

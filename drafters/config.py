@@ -34,8 +34,6 @@ class Eagle3Config(Section):
     """Use the normed hidden state as the residual. False is the classic layout that every engine serves."""
 
 
-
-
 class ObjectiveConfig(Section):
     """What the drafter is trained to maximise."""
 

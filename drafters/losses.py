@@ -73,9 +73,7 @@ def soft_cross_entropy(
     weights = [depth_decay**k for k in range(len(hidden))]
     weights = [weight / sum(weights) for weight in weights]
     with_gradients = torch.is_grad_enabled()
-    return _SoftCrossEntropy.apply(
-        teacher, alignment, weights, chunk_tokens, with_gradients, draft_head, *hidden
-    )
+    return _SoftCrossEntropy.apply(teacher, alignment, weights, chunk_tokens, with_gradients, draft_head, *hidden)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -106,7 +104,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 loss, accepted, logit_gradient = _compare(p_k, states @ draft_head.T, teacher.sampler, with_gradients)
                 per_position[k] += loss / len(supervised[k])
                 acceptance[k, starts] = accepted
-                if with_gradients:
+                if logit_gradient is not None:
                     logit_gradient = logit_gradient.mul_(weights[k] / len(supervised[k])).to(draft_head.dtype)
                     gradients[0].addmm_(logit_gradient.T, states)
                     gradients[1 + k][starts] = logit_gradient @ draft_head

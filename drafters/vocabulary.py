@@ -1,9 +1,9 @@
 """The map between the draft vocabulary (rows of the drafter's head) and the target's token ids.
 
-    target vocabulary     0  1  2  3  4  5  6          V = 7
-    draft_to_target       1  4  5                      V_draft = 3, ascending
-    d2t                   1  3  3                      offset: target id = draft id + d2t[draft id]
-    t2d                   .  x  .  .  x  x  .          is the target id in the draft vocabulary
+target vocabulary     0  1  2  3  4  5  6          V = 7
+draft_to_target       1  4  5                      V_draft = 3, ascending
+d2t                   1  3  3                      offset: target id = draft id + d2t[draft id]
+t2d                   .  x  .  .  x  x  .          is the target id in the draft vocabulary
 """
 
 from collections.abc import Sequence

@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
         bench = prepare(args, Path(pulled) / "drafter")
         out.mkdir(parents=True, exist_ok=True)
         with _engine_output_to(out / "engine.log") as console:
-            about = {
+            about: dict[str, Any] = {
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "machine": machine() | {"load_average_before": round(os.getloadavg()[0], 2)},
                 "packages": package_versions(),
@@ -121,6 +121,8 @@ def main(argv: Sequence[str]) -> int:
                 "threads": bench.threads,
                 "notes": bench.notes,
             }
+            if (load := about["machine"]["load_average_before"]) > about["machine"]["cores"] / 2:
+                bench.notes.append(f"the machine was busy before the start (load {load}); mind the range of each ratio")
             for note in bench.notes:
                 print(f"note: {note}", file=console)
             measurements, steps = asyncio.run(_run(bench, console))
@@ -309,9 +311,11 @@ async def _run(bench: Bench, console: TextIO) -> tuple[list[Measurement], list[S
                 await engines[speculation].time_phases()
         return await take_turns(bench, engines, console)
     finally:
-        for engine in engines.values():
-            await engine.shutdown()
-        shutil.rmtree(scratch)
+        try:
+            for engine in engines.values():
+                await engine.shutdown()
+        finally:  # also when a second Ctrl-C comes
+            shutil.rmtree(scratch)
 
 
 async def take_turns(

@@ -141,7 +141,9 @@ def _start_roles(
     """Start the learners, let the drafter write its first folder, start the engines on it, bring all to one version."""
     policy = PolicyRanks(cluster, config, model_path, placement)
     versions = state.versions if state else Versions(0, 0)
-    drafter, drafter_folder, aux_layers = None, None, ()
+    drafter: DrafterTraining | None = None
+    drafter_folder: Path | None = None
+    aux_layers: tuple[int, ...] = ()
     if config.drafter is not None:
         init = config.drafter.init
         init_folder = None

@@ -16,7 +16,7 @@ from cotrain.drafting.buffer import FeatureBuffer, batches_of, split_holdout
 from cotrain.drafting.features import FeatureRecord, read_shard
 from cotrain.drafting.schedule import num_updates
 from cotrain.drafting.target_weights import load_target_weights, read_target_weights, save_target_weights
-from cotrain.policy.optimizer import build_optimizer
+from cotrain.optimizer import build_optimizer
 from cotrain.records import FeatureShard
 from drafters.base import DraftBatch, Drafter, DraftLoss, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter

@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cotrain.config import PolicyConfig, RolloutConfig
+from cotrain.optimizer import build_optimizer
 from cotrain.policy.batching import (
     MicroBatch,
     check_rollouts,
@@ -30,8 +31,6 @@ from cotrain.policy.batching import (
 from cotrain.policy.log_probs import ResponseLogProbs
 from cotrain.policy.losses import Normaliser, kl_estimate, policy_loss
 from cotrain.policy.metrics import MetricSums
-from cotrain.policy.optimizer import build_optimizer
-from cotrain.policy.settings import check_settings
 from cotrain.records import ScoredRollout
 
 LEARNER_STATE = "learner.pt"
@@ -53,9 +52,8 @@ class PolicyLearner:
         """Load the policy from model_path and join the other ranks.
 
         total_steps counts update() calls and sets the length of a cosine schedule. device is "cpu" or "cuda". Raises
-        ValueError for settings that cannot be trained with, before the model loads.
+        ValueError when the device is not there or the number of ranks is not policy.num_processes.
         """
-        check_settings(config, rollout)
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device is {device!r}; use 'cpu' or 'cuda'")
         if device == "cuda" and not torch.cuda.is_available():
@@ -186,7 +184,8 @@ class PolicyLearner:
         self._policy_version = state["policy_version"]
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group, once all ranks are done with it."""
+        self._accelerator.wait_for_everyone()
         self._accelerator.end_training()
 
     def _load_model(self, model_path: str) -> ResponseLogProbs:

@@ -6,7 +6,7 @@ A plain asynchronous class; `cluster.py` makes it a Ray actor. Its process envir
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ class EngineSpec:
     seed: int
     scratch: str
     """Folder in shared memory for features and weights of this engine."""
-    versions: Versions = Versions(0, 0)
+    versions: Versions = field(default_factory=lambda: Versions(0, 0))
     speculation: Literal["drafter", "ngram"] = "drafter"
     """What proposes draft tokens: the drafter, if there is one, or a look-up of n-grams in the request's own text."""
 

@@ -142,10 +142,9 @@ def _resized(recording: _Recording | None, capacity: int, hidden: Tensor) -> _Re
         torch.full((capacity,), UNWRITTEN, dtype=torch.int64),
     )
     if recording is not None:
-        used = recording.positions != UNWRITTEN
-        rows = recording.positions[used] % capacity
-        new.rows[rows] = recording.rows[used]
-        new.positions[rows] = recording.positions[used]
-        new.token_ids[rows] = recording.token_ids[used]
+        filled = len(recording.positions)  # what can still grow has not wrapped: position p is in row p
+        new.rows[:filled] = recording.rows
+        new.positions[:filled] = recording.positions
+        new.token_ids[:filled] = recording.token_ids
         new.length = recording.length
     return new

@@ -36,7 +36,7 @@ class WeightUpdateRefused(ValueError):
 def digest(tensor: Tensor) -> str:
     """blake2b of the tensor's bytes, row-major."""
     flat = tensor.detach().contiguous().cpu().flatten()
-    return hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=16).hexdigest()
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=16).hexdigest()
 
 
 def write_payload(state: dict[str, Tensor], path: str | Path, dtype: torch.dtype) -> WeightPayload:

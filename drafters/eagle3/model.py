@@ -4,6 +4,7 @@ Tensor names are those of its checkpoint. The target's embedding and head are bo
 """
 
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +102,7 @@ class Eagle3Drafter(Drafter):
 
     def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
         alignment = align(batch, self.trained_depth)
-        hidden = unroll(self.fc, self.layers[0], self.norm, batch, alignment, target.embedding)
+        hidden = unroll(self.fc, cast(DecoderLayer, self.layers[0]), self.norm, batch, alignment, target.embedding)
         loss, per_position, acceptance = soft_cross_entropy(
             hidden,
             self.lm_head.weight,
@@ -134,8 +135,8 @@ class Eagle3Drafter(Drafter):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """PLACEHOLDER"""
-        for name, parameter in self.named_parameters():
+        """Normal(0, 0.02) matrices and unit norms, as Llama starts; the head's rows come from the target later on."""
+        for parameter in self.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:

@@ -49,7 +49,8 @@ def unroll(
 
     start_positions = batch.positions[alignment.start_rows]
     hidden, normed, *context = _recomputed(first, batch.aux_hidden[alignment.context_rows].to(fc.weight.dtype))
-    outputs, own = [normed], []
+    outputs: list[Tensor] = [normed]
+    own: list[Tensor] = []
     for position in range(1, len(alignment.supervised)):
         hidden, normed, key, value = _recomputed(later, position, hidden, context, *own)
         own += [key, value]

@@ -62,7 +62,7 @@ def law(model: Any, prefixes: Tensor, temperature: float, top_k: int) -> Tensor:
 
 
 def laws_of_three_tokens(model: Any, temperature: float, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities of (first, second) token [V, V], the likely pairs [P, 2], and of the third after one of those [V]."""
+    """Probabilities of the first two tokens [V, V], likely pairs [P, 2], probabilities of a third after one of those."""
     prompt = torch.tensor([PROMPT])
     first = law(model, prompt, temperature, top_k)[0]
     starts = first.nonzero().flatten()
@@ -100,9 +100,11 @@ def p_values(model: Any, sampled: Tensor, temperature: float, top_k: int) -> lis
     ]
 
 
-def samples(live: LiveEngine, seeded: bool = True, **sampling: Any) -> tuple[Tensor, SpeculationCounts | None]:
-    """NUM_SAMPLES continuations of PROMPT [N, 4] and how their drafts fared."""
-    requests = [RolloutRequest("p", i, PROMPT, 1000 + i if seeded else None) for i in range(NUM_SAMPLES)]
+def samples(
+    live: LiveEngine, seeded: bool = True, number: int = NUM_SAMPLES, **sampling: Any
+) -> tuple[Tensor, SpeculationCounts | None]:
+    """Continuations of PROMPT [number, 4] and how their drafts fared."""
+    requests = [RolloutRequest("p", i, PROMPT, 1000 + i if seeded else None) for i in range(number)]
     overrides = {} if seeded else {"seed": None}
     batch = live.generate(requests, tap=False, max_tokens=K + 1, **sampling, **overrides)
     return torch.tensor(tokens(batch)), batch.speculation
@@ -195,7 +197,7 @@ def test_probabilistic_drafts_are_accepted_more_often_when_sampling(sampler: Liv
     lengths = {}
     for method in METHODS:
         draft_with(sampler, method)
-        lengths[method] = samples(sampler, temperature=1.0)[1].acceptance_length
+        lengths[method] = samples(sampler, number=512, temperature=1.0)[1].acceptance_length
     assert lengths["probabilistic"] > lengths["greedy"] + 0.05
 
 
@@ -238,7 +240,7 @@ def test_seeds_and_greedy_drafts_give_the_same_text_again(sampler: LiveEngine) -
         return [(r.token_ids, r.log_probs, r.speculation) for r in rollouts]
 
     first = run(requests)
-    samples(sampler, seeded=False, temperature=1.0)  # draws from the engine's own generator
+    samples(sampler, seeded=False, number=64, temperature=1.0)  # draws from the engine's own generator
     assert run(requests) == first
     other_seeds = [RolloutRequest(r.prompt_id, 0, r.prompt_token_ids, r.seed + 1) for r in requests]
     assert all(a[0] != b[0] for a, b in zip(run(other_seeds), first, strict=True))

@@ -204,9 +204,9 @@ def step(start: float, requests: int = 2, prefill: float = 0.0, **changes: float
 
 
 def test_the_breakdown_is_of_decoding_steps_with_the_whole_batch() -> None:
-    rows = [
-        step(0.0, prefill=1.0, verify=0.9), step(1.0), step(1.010), step(1.020, requests=1, verify=0.5), step(1.9)
-    ]  # fmt: skip
+    prefill = [step(0.1 * i, prefill=1.0, verify=0.9) for i in range(3)]
+    smaller = [step(1.02 + 0.1 * i, requests=1, verify=0.5) for i in range(3)]
+    rows = [*prefill, step(1.0), step(1.010), *smaller]
     (row,) = results([replace(measured(NO_SPECULATION, 0, 1.0), batch=2)], [StepTimes(NO_SPECULATION, 2, rows)])[
         "breakdown"
     ]

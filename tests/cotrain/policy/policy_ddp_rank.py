@@ -54,3 +54,4 @@ def run_rank(rank: int, port: int, model_path: str, folder: str) -> None:
     except FloatingPointError as error:
         (output / f"error-{rank}").write_text(str(error))
     learner.close()
+    os._exit(0)  # gloo's threads now and then keep a process from ending; the ranks of a run are killed by Ray

@@ -111,6 +111,13 @@ def test_the_window_keeps_the_latest_positions_of_one_long_prefill(window):
     assert torch.equal(taken.aux_hidden[1000 - window : 1000], hidden_at(torch.arange(1000 - window, 1000))[:, :AUX])
 
 
+def test_an_equal_token_in_the_ring_does_not_hide_that_a_row_was_lost():
+    tap = tap_with(window=8)
+    positions = torch.arange(20)
+    tap.record("r", positions, torch.full((20,), 5), hidden_at(positions))
+    assert kept(tap.take("r", [5] * 21, FINAL)) == list(range(12, 20))
+
+
 def test_the_window_bounds_memory():
     tap = tap_with(window=150)
     for start in range(0, 3000, 30):

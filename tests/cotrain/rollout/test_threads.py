@@ -8,12 +8,16 @@ import pytest
 
 from cotrain import threads
 
-needs_intel_openmp = pytest.mark.skipif(threads.openmp_library() is None, reason="libiomp5.so comes with vLLM's CPU build")
+needs_intel_openmp = pytest.mark.skipif(
+    threads.openmp_library() is None, reason="libiomp5.so comes with vLLM's CPU build"
+)
 
 
 @needs_intel_openmp
 def test_a_process_runs_on_the_runtime_that_lets_workers_sleep():
-    code = "import torch; print(torch.get_num_threads(), *[l.split()[-1] for l in open('/proc/self/maps') if 'omp' in l])"
+    code = (
+        "import torch; print(torch.get_num_threads(), *[l.split()[-1] for l in open('/proc/self/maps') if 'omp' in l])"
+    )
     environment = os.environ | threads.openmp_environment(2)
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     num_threads, *libraries = out.stdout.split()
@@ -50,7 +54,14 @@ def test_the_users_log_level_wins(monkeypatch):
     assert threads.engine_environment(1, 1)["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
+ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from cotrain import threads
+print(threads.num_cores())
+"""
+
+
 def test_cores_are_those_of_this_process():
-    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from cotrain import threads; print(threads.num_cores())"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True, check=True)
     assert out.stdout == "1\n"

@@ -15,11 +15,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import nn
-from tests.cotrain.rollout.conftest import moved
-from tests.cotrain.rollout.sampling_faults import NUM_REQUESTS, TEMPERATURES, VOCAB
 
 from cotrain import threads
 from cotrain.rollout import vllm_compat
+from tests.cotrain.rollout.conftest import moved
+from tests.cotrain.rollout.sampling_faults import NUM_REQUESTS, TEMPERATURES, VOCAB
 
 # ---------------------------------------------------------------------------------------------------------------
 # Patches of the sampler
@@ -79,12 +79,9 @@ def test_with_the_patch_such_a_step_passes(sampling_faults):
 
 
 def test_patches_are_reported_each_time(sampling_faults):
-    names = [
-        "sampling_parameters_of_draft_tokens",
-        "sampling_without_draft_tokens",
-        "sampling_in_target_vocabulary",
-    ]
-    assert sampling_faults["patches"] == names * 2
+    first, again = sampling_faults["patches"]
+    assert first == again
+    assert {"sampling_parameters_of_draft_tokens", "sampling_without_draft_tokens", "samples_thrown_away"} <= set(first)
 
 
 def chunked_prefill() -> SimpleNamespace:

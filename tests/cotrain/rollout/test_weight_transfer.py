@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.cotrain.rollout.conftest import moved
 
 from cotrain.rollout import vllm_compat, weight_transfer
 from cotrain.rollout.payload import WeightUpdateRefused, write_payload
 from cotrain.rollout.weight_transfer import BACKEND, InitInfo, TransactionalWeightTransfer, UpdateInfo
+from tests.cotrain.rollout.conftest import moved
 
 
 class Session:
