@@ -1,0 +1,101 @@
+"""The drafter trainer beside the policy learner, as Ray actors: it must not move the policy by a bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cotrain.cluster import Cluster, Placement, scratch_folder
+from cotrain.config import DrafterBufferConfig, DrafterConfig, PolicyConfig, RolloutConfig, RunConfig
+from cotrain.drafting.features import write_shard
+from cotrain.records import FeatureShard, Rollout, ScoredRollout, Versions
+from cotrain.roles import DrafterTraining, PolicyRanks
+from tests.engine.conftest import AUX_LAYERS, features_of
+
+pytestmark = pytest.mark.engine  # slow: two sets of Ray actors
+
+PROMPT, RESPONSE = 10, 20
+
+
+def make_rollouts() -> list[ScoredRollout]:
+    generator = torch.Generator().manual_seed(0)
+    rollouts = []
+    for i in range(8):
+        tokens = torch.randint(40, 120, (PROMPT + RESPONSE,), generator=generator).tolist()
+        rollout = Rollout(
+            f"p{i // 2}", i % 2, tokens[:PROMPT], tokens[PROMPT:], [-4.0] * RESPONSE, "", "length", Versions(0, 0), None
+        )
+        rollouts.append(ScoredRollout(rollout, float(i % 2), 1.0 if i % 2 else -1.0))
+    return rollouts
+
+
+def write_features(path: Path, model: torch.nn.Module, rollouts: list[ScoredRollout]) -> FeatureShard:
+    batches = [
+        features_of(model, r.rollout.prompt_token_ids + r.rollout.token_ids, PROMPT, i) for i, r in enumerate(rollouts)
+    ]
+    write_shard(
+        str(path),
+        token_ids=torch.cat([b.token_ids for b in batches]),
+        aux_hidden=torch.cat([b.aux_hidden for b in batches]),
+        final_hidden=torch.cat([b.final_hidden for b in batches]),
+        feature_mask=torch.cat([b.feature_mask for b in batches]),
+        offsets=torch.arange(len(batches) + 1) * (PROMPT + RESPONSE),
+        prompt_lengths=torch.full((len(batches),), PROMPT),
+        metadata={
+            "policy_version": "0",
+            "temperature": "1.0",
+            "top_p": "1.0",
+            "top_k": "0",
+            "draft_sample_method": "probabilistic",
+            "aux_layers": ",".join(map(str, AUX_LAYERS)),
+            "final_norm_applied": "true",
+        },
+    )
+    tokens = len(batches) * (PROMPT + RESPONSE)
+    return FeatureShard(str(path), len(batches), tokens, path.stat().st_size, 0)
+
+
+def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
+    target_folder: Path, target_model: torch.nn.Module, tmp_path: Path
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "name": "isolation",
+            "steps": 2,
+            "policy": PolicyConfig(model="tiny:llama"),
+            "rollout": RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=32, max_new_tokens=32),
+            "drafter": DrafterConfig.model_validate(
+                {
+                    "model": {"type": "eagle3", "draft_vocab_size": 128, "aux_layers": AUX_LAYERS},
+                    "updates_per_step": 4,
+                    "buffer": DrafterBufferConfig(max_age=1),
+                }
+            ),
+            "task": {"type": "reasoning_gym", "name": "chain_sum"},
+        }
+    )
+    scratch = scratch_folder("isolation")
+    cluster = Cluster(config.cluster, tmp_path)
+    placement = Placement("cpu", 0, 0, 0)
+    rollouts = make_rollouts()
+    try:
+        alone = PolicyRanks(cluster, config, target_folder, placement)
+        for _ in range(2):
+            alone.finish_update(alone.start_update(rollouts))
+        digests_alone = alone.write_payload(scratch / "alone.safetensors", "float32").digests
+
+        beside = PolicyRanks(cluster, config, target_folder, placement)
+        drafter = DrafterTraining(cluster, config, target_folder, None, placement)
+        first = beside.write_payload(scratch / "first.safetensors", "float32")
+        drafter.set_target_weights(first, 0)
+        for step in (1, 2):
+            shard = write_features(scratch / f"features_{step}.safetensors", target_model, rollouts)
+            update = beside.start_update(rollouts)
+            learned = drafter.finish_learning(drafter.start_learning([shard], step, True))
+            beside.finish_update(update)
+            assert learned["drafter/loss"] > 0
+        digests_beside = beside.write_payload(scratch / "beside.safetensors", "float32").digests
+    finally:
+        cluster.stop()
+    assert digests_beside == digests_alone
+    assert digests_beside != first.digests
