@@ -21,7 +21,11 @@ def openmp_library() -> str | None:
 
 def openmp_environment(num_threads: int) -> dict[str, str]:
     """Environment of a process that computes on `num_threads` cores and sleeps while others compute."""
-    environment = {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {
+        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "MALLOC_ARENA_MAX": "2",  # tensors of many sizes fragment glibc's default of eight arenas per core
+    }
     library = openmp_library()
     if library is not None:
         preload = [p for p in os.environ.get("LD_PRELOAD", "").split(":") if p and p != library]

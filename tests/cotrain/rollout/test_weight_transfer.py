@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cotrain.rollout import vllm_compat, weight_transfer
 from cotrain.rollout.payload import WeightUpdateRefused, write_payload
@@ -129,6 +130,19 @@ def test_a_drafter_update_cannot_carry_the_targets_embedding(session, name):
         session.send(bad, draft=True)
     assert session.serves(session.target, session.target.state)
     assert session.serves(session.drafter, session.drafter.state)
+
+
+def test_not_even_when_its_checkpoint_has_one(session, tmp_path, monkeypatch):
+    """vLLM lets a drafter whose embedding equals the target's borrow the target's."""
+    checkpoint = tmp_path / "with_embedding"
+    checkpoint.mkdir()
+    with_embedding = session.drafter.state | {"embed_tokens.weight": torch.zeros(500, 128)}
+    save_file(with_embedding, checkpoint / "model.safetensors")
+    monkeypatch.setattr(session.engine, "_checkpoint_folder", lambda: checkpoint)
+    with pytest.raises(WeightUpdateRefused, match=r"not expected: \['embed_tokens\.weight'\]"):
+        session.send(with_embedding, draft=True)
+    session.send(session.drafter.state, draft=True)
+    assert session.serves(session.target, session.target.state)
 
 
 def test_half_an_update_is_refused(session):
