@@ -29,6 +29,7 @@ OWNED_VLLM_ARGUMENTS = {
     "weight_transfer_config": "cotrain's transactional backend is always used",
     "logprobs_mode": "the learner needs log-probs of the sampling distribution",
     "scheduler_cls": "cotrain's scheduler sets the draft length at run time",
+    "async_scheduling": "the draft length is read by a synchronous scheduler",
     "disable_log_stats": "acceptance metrics need vLLM's statistics",
     "tensor_parallel_size": "the read-back checksum covers unsharded engines; add replicas with rollout.num_engines",
 }

@@ -120,7 +120,7 @@ def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> st
 
 
 def summary_lines(config: RunConfig, run_dir: RunDir, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> list[str]:
-    """The summary's text. "From" and "to" are means over the first and the last tenth of the steps."""
+    """The summary's text. "From" and "to" are means over the first and the last tenth of the steps; of rewards, third."""
     span = max(1, len(rows) // 10)
     tokens = sum(row.get("rollout/generated_tokens") or 0 for row in rows)
     head = "Stopped" if run.stopped_early else "Done"
@@ -130,8 +130,9 @@ def summary_lines(config: RunConfig, run_dir: RunDir, rows: Sequence[Mapping[str
         "",
         f"  policy       {config.policy.model}, trained by reinforcement learning",
     ]
-    if reward := _from_to(rows, "policy/reward", span):
-        lines.append(f"  reward       {reward}   (mean per step; higher is better)")
+    # Rewards of single steps scatter too much for a tenth to say anything.
+    if reward := _from_to(rows, "policy/reward", max(1, len(rows) // 3)):
+        lines.append(f"  reward       {reward}   (mean of the first and the last third; higher is better)")
     if config.drafter:
         lines += _drafter_lines(config, rows, run, span)
     lines += ["", f"  run folder   {run_dir.path}"]

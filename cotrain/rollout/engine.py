@@ -59,7 +59,7 @@ class RolloutEngine:
         self._batches = 0
 
     async def start(self) -> dict[str, Any]:
-        """Load the model. Returns what the worker reports of itself. Raises RuntimeError on a mismatch."""
+        """Load the model. Returns what the worker reports of itself."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -85,6 +85,7 @@ class RolloutEngine:
             "max_num_seqs": max(1, min(256, rollout.rollouts_per_step)),
             "enforce_eager": True,
             "enable_prefix_caching": True,
+            "async_scheduling": False,  # DraftLengthScheduler is the synchronous one
             "model": self.spec.model_path,
             "dtype": rollout.dtype,
             "seed": self.spec.seed,

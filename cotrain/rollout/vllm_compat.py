@@ -21,10 +21,7 @@ SUPPORTED_VERSION = "0.32"
 
 
 def apply_patches() -> list[str]:
-    """Apply what this platform needs, once a process. Returns the names, which the engine checks at start.
-
-    vLLM logs and swallows errors of plugins, so silence is no proof that a patch is in place.
-    """
+    """Apply what this platform needs, once a process. Returns the names, which the worker reports at start."""
     from vllm import __version__
     from vllm.platforms import current_platform
 

@@ -36,7 +36,9 @@ def test_what_was_preloaded_stays_preloaded(monkeypatch):
 
 def test_without_intels_runtime_workers_wait_passively(monkeypatch):
     monkeypatch.setattr(threads, "openmp_library", lambda: None)
-    assert threads.openmp_environment(4) == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = threads.openmp_environment(4)
+    assert environment["OMP_NUM_THREADS"] == "4" and environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "LD_PRELOAD" not in environment
 
 
 def test_an_engine_gets_its_kv_cache_and_the_model_runner_that_is_hooked():
