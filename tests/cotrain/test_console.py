@@ -101,7 +101,7 @@ def test_the_summary_of_a_whole_run(stream, run_config, run):
     text = summary(stream, run_config(steps=20), run, rows())
     for part in (
         "Done: 20 of 20 steps in 7m",
-        "reward       0.15 -> 1.95",
+        "reward       0.35 -> 1.75",
         "acceptance   1.08 -> 1.98",
         "4 the most",
         "swaps        10 drafters",
