@@ -92,12 +92,11 @@ class Controller:
         started = time.perf_counter()
         with self._timed("generate"):
             batch = self.roles.engines.generate(self._requests(step))
-        checked: dict[str, float] = {}
         if not self._checked_features and self.roles.drafter is not None:
             with self._timed("self_check"):
                 error = check_features(batch, self.roles.policy, self.config.rollout.dtype)
             self._checked_features = True
-            checked = {"rollout/feature_error": error}
+            self.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
         with self._timed("reward"):
             rollouts = self._score(batch)
         served = self.versions
@@ -107,7 +106,7 @@ class Controller:
         with self._timed("swap_drafter"):
             drafter_swap = self._swap_drafter(step, drafter_metrics)
         self.last_batch = batch
-        row = _rollout_metrics(batch, rollouts, self.config) | checked | policy_metrics | drafter_metrics
+        row = _rollout_metrics(batch, rollouts, self.config) | policy_metrics | drafter_metrics
         row |= _swap_metrics("policy", policy_swap) | _swap_metrics("drafter", drafter_swap)
         row["drafter/published"] = float(drafter_swap is not None)
         row |= {"versions/policy": served.policy, "versions/drafter": served.drafter}
