@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,18 +46,6 @@ def place(config: RunConfig, num_gpus: int) -> Placement:
         return Placement("cuda", 1, 1, 1)
     share = int(1000 / math.ceil(processes / num_gpus)) / 1000  # whole processes on each GPU: none is split over two
     return Placement("cuda", share, share, share)
-
-
-def scratch_folder(run_name: str) -> Path:
-    """A fresh folder in shared memory for weights and features in transit; leftovers of dead runs are removed."""
-    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(os.environ.get("TMPDIR", "/tmp"))
-    for folder in base.glob("cotrain-*-*"):
-        pid = folder.name.rsplit("-", 1)[1]
-        if pid == str(os.getpid()) or (pid.isdigit() and not Path(f"/proc/{pid}").exists()):
-            shutil.rmtree(folder, ignore_errors=True)
-    folder = base / f"cotrain-{run_name}-{os.getpid()}"
-    folder.mkdir(parents=True)
-    return folder
 
 
 def free_port() -> int:

@@ -8,12 +8,11 @@ each is compared with the same round's no-speculation arm, so that a machine tha
 import argparse
 import asyncio
 import os
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import ceil
@@ -21,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cotrain import threads
-from cotrain.cluster import scratch_folder
 from cotrain.config import FeatureTapConfig, ReasoningGymTask, RolloutConfig
 from cotrain.load_config import load_config
 from cotrain.models import resolve_model
 from cotrain.provenance import machine, package_versions
 from cotrain.records import RolloutRequest
 from cotrain.run_dir import write_json
+from cotrain.scratch import scratch_folder
 from pipelines.bench_report import NO_SPECULATION, Arm, Measurement, StepTimes, markdown, plot, results
 
 if TYPE_CHECKING:
@@ -291,9 +290,9 @@ async def _run(bench: Bench, console: TextIO) -> tuple[list[Measurement], list[S
     os.environ.update(threads.engine_environment(bench.threads, bench.rollout.kv_cache_gib))
     from cotrain.rollout.engine import EngineSpec, RolloutEngine
 
-    scratch = scratch_folder("bench")
     engines: dict[str, RolloutEngine] = {}
-    try:
+    async with AsyncExitStack() as stack:
+        scratch = stack.enter_context(scratch_folder("bench"))
         for number, speculation in enumerate(bench.speculations, 1):
             print(f"starting engine {number} of {len(bench.speculations)}", file=console)
             spec = EngineSpec(
@@ -306,16 +305,11 @@ async def _run(bench: Bench, console: TextIO) -> tuple[list[Measurement], list[S
                 speculation="ngram" if speculation == "ngram" else "drafter",
             )
             engines[speculation] = RolloutEngine(spec)
+            stack.push_async_callback(engines[speculation].shutdown)
             await engines[speculation].start()
             if bench.breakdown:
                 await engines[speculation].time_phases()
         return await take_turns(bench, engines, console)
-    finally:
-        try:
-            for engine in engines.values():
-                await engine.shutdown()
-        finally:  # also when a second Ctrl-C comes
-            shutil.rmtree(scratch)
 
 
 async def take_turns(

@@ -1,7 +1,6 @@
 """Joint policy-drafter training: puts the parts together, runs the controller, and cleans up whatever happens."""
 
 import gc
-import shutil
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from cotrain.checkpoint import (
     load_state,
     model_fingerprints,
 )
-from cotrain.cluster import Cluster, Placement, place, scratch_folder
+from cotrain.cluster import Cluster, Placement, place
 from cotrain.config import RunConfig
 from cotrain.console import Console, RunSummary
 from cotrain.controller import Controller, Roles
@@ -33,6 +32,7 @@ from cotrain.records import RolloutRequest, Versions
 from cotrain.registry import resolve_drafter_init
 from cotrain.roles import DrafterTraining, PolicyRanks, RolloutEngines, engine_specs
 from cotrain.run_dir import RunDir
+from cotrain.scratch import scratch_folder
 from cotrain.tasks.base import build_task
 from cotrain.tasks.sampling import PromptSampler
 from cotrain.tracking import Tracker
@@ -72,8 +72,7 @@ def train(config: RunConfig, resume: bool) -> int:
                     say=console.say,
                 )
             )
-        scratch = scratch_folder(config.name)
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        scratch = stack.enter_context(scratch_folder(config.name))
         cluster = Cluster(config.cluster, run_dir.logs)
         stack.callback(cluster.stop)
         placement = place(config, cluster.num_gpus)

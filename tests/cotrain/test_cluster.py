@@ -1,14 +1,10 @@
-"""Placement on GPUs and the scratch folder. Actors on a real Ray are part of the end-to-end tests."""
+"""Placement on GPUs. Actors on a real Ray are part of the end-to-end tests."""
 
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
-from cotrain import cluster
-from cotrain.cluster import Placement, free_port, place, scratch_folder
+from cotrain.cluster import Placement, free_port, place
 
 
 def placed(run_config, num_gpus: int, engines: int = 1, learners: int = 1, **changes) -> Placement:
@@ -52,39 +48,6 @@ def test_all_processes_find_room(run_config, num_gpus, engines, learners):
         gpu = max(range(num_gpus), key=lambda g: room[g])
         room[gpu] -= share
         assert room[gpu] >= -1e-9
-
-
-@pytest.fixture
-def shared_memory(tmp_path, monkeypatch):
-    """A base folder of the test's own instead of /dev/shm."""
-    monkeypatch.setattr(cluster.os, "access", lambda path, mode: False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return tmp_path
-
-
-def test_leftovers_of_dead_runs_are_removed_and_live_ones_stay(shared_memory):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    leftover, own_pid, foreign = (
-        shared_memory / name
-        for name in (f"cotrain-old-run-{ended.pid}", f"cotrain-before-us-{os.getpid()}", "cotrain-my-notes")
-    )
-    live = shared_memory / f"cotrain-other-{os.getppid()}"
-    for folder in (leftover, own_pid, foreign, live):
-        folder.mkdir()
-        (folder / "features.safetensors").write_bytes(b"x")
-    scratch = scratch_folder("first")
-    assert scratch == shared_memory / f"cotrain-first-{os.getpid()}"
-    assert not leftover.exists()
-    assert not own_pid.exists(), "an earlier process had our pid"
-    assert (foreign / "features.safetensors").exists()
-    assert (live / "features.safetensors").exists()
-
-
-def test_the_scratch_folder_is_in_shared_memory():
-    scratch = scratch_folder("test-of-scratch")
-    assert scratch.parent.as_posix() == "/dev/shm"
-    scratch.rmdir()
 
 
 def test_a_free_port_can_be_bound():

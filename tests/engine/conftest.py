@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from cotrain.models import resolve_model
 from cotrain.records import RolloutBatch, RolloutRequest, SwapReport
 from cotrain.rollout.engine import EngineSpec, RolloutEngine
 from cotrain.rollout.payload import write_payload
+from cotrain.scratch import scratch_folder
 from drafters.base import DraftBatch, Drafter, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config, ObjectiveConfig
@@ -173,13 +173,12 @@ def rollout_config() -> RolloutConfig:
 def engine(
     rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveEngine]:
-    scratch = Path("/dev/shm") / f"cotrain-test-{os.getpid()}"
-    live = LiveEngine(
-        EngineSpec(rollout_config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch / "rollout"))
-    )
-    yield live
-    live.stop()
-    shutil.rmtree(scratch, ignore_errors=True)
+    with scratch_folder("test") as scratch:
+        live = LiveEngine(
+            EngineSpec(rollout_config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch))
+        )
+        yield live
+        live.stop()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The tap on a real engine: equal to a Hugging Face forward, with caching, chunked prefill and preemption."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from cotrain.config import FeatureTapConfig, RolloutConfig
 from cotrain.drafting.features import read_shard
 from cotrain.records import RolloutBatch
 from cotrain.rollout.engine import EngineSpec
+from cotrain.scratch import scratch_folder
 from cotrain.self_check import check_features, relative_error
 from drafters.base import Drafter
 from tests.engine.conftest import AUX_LAYERS, LiveEngine, make_requests, tokens
@@ -95,19 +94,16 @@ def test_the_self_check_finds_a_layer_off_by_one(fresh: LiveEngine, target_model
 @pytest.fixture(scope="module")
 def cramped(rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path) -> Iterator[LiveEngine]:
     """An engine that has to split prefills and preempt: little KV cache, few tokens a step, a tap with a limit."""
-    scratch = Path("/dev/shm") / f"cotrain-test-cramped-{os.getpid()}"
     config = rollout_config.model_copy(
         update={
             "vllm": {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 20, "block_size": 32},
             "features": FeatureTapConfig(max_tokens_per_step=600),
         }
     )
-    live = LiveEngine(
-        EngineSpec(config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch / "rollout"))
-    )
-    yield live
-    live.stop()
-    shutil.rmtree(scratch, ignore_errors=True)
+    with scratch_folder("test-cramped") as scratch:
+        live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch)))
+        yield live
+        live.stop()
 
 
 def test_chunked_prefill_and_preemption(cramped: LiveEngine, target_model: Any) -> None:

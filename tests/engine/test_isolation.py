@@ -1,15 +1,17 @@
 """The drafter trainer beside the policy learner, as Ray actors: it must not move the policy by a bit."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from cotrain.cluster import Cluster, Placement, scratch_folder
+from cotrain.cluster import Cluster, Placement
 from cotrain.config import DrafterBufferConfig, DrafterConfig, PolicyConfig, RolloutConfig, RunConfig
 from cotrain.drafting.features import write_shard
 from cotrain.records import FeatureShard, Rollout, ScoredRollout, Versions
 from cotrain.roles import DrafterTraining, PolicyRanks
+from cotrain.scratch import scratch_folder
 from tests.engine.conftest import AUX_LAYERS, features_of
 
 pytestmark = pytest.mark.engine  # slow: two sets of Ray actors
@@ -74,11 +76,12 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
             "task": {"type": "reasoning_gym", "name": "chain_sum"},
         }
     )
-    scratch = scratch_folder("isolation")
-    cluster = Cluster(config.cluster, tmp_path)
     placement = Placement("cpu", 0, 0, 0)
     rollouts = make_rollouts()
-    try:
+    with ExitStack() as stack:
+        scratch = stack.enter_context(scratch_folder("isolation"))
+        cluster = Cluster(config.cluster, tmp_path)
+        stack.callback(cluster.stop)
         alone = PolicyRanks(cluster, config, target_folder, placement)
         for _ in range(2):
             alone.finish_update(alone.start_update(rollouts))
@@ -95,7 +98,5 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
             beside.finish_update(update)
             assert learned["drafter/loss"] > 0
         digests_beside = beside.write_payload(scratch / "beside.safetensors", "float32").digests
-    finally:
-        cluster.stop()
     assert digests_beside == digests_alone
     assert digests_beside != first.digests

@@ -1,7 +1,5 @@
 """What speculation must leave as it is: the distribution of sampled text, its log-probs, and reproducibility."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from cotrain.config import RolloutConfig
 from cotrain.records import RolloutRequest, SpeculationCounts
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.engine import EngineSpec
+from cotrain.scratch import scratch_folder
 from drafters.base import Drafter
 from tests.engine.conftest import AUX_LAYERS, LiveEngine, make_requests, tokens
 
@@ -31,15 +30,12 @@ def sampler(
     rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, fitted_drafter: Drafter
 ) -> Iterator[LiveEngine]:
     """An engine with large synchronous batches and a drafter whose drafts are worth verifying."""
-    scratch = Path("/dev/shm") / f"cotrain-test-sampling-{os.getpid()}"
     config = rollout_config.model_copy(update={"prompts_per_step": 256, "synchronous_batches": True, "draft_tokens": K})
-    live = LiveEngine(
-        EngineSpec(config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch / "rollout"))
-    )
-    live.send_drafter(fitted_drafter.state_for_serving())
-    yield live
-    live.stop()
-    shutil.rmtree(scratch, ignore_errors=True)
+    with scratch_folder("test-sampling") as scratch:
+        live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch)))
+        live.send_drafter(fitted_drafter.state_for_serving())
+        yield live
+        live.stop()
 
 
 def draft_with(live: LiveEngine, method: str) -> None:
