@@ -1,35 +1,60 @@
 """Acceptance length: mean tokens emitted per verification step, the bonus token included.
 
-Draft position k counts only when all positions before it were accepted, so the expected length is
-1 + sum_k E[prod_{j<=k} alpha_j] with the product taken for each start before the mean: positions of one start are
-correlated, and a product of means would understate it.
+What an engine measures is not the mean over all positions of a text. Two things set them apart:
+
+Draft position k counts only when all positions before it were accepted, and the tokens there are then the accepted
+ones. For a rollout that goes on with the tokens x, drafted tokens 1 to k were all accepted with probability
+prod_{j<=k} a_j, a_j = min(1, q_j(x_j) / p_j(x_j)) (greedy drafts: is x_j the drafter's likeliest token). A product of
+sum min(p, q) along the text gives every x the same share and is wrong by how much acceptance varies with x.
+
+A verification step that accepts three tokens takes the next step past them. Text that is easy to draft is crossed in
+few steps, so that steps begin more often where drafting is hard. Starting at every position alike overstates the
+acceptance length. Here each start counts by the probability that a step begins there: v(0) = 1, and a start passes
+v(s) on to start s + 1 + a with the probability that exactly a of its draft tokens are accepted.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def mean_acceptance(acceptance: Tensor) -> Tensor:
-    """Mean acceptance probability of each draft position [K], given that it is reached.
+@dataclass(frozen=True)
+class StartAcceptance:
+    """Acceptance at S starts of some rollouts, K draft positions deep. NaN where a position is not known."""
 
-    acceptance [K, S]: of draft position k from start s, NaN where unknown. A position is reached with the product of
-    the acceptances before it, which is its weight. 0 for a position that is never reached.
+    probability: Tensor  # [K, S] that the draft is accepted, over all tokens the target may draw
+    drawn: Tensor  # [K, S] that the rollout's own next token was an accepted draft
+    rollout: Tensor  # [S] int64
+    offset: Tensor  # [S] int64, generated tokens before the start's first input; negative: no step begins here
+
+
+def acceptance_rates(starts: Sequence[StartAcceptance], draft_tokens: int) -> list[float]:
+    """For each draft position the share of verification steps that accept it and all before it, as vLLM counts.
+
+    Rollouts with a hole among their starts are left out; empty when none is left. Beyond the end of a rollout, where
+    an engine still drafts, a position has its mean acceptance. Unbiased over rollouts sampled from the target.
+    Raises ValueError when draft_tokens is above K.
     """
-    known, reached, joint = _joint(acceptance)
-    total = torch.where(known, reached, 0.0).sum(1)
-    return torch.where(known, joint, 0.0).sum(1) / total.masked_fill(total == 0, 1.0)
+    if starts and draft_tokens > len(starts[0].probability):
+        raise ValueError(f"{draft_tokens} draft tokens, but acceptance is known for {len(starts[0].probability)}")
+    tables = [table for part in starts for table in _by_rollout(part, draft_tokens)]
+    if not tables:
+        return []
+    length = max(table.shape[2] for table in tables)
+    padded = torch.stack([torch.nn.functional.pad(table, (0, length - table.shape[2]), value=-1) for table in tables])
+    exists = padded[:, 0, 0] != -1  # [R, L]
+    probability, drawn = _without_unknown(padded[:, 0], exists), _without_unknown(padded[:, 1], exists)
+    all_before = torch.cat([torch.ones_like(drawn[:, :1]), drawn.cumprod(1)], dim=1)  # [R, k+1, L]
+    visits = _visits(all_before, exists)
+    steps = visits.sum()
+    return [float((visits * all_before[:, k] * probability[:, k]).sum() / steps) for k in range(draft_tokens)]
 
 
-def expected_acceptance_length(acceptance: Tensor) -> float:
-    """1 + sum_k E[prod_{j<=k} acceptance_j] from acceptance [K, S], NaN where unknown.
-
-    Each expectation is over the starts whose positions up to k are all known: a start three tokens before the end of
-    its rollout tells nothing about position 5.
-    """
-    known, _, joint = _joint(acceptance)
-    return 1.0 + float((torch.where(known, joint, 0.0).sum(1) / known.sum(1).clamp(min=1)).sum())
+def expected_acceptance_length(starts: Sequence[StartAcceptance], draft_tokens: int) -> float:
+    """1 + the sum of `acceptance_rates`: what the engine would serve on these rollouts. 1.0 without any."""
+    return 1.0 + sum(acceptance_rates(starts, draft_tokens))
 
 
 def acceptance_length(num_drafts: int, accepted_per_position: Sequence[int]) -> float:
@@ -40,9 +65,34 @@ def acceptance_length(num_drafts: int, accepted_per_position: Sequence[int]) -> 
     return 1.0 + sum(accepted_per_position) / num_drafts if num_drafts else 1.0
 
 
-def _joint(acceptance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[K, S] each: is position k known and all before it; probability that it is reached; that it is accepted."""
-    known = acceptance.isfinite().int().cumprod(0).bool()
-    joint = torch.where(known, acceptance, 0.0).double().cumprod(0)
-    reached = torch.cat([torch.ones_like(joint[:1]), joint[:-1]])
-    return known, reached, joint
+def _by_rollout(starts: StartAcceptance, draft_tokens: int) -> list[Tensor]:
+    """[2, k, L] of each rollout whose starts are all there: probability and drawn, by offset."""
+    begins = starts.offset >= 0
+    both = torch.stack([starts.probability[:draft_tokens, begins], starts.drawn[:draft_tokens, begins]]).double().cpu()
+    rollout, offset = starts.rollout[begins].cpu(), starts.offset[begins].cpu()
+    _, lengths = rollout.unique_consecutive(return_counts=True)
+    tables = []
+    for first, length in zip((lengths.cumsum(0) - lengths).tolist(), lengths.tolist(), strict=True):
+        rows = slice(first, first + length)
+        if torch.equal(offset[rows], torch.arange(length)) and both[:, 0, rows].isfinite().all():
+            tables.append(both[:, :, rows])
+    return tables
+
+
+def _without_unknown(table: Tensor, exists: Tensor) -> Tensor:
+    """[R, k, L] with the mean of each position where it is unknown, and 0 where there is no start."""
+    known = table.isfinite() & exists[:, None]
+    filled = torch.where(known, table, 0.0)
+    means = filled.sum((0, 2)) / known.sum((0, 2)).clamp(min=1)
+    return torch.where(known, table, means[None, :, None]) * exists[:, None]
+
+
+def _visits(all_before: Tensor, exists: Tensor) -> Tensor:
+    """[R, L] probability that a verification step begins at each start."""
+    num_rollouts, positions, length = all_before.shape
+    exactly = all_before - torch.cat([all_before[:, 1:], torch.zeros_like(all_before[:, :1])], dim=1)
+    visits = torch.zeros(num_rollouts, length + positions, dtype=all_before.dtype)
+    visits[:, 0] = 1.0
+    for start in range(length):
+        visits[:, start + 1 : start + 1 + positions] += visits[:, start, None] * exactly[:, :, start]
+    return visits[:, :length] * exists

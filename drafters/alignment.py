@@ -90,6 +90,18 @@ def align(batch: DraftBatch, depth: int) -> Alignment:
     )
 
 
+def generated_before(batch: DraftBatch, start_rows: Tensor) -> Tensor:
+    """Generated tokens [S] before the first input x_{t+1} of each start row t; negative when it is a prompt token.
+
+    A verification step begins with a generated token, the first of them at offset 0.
+    """
+    num_documents = int(batch.document_ids[-1]) + 1 if len(batch.document_ids) else 0
+    first = torch.full((num_documents,), torch.iinfo(torch.int64).max, device=batch.positions.device)
+    generated = batch.response_mask
+    first.scatter_reduce_(0, batch.document_ids[generated], batch.positions[generated], "amin")
+    return batch.positions[start_rows] + 1 - first[batch.document_ids[start_rows]]
+
+
 def _ahead(mask: Tensor, distance: int) -> Tensor:
     """[N] bool: mask of the row `distance` ahead, False beyond the batch."""
     ahead = torch.zeros_like(mask)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from drafters.acceptance import StartAcceptance
 from drafters.config import ObjectiveConfig
 
 CONFIG = "config.json"
@@ -108,8 +109,7 @@ class DraftLoss:
 
     loss: Tensor  # scalar, differentiable
     per_position: Tensor  # [K] detached: loss of each draft position
-    acceptance: Tensor  # [K] detached: mean acceptance probability of each position, given that it is reached
-    expected_acceptance_length: float  # 1 + sum_k E[prod_{j<=k} acceptance_j], teacher-forced
+    acceptance: StartAcceptance  # detached: of every start, from which acceptance lengths are estimated
     num_tokens: int  # supervised start positions
 
 

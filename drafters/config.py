@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 
 class Section(BaseModel):
@@ -35,13 +35,21 @@ class Eagle3Config(Section):
 
 
 class ObjectiveConfig(Section):
-    """What the drafter is trained to maximise."""
+    """What the drafter is trained to maximise. Acceptance is that of the engine's sampler: see drafters/objectives.py."""
 
-    type: Literal["soft_cross_entropy"] = "soft_cross_entropy"
-    """soft_cross_entropy: cross-entropy against the target's distribution at the rollout temperature."""
+    type: Literal["soft_cross_entropy", "lk_hybrid", "lk_likelihood"] = "lk_hybrid"
+    """soft_cross_entropy: against the target's distribution at the rollout temperature.
+    lk_hybrid: cross-entropy while acceptance is low, acceptance itself as it rises (weights exp(-kl_decay * alpha)
+    and 1 - exp(-kl_decay * alpha), arXiv 2602.23881). lk_likelihood: -log of the acceptance probability."""
+
+    kl_decay: PositiveFloat = 3.0
+    """How fast lk_hybrid moves from cross-entropy to acceptance."""
+
+    depth_weights: Literal["decay", "reach"] = "decay"
+    """Weight of a draft position: depth_decay**k, or the probability that verification reaches it from that start."""
 
     depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Weight of draft position k is depth_decay**k, normalised to sum 1."""
+    """Weight of draft position k (from 0) with depth_weights = "decay"."""
 
     chunk_tokens: PositiveInt = 512
     """Tokens whose logits are in memory at once; bounds peak memory, never changes the result."""

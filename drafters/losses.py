@@ -1,4 +1,4 @@
-"""Soft cross-entropy of the draft positions against the target's processed distribution.
+"""The training objective over all draft positions, in chunks of target rows.
 
 The target's distribution over its whole vocabulary costs more than everything else, and its row r serves draft
 position 0 of start r-1, position 1 of start r-2 and so on. So the outer loop runs over chunks of target rows and the
@@ -7,18 +7,22 @@ inner one over draft positions, gradients are taken on the spot, and nothing of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from drafters.alignment import Alignment
 from drafters.base import Sampler
+from drafters.config import ObjectiveConfig
+from drafters.objectives import compare
 
 
 @dataclass(frozen=True)
 class Teacher:
     """The target's final hidden states, its head, and what of its distribution the drafter can propose."""
 
+    token_ids: Tensor  # [N]
     final_hidden: Tensor  # [N, H]
     head: Tensor  # [V, H]
     draft_to_target: Tensor  # [V_draft] ascending target ids
@@ -29,12 +33,27 @@ class Teacher:
 
         Rows sum to less than 1: the rest is the mass of tokens the drafter cannot propose, hence a certain rejection.
         """
-        logits = _at_least_float32(self.final_hidden[rows].to(self.head.dtype) @ self.head.T)
+        logits = at_least_float32(self.final_hidden[rows].to(self.head.dtype) @ self.head.T)
         if self.sampler.temperature == 0:
             return (logits.argmax(-1, keepdim=True) == self.draft_to_target).to(logits.dtype)
         logits = truncate(logits.div_(self.sampler.temperature), self.sampler.top_k, self.sampler.top_p)
         normaliser = logits.logsumexp(-1, keepdim=True)
         return logits[:, self.draft_to_target].sub_(normaliser).exp_()
+
+    def drawn_draft_ids(self, rows: Tensor) -> Tensor:
+        """Draft ids [R] of the tokens that follow batch rows [R]; -1 outside the draft vocabulary."""
+        tokens = self.token_ids[rows + 1]
+        ids = torch.searchsorted(self.draft_to_target, tokens).clamp(max=len(self.draft_to_target) - 1)
+        return torch.where(self.draft_to_target[ids] == tokens, ids, -1)
+
+
+class Losses(NamedTuple):
+    """K draft positions, S starts."""
+
+    loss: Tensor  # scalar
+    per_position: Tensor  # [K] mean loss of the supervised starts
+    acceptance: Tensor  # [K, S] probability that a draft is accepted; NaN where not supervised
+    drawn_accepted: Tensor  # [K, S] probability that the rollout's own next token was an accepted draft; NaN likewise
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -53,45 +72,40 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits
 
 
-def soft_cross_entropy(
-    hidden: Sequence[Tensor],
-    draft_head: Tensor,
-    teacher: Teacher,
-    alignment: Alignment,
-    depth_decay: float,
-    chunk_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, loss of each draft position [K], and acceptance probabilities [K, S] (NaN where not supervised).
+def draft_loss(
+    hidden: Sequence[Tensor], draft_head: Tensor, teacher: Teacher, alignment: Alignment, objective: ObjectiveConfig
+) -> Losses:
+    """The objective over all supervised starts and draft positions.
 
-    hidden: K tensors [S, H], what the drafter's head [V_draft, H] reads for each start. Position k costs
-    -sum_v p_T(v) log q_T(v) over the draft vocabulary, averaged over its supervised starts; the loss weights
-    positions by depth_decay**k, normalised to sum 1. Both sides are at the rollout temperature, which is what vLLM's
-    drafter applies; at temperature 0 the drafter's logits are taken as they are. Acceptance follows the engine:
-    p_T(argmax q) for greedy drafts, sum_v min(p_T(v), q_T(v)) for probabilistic ones (always greedy at temperature 0).
-    Only `loss` is differentiable, with respect to `hidden` and `draft_head`.
+    hidden: K tensors [S, H], what the drafter's head [V_draft, H] reads for each start. Both distributions are at the
+    rollout temperature, which is what vLLM's drafter applies (at temperature 0 the drafter's logits are taken as they
+    are). The loss of start s at position k has the weight w(k, s), divided by the number of supervised starts of k and
+    normalised to sum 1: depth_decay**k, or with depth_weights = "reach" the probability that the position is reached,
+    prod_{j<k} alpha_j(s), of which no gradient is taken. Only `loss` is differentiable, with respect to `hidden` and
+    `draft_head`.
     """
-    weights = [depth_decay**k for k in range(len(hidden))]
-    weights = [weight / sum(weights) for weight in weights]
-    with_gradients = torch.is_grad_enabled()
-    return _SoftCrossEntropy.apply(teacher, alignment, weights, chunk_tokens, with_gradients, draft_head, *hidden)
+    return Losses(*_DraftLoss.apply(teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden))
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
+class _DraftLoss(torch.autograd.Function):
     """Takes the gradients in the forward pass, so that logits need neither be kept nor computed twice."""
 
     @staticmethod
-    def forward(ctx, teacher, alignment, weights, chunk_tokens, with_gradients, draft_head, *hidden):
+    def forward(ctx, teacher, alignment, objective, with_gradients, draft_head, *hidden):
         depth = len(hidden)
         supervised = [alignment.supervised[k].nonzero().squeeze(1) for k in range(depth)]
         target_rows = [alignment.target_rows(k) for k in range(depth)]
         precision = torch.promote_types(draft_head.dtype, torch.float32)
         per_position = draft_head.new_zeros(depth, dtype=precision)
         acceptance = draft_head.new_full(alignment.supervised.shape, torch.nan, dtype=precision)
+        drawn_accepted = acceptance.clone()
+        weights = draft_head.new_zeros(depth, dtype=precision)
+        loss = draft_head.new_zeros((), dtype=precision)
         gradients = [torch.zeros_like(tensor) for tensor in (draft_head, *hidden)] if with_gradients else []
 
         all_rows = torch.cat(target_rows).unique()
-        for first in range(0, len(all_rows), chunk_tokens):
-            rows = all_rows[first : first + chunk_tokens]
+        for first in range(0, len(all_rows), objective.chunk_tokens):
+            rows = all_rows[first : first + objective.chunk_tokens]
             p = teacher.probabilities(rows)
             bounds = torch.stack([rows[0], rows[-1] + 1])
             for k in range(depth):
@@ -99,44 +113,39 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 if begin == end:
                     continue
                 starts = supervised[k][begin:end]
-                p_k = p[torch.searchsorted(rows, target_rows[k][begin:end])]
+                rows_k = target_rows[k][begin:end]
+                p_k = p[torch.searchsorted(rows, rows_k)]
                 states = hidden[k][starts]
-                loss, accepted, logit_gradient = _compare(p_k, states @ draft_head.T, teacher.sampler, with_gradients)
-                per_position[k] += loss / len(supervised[k])
-                acceptance[k, starts] = accepted
-                if logit_gradient is not None:
-                    logit_gradient = logit_gradient.mul_(weights[k] / len(supervised[k])).to(draft_head.dtype)
-                    gradients[0].addmm_(logit_gradient.T, states)
-                    gradients[1 + k][starts] = logit_gradient @ draft_head
+                logits = at_least_float32(states @ draft_head.T)
+                drawn = teacher.drawn_draft_ids(rows_k)
+                result = compare(p_k, logits, drawn, teacher.sampler, objective, with_gradients)
+                acceptance[k, starts] = result.acceptance
+                drawn_accepted[k, starts] = result.drawn_accepted
+                # Rows ascend, so that the acceptance of a start's earlier positions is there already.
+                reach = (
+                    acceptance[:k, starts].nan_to_num(1.0).prod(0)
+                    if objective.depth_weights == "reach"
+                    else objective.depth_decay**k
+                )
+                weight = result.loss.new_ones(len(starts)) * reach / len(supervised[k])
+                weights[k] += weight.sum()
+                loss += weight @ result.loss
+                per_position[k] += result.loss.sum() / len(supervised[k])
+                if result.gradient is not None:
+                    gradient = result.gradient.mul_(weight[:, None]).to(draft_head.dtype)
+                    gradients[0].addmm_(gradient.T, states)
+                    gradients[1 + k][starts] = gradient @ draft_head
 
-        ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(per_position, acceptance)
-        loss = sum(weight * position for weight, position in zip(weights, per_position, strict=True))
-        return loss, per_position, acceptance
+        total = weights.sum().clamp(min=torch.finfo(precision).tiny)
+        ctx.save_for_backward(*(gradient.div_(total) for gradient in gradients))
+        ctx.mark_non_differentiable(per_position, acceptance, drawn_accepted)
+        return loss / total, per_position, acceptance, drawn_accepted
 
     @staticmethod
     def backward(ctx, loss_gradient, *_):
-        return (None,) * 5 + tuple(gradient * loss_gradient for gradient in ctx.saved_tensors)
+        return (None,) * 4 + tuple(gradient * loss_gradient for gradient in ctx.saved_tensors)
 
 
-def _compare(p: Tensor, logits: Tensor, sampler: Sampler, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Summed loss, acceptance [R], and the loss's gradient by the logits [R, V_draft]. Overwrites its inputs."""
-    greedy = sampler.draft_sample_method == "greedy" or sampler.temperature == 0
-    temperature = sampler.temperature or 1.0
-    log_q = _at_least_float32(logits).div_(temperature)
-    log_q.sub_(log_q.logsumexp(-1, keepdim=True))
-    loss = -torch.einsum("rv,rv->", p, log_q)
-    if greedy:
-        accepted = p.gather(1, log_q.argmax(-1, keepdim=True)).squeeze(1)
-        if not with_gradient:
-            return loss, accepted, None
-    q = log_q.exp_()
-    if not greedy:
-        accepted = torch.minimum(p, q).sum(-1)
-    # d loss / d logits = (q sum(p) - p) / T; sum(p) is the mass that the draft vocabulary holds.
-    gradient = q.mul_(p.sum(-1, keepdim=True)).sub_(p).div_(temperature) if with_gradient else None
-    return loss, accepted, gradient
-
-
-def _at_least_float32(logits: Tensor) -> Tensor:
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Logits in float32, or as they are when they are wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -5,6 +5,7 @@ so that a run that is saved and loaded continues bit for bit.
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from cotrain.drafting.schedule import num_updates
 from cotrain.drafting.target_weights import load_target_weights, read_target_weights, save_target_weights
 from cotrain.optimizer import build_optimizer
 from cotrain.records import FeatureShard
+from drafters.acceptance import acceptance_rates
 from drafters.base import DraftBatch, Drafter, DraftLoss, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
 
@@ -128,23 +130,28 @@ class DrafterTrainer:
         metrics["drafter/tokens_per_s"] = num_tokens / seconds
         return metrics | self._buffer_metrics() | self.evaluate()
 
+    def choose_vocabulary(self, token_counts: Tensor, policy_version: int) -> float:
+        """Pick the draft vocabulary from counts [V], before the first update; the share of them that it covers."""
+        self._needs_vocabulary = False
+        return self.drafter.choose_vocabulary(token_counts, self._target_weights[policy_version])
+
+    def hold_out(self, records: list[FeatureRecord]) -> int:
+        """Evaluate on these rollouts too. Returns how many rollouts the hold-out has now, within its bound."""
+        self._holdout.add(records)
+        return len(self._holdout)
+
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Expected acceptance of the current weights on the hold-out; empty without one.
 
-        As vLLM counts: rate of position k = P(draft tokens 1 to k are all accepted), length = 1 + sum of the rates,
-        for the draft tokens served. The rate is the product of the acceptance at each position given that it is
-        reached, as in a Kaplan-Meier estimate, because the later positions of a rollout's last starts are unknown.
+        As the engine would count it on these rollouts: rate of position k = share of verification steps that accept
+        draft tokens 1 to k, length = 1 + sum of the rates, for the draft tokens served (see drafters/acceptance.py).
         """
         served = min(self._rollout.draft_tokens, self.drafter.trained_depth)
-        accepted, num_starts = torch.zeros(served, dtype=torch.float64), 0
-        for batch in batches_of(self._holdout.records, self._config.batch_tokens):
-            result = self._loss(batch)
-            accepted += result.num_tokens * result.acceptance[:served].double().cpu().cumprod(0)
-            num_starts += result.num_tokens
-        if not num_starts:
+        batches = batches_of(self._holdout.records, self._config.batch_tokens)
+        rates = acceptance_rates([self._loss(batch).acceptance for batch in batches], served)
+        if not rates:
             return {}
-        rates = (accepted / num_starts).tolist()
         metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(rates, start=1)}
         return metrics | {"drafter/expected_acceptance_length": 1.0 + sum(rates)}
 
@@ -166,10 +173,15 @@ class DrafterTrainer:
     def save(self, folder: str | Path) -> None:
         """Write everything an exact continuation needs: the drafter in float32, optimizer, buffers, target weights."""
         folder = Path(folder)
-        self.drafter.save(folder, torch.float32)
+        self.save_without_features(folder)
         self._buffer.save(folder / "buffer")
         self._holdout.save(folder / "holdout")
         save_target_weights(self._target_weights, folder / TARGET_WEIGHTS)
+
+    def save_without_features(self, folder: str | Path) -> None:
+        """`save` for somebody who can hand over features and target weights again."""
+        folder = Path(folder)
+        self.drafter.save(folder, torch.float32)
         state = {
             "drafter_version": self._drafter_version,
             "newest_features": self._newest_features,
@@ -183,10 +195,15 @@ class DrafterTrainer:
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by `save`. Raises ValueError when its drafter does not fit this one."""
         folder = Path(folder)
-        self.drafter.load(folder)
+        self.load_without_features(folder)
         self._buffer.load(folder / "buffer")
         self._holdout.load(folder / "holdout")
         self._target_weights = load_target_weights(folder / TARGET_WEIGHTS, self._device)
+
+    def load_without_features(self, folder: str | Path) -> None:
+        """Continue from a folder written by `save_without_features`."""
+        folder = Path(folder)
+        self.drafter.load(folder)
         state = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
         self._drafter_version = state["drafter_version"]
         self._newest_features = state["newest_features"]
@@ -230,13 +247,9 @@ class DrafterTrainer:
         return metrics
 
     def _choose_vocabulary(self, records: list[FeatureRecord]) -> float:
-        counts = torch.zeros(self._target.vocab_size, dtype=torch.float64)
-        for record in records:
-            prompt, response = record.token_ids[: record.prompt_length], record.token_ids[record.prompt_length :]
-            counts += response.bincount(minlength=len(counts))
-            counts += PROMPT_TOKEN_WEIGHT * prompt.bincount(minlength=len(counts))
-        self._needs_vocabulary = False
-        return self.drafter.choose_vocabulary(counts, self._target_weights[records[-1].policy_version])
+        rollouts = ((r.token_ids[: r.prompt_length], r.token_ids[r.prompt_length :]) for r in records)
+        counts = vocabulary_counts(rollouts, self._target.vocab_size)
+        return self.choose_vocabulary(counts, records[-1].policy_version)
 
     def _forget_target_weights(self) -> None:
         needed = {*self._buffer.policy_versions, *self._holdout.policy_versions}
@@ -247,7 +260,10 @@ class DrafterTrainer:
         }
 
     def _update(self, step: int) -> dict[str, float]:
-        batch = self._buffer.sample(self._config.batch_tokens, self._rng)
+        return self.update(self._buffer.sample(self._config.batch_tokens, self._rng), step)
+
+    def update(self, batch: DraftBatch, step: int) -> dict[str, float]:
+        """One optimizer step on a batch. Metrics as in `train`, and num_tokens of the batch."""
         result = self._loss(batch)
         if not result.loss.isfinite():
             raise FloatingPointError(self._non_finite_message(step, f"loss {float(result.loss.detach())}", batch))
@@ -302,6 +318,15 @@ class DrafterTrainer:
             f"drafter training in step {step}: {what} on {int(batch.document_ids[-1]) + 1} rollouts of policy version "
             f"{batch.policy_version}. {found}. The optimizer has not moved"
         )
+
+
+def vocabulary_counts(rollouts: Iterable[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
+    """Weighted counts [V] of the tokens of (prompt, response) pairs, each [T] int64, to choose a draft vocabulary."""
+    counts = torch.zeros(vocab_size, dtype=torch.float64)
+    for prompt, response in rollouts:
+        counts += response.bincount(minlength=vocab_size)
+        counts += PROMPT_TOKEN_WEIGHT * prompt.bincount(minlength=vocab_size)
+    return counts
 
 
 def _check_fits_config(drafter: Drafter, config: DrafterConfig, folder: str) -> None:

@@ -9,14 +9,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from drafters.acceptance import expected_acceptance_length, mean_acceptance
-from drafters.alignment import align
+from drafters.acceptance import StartAcceptance
+from drafters.alignment import align, generated_before
 from drafters.base import DraftBatch, Drafter, DraftLoss, Sampler, TargetSpec, TargetWeights
 from drafters.config import Eagle3Config, ObjectiveConfig
 from drafters.eagle3.checkpoint import check_aux_layers, read_checkpoint, to_config
 from drafters.eagle3.layer import DecoderLayer, Eagle3Shape
 from drafters.eagle3.unroll import unroll
-from drafters.losses import Teacher, soft_cross_entropy
+from drafters.losses import Teacher, draft_loss
 from drafters.vocabulary import choose_tokens, coverage, to_maps, to_tokens
 
 
@@ -103,19 +103,17 @@ class Eagle3Drafter(Drafter):
     def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
         alignment = align(batch, self.trained_depth)
         hidden = unroll(self.fc, cast(DecoderLayer, self.layers[0]), self.norm, batch, alignment, target.embedding)
-        loss, per_position, acceptance = soft_cross_entropy(
-            hidden,
-            self.lm_head.weight,
-            Teacher(batch.final_hidden, target.head, self.draft_to_target, sampler),
-            alignment,
-            objective.depth_decay,
-            objective.chunk_tokens,
-        )
+        teacher = Teacher(batch.token_ids, batch.final_hidden, target.head, self.draft_to_target, sampler)
+        losses = draft_loss(hidden, self.lm_head.weight, teacher, alignment, objective)
         return DraftLoss(
-            loss=loss,
-            per_position=per_position,
-            acceptance=mean_acceptance(acceptance),
-            expected_acceptance_length=expected_acceptance_length(acceptance),
+            loss=losses.loss,
+            per_position=losses.per_position,
+            acceptance=StartAcceptance(
+                losses.acceptance,
+                losses.drawn_accepted,
+                batch.document_ids[alignment.start_rows],
+                generated_before(batch, alignment.start_rows),
+            ),
             num_tokens=int(alignment.supervised[0].sum()),
         )
 

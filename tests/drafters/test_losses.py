@@ -7,7 +7,8 @@ import torch
 
 from drafters.alignment import align
 from drafters.base import Sampler
-from drafters.losses import Teacher, soft_cross_entropy, truncate
+from drafters.config import ObjectiveConfig
+from drafters.losses import Teacher, draft_loss, truncate
 from tests.drafters.conftest import TARGET, make_batch
 
 DEPTH = 3
@@ -21,6 +22,14 @@ SAMPLERS = [
     Sampler(0.9, 0.7, 6, "probabilistic"),
     Sampler(0.0, 1.0, 0, "greedy"),
     Sampler(0.0, 0.5, 3, "probabilistic"),
+]
+
+
+OBJECTIVES = [
+    ObjectiveConfig(type="soft_cross_entropy", depth_decay=DECAY),
+    ObjectiveConfig(type="lk_likelihood", depth_decay=DECAY),
+    ObjectiveConfig(type="lk_hybrid", depth_decay=DECAY),
+    ObjectiveConfig(type="lk_hybrid", kl_decay=1.0, depth_weights="reach"),
 ]
 
 
@@ -38,26 +47,41 @@ def processed(logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
     return torch.zeros_like(p).scatter(0, ranked.indices, p / p.sum())
 
 
-def slow_loss(hidden, draft_head, batch, target_head, sampler):
+def slow_loss(hidden, draft_head, batch, target_head, sampler, objective):
     alignment = align(batch, DEPTH)
-    acceptance = torch.full(alignment.supervised.shape, torch.nan, dtype=torch.float64)
-    losses = []
-    for k in range(DEPTH):
-        total = 0.0
-        for s, start in enumerate(alignment.start_rows.tolist()):
-            if not alignment.supervised[k, s]:
-                continue
-            p = processed(target_head @ batch.final_hidden[start + 1 + k], sampler)[DRAFT_TOKENS]
-            log_q = (draft_head @ hidden[k][s] / (sampler.temperature or 1.0)).log_softmax(0)
-            total = total - (p * log_q).sum()
-            if sampler.temperature == 0 or sampler.draft_sample_method == "greedy":
-                acceptance[k, s] = p[log_q.argmax()]
-            else:
-                acceptance[k, s] = torch.minimum(p, log_q.exp().detach()).sum()
-        losses.append(total / alignment.supervised[k].sum())
-    per_position = torch.stack(losses)
-    weights = DECAY ** torch.arange(DEPTH, dtype=torch.float64)
-    return (per_position * weights / weights.sum()).sum(), per_position, acceptance
+    losses, acceptance, drawn_accepted = (
+        torch.full(alignment.supervised.shape, torch.nan, dtype=torch.float64) for _ in range(3)
+    )
+    weights = torch.zeros_like(losses)
+    for k, s in alignment.supervised.nonzero().tolist():
+        start = int(alignment.start_rows[s])
+        p = processed(target_head @ batch.final_hidden[start + 1 + k], sampler)[DRAFT_TOKENS]
+        log_q = (draft_head @ hidden[k][s] / (sampler.temperature or 1.0)).log_softmax(0)
+        drawn = (batch.token_ids[start + 2 + k] == DRAFT_TOKENS).nonzero().flatten().tolist()
+        if sampler.temperature == 0 or sampler.draft_sample_method == "greedy":
+            acceptance[k, s] = p[log_q.argmax()]
+            trained = (p * log_q.exp()).sum()
+            drawn_accepted[k, s] = float(drawn == [int(log_q.argmax())])
+        else:
+            trained = torch.minimum(p, log_q.exp()).sum()
+            acceptance[k, s] = trained.detach()
+            drawn_accepted[k, s] = min(float(log_q.detach().exp()[drawn[0]] / p[drawn[0]]), 1.0) if drawn else 0.0
+        cross_entropy = -(p * log_q).sum()
+        share = float(torch.exp(-objective.kl_decay * trained.detach()))
+        losses[k, s] = {
+            "soft_cross_entropy": cross_entropy,
+            "lk_hybrid": share * cross_entropy + (1 - share) * (1 - trained),
+            "lk_likelihood": -trained.clamp(min=torch.finfo(torch.float64).eps).log(),
+        }[objective.type]
+        reach = acceptance[:k, s].nan_to_num(1.0).prod() if objective.depth_weights == "reach" else DECAY**k
+        weights[k, s] = reach / int(alignment.supervised[k].sum())
+    per_position = torch.stack([row[row.isfinite()].mean() for row in losses])
+    loss = (torch.where(alignment.supervised, losses, 0) * weights).sum() / weights.sum()
+    return loss, per_position, acceptance, drawn_accepted
+
+
+def teacher_of(batch, target, sampler):
+    return Teacher(batch.token_ids, batch.final_hidden, target.head, DRAFT_TOKENS, sampler)
 
 
 def fake_hidden(batch, generator):
@@ -65,22 +89,37 @@ def fake_hidden(batch, generator):
     return [torch.randn(num_starts, 16, generator=generator, dtype=torch.float64) for _ in range(DEPTH)]
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: f"{objective.type} {objective.depth_weights}")
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 512])
-def test_loss_acceptance_and_gradients_equal_a_slow_loop(sampler, chunk_tokens, target_weights):
+def test_loss_acceptance_and_gradients_equal_a_slow_loop(sampler, chunk_tokens, objective, target_weights):
     batch = make_batch((3, 9, 0), (5, 6, 4), (2, 2, 0))
     generator = torch.Generator().manual_seed(1)
     draft_head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64, requires_grad=True)
     hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
-    teacher = Teacher(batch.final_hidden, target_weights.head, DRAFT_TOKENS, sampler)
+    objective = objective.model_copy(update={"chunk_tokens": chunk_tokens})
 
-    actual = soft_cross_entropy(hidden, draft_head, teacher, align(batch, DEPTH), DECAY, chunk_tokens)
-    expected = slow_loss(hidden, draft_head, batch, target_weights.head, sampler)
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
+    actual = draft_loss(hidden, draft_head, teacher_of(batch, target_weights, sampler), align(batch, DEPTH), objective)
+    expected = slow_loss(hidden, draft_head, batch, target_weights.head, sampler, objective)
+    torch.testing.assert_close(tuple(actual), expected, rtol=1e-9, atol=1e-12, equal_nan=True)
 
     inputs = [draft_head, *hidden]
     torch.testing.assert_close(
-        torch.autograd.grad(3 * actual[0], inputs), torch.autograd.grad(3 * expected[0], inputs), rtol=1e-9, atol=1e-12
+        torch.autograd.grad(3 * actual[0], inputs), torch.autograd.grad(3 * expected[0], inputs), rtol=1e-8, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES[:2], ids=lambda objective: objective.type)
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_gradients_equal_finite_differences(objective, method, target_weights):
+    """soft_cross_entropy and lk_likelihood are exact gradients; lk_hybrid holds its mixing weight fixed."""
+    batch = make_batch((3, 6, 0))
+    generator = torch.Generator().manual_seed(1)
+    head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
+    teacher, alignment = teacher_of(batch, target_weights, Sampler(0.8, 1.0, 0, method)), align(batch, DEPTH)
+    assert torch.autograd.gradcheck(
+        lambda *inputs: draft_loss(inputs[1:], inputs[0], teacher, alignment, objective).loss, (head, *hidden)
     )
 
 
@@ -88,12 +127,14 @@ def test_mass_outside_the_draft_vocabulary_is_a_rejection(target_weights, sample
     """A drafter that proposes exactly the target's renormalised distribution is accepted with the mass it covers."""
     batch = make_batch((2, 6, 0))
     alignment = align(batch, 1)
-    teacher = Teacher(batch.final_hidden, target_weights.head, DRAFT_TOKENS, sampler)
+    teacher = teacher_of(batch, target_weights, sampler)
     p = teacher.probabilities(alignment.target_rows(0))
     assert (p.sum(-1) < 0.999).all()
     perfect = [batch.final_hidden[alignment.target_rows(0)]]
-    _, _, acceptance = soft_cross_entropy(perfect, target_weights.head[DRAFT_TOKENS], teacher, alignment, 1.0, 512)
-    torch.testing.assert_close(acceptance[0], p.sum(-1))
+    losses = draft_loss(perfect, target_weights.head[DRAFT_TOKENS], teacher, alignment, ObjectiveConfig())
+    torch.testing.assert_close(losses.acceptance[0], p.sum(-1))
+    outside = ~torch.isin(batch.token_ids[alignment.target_rows(0) + 1], DRAFT_TOKENS)
+    assert outside.any() and (losses.drawn_accepted[0][outside] == 0).all()
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
@@ -105,10 +146,11 @@ def test_acceptance_is_what_rejection_sampling_accepts(method, target_weights):
     hidden = [torch.randn(len(alignment.start_rows), 16, generator=generator, dtype=torch.float64) * 0.3]
     draft_head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64)
     sampler = Sampler(1.5, 1.0, 0, method)
-    teacher = Teacher(batch.final_hidden * 0.5, target_weights.head, DRAFT_TOKENS, sampler)
-    _, _, acceptance = soft_cross_entropy(hidden, draft_head, teacher, alignment, 1.0, 512)
+    batch = dataclasses.replace(batch, final_hidden=batch.final_hidden * 0.5)
+    teacher = teacher_of(batch, target_weights, sampler)
+    acceptance = draft_loss(hidden, draft_head, teacher, alignment, ObjectiveConfig()).acceptance
 
-    p = processed(target_weights.head @ (batch.final_hidden[1] * 0.5), sampler)[DRAFT_TOKENS]
+    p = processed(target_weights.head @ batch.final_hidden[1], sampler)[DRAFT_TOKENS]
     q = (draft_head @ hidden[0][0] / 1.5).softmax(0)
     samples = 200_000
     if method == "greedy":
@@ -130,13 +172,13 @@ def test_truncation_keeps_ties_and_at_least_one_token():
 def test_no_gradients_are_computed_without_grad_mode(target_weights, sampler):
     batch = make_batch((3, 9, 0))
     generator = torch.Generator().manual_seed(1)
-    teacher = Teacher(batch.final_hidden, target_weights.head, DRAFT_TOKENS, sampler)
     head = torch.randn(len(DRAFT_TOKENS), 16, dtype=torch.float64, requires_grad=True)
-    arguments = (fake_hidden(batch, generator), head, teacher, align(batch, DEPTH), DECAY, 4)
+    teacher = teacher_of(batch, target_weights, sampler)
+    arguments = (fake_hidden(batch, generator), head, teacher, align(batch, DEPTH), ObjectiveConfig())
     with torch.no_grad():
-        loss, *_ = soft_cross_entropy(*arguments)
+        loss, *_ = draft_loss(*arguments)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, soft_cross_entropy(*arguments)[0].detach())
+    torch.testing.assert_close(loss, draft_loss(*arguments).loss.detach())
 
 
 def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target_weights, sampler):
@@ -148,6 +190,6 @@ def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target
     head = torch.randn(len(DRAFT_TOKENS), 4, dtype=torch.float64, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
-        teacher = Teacher(batch.final_hidden, target_weights.head[:, :4], DRAFT_TOKENS, sampler)
-        soft_cross_entropy(hidden, head, teacher, align(batch, DEPTH), DECAY, 32)
+        teacher = Teacher(batch.token_ids, batch.final_hidden, target_weights.head[:, :4], DRAFT_TOKENS, sampler)
+        draft_loss(hidden, head, teacher, align(batch, DEPTH), ObjectiveConfig(chunk_tokens=32))
     assert 0 < max(kept) < num_starts * len(DRAFT_TOKENS) < num_starts * TARGET.vocab_size
