@@ -72,7 +72,7 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int, expected_by
         os.replace(folder, final)
         _sync(run_dir.checkpoints)
     except BaseException as error:
-        full, written = _is_disk_full(error, folder), _folder_bytes(folder)
+        full, written = is_disk_full(error, folder), _folder_bytes(folder)
         shutil.rmtree(folder, ignore_errors=True)
         if not full:
             raise
@@ -194,7 +194,7 @@ def _prune(run_dir: RunDir, keep_last: int) -> None:
         shutil.rmtree(folder)
 
 
-def _is_disk_full(error: BaseException | None, folder: Path) -> bool:
+def is_disk_full(error: BaseException | None, folder: Path) -> bool:
     """Also true for libraries and Ray actors that wrap the OSError, or drop it and only say that a write failed."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

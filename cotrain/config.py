@@ -45,6 +45,9 @@ class PolicyConfig(Section):
     """Number format of the learner's arithmetic (bfloat16: autocast). Its master weights are always float32, because
     bfloat16 weights swallow updates smaller than 1/256 of their value."""
 
+    train: bool = True
+    """Update the policy; False keeps it as it is (a study of the drafter without drift)."""
+
     optimizer: OptimizerConfig = OptimizerConfig()
     """The policy's optimizer."""
 
@@ -235,6 +238,78 @@ class DrafterConfig(Section):
     """Bounds of the feature buffer."""
 
 
+class PolicyRollouts(Section):
+    """The policy's own rollouts on the prompts of [task]."""
+
+    type: Literal["policy"] = "policy"
+    """Kind of source."""
+
+
+class RecordedRollouts(Section):
+    """Rollouts that an earlier `cotrain init` of the same policy has written."""
+
+    type: Literal["rollouts"]
+    """Kind of source."""
+
+    path: str
+    """Run folder of that `cotrain init`, or its rollouts/ folder."""
+
+
+class DatasetRollouts(Section):
+    """Any text or chat dataset: the policy answers its prompts, or given responses are taken as they are."""
+
+    type: Literal["dataset"]
+    """Kind of source."""
+
+    path: str
+    """json, jsonl or parquet file, a folder of them, or a hub id."""
+
+    split: str = "train"
+    """Split of a hub dataset."""
+
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+
+    prompt_column: str | None = None
+    """Column of the prompt when its name is not one of the schemas' of a dataset task."""
+
+    response_column: str | None = None
+    """Column of given responses. Default: the policy generates them."""
+
+    system_prompt: str | None = None
+    """System message before each prompt."""
+
+    max_examples: PositiveInt | None = None
+    """Use only the first examples."""
+
+
+class InitConfig(Section):
+    """What `cotrain init` trains the first drafter on."""
+
+    source: Annotated[PolicyRollouts | RecordedRollouts | DatasetRollouts, Field(discriminator="type")] = (
+        PolicyRollouts()
+    )
+    """Where the rollouts come from: policy, rollouts or dataset."""
+
+    tokens: PositiveInt = 200_000
+    """Response tokens to collect, the hold-out included."""
+
+    epochs: PositiveInt = 3
+    """Passes over the training rollouts, at most."""
+
+    holdout: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the prompts kept apart, for early stopping and for the served evaluation."""
+
+    evaluations_per_epoch: PositiveInt = 2
+    """Looks at the expected acceptance length on the hold-out in each epoch."""
+
+    patience: PositiveInt = 2
+    """Stop after this many looks without a new best."""
+
+    cache_gib: NonNegativeFloat = 0.0
+    """Most GiB of features kept on disk between epochs; the others are computed again by the engine. 0 keeps none."""
+
+
 class ReasoningGymTask(Section):
     """A reasoning-gym task with its own verifier."""
 
@@ -303,6 +378,9 @@ class TrackingConfig(Section):
     registered_model: str | None = None
     """Name of the registered drafter. Default: <policy>-drafter."""
 
+    parent_run: str | None = None
+    """MLflow run id under which this run is nested; `cotrain ablate` sets it."""
+
     log_drafters: bool = True
     """Store each published drafter in MLflow as a registered version."""
 
@@ -362,6 +440,9 @@ class RunConfig(Section):
 
     task: Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
     """Prompts and rewards."""
+
+    init: InitConfig = InitConfig()
+    """Drafter initialisation by `cotrain init`; other commands do not read it."""
 
     tracking: TrackingConfig = TrackingConfig()
     """MLflow."""

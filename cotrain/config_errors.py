@@ -23,23 +23,23 @@ class ConfigError(ValueError):
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  {line}" for line in self.problems)]))
 
 
-def readable_problems(error: ValidationError) -> list[str]:
-    """Every error of a RunConfig, one line each."""
+def readable_problems(error: ValidationError, root: type[Section] = RunConfig) -> list[str]:
+    """Every error of a section (and the sections in it), one line each."""
     problems = []
     for detail in error.errors(include_url=False):
-        path, section = _locate(detail["loc"])
+        path, section = _locate(detail["loc"], root)
         if detail["type"] == BROKEN_RULES:
             problems += [f"{path}.{field}: {message}".lstrip(".") for field, message in detail["ctx"]["problems"]]
         else:
-            problems.append(_readable_field(path, section, detail))
+            problems.append(_readable_field(path, section, detail, root))
     return problems
 
 
-def _locate(location: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
+def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[str, type[Section] | None]:
     """Dotted path of pydantic's location (which holds union tags as well), and the section its last part is in."""
     parts, rest = [], list(location)
     holder: type[Section] | None = None
-    section: type[Section] | None = RunConfig
+    section: type[Section] | None = root
     while rest:
         name, holder = rest.pop(0), section
         parts.append(str(name))
@@ -52,12 +52,12 @@ def _locate(location: tuple[int | str, ...]) -> tuple[str, type[Section] | None]
     return ".".join(parts), holder
 
 
-def _readable_field(path: str, section: type[Section] | None, detail: ErrorDetails) -> str:
+def _readable_field(path: str, section: type[Section] | None, detail: ErrorDetails, root: type[Section]) -> str:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     name = path.rpartition(".")[2]
     field = section.model_fields.get(name) if section is not None else None
     if kind == "extra_forbidden" and section is not None:
-        return f"{path}: unknown field{_suggestion(path, section)}"
+        return f"{path}: unknown field{_suggestion(path, section, root)}"
     if kind == "missing" and field is not None:
         return f"{path}: missing: {' '.join((field.description or '').split())}"
     if kind == "missing":  # an item of a list
@@ -80,13 +80,13 @@ def _readable_field(path: str, section: type[Section] | None, detail: ErrorDetai
     return f"{path}: {detail['msg'].replace('Input should', 'must')}, got {_shown(value)}{hint}"
 
 
-def _suggestion(path: str, section: type[Section]) -> str:
+def _suggestion(path: str, section: type[Section], root: type[Section]) -> str:
     """The most similar name at this level, else a field of that name or initials elsewhere, else this level's names."""
     level, _, name = path.rpartition(".")
     names = list(section.model_fields)
     if hint := did_you_mean(name, names, level):
         return hint
-    elsewhere = [f"{block.path}.{field}".lstrip(".") for block in walk_sections() for field in block.fields]
+    elsewhere = [f"{block.path}.{field}".lstrip(".") for block in walk_sections(root) for field in block.fields]
     # Prefer the one nearest to where it was written: policy.lr means policy.optimizer.learning_rate.
     elsewhere.sort(key=lambda other: not other.startswith(f"{level}."))
     for other in elsewhere:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -34,6 +35,8 @@ class RunSummary:
     """models:/NAME@serving of the last published drafter; None when none was registered."""
     next_commands: Sequence[tuple[str, str]]
     """(what it does, command), most useful first."""
+    report: Path | None = None
+    """Page of the run's report; None when it could not be written."""
 
 
 class Console:
@@ -74,7 +77,7 @@ class Console:
                 self.say(f"{title} ...")
             yield
         if not terminal_only:
-            self.say(f"{title}: {_duration(time.monotonic() - started)}")
+            self.say(f"{title}: {duration(time.monotonic() - started)}")
 
     def step(self, step: int, steps: int, metrics: Metrics, versions: Versions, missing_steps: int = 0) -> None:
         """The step line. `missing_steps`: steps that MLflow has not got."""
@@ -83,7 +86,7 @@ class Console:
         line = step_line(step, steps, metrics, versions)
         if self._step_seconds and step < steps:
             left = (steps - step) * sum(self._step_seconds) / len(self._step_seconds)
-            line += f"  eta {_duration(left, decimals=0)}"
+            line += f"  eta {duration(left, decimals=0)}"
         if missing_steps:
             line += f"  mlflow {missing_steps} behind"
         self.say(line)
@@ -125,7 +128,7 @@ def summary_lines(config: RunConfig, run_dir: RunDir, rows: Sequence[Mapping[str
     tokens = sum(row.get("rollout/generated_tokens") or 0 for row in rows)
     head = "Stopped" if run.stopped_early else "Done"
     lines = [
-        f"{head}: {len(rows)} of {config.steps} steps in {_duration(run.seconds)}"
+        f"{head}: {len(rows)} of {config.steps} steps in {duration(run.seconds)}"
         + (f", {tokens:,.0f} tokens generated" if tokens else ""),
         "",
         f"  policy       {config.policy.model}, trained by reinforcement learning",
@@ -136,6 +139,8 @@ def summary_lines(config: RunConfig, run_dir: RunDir, rows: Sequence[Mapping[str
     if config.drafter:
         lines += _drafter_lines(config, rows, run, span)
     lines += ["", f"  run folder   {run_dir.path}"]
+    if run.report:
+        lines.append(f"  report       {run.report}")
     if run.drafter_uri:
         lines.append(f"  drafter      {run.drafter_uri} in MLflow; serves in stock vLLM as it is")
     if run.next_commands:
@@ -171,7 +176,8 @@ def _from_to(rows: Sequence[Mapping[str, Any]], name: str, span: int) -> str | N
     return f"{sum(first) / len(first):.2f} -> {sum(last) / len(last):.2f}"
 
 
-def _duration(seconds: float, decimals: int = 1) -> str:
+def duration(seconds: float, decimals: int = 1) -> str:
+    """12.3s, 4m or 1h 05m."""
     if seconds < 59.5:
         return f"{seconds:.{decimals}f}s"
     minutes = round(seconds / 60)

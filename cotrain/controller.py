@@ -102,7 +102,7 @@ class Controller:
         served = self.versions
         policy_metrics, drafter_metrics = self._learn(step, rollouts, batch)
         with self._timed("swap_policy"):
-            policy_swap = self._swap_policy()
+            policy_swap = self._swap_policy() if self.config.policy.train else None
         with self._timed("swap_drafter"):
             drafter_swap = self._swap_drafter(step, drafter_metrics)
         self.last_batch = batch
@@ -139,12 +139,12 @@ class Controller:
         """Policy update, with the drafter trainer at work beside it."""
         drafter = self.roles.drafter
         with self._timed("learn"):
-            update = self.roles.policy.start_update(rollouts)
+            update = self.roles.policy.start_update(rollouts) if self.config.policy.train else None
             learning = None
             if drafter is not None:
                 assert self.config.drafter is not None
                 learning = drafter.start_learning(batch.features, step, should_train(self.config.drafter, step))
-            policy_metrics = self.roles.policy.finish_update(update)
+            policy_metrics = self.roles.policy.finish_update(update) if update is not None else {}
             drafter_metrics = {} if drafter is None else drafter.finish_learning(learning)
         return policy_metrics, drafter_metrics
 

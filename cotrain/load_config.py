@@ -27,8 +27,8 @@ def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resu
     configuration of that run comes before the files. Raises ConfigError listing all problems.
     """
     problems: list[str] = []
-    tables = [_read_toml(Path(file), problems) for file in files]
-    tables += [_read_override(override, problems) for override in overrides]
+    tables = [read_toml(Path(file), problems) for file in files]
+    tables += [read_override(override, problems) for override in overrides]
     if problems:
         raise ConfigError(problems)
     if resume is not None:
@@ -86,7 +86,8 @@ def _toml_lines(path: str, value: Any) -> list[str]:
     return [f"# {path} is not set" if value is None else f"{path} = {json.dumps(value)}"]
 
 
-def _read_toml(path: Path, problems: list[str]) -> Table:
+def read_toml(path: Path, problems: list[str]) -> Table:
+    """The file's table; what is wrong with the file is added to `problems`."""
     if not path.is_file():
         found = sorted(str(other) for other in path.parent.glob("*.toml"))
         problems.append(f"{path}: no such file{did_you_mean(path, found)}")
@@ -98,7 +99,8 @@ def _read_toml(path: Path, problems: list[str]) -> Table:
         return {}
 
 
-def _read_override(text: str, problems: list[str]) -> Table:
+def read_override(text: str, problems: list[str]) -> Table:
+    """Table of one `section.field=value`; what is wrong with it is added to `problems`."""
     match = OVERRIDE.fullmatch(text)
     if match is None:
         problems.append(f"{text}: not an override; write section.field=value, for example rollout.temperature=0.8")

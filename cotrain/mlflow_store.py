@@ -95,3 +95,13 @@ def connect(uri: str) -> MlflowClient:
 def first_line(error: Exception) -> str:
     """Start of an error's text; MLflow's run to pages."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+
+
+def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
+    """Id of the experiment of that name, which is made when there is none. Raises ValueError when it was deleted."""
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        return client.create_experiment(name, artifact_location=artifact_location(uri, name))
+    if experiment.lifecycle_stage != "active":
+        raise ValueError(f"tracking.experiment: {name!r} was deleted in MLflow; restore it or choose another name")
+    return experiment.experiment_id

@@ -48,6 +48,40 @@ def check_run(config: RunConfig, resume: bool = False) -> None:
         raise ConfigError(list(dict.fromkeys(problems)))  # a local model is looked at twice
 
 
+def check_init(config: RunConfig, resume: bool = False) -> Path:
+    """`check_run` for `cotrain init`, which trains no policy. Returns the model folder.
+
+    What init.source names is left to the one who opens it.
+    """
+    problems = [*init_problems(config), *quick_problems(config, resume)]
+    try:
+        model = resolve_model(config.policy.model)
+    except ValueError as error:
+        raise ConfigError([*problems, str(error)]) from error
+    checks: list[Callable[..., None]] = [check_lengths]
+    checks += [check_drafter_shape] if config.drafter else []
+    checks += [check_drafter_init] if config.drafter and config.drafter.init and not resume else []
+    for check in checks:
+        problems += _problems(check, config, model)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return model
+
+
+def init_problems(config: RunConfig) -> list[str]:
+    """What a configuration must have for `cotrain init` beyond what every run must."""
+    problems = []
+    if config.drafter is None:
+        problems.append(
+            'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3" to the configuration'
+        )
+    if config.rollout.features.window is not None:
+        problems.append("rollout.features.window: `cotrain init` trains on whole rollouts; leave it out")
+    if config.cluster.address is not None:
+        problems.append("cluster.address: `cotrain init` is one process on this machine; leave it out")
+    return problems
+
+
 def quick_problems(config: RunConfig, resume: bool = False) -> list[str]:
     """The problems that show within seconds, without torch, a download or a conversion (for --dry-run)."""
     problems = []

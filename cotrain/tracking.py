@@ -15,10 +15,9 @@ from typing import Any, Self
 
 from cotrain.config import RunConfig
 from cotrain.mlflow_store import (  # first of MLflow: sets its environment
-    MlflowClient,
     MlflowException,
-    artifact_location,
     connect,
+    experiment_id,
     first_line,
     sqlite_file,
     tracking_uri,
@@ -29,6 +28,7 @@ from cotrain.registry import Registration, find_version, model_id_of, set_accept
 
 # isort: split
 from mlflow.entities import LoggedModelOutput, Metric, Param
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
 MARKER = "step"
@@ -56,7 +56,7 @@ class Tracker:
         self.registered_model = config.tracking.registered_model or registered_name(config.policy.model)
         self._config, self._say = config, say
         self._client = connect(self.uri)
-        self.experiment_id = _experiment(self._client, self.uri, config.tracking.experiment)
+        self.experiment_id = experiment_id(self._client, self.uri, config.tracking.experiment)
         self.run_id = self._start_run(run_id)
         self._last_step = 0
         if run_id == self.run_id:
@@ -161,6 +161,8 @@ class Tracker:
         for stale in self._client.search_runs([self.experiment_id], f"{query} AND attributes.status = 'RUNNING'"):
             self._client.set_terminated(stale.info.run_id, "FAILED")
         tags = identity | {"config_hash": config_hash(self._config)}
+        if self._config.tracking.parent_run is not None:
+            tags[MLFLOW_PARENT_RUN_ID] = self._config.tracking.parent_run
         known: set[str] = set()
         if run_id is not None and self._run_exists(run_id):
             self._client.update_run(run_id, status="RUNNING")
@@ -267,12 +269,3 @@ def registered_name(policy_model: str) -> str:
     """`<policy>-drafter`, from a folder, a hub id or a bundled model."""
     name = Path(policy_model.removeprefix("bundled:")).name
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-drafter"
-
-
-def _experiment(client: MlflowClient, uri: str, name: str) -> str:
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        return client.create_experiment(name, artifact_location=artifact_location(uri, name))
-    if experiment.lifecycle_stage != "active":
-        raise ValueError(f"tracking.experiment: {name!r} was deleted in MLflow; restore it or choose another name")
-    return experiment.experiment_id

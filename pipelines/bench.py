@@ -11,8 +11,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import ceil
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from cotrain import threads
 from cotrain.config import FeatureTapConfig, ReasoningGymTask, RolloutConfig
+from cotrain.engine_output import engine_output_to
 from cotrain.load_config import load_config
 from cotrain.models import resolve_model
 from cotrain.provenance import machine, package_versions
@@ -109,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as pulled:
         bench = prepare(args, Path(pulled) / "drafter")
         out.mkdir(parents=True, exist_ok=True)
-        with _engine_output_to(out / "engine.log") as console:
+        with engine_output_to(out / "engine.log") as console:
             about: dict[str, Any] = {
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "machine": machine() | {"load_average_before": round(os.getloadavg()[0], 2)},
@@ -132,27 +133,6 @@ def main(argv: Sequence[str]) -> int:
             plot(found["arms"], out / "bench.png")
             print(f"\n{text}\nwritten to {out}/: bench.json, bench.md, bench.png, engine.log", file=console)
     return 0
-
-
-@contextmanager
-def _engine_output_to(path: Path) -> Iterator[TextIO]:
-    """Send what this process and its children print to a file. Yields a stream that still reaches the console."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        for descriptor in (1, 2):
-            os.dup2(log, descriptor)
-        with os.fdopen(os.dup(saved[0]), "w", buffering=1) as console:
-            yield console
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for descriptor, original in zip((1, 2), saved, strict=True):
-            os.dup2(original, descriptor)
-            os.close(original)
-        os.close(log)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -4,15 +4,32 @@ Exit status: 0 done, 1 the run's own check failed, 2 something the user can mend
 """
 
 import argparse
+import importlib
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from cotrain.checkpoint import DiskFullError
 from cotrain.config import RunConfig
 from cotrain.config_errors import ConfigError
 from cotrain.load_config import load_config, to_toml
+
+
+class OwnParser(NamedTuple):
+    """A command whose module reads its own arguments, in `main(arguments) -> exit status`."""
+
+    module: str
+    help: str
+
+
+OWN_PARSER = {
+    "init": OwnParser("pipelines.initialise", "train a drafter on the policy's own rollouts, before RL"),
+    "ablate": OwnParser("pipelines.ablate", "run a study: arms x seeds, and one table"),
+    "report": OwnParser("pipelines.report", "write the report of a run or a study"),
+    "bench": OwnParser("pipelines.bench", "measure speculation arms side by side on one engine"),
+}
 
 OWN_PACKAGES = ("cotrain", "drafters", "pipelines")
 SQLITE = "sqlite:///"
@@ -37,10 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors of the user are printed without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["bench"]:  # has a parser of its own
-            from pipelines.bench import main as bench
-
-            return int(bench(arguments[1:]))
+        if arguments and arguments[0] in OWN_PARSER:
+            command = importlib.import_module(OWN_PARSER[arguments[0]].module)
+            return int(command.main(arguments[1:]))
         parsed = _parse(arguments)
         status: int = parsed.run(parsed)
         return status
@@ -93,7 +109,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     train.add_argument("--resume", metavar="NAME", help="continue this run; CONFIG and overrides come after its own")
     train.set_defaults(run=_train)
 
-    commands.add_parser("bench", help="measure speculation arms side by side on one engine", add_help=False)
+    for name, own in OWN_PARSER.items():
+        commands.add_parser(name, help=own.help, add_help=False)
 
     drafters = commands.add_parser("drafters", help="drafters that runs have published")
     actions = drafters.add_subparsers(required=True, metavar="ACTION")

@@ -1,14 +1,9 @@
 """Joint policy-drafter training: puts the parts together, runs the controller, and cleans up whatever happens."""
 
-import gc
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from cotrain.checkpoint import (
     RunState,
@@ -30,9 +25,11 @@ from cotrain.prompts import PromptEncoder
 from cotrain.provenance import write_provenance
 from cotrain.records import RolloutRequest, Versions
 from cotrain.registry import resolve_drafter_init
+from cotrain.report.run import write_run_report
 from cotrain.roles import DrafterTraining, PolicyRanks, RolloutEngines, engine_specs
 from cotrain.run_dir import RunDir
 from cotrain.scratch import scratch_folder
+from cotrain.stop_signal import two_stage_stop
 from cotrain.tasks.base import build_task
 from cotrain.tasks.sampling import PromptSampler
 from cotrain.tracking import Tracker
@@ -46,7 +43,7 @@ def train(config: RunConfig, resume: bool) -> int:
     started = time.monotonic()
     console = Console(sys.stdout)
     with ExitStack() as stack:
-        stop = stack.enter_context(_two_stage_stop(console))
+        stop = stack.enter_context(two_stage_stop(console.say, "step"))
         run_dir = RunDir.open(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
         stack.enter_context(run_dir)
         with console.phase("model and task"):
@@ -102,6 +99,7 @@ def train(config: RunConfig, resume: bool) -> int:
                 greedy_identical=check.passed if check else None,
                 drafter_uri=_drafter_uri(config, tracker, controller),
                 next_commands=_next_commands(config, tracker, finished),
+                report=_write_report(run_dir, console),
             ),
         )
         return 0 if check is None or check.passed else 1
@@ -185,6 +183,14 @@ def _final_check(config: RunConfig, controller: Controller, console: Console) ->
     return check
 
 
+def _write_report(run_dir: RunDir, console: Console) -> Path | None:
+    try:
+        return write_run_report(run_dir.path)
+    except Exception as error:  # whatever a figure or a disk does, the run behind it is finished and saved
+        console.say(f"report not written ({error}); try again with: cotrain report {run_dir.path}")
+        return None
+
+
 def _devices(config: RunConfig, placement: Placement, cluster: Cluster) -> dict[str, str]:
     def device(num: int, gpus: float, threads: int) -> str:
         kind = f"{gpus:g} GPU each" if gpus else f"CPU, {threads} threads"
@@ -217,24 +223,3 @@ def _next_commands(config: RunConfig, tracker: Tracker, finished: bool) -> list[
             ("measure its speed", f"cotrain bench --model {config.policy.model} --drafter my-drafter"),
         ]
     return commands
-
-
-@contextmanager
-def _two_stage_stop(console: Console) -> Iterator[Any]:
-    """First SIGINT or SIGTERM: finish the step and save. Second: stop now. Yields "has a stop been asked for?"."""
-    requested = False
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        if requested:
-            raise KeyboardInterrupt
-        requested = True
-        console.say("stopping after this step and saving; once more to stop at once")
-
-    previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: requested
-    finally:
-        for s, handler in previous.items():
-            signal.signal(s, handler)
-        gc.collect()

@@ -46,7 +46,16 @@ def test_package_is_the_one_of_this_checkout(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["cotrain.config", "cotrain.load_config", "cotrain.preflight", "cotrain.records", "pipelines.cli"]
+    "module",
+    [
+        "cotrain.config",
+        "cotrain.load_config",
+        "cotrain.preflight",
+        "cotrain.records",
+        "cotrain.study.plan",
+        "pipelines.ablate",
+        "pipelines.cli",
+    ],
 )
 def test_import_pulls_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*(name for name in {HEAVY} if name in sys.modules))"

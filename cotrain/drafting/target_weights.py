@@ -8,7 +8,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.base import TargetSpec, TargetWeights
+from cotrain.models import weight_files
+from drafters.base import TargetSpec, TargetWeights, read_config
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -16,22 +17,27 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 def read_target_weights(
     path: str | Path, policy_version: int, target: TargetSpec, device: str | torch.device
 ) -> TargetWeights:
-    """The two matrices out of a safetensors file in Hugging Face names; nothing else of it is read.
+    """The two matrices out of a safetensors file in Hugging Face names, or a model folder; nothing else is read.
 
     Without an lm_head the target is tied and its head is the embedding. They are copies: the file may be overwritten.
-    Raises ValueError when the file is unreadable, has no embedding, or is of another target.
+    Raises ValueError when a file is unreadable, there is no embedding, or it is of another target.
     """
+    path = Path(path)
+    found: dict[str, list[str]] = {EMBEDDING: [], HEAD: []}
+    matrices: dict[str, Tensor] = {}
     try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            found = {suffix: [name for name in names if name.endswith(suffix)] for suffix in (EMBEDDING, HEAD)}
-            if len(found[EMBEDDING]) != 1 or len(found[HEAD]) > 1:
-                raise ValueError(
-                    f"{path} has {found[EMBEDDING]} and {found[HEAD]}; expected one embedding, at most one head"
-                )
-            matrices = {s: file.get_tensor(n[0]).to(device, copy=True) for s, n in found.items() if n}
+        for part in weight_files(path) if path.is_dir() else [path]:
+            with safe_open(part, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    for suffix in filter(name.endswith, found):
+                        found[suffix].append(name)
+                        matrices[suffix] = file.get_tensor(name).to(device, copy=True)
     except (SafetensorError, FileNotFoundError) as error:
         raise ValueError(f"target weights {path} cannot be read: {error}") from error
+    if len(found[EMBEDDING]) != 1 or len(found[HEAD]) > 1:
+        raise ValueError(f"{path} has {found[EMBEDDING]} and {found[HEAD]}; expected one embedding, at most one head")
+    if path.is_dir() and read_config(path).get("tie_word_embeddings"):
+        matrices.pop(HEAD, None)  # a leftover copy, which no engine loads
     for suffix, matrix in matrices.items():
         if tuple(matrix.shape) != (target.vocab_size, target.hidden_size):
             raise ValueError(

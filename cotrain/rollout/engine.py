@@ -6,6 +6,7 @@ A plain asynchronous class; `cluster.py` makes it a Ray actor. Its process envir
 
 import asyncio
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from cotrain.records import (
     WeightPayload,
 )
 from cotrain.rollout.acceptance_stats import counts_of_request, total_counts
+from cotrain.rollout.feature_tap import allocated_rows, row_bytes
 from cotrain.rollout.payload import WeightUpdateRefused
 
 POLICY_READBACK_COLUMNS = 32
@@ -93,7 +95,6 @@ class RolloutEngine:
             "max_model_len": rollout.max_model_len + k + 1,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": False,
-            "per_request_spec_decode_metrics": "summary",
             "worker_extension_cls": f"{worker_extension.__name__}.CotrainWorker",
             "weight_transfer_config": {"backend": weight_transfer.BACKEND},
             "scheduler_cls": f"{scheduling.__name__}.DraftLengthScheduler",
@@ -109,6 +110,8 @@ class RolloutEngine:
                 "num_speculative_tokens": k,
                 "draft_sample_method": rollout.draft_sample_method,
             }
+        if "speculative_config" in arguments:
+            arguments["per_request_spec_decode_metrics"] = "summary"
         return arguments
 
     async def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
@@ -127,7 +130,8 @@ class RolloutEngine:
         times = [output.metrics for output in outputs]
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
         rollouts = [self._rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
-        features, stats = await self._take_features(names, rollouts) if tap else ([], {})
+        sequences = [(r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids)) for r in rollouts]
+        features, stats = await self._take_features(names, sequences) if tap else ([], {})
         return RolloutBatch(
             rollouts=rollouts,
             features=features,
@@ -136,6 +140,51 @@ class RolloutEngine:
             num_generated_tokens=sum(len(r.token_ids) for r in rollouts),
             feature_stats=stats,
         )
+
+    async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[FeatureShard]:
+        """Hidden states of given tokens, (prompt and response, prompt length) each, computed in a prefill.
+
+        The shards hold the sequences in order, in as many groups as the tap's bounds ask for. Raises ValueError when
+        one sequence alone is above them.
+        """
+        shards: list[FeatureShard] = []
+        for group in self._within_tap_bounds(sequences):
+            self._batches += 1
+            names = [f"b{self._batches}r{i}" for i in range(len(group))]
+            requests = [RolloutRequest(name, 0, ids, None) for name, (ids, _) in zip(names, group, strict=True)]
+            await self._engine.collective_rpc("cotrain_set_tapping", args=(True,))
+            # A cached block is not computed again, and so would be a hole.
+            await self._run(names, requests, {"max_tokens": 1, "skip_reading_prefix_cache": True})
+            taken, stats = await self._take_features(names, group)
+            if stats["num_rollouts"] != len(group):
+                raise RuntimeError(
+                    f"the tap refused {stats['num_refused']} of {len(group)} sequences within its bounds"
+                )
+            shards += taken
+        await self._engine.collective_rpc("cotrain_set_tapping", args=(False,))
+        return shards
+
+    def _within_tap_bounds(self, sequences: list[tuple[list[int], int]]) -> Iterator[list[tuple[list[int], int]]]:
+        bounds = self.spec.rollout.features
+        bytes_per_value = {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype]
+        width = (len(self.spec.aux_layers) + 1) * self._engine.model_config.get_hidden_size()
+        group: list[tuple[list[int], int]] = []
+        tokens = num_bytes = 0
+        for sequence in sequences:
+            length = len(sequence[0])
+            size = allocated_rows(length, bounds.window) * row_bytes(width, bytes_per_value)
+            if length > bounds.max_tokens_per_step or size > bounds.max_bytes:
+                raise ValueError(
+                    f"rollout.features: a sequence of {length} tokens takes {size} bytes of the tap; raise max_bytes "
+                    f"({bounds.max_bytes}) or max_tokens_per_step ({bounds.max_tokens_per_step})"
+                )
+            if group and (tokens + length > bounds.max_tokens_per_step or num_bytes + size > bounds.max_bytes):
+                yield group
+                group, tokens, num_bytes = [], 0, 0
+            group.append(sequence)
+            tokens, num_bytes = tokens + length, num_bytes + size
+        if group:
+            yield group
 
     async def _run(self, names: list[str], requests: list[RolloutRequest], overrides: dict[str, Any]) -> list[Any]:
         engine, synchronous = self._engine, self.spec.rollout.synchronous_batches
@@ -182,7 +231,7 @@ class RolloutEngine:
         )
 
     async def _take_features(
-        self, names: list[str], rollouts: list[Rollout]
+        self, names: list[str], sequences: list[tuple[list[int], int]]
     ) -> tuple[list[FeatureShard], dict[str, float]]:
         rollout = self.spec.rollout
         path = f"{self.spec.scratch}/features_{self._batches}.safetensors"
@@ -195,10 +244,7 @@ class RolloutEngine:
             "aux_layers": ",".join(map(str, self.spec.aux_layers)),
             "final_norm_applied": "true",
         }
-        wanted = [
-            (name, r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids))
-            for name, r in zip(names, rollouts, strict=True)
-        ]
+        wanted = [(name, *sequence) for name, sequence in zip(names, sequences, strict=True)]
         (stats,) = await self._engine.collective_rpc("cotrain_take_features", args=(wanted, path, metadata))
         if not stats["num_rollouts"]:
             return [], stats

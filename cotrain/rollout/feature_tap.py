@@ -76,8 +76,8 @@ class FeatureTap:
     def _room_for(self, request_id: str, length: int, hidden: Tensor) -> _Recording | None:
         recording = self._recordings.get(request_id)
         capacity, seen = (0, 0) if recording is None else (recording.positions.shape[0], recording.length)
-        needed = self._capacity_for(length, capacity)
-        grown = max(0, needed - capacity) * (hidden.shape[1] * hidden.element_size() + 16)
+        needed = allocated_rows(length, self.config.window, capacity)
+        grown = max(0, needed - capacity) * row_bytes(hidden.shape[1], hidden.element_size())
         tokens = self._tokens + max(0, length - seen)
         if self._bytes + grown > self.config.max_bytes or tokens > self.config.max_tokens_per_step:
             self._refuse(request_id)
@@ -86,16 +86,6 @@ class FeatureTap:
             self._bytes += grown
             self._recordings[request_id] = _resized(recording, needed, hidden)
         return self._recordings[request_id]
-
-    def _capacity_for(self, length: int, capacity: int) -> int:
-        """Rows that hold `length` positions: powers of two of the first allocation, or the window at most."""
-        window = self.config.window
-        if window is not None and length > min(FIRST_ROWS, window):
-            return window
-        needed = capacity or min(FIRST_ROWS, window or FIRST_ROWS)
-        while needed < length:
-            needed *= 2
-        return needed
 
     def _refuse(self, request_id: str) -> None:
         """Stop tapping a request; the room it took goes to the others."""
@@ -133,6 +123,21 @@ class FeatureTap:
         self._recordings.clear()
         self._refused.clear()
         self._bytes = self._tokens = 0
+
+
+def allocated_rows(length: int, window: int | None, capacity: int = 0) -> int:
+    """Rows that hold `length` positions: powers of two of the first allocation, or the window at most."""
+    if window is not None and length > min(FIRST_ROWS, window):
+        return window
+    needed = capacity or min(FIRST_ROWS, window or FIRST_ROWS)
+    while needed < length:
+        needed *= 2
+    return needed
+
+
+def row_bytes(width: int, bytes_per_value: int) -> int:
+    """Bytes of one row: hidden states, position and token id."""
+    return width * bytes_per_value + 16
 
 
 def _resized(recording: _Recording | None, capacity: int, hidden: Tensor) -> _Recording:

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from cotrain.orphans import die_with_parent
+from cotrain.orphans import die_with_parent, leave_terminal_group
 
 CONFIG_KEY = "cotrain_draft_length_file"
 
@@ -34,7 +34,9 @@ class DraftLengthScheduler(Scheduler):
     """vLLM's scheduler, with the number of draft tokens taken from `DraftLength` (at most the configured number)."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        die_with_parent()  # the scheduler lives in the engine core, a process of its own
+        # The scheduler lives in the engine core, a process of its own.
+        die_with_parent()
+        leave_terminal_group()
         super().__init__(*args, **kwargs)
         path = self.vllm_config.additional_config[CONFIG_KEY]
         self._draft_length = DraftLength(path) if self.num_spec_tokens else None

@@ -12,7 +12,7 @@ import torch
 
 from cotrain.config import FeatureTapConfig
 from cotrain.drafting.features import write_shard
-from cotrain.orphans import die_with_parent
+from cotrain.orphans import die_with_parent, leave_terminal_group
 from cotrain.rollout import vllm_compat, weight_transfer
 from cotrain.rollout.feature_tap import FeatureTap
 from cotrain.rollout.payload import digest
@@ -27,6 +27,7 @@ class CotrainWorker:
     def cotrain_start(self, tap: dict[str, Any] | None) -> dict[str, Any]:
         """Install the hooks; `tap` is a FeatureTapConfig as a dict, or None without a drafter. Reports the worker."""
         die_with_parent()
+        leave_terminal_group()
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         self._cotrain_tapping = False
         self._cotrain_tap_seconds = 0.0

@@ -12,7 +12,7 @@ Other column names come from task.prompt_column and task.answer_column. A prompt
 from pathlib import Path
 from typing import Any
 
-from cotrain.config import DatasetTask
+from cotrain.config import DatasetRollouts, DatasetTask
 from cotrain.records import Prompt
 from cotrain.tasks.messages import chat_messages
 from cotrain.tasks.rewards import REWARDS, load_reward
@@ -27,10 +27,8 @@ class DatasetProblems:
     def __init__(self, config: DatasetTask, seed: int) -> None:
         """Raises ValueError naming the field of [task] and, for columns, what the dataset has."""
         self._reward = load_reward(config.reward)
-        rows = _load_rows(config)
-        if config.max_examples is not None:
-            rows = rows.select(range(min(config.max_examples, len(rows))))
-        prompt_column = _prompt_column(config, rows.column_names)
+        rows = load_rows(config)
+        prompt_column = find_prompt_column(config, rows.column_names)
         answer_column = _answer_column(config, prompt_column, rows.column_names)
         self._prompts = [_read_prompt(config, i, row, prompt_column, answer_column) for i, row in enumerate(rows)]
 
@@ -46,8 +44,8 @@ class DatasetProblems:
         return self._reward(prompt.messages, response, prompt.answer)
 
 
-def _load_rows(config: DatasetTask) -> Any:
-    """A datasets.Dataset. Raises ValueError naming task.path, or task.split and task.subset."""
+def load_rows(config: DatasetTask | DatasetRollouts) -> Any:
+    """The first max_examples rows, a datasets.Dataset. Raises ValueError naming task.path, or task.split and task.subset."""
     import datasets
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
@@ -61,10 +59,11 @@ def _load_rows(config: DatasetTask) -> Any:
     datasets.disable_progress_bars()
     try:
         if path.is_file():
-            return datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split="train")
-        if (path / "dataset_info.json").is_file():
-            return datasets.load_from_disk(str(path))
-        return datasets.load_dataset(str(path) if path.is_dir() else config.path, config.subset, split=config.split)
+            rows = datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split="train")
+        elif (path / "dataset_info.json").is_file():
+            rows = datasets.load_from_disk(str(path))
+        else:
+            rows = datasets.load_dataset(str(path) if path.is_dir() else config.path, config.subset, split=config.split)
     except (DatasetNotFoundError, ConnectionError) as error:
         raise ValueError(
             f"task.path: there is no local file or folder '{config.path}', and the hub did not give a dataset of that "
@@ -75,11 +74,13 @@ def _load_rows(config: DatasetTask) -> Any:
     except ValueError as error:
         field = "task.path" if path.is_file() else "task.split or task.subset"
         raise ValueError(f"{field}: {config.path}: {error}") from error
+    return rows if config.max_examples is None else rows.select(range(min(config.max_examples, len(rows))))
 
 
-def _prompt_column(config: DatasetTask, columns: list[str]) -> str:
+def find_prompt_column(config: DatasetTask | DatasetRollouts, columns: list[str]) -> str:
+    """prompt_column, or the first of the schemas' names. Raises ValueError listing the columns found."""
     if config.prompt_column is not None:
-        return _existing(config.prompt_column, "task.prompt_column", columns)
+        return existing_column(config.prompt_column, "task.prompt_column", columns)
     if {"prompt", "reward_model"} <= set(columns):
         return "prompt"
     for name in ("messages", "prompt", "question"):
@@ -94,7 +95,7 @@ def _prompt_column(config: DatasetTask, columns: list[str]) -> str:
 def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) -> str | None:
     """None where answers come from the last message, or where a user's reward may do without."""
     if config.answer_column is not None:
-        return _existing(config.answer_column, "task.answer_column", columns)
+        return existing_column(config.answer_column, "task.answer_column", columns)
     for name in ("reward_model", "answer"):
         if name in columns and name != prompt_column:
             return name
@@ -106,7 +107,8 @@ def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) 
     )
 
 
-def _existing(column: str, field: str, columns: list[str]) -> str:
+def existing_column(column: str, field: str, columns: list[str]) -> str:
+    """`column`, if it is there. Raises ValueError naming `field` and the columns found."""
     if column not in columns:
         raise ValueError(f"{field}: no column '{column}'. Columns found: {', '.join(columns)}")
     return column
@@ -116,22 +118,29 @@ def _read_prompt(
     config: DatasetTask, index: int, row: dict[str, Any], prompt_column: str, answer_column: str | None
 ) -> Prompt:
     where = f"row {index} of {config.path}"
-    question = row[prompt_column]
-    answer = None if answer_column is None else _read_answer(row[answer_column])
-    if isinstance(question, list) and question and question[-1].get("role") == "assistant":
-        answer = question[-1]["content"] if answer_column is None else answer
-        question = question[:-1]
-    if not question:
-        raise ValueError(f"task.prompt_column: {where} has no prompt in '{prompt_column}'")
-    if isinstance(question, list) and not {"role", "content"} <= question[0].keys():
-        keys = ", ".join(question[0])
-        raise ValueError(f"task.prompt_column: messages need role and content; {where} has {keys}")
+    question, last_message = split_question(row[prompt_column], prompt_column, where)
+    answer = last_message if answer_column is None else _read_answer(row[answer_column])
     if config.reward in REWARDS and (not isinstance(answer, str) or not answer):
         raise ValueError(
             f"task.answer_column: {where} has the answer {answer!r}; task.reward = '{config.reward}' needs a text"
         )
     messages = chat_messages(question, config.instruction, config.system_prompt)
     return Prompt(id=f"{Path(config.path).stem}-{index}", messages=messages, answer=answer)
+
+
+def split_question(
+    question: str | list[dict[str, str]], column: str, where: str
+) -> tuple[str | list[dict[str, str]], str | None]:
+    """(text or messages of the prompt, the last message when it is the assistant's). Raises ValueError naming `where`."""
+    answer = None
+    if isinstance(question, list) and question and question[-1].get("role") == "assistant":
+        question, answer = question[:-1], question[-1]["content"]
+    if not question or not isinstance(question, str | list):
+        raise ValueError(f"task.prompt_column: {where} has no prompt in '{column}'")
+    if isinstance(question, list) and not {"role", "content"} <= question[0].keys():
+        keys = ", ".join(question[0])
+        raise ValueError(f"task.prompt_column: messages need role and content; {where} has {keys}")
+    return question, answer
 
 
 def _read_answer(value: Any) -> Any:

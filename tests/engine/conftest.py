@@ -139,26 +139,42 @@ def drafter_folder(untrained_drafter: Drafter, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="session")
-def fitted_drafter(target_folder: Path, target_model: Any, target_state: dict[str, torch.Tensor]) -> Drafter:
-    """A drafter distilled from sampled rollouts of the tiny target."""
+def sampled_text(target_model: Any) -> DraftBatch:
+    """Rollouts sampled from the tiny target, with their features."""
     generator = torch.Generator().manual_seed(3)
     prompts = torch.randint(40, 120, (48, 12), generator=generator)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         rollouts = target_model.generate(prompts, do_sample=True, max_new_tokens=48, eos_token_id=None, pad_token_id=0)
-    data = joined([features_of(target_model, row, 12, i) for i, row in enumerate(rollouts.tolist())])
-    config = Eagle3Config(type="eagle3", draft_vocab_size=DRAFT_VOCABULARY, aux_layers=AUX_LAYERS)
+    return joined([features_of(target_model, row, 12, i) for i, row in enumerate(rollouts.tolist())])
+
+
+@pytest.fixture(scope="session")
+def target_weights(target_state: dict[str, torch.Tensor]) -> TargetWeights:
+    return TargetWeights(target_state["model.embed_tokens.weight"], target_state["lm_head.weight"], 0)
+
+
+def distilled(data: DraftBatch, target: TargetWeights, target_folder: Path, trained_depth: int = 3) -> Drafter:
+    """A drafter that has learnt from `data` for a few seconds."""
+    config = Eagle3Config(
+        type="eagle3", draft_vocab_size=DRAFT_VOCABULARY, aux_layers=AUX_LAYERS, trained_depth=trained_depth
+    )
     drafter = build_drafter(config, TargetSpec.from_pretrained(target_folder), seed=1)
-    head = target_state["lm_head.weight"]
-    weights = TargetWeights(target_state["model.embed_tokens.weight"], head, 0)
-    drafter.choose_vocabulary(torch.bincount(data.token_ids, minlength=head.shape[0]), weights)
+    drafter.choose_vocabulary(torch.bincount(data.token_ids, minlength=target.head.shape[0]), target)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
+    objective = ObjectiveConfig(type="soft_cross_entropy")
     for _ in range(60):
-        result = drafter.loss(data, weights, Sampler(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig())
+        result = drafter.loss(data, target, Sampler(1.0, 1.0, 0, "probabilistic"), objective)
         optimizer.zero_grad()
         result.loss.backward()
         optimizer.step()
     return drafter
+
+
+@pytest.fixture(scope="session")
+def fitted_drafter(sampled_text: DraftBatch, target_weights: TargetWeights, target_folder: Path) -> Drafter:
+    """A drafter distilled from sampled rollouts of the tiny target."""
+    return distilled(sampled_text, target_weights, target_folder)
 
 
 @pytest.fixture(scope="session")

@@ -93,6 +93,8 @@ def straight(root: Path) -> str:
 def test_a_run_ends_with_a_summary(straight: str, root: Path) -> None:
     assert re.search(r"step 6/6 .*reward .*accept \d\.\d\d \(exp \d\.\d\d\)  k 3 .*p6 d6", straight)
     assert "prompts identical" in straight and "DIFFERS" not in straight
+    assert f"  report       {root / 'straight/report/report.html'}" in straight
+    assert (root / "straight" / "report" / "acceptance_length.png").is_file()
     rows = metrics_of(root, "straight")
     assert [row["versions/policy"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert [row["versions/drafter"] for row in rows] == [0, 1, 2, 3, 4, 5]

@@ -1,0 +1,73 @@
+"""A study file on the smoke configuration, and its runs by a stand-in."""
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = (sys.executable, str(Path(__file__).parent / "stand_in.py"))
+
+STUDY = """
+name = "first"
+config = ["base.toml"]
+seeds = [0, 1]
+folder = "{folder}"
+
+[inits.generic]
+"init.source.type" = "dataset"
+"init.source.path" = "prompts.jsonl"
+"init.tokens" = 500
+
+[[arms]]
+name = "generic, frozen"
+init = "generic"
+online = false
+
+[[arms]]
+name = "random, co-trained"
+init = "none"
+online = true
+
+[[arms]]
+name = "no speculation"
+speculation = false
+"""
+
+
+@pytest.fixture
+def study_file(tmp_path: Path) -> Path:
+    """Three arms, two seeds, one initialisation."""
+    folder = tmp_path / "study"
+    folder.mkdir()
+    shutil.copy(ROOT / "configs" / "smoke.toml", folder / "base.toml")
+    (folder / "prompts.jsonl").write_text('{"prompt": "Name a colour."}\n')
+    path = folder / "study.toml"
+    path.write_text(STUDY.format(folder=tmp_path / "studies"))
+    return path
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What the stand-in was asked to do since the last look, as `command name [options]`."""
+    file = tmp_path / "calls"
+    monkeypatch.setenv("CALLS", str(file))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def look() -> list[str]:
+        lines = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return lines
+
+    return look
+
+
+@pytest.fixture
+def store(tmp_path: Path, empty_mlflow_database: Path) -> str:
+    """The study's own MLflow store, in the place where it would be made."""
+    path = tmp_path / "studies" / "first" / "mlflow.db"
+    path.parent.mkdir(parents=True)
+    shutil.copy(empty_mlflow_database, path)
+    return f"sqlite:///{path}"
