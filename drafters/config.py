@@ -30,8 +30,13 @@ class Eagle3Config(Section):
     intermediate_size: PositiveInt | None = None
     """Width of the drafter's MLP. Default: the target's."""
 
+    fc_norm: bool = True
+    """RMSNorm on each target layer's state before they are joined (EAGLE-3.1). Residual streams have a few values
+    thousands of times the others, which a drafter without these norms has to learn around first. False is the classic
+    layout, for SGLang before it read them."""
+
     norm_before_residual: bool = False
-    """Use the normed hidden state as the residual. False is the classic layout that every engine serves."""
+    """Use the normed hidden state as the residual. False is the layout that every engine serves."""
 
 
 class ObjectiveConfig(Section):

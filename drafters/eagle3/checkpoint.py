@@ -14,7 +14,7 @@ from torch import Tensor
 from drafters.base import TargetSpec, read_config, read_tensors
 from drafters.eagle3.layer import Eagle3Shape
 
-UNSUPPORTED_FLAGS = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias")
+UNSUPPORTED_FLAGS = ("norm_before_fc", "norm_output", "attention_bias")
 """Variants that vLLM serves and this drafter does not compute."""
 
 
@@ -52,7 +52,7 @@ def to_config(shape: Eagle3Shape) -> dict[str, object]:
         # Always written out: the defaults of a missing flag differ between vLLM's two config readers.
         "norm_before_residual": shape.norm_before_residual,
         "norm_before_fc": False,
-        "fc_norm": False,
+        "fc_norm": shape.fc_norm,
         "norm_output": False,
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
@@ -102,6 +102,7 @@ def from_config(config: dict[str, Any], target: TargetSpec, source: str | Path) 
         draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
         aux_layers=check_aux_layers(config.get("eagle_aux_hidden_state_layer_ids"), target, f"{source}/config.json"),
         trained_depth=_trained_depth(config, source),
+        fc_norm=bool(config.get("fc_norm", False)),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
     )
 

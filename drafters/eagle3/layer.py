@@ -30,6 +30,7 @@ class Eagle3Shape:
     draft_vocab_size: int
     aux_layers: tuple[int, ...]  # ascending; id k = Hugging Face hidden_states[k]
     trained_depth: int
+    fc_norm: bool
     norm_before_residual: bool
 
 

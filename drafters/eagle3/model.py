@@ -29,7 +29,11 @@ class Eagle3Drafter(Drafter):
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.fc = nn.Linear(len(shape.aux_layers) * shape.hidden_size, shape.hidden_size, bias=False)
+        num_layers = len(shape.aux_layers)
+        if shape.fc_norm:
+            norms = [nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps) for _ in range(num_layers)]
+            self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(num_layers * shape.hidden_size, shape.hidden_size, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(shape)])
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
@@ -61,6 +65,7 @@ class Eagle3Drafter(Drafter):
             draft_vocab_size=config.draft_vocab_size,
             aux_layers=check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers"),
             trained_depth=config.trained_depth,
+            fc_norm=config.fc_norm,
             norm_before_residual=config.norm_before_residual,
         )
         # Without memory first, so that torch's own initialisation neither costs time nor moves the global seed.
@@ -95,6 +100,13 @@ class Eagle3Drafter(Drafter):
             return torch.arange(self.shape.vocab_size, device=self.lm_head.weight.device)
         return to_tokens(self.d2t)
 
+    def fuse(self, aux_hidden: Tensor) -> Tensor:
+        """First hidden state [R, H] of the drafter, from those of the A aux layers [R, A*H]."""
+        if self.shape.fc_norm:
+            chunks = aux_hidden.chunk(len(self.fc_norm), dim=-1)
+            aux_hidden = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(aux_hidden)
+
     def check_tensors(self, tensors: dict[str, Tensor], source: str | Path) -> None:
         super().check_tensors(tensors, source)
         if "d2t" in tensors and not torch.equal(tensors["t2d"].nonzero().squeeze(1), to_tokens(tensors["d2t"])):
@@ -102,7 +114,7 @@ class Eagle3Drafter(Drafter):
 
     def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
         alignment = align(batch, self.trained_depth)
-        hidden = unroll(self.fc, cast(DecoderLayer, self.layers[0]), self.norm, batch, alignment, target.embedding)
+        hidden = unroll(self.fuse, cast(DecoderLayer, self.layers[0]), self.norm, batch, alignment, target.embedding)
         teacher = Teacher(batch.token_ids, batch.final_hidden, target.head, self.draft_to_target, sampler)
         losses = draft_loss(hidden, self.lm_head.weight, teacher, alignment, objective)
         return DraftLoss(

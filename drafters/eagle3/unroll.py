@@ -5,7 +5,7 @@ position only its own key: when serving, those are the entries that its verifica
 That is a causal block and k scores a row, never a mask of rows x rows(1 + k).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,24 @@ MAX_SCORES = 2**24
 
 
 def unroll(
-    fc: nn.Linear, layer: DecoderLayer, norm: nn.RMSNorm, batch: DraftBatch, alignment: Alignment, embedding: Tensor
+    fuse: Callable[[Tensor], Tensor],
+    layer: DecoderLayer,
+    norm: nn.RMSNorm,
+    batch: DraftBatch,
+    alignment: Alignment,
+    embedding: Tensor,
 ) -> list[Tensor]:
     """States [S, H] that the head reads for each start, one tensor for each draft position.
 
-    The true tokens are fed at every position (teacher forcing); the hidden state fed back is the layer's own output
+    fuse: aux hidden states [R, A*H] -> first hidden state [R, H]. The true tokens are fed at every position (teacher forcing); the hidden state fed back is the layer's own output
     before the final norm.
     """
 
     def embed(rows: Tensor) -> Tensor:
-        return embedding[batch.token_ids[rows]].to(fc.weight.dtype)
+        return embedding[batch.token_ids[rows]].to(norm.weight.dtype)
 
     def first(aux_hidden: Tensor) -> tuple[Tensor, ...]:
-        x, residual = layer.attention_input(embed(alignment.context_rows + 1), fc(aux_hidden))
+        x, residual = layer.attention_input(embed(alignment.context_rows + 1), fuse(aux_hidden))
         keys, values = layer.self_attn.keys_and_values(x, batch.positions[alignment.context_rows])
         x, residual = x[alignment.starts_in_context], residual[alignment.starts_in_context]
         queries = layer.self_attn.queries(x, start_positions)
@@ -48,7 +53,7 @@ def unroll(
         return hidden, norm(hidden), key, value
 
     start_positions = batch.positions[alignment.start_rows]
-    hidden, normed, *context = _recomputed(first, batch.aux_hidden[alignment.context_rows].to(fc.weight.dtype))
+    hidden, normed, *context = _recomputed(first, batch.aux_hidden[alignment.context_rows].to(norm.weight.dtype))
     outputs: list[Tensor] = [normed]
     own: list[Tensor] = []
     for position in range(1, len(alignment.supervised)):

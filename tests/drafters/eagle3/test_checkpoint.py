@@ -64,6 +64,7 @@ def test_files_are_what_engines_read(folder):
     layer = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
     layer += ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
     names = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"} | {f"layers.0.{n}.weight" for n in layer}
+    names |= {f"fc_norm.{i}.weight" for i in range(3)}
     assert set(tensors) == names
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
 

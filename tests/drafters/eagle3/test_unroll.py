@@ -35,6 +35,12 @@ class CachedDecoder:
         angles = torch.cat([position * frequencies] * 2)
         return apply_rotary_pos_emb(x[None], x[None], angles.cos()[None], angles.sin()[None])[0][0]
 
+    def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
+        layers = aux_hidden.chunk(3)
+        if "fc_norm.0.weight" in self.weights:
+            layers = [self.norm(state, f"fc_norm.{i}") for i, state in enumerate(layers)]
+        return self.linear(torch.cat(list(layers)), "fc")
+
     def step(self, embedding, hidden, position: int, cache: list) -> torch.Tensor:
         """Append this row to the cache and return the layer's output [H] before the final norm."""
         normed = self.norm(hidden, "layers.0.hidden_norm")
@@ -63,7 +69,7 @@ def decode(drafter: Eagle3Drafter, batch: DraftBatch, embedding: torch.Tensor) -
         for index, row in enumerate(rows[:-1]):
             if not batch.feature_mask[row]:
                 continue
-            hidden = decoder.linear(batch.aux_hidden[row], "fc")
+            hidden = decoder.fuse(batch.aux_hidden[row])
             cache = prefix.copy()
             for position in range(drafter.trained_depth):
                 if index + 1 + position >= len(rows):
@@ -77,7 +83,7 @@ def decode(drafter: Eagle3Drafter, batch: DraftBatch, embedding: torch.Tensor) -
 
 def unrolled(drafter, batch, embedding):
     alignment = align(batch, drafter.trained_depth)
-    return alignment, unroll(drafter.fc, drafter.layers[0], drafter.norm, batch, alignment, embedding)
+    return alignment, unroll(drafter.fuse, drafter.layers[0], drafter.norm, batch, alignment, embedding)
 
 
 DOCUMENTS = {
@@ -88,10 +94,10 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_unroll_equals_decoding_with_a_kv_cache(documents, norm_before_residual, target_weights):
+@pytest.mark.parametrize("variant", [{"fc_norm": False}, {"fc_norm": True}, {"norm_before_residual": True}], ids=str)
+def test_unroll_equals_decoding_with_a_kv_cache(documents, variant, target_weights):
     batch = make_batch(*documents)
-    drafter = make_drafter(trained_depth=4, norm_before_residual=norm_before_residual)
+    drafter = make_drafter(trained_depth=4, **variant)
     alignment, outputs = unrolled(drafter, batch, target_weights.embedding)
     expected = decode(drafter, batch, target_weights.embedding)
     compared = 0
