@@ -145,12 +145,18 @@ class Eagle3Drafter(Drafter):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """Normal(0, 0.02) matrices and unit norms, as Llama starts; the head's rows come from the target later on."""
+        """Normal(0, 0.02) matrices and unit norms, as Llama starts; the head's rows come from the target later on.
+
+        With fc_norm, fc passes the highest aux state through. Without, that state's outliers would drown the rest.
+        """
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
+        if self.shape.fc_norm:
+            self.fc.weight.zero_()
+            self.fc.weight[:, -self.shape.hidden_size :].fill_diagonal_(1.0)
         if self.shape.draft_vocab_size < self.shape.vocab_size:
             self.d2t.zero_()
             self.t2d.zero_()[: self.shape.draft_vocab_size] = True

@@ -89,7 +89,7 @@ def test_the_drafter_learns(sampler):
     drafter.choose_vocabulary(torch.bincount(tokens, minlength=TARGET.vocab_size), target)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     results = []
-    for _ in range(60):
+    for _ in range(100):
         results.append(drafter.loss(batch, target, sampler, ObjectiveConfig()))
         optimizer.zero_grad()
         results[-1].loss.backward()
