@@ -97,3 +97,14 @@ def test_the_drafter_learns(sampler):
     assert results[-1].loss < 0.3 * results[0].loss
     assert expected_acceptance_length([results[0].acceptance], 3) < 2.0
     assert expected_acceptance_length([results[-1].acceptance], 3) > 3.5
+
+
+def test_a_new_drafter_passes_the_highest_aux_state_through():
+    drafter = build_drafter(CONFIG, TARGET, seed=0)
+    aux_hidden = torch.randn(5, 3 * TARGET.hidden_size, generator=torch.Generator().manual_seed(0)) * 100
+    highest = aux_hidden[:, -TARGET.hidden_size :]
+    normed = highest / (highest.pow(2).mean(-1, keepdim=True) + TARGET.rms_norm_eps).sqrt()
+    torch.testing.assert_close(drafter.fuse(aux_hidden), normed)
+    classic = build_drafter(CONFIG.model_copy(update={"fc_norm": False}), TARGET, seed=0)
+    assert "fc_norm.0.weight" not in classic.state_dict()
+    torch.testing.assert_close(classic.fuse(aux_hidden), classic.fc(aux_hidden))
