@@ -127,7 +127,6 @@ class Distillation:
 
     async def run(self) -> bool:
         """Train. Returns False when it was asked to stop early; the state is saved either way."""
-        self._started = self._last_line = time.monotonic()
         if not self.progress.best:
             self._look()
         first = 0
@@ -138,6 +137,8 @@ class Distillation:
                     continue
                 if not await self._load(mix):
                     return False
+                if self.progress.update == self._first_update:  # the first features would spoil rate and ETA
+                    self._started = time.monotonic()
                 for batch in mix.batches[self.progress.update - begin :]:
                     if self.stop_requested():
                         self._save()
@@ -220,7 +221,7 @@ class Distillation:
         self.say("  ".join(parts))
 
     def _tokens_done(self) -> int:
-        """Trained on since this attempt began, features and looks included in its time."""
+        """Trained on in this attempt."""
         batches = [batch for mixes in self.plan.epochs for mix in mixes for batch in mix.batches]
         return sum(self.rollouts[i].num_tokens for b in batches[self._first_update : self.progress.update] for i in b)
 
