@@ -3,12 +3,14 @@
 import math
 import os
 import socket
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cotrain import threads
 from cotrain.config import ClusterConfig, RunConfig
+from cotrain.orphans import start_reaper
 
 # Ray reads these when it is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -64,8 +66,10 @@ class Cluster:
         self._cores = threads.num_cores()
         self._config = config
         private = config.address is None
+        self._reaper: subprocess.Popen[bytes] | None = None
         if private:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; read at import
+            self._reaper = start_reaper()
         import ray
 
         self._ray = ray
@@ -125,3 +129,7 @@ class Cluster:
         for actor in self._actors:
             self._ray.kill(actor)
         self._ray.shutdown()
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.close()
+            self._reaper.wait()

@@ -3,6 +3,10 @@
 import ctypes
 import os
 import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 
@@ -16,6 +20,26 @@ def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def start_reaper() -> "subprocess.Popen[bytes]":
+    """Have all that this process starts from now on killed some seconds after it has died (see reaper.py).
+
+    For processes that are not ours to call `die_with_parent` in: Ray's. The reaper ends when its stdin is closed and
+    nothing is left.
+    """
+    marker = f"COTRAIN_SESSION={uuid.uuid4().hex}"
+    environment = {name: value for name, value in os.environ.items() if name != "COTRAIN_SESSION"}
+    reaper = subprocess.Popen(
+        [sys.executable, "-S", "-E", str(Path(__file__).with_name("reaper.py")), marker],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+    os.environ["COTRAIN_SESSION"] = marker.partition("=")[2]
+    return reaper
 
 
 def leave_terminal_group() -> None:

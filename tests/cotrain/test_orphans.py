@@ -72,3 +72,34 @@ print(os.getpgrp() == os.getpid() != os.getppid())
 def test_ctrl_c_reaches_the_controller_alone():
     out = subprocess.run([sys.executable, "-c", IN_A_GROUP_OF_ITS_OWN], capture_output=True, text=True, check=True)
     assert out.stdout == "True\n"
+
+
+def test_the_reaper_kills_what_a_killed_process_leaves(tmp_path):
+    """A child that ignores SIGTERM and outlives its parent, as Ray's agents may."""
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+    script = f"""
+import subprocess, sys, time
+from cotrain.orphans import start_reaper
+reaper = start_reaper()
+child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], start_new_session=True)
+print(child.pid, reaper.pid, flush=True)
+time.sleep(300)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child, reaper = (Path("/proc") / pid for pid in parent.stdout.readline().split())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 25
+    while (runs(child) or runs(reaper)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not runs(child)
+    assert not runs(reaper)
+
+
+def runs(process: Path) -> bool:
+    """Not gone, and no zombie."""
+    try:
+        return (process / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
