@@ -27,10 +27,12 @@ def measure(args: argparse.Namespace) -> None:
     """Take one step in this process and print its memory by what it is for."""
     import torch
 
+    from cotrain.drafting.host_memory import return_freed_blocks
     from drafters.base import DraftBatch, Sampler, TargetSpec, TargetWeights
     from drafters.build import build_drafter
     from drafters.config import Eagle3Config, ObjectiveConfig
 
+    return_freed_blocks()
     baseline = status_bytes("VmRSS")
     target = TargetSpec(
         model_type="llama",

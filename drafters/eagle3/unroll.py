@@ -18,6 +18,9 @@ from drafters.eagle3.layer import DecoderLayer
 MAX_SCORES = 2**24
 """Attention scores in memory at once, over all heads (64 MiB in float32)."""
 
+MAX_STARTS = 2048
+"""Starts whose intermediate tensors are in memory at once."""
+
 
 def unroll(
     fuse: Callable[[Tensor], Tensor],
@@ -29,36 +32,45 @@ def unroll(
 ) -> list[Tensor]:
     """States [S, H] that the head reads for each start, one tensor for each draft position.
 
-    fuse: aux hidden states [R, A*H] -> first hidden state [R, H]. The true tokens are fed at every position (teacher forcing); the hidden state fed back is the layer's own output
-    before the final norm.
+    fuse: aux hidden states [R, A*H] -> first hidden state [R, H]. The true tokens are fed at every position (teacher
+    forcing); the hidden state fed back is the layer's own output before the final norm.
     """
+    start_positions = batch.positions[alignment.start_rows]
 
     def embed(rows: Tensor) -> Tensor:
         return embedding[batch.token_ids[rows]].to(norm.weight.dtype)
 
-    def first(aux_hidden: Tensor) -> tuple[Tensor, ...]:
-        x, residual = layer.attention_input(embed(alignment.context_rows + 1), fuse(aux_hidden))
-        keys, values = layer.self_attn.keys_and_values(x, batch.positions[alignment.context_rows])
-        x, residual = x[alignment.starts_in_context], residual[alignment.starts_in_context]
-        queries = layer.self_attn.queries(x, start_positions)
-        hidden = layer.finish(attend(queries, keys, values, [], [], alignment), residual)
-        return hidden, norm(hidden), keys, values
+    def read_context(aux_hidden: Tensor) -> tuple[Tensor, ...]:
+        hidden = fuse(aux_hidden)
+        x, _ = layer.attention_input(embed(alignment.context_rows + 1), hidden)
+        return hidden[alignment.starts_in_context], *layer.self_attn.keys_and_values(
+            x, batch.positions[alignment.context_rows]
+        )
 
-    def later(position: int, hidden: Tensor, context: tuple[Tensor, Tensor], *own: Tensor) -> tuple[Tensor, ...]:
-        x, residual = layer.attention_input(embed(alignment.input_rows(position)), hidden)
-        key, value = layer.self_attn.keys_and_values(x, start_positions + position)
-        queries = layer.self_attn.queries(x, start_positions + position)
-        attended = attend(queries, *context, [*own[::2], key], [*own[1::2], value], alignment)
-        hidden = layer.finish(attended, residual)
-        return hidden, norm(hidden), key, value
+    def draft(
+        position: int, starts: slice, hidden: Tensor, context: tuple[Tensor, Tensor], *own: Tensor
+    ) -> tuple[Tensor, ...]:
+        x, residual = layer.attention_input(embed(alignment.input_rows(position)[starts]), hidden)
+        positions = start_positions[starts] + position
+        # At draft position 0 a start's own key is the last one it sees of the context.
+        own = own + layer.self_attn.keys_and_values(x, positions) if position else ()
+        queries = layer.self_attn.queries(x, positions)
+        hidden = layer.finish(attend(queries, *context, own[::2], own[1::2], alignment, starts), residual)
+        return hidden, norm(hidden), *own[-2:]
 
-    start_positions = batch.positions[alignment.start_rows]
-    hidden, normed, *context = _recomputed(first, batch.aux_hidden[alignment.context_rows].to(norm.weight.dtype))
-    outputs: list[Tensor] = [normed]
+    hidden, *context = _recomputed(read_context, batch.aux_hidden[alignment.context_rows].to(norm.weight.dtype))
+    num_starts = len(alignment.start_rows)
+    # Without any start, one empty chunk keeps the shapes.
+    chunks = [slice(at, min(at + MAX_STARTS, num_starts)) for at in range(0, max(num_starts, 1), MAX_STARTS)]
+    outputs: list[Tensor] = []
     own: list[Tensor] = []
-    for position in range(1, len(alignment.supervised)):
-        hidden, normed, key, value = _recomputed(later, position, hidden, context, *own)
-        own += [key, value]
+    for position in range(len(alignment.supervised)):
+        parts = [
+            _recomputed(draft, position, starts, hidden[starts], context, *(tensor[starts] for tensor in own))
+            for starts in chunks
+        ]
+        hidden, normed, *own_here = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        own += own_here
         outputs.append(normed)
     return outputs
 
@@ -70,19 +82,22 @@ def attend(
     own_keys: Sequence[Tensor],
     own_values: Sequence[Tensor],
     alignment: Alignment,
+    starts: slice,
 ) -> Tensor:
-    """Attention output [S, heads, D] of the starts' queries [S, heads, D].
+    """Attention output [R, heads, D] of the queries [R, heads, D] of some of the starts.
 
     keys and values [C, kv heads, D] of the context rows are seen causally within the rollout; own_keys and own_values,
-    each [S, kv heads, D], only by their own start.
+    each [R, kv heads, D], only by their own start.
     """
     chunks = []
     for document in alignment.documents:
         begin, end = document.context.start, document.context.stop
+        first, last = max(document.starts.start, starts.start), min(document.starts.stop, starts.stop)
         rows_in_chunk = max(MAX_SCORES // ((end - begin) * queries.shape[1]), 1)
-        for start in range(document.starts.start, document.starts.stop, rows_in_chunk):
-            rows = slice(start, min(start + rows_in_chunk, document.starts.stop))
-            last_seen = alignment.starts_in_context[rows] - begin
+        for start in range(first, last, rows_in_chunk):
+            stop = min(start + rows_in_chunk, last)
+            rows = slice(start - starts.start, stop - starts.start)
+            last_seen = alignment.starts_in_context[start:stop] - begin
             chunks.append(
                 _recomputed(
                     _attend_chunk,
