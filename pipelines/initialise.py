@@ -48,7 +48,7 @@ Reads [policy], [rollout], [drafter], [task] and [init] of the configuration; se
   cotrain init configs/smoke.toml name=other init.source.type=rollouts init.source.path=runs/first-drafter
   cotrain init --resume first-drafter
 """
-SERVED_ROLLOUTS = 64
+SERVED_ROLLOUTS = 128
 """Most rollouts of the served evaluation."""
 DRAFTER_VERSION = 1
 GIB = 2**30

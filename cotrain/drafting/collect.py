@@ -45,9 +45,13 @@ async def collect(
             return True
         corpus.append(part)
         have = corpus.num_response_tokens
+        if isinstance(source, GivenRollouts):
+            continue  # nothing is generated
         rate = (have - before) / (time.monotonic() - started)
         eta = duration(max(0, num_tokens - have) / rate, decimals=0)
         say(f"rollouts {len(corpus.rollouts):,}  {have:,}/{num_tokens:,} tokens  {rate:,.0f} tok/s  eta {eta}")
+    if isinstance(source, GivenRollouts):
+        say(f"rollouts {len(corpus.rollouts):,}  {corpus.num_response_tokens:,} tokens, given")
     return not stop_requested()
 
 
