@@ -30,6 +30,43 @@ class StartAcceptance:
     offset: Tensor  # [S] int64, generated tokens before the start's first input; negative: no step begins here
 
 
+@dataclass(frozen=True)
+class RolloutAcceptance:
+    """What each of R rollouts adds to an acceptance length, in expectation. NaN for a rollout with a hole.
+
+    The rates of any choice of rollouts are accepted.sum(0) / steps.sum(), so that resampling needs no forward pass.
+    """
+
+    steps: Tensor  # [R] float64, verification steps
+    accepted: Tensor  # [R, k] float64, of these, steps that accept draft position j and all before it
+    known: Tensor  # [R] int64, acceptances given as numbers; two drafters on the same rollouts have the same
+
+
+def rollout_acceptance(starts: Sequence[StartAcceptance], draft_tokens: int) -> RolloutAcceptance:
+    """One row for each rollout in the order given, each part numbering its own from 0.
+
+    Beyond the end of a rollout, where an engine still drafts, a position has its mean acceptance over all rollouts.
+    Raises ValueError when draft_tokens is above K.
+    """
+    if starts and draft_tokens > len(starts[0].probability):
+        raise ValueError(f"{draft_tokens} draft tokens, but acceptance is known for {len(starts[0].probability)}")
+    tables: list[Tensor] = []
+    rows: list[int] = []
+    num_rollouts = 0
+    for part in starts:
+        for rollout, table in _by_rollout(part, draft_tokens):
+            rows.append(num_rollouts + rollout)
+            tables.append(table)
+        num_rollouts += int(part.rollout.max()) + 1 if len(part.rollout) else 0
+    steps = torch.full((num_rollouts,), torch.nan, dtype=torch.float64)
+    accepted = torch.full((num_rollouts, draft_tokens), torch.nan, dtype=torch.float64)
+    known = torch.zeros(num_rollouts, dtype=torch.int64)
+    if tables:
+        steps[rows], accepted[rows] = _steps_and_accepted(tables)
+        known[rows] = torch.tensor([int(table.isfinite().sum()) for table in tables])
+    return RolloutAcceptance(steps, accepted, known)
+
+
 def acceptance_rates(starts: Sequence[StartAcceptance], draft_tokens: int) -> list[float]:
     """For each draft position the share of verification steps that accept it and all before it, as vLLM counts.
 
@@ -37,19 +74,12 @@ def acceptance_rates(starts: Sequence[StartAcceptance], draft_tokens: int) -> li
     an engine still drafts, a position has its mean acceptance. Unbiased over rollouts sampled from the target.
     Raises ValueError when draft_tokens is above K.
     """
-    if starts and draft_tokens > len(starts[0].probability):
-        raise ValueError(f"{draft_tokens} draft tokens, but acceptance is known for {len(starts[0].probability)}")
-    tables = [table for part in starts for table in _by_rollout(part, draft_tokens)]
-    if not tables:
+    rollouts = rollout_acceptance(starts, draft_tokens)
+    whole = rollouts.steps.isfinite()
+    if not whole.any():
         return []
-    length = max(table.shape[2] for table in tables)
-    padded = torch.stack([torch.nn.functional.pad(table, (0, length - table.shape[2]), value=-1) for table in tables])
-    exists = padded[:, 0, 0] != -1  # [R, L]
-    probability, drawn = _without_unknown(padded[:, 0], exists), _without_unknown(padded[:, 1], exists)
-    all_before = torch.cat([torch.ones_like(drawn[:, :1]), drawn.cumprod(1)], dim=1)  # [R, k+1, L]
-    visits = _visits(all_before, exists)
-    steps = visits.sum()
-    return [float((visits * all_before[:, k] * probability[:, k]).sum() / steps) for k in range(draft_tokens)]
+    rates: list[float] = (rollouts.accepted[whole].sum(0) / rollouts.steps[whole].sum()).tolist()
+    return rates
 
 
 def expected_acceptance_length(starts: Sequence[StartAcceptance], draft_tokens: int) -> float:
@@ -65,18 +95,30 @@ def acceptance_length(num_drafts: int, accepted_per_position: Sequence[int]) -> 
     return 1.0 + sum(accepted_per_position) / num_drafts if num_drafts else 1.0
 
 
-def _by_rollout(starts: StartAcceptance, draft_tokens: int) -> list[Tensor]:
-    """[2, k, L] of each rollout whose starts are all there: probability and drawn, by offset."""
+def _by_rollout(starts: StartAcceptance, draft_tokens: int) -> list[tuple[int, Tensor]]:
+    """(rollout, [2, k, L]) of each rollout whose starts are all there: probability and drawn, by offset."""
     begins = starts.offset >= 0
     both = torch.stack([starts.probability[:draft_tokens, begins], starts.drawn[:draft_tokens, begins]]).double().cpu()
     rollout, offset = starts.rollout[begins].cpu(), starts.offset[begins].cpu()
-    _, lengths = rollout.unique_consecutive(return_counts=True)
+    numbers, lengths = rollout.unique_consecutive(return_counts=True)
     tables = []
-    for first, length in zip((lengths.cumsum(0) - lengths).tolist(), lengths.tolist(), strict=True):
+    firsts = (lengths.cumsum(0) - lengths).tolist()
+    for number, first, length in zip(numbers.tolist(), firsts, lengths.tolist(), strict=True):
         rows = slice(first, first + length)
         if torch.equal(offset[rows], torch.arange(length)) and both[:, 0, rows].isfinite().all():
-            tables.append(both[:, :, rows])
+            tables.append((number, both[:, :, rows]))
     return tables
+
+
+def _steps_and_accepted(tables: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """([R], [R, k]) of the `RolloutAcceptance` of whole rollouts."""
+    length = max(table.shape[2] for table in tables)
+    padded = torch.stack([torch.nn.functional.pad(table, (0, length - table.shape[2]), value=-1) for table in tables])
+    exists = padded[:, 0, 0] != -1  # [R, L]
+    probability, drawn = _without_unknown(padded[:, 0], exists), _without_unknown(padded[:, 1], exists)
+    all_before = torch.cat([torch.ones_like(drawn[:, :1]), drawn.cumprod(1)], dim=1)  # [R, k+1, L]
+    visits = _visits(all_before, exists)
+    return visits.sum(1), (visits[:, None] * all_before[:, :-1] * probability).sum(2)
 
 
 def _without_unknown(table: Tensor, exists: Tensor) -> Tensor:

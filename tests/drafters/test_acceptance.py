@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from drafters.acceptance import StartAcceptance, acceptance_length, acceptance_rates, expected_acceptance_length
+from drafters.acceptance import (
+    StartAcceptance,
+    acceptance_length,
+    acceptance_rates,
+    expected_acceptance_length,
+    rollout_acceptance,
+)
 
 NAN = float("nan")
 VOCABULARY, DEPTH = 6, 4
@@ -133,6 +139,24 @@ def test_rollouts_with_a_hole_and_starts_in_the_prompt_are_left_out():
 def test_rollouts_of_several_batches_count_together():
     easy, hard = starts([[1.0] * 4]), starts([[0.0] * 4])
     assert expected_acceptance_length([easy, hard], 1) == pytest.approx(8 / 6)
+
+
+def test_rollouts_one_by_one_add_up_to_the_rates():
+    world = World(peakedness=1.5)
+    parts = [world.starts(world.sample(5, length, seed=length), greedy=False) for length in (12, 20)]
+    rollouts = rollout_acceptance(parts, 3)
+    assert rollouts.accepted.shape == (10, 3)
+    assert (rollouts.accepted.sum(0) / rollouts.steps.sum()).tolist() == pytest.approx(acceptance_rates(parts, 3))
+    assert rollouts.known.tolist() == [2 * (11 + 10 + 9)] * 5 + [2 * (19 + 18 + 17)] * 5
+
+
+def test_a_rollout_left_out_keeps_its_row():
+    broken = starts([[0.5, NAN, 0.5, 1.0, 1.0]], rollout=[0, 0, 1, 2, 2], offset=[0, 1, 0, 0, 1])
+    last = starts([[0.25]], rollout=[1])
+    rollouts = rollout_acceptance([broken, last], 1)
+    assert rollouts.steps.isnan().tolist() == [True, False, False, True, False]
+    assert rollouts.accepted[[1, 2, 4], 0].tolist() == [0.5, 1.0, 0.25]
+    assert rollouts.known.tolist() == [0, 2, 4, 0, 2]
 
 
 def test_nothing_known():

@@ -1,0 +1,1 @@
+"""Is generated text distributed as the target says? The statistics behind `cotrain verify`; no engine, no model."""

@@ -1,0 +1,236 @@
+"""The speculation controller of one engine: learns from its steps, and keeps its table of draft lengths.
+
+Lives in the process that owns the engine; `StepPlanner` is its counterpart in vLLM's scheduler. Nothing here waits for
+the engine: `update` takes what the scheduler has logged and writes a new table, between a few times a second and once
+a generate call.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import norm
+
+from cotrain.rollout.draft_length_policy import Gains, choose, gains, trial_lengths, undecided
+from cotrain.rollout.draft_length_table import DraftLengths, DraftLengthTable, StepLog
+from cotrain.rollout.gain_check import GainCheck, GainReport
+from cotrain.rollout.served_acceptance import KEPT_AFTER_SWAP, KEPT_WHEN_OFF, ServedAcceptance
+from cotrain.rollout.speculation_config import SpeculationConfig
+from cotrain.rollout.step_cost import StepCostModel, default_batch_sizes
+
+LOG_ENTRIES = 16_384
+"""Engine steps that may pass between two updates."""
+
+STEPS_PER_PREDICTION = 64
+"""Engine steps set against the same prediction of the model before it has learnt from them."""
+
+
+class SpeculationController:
+    """Draft length for each batch size 1..max_batch, from 0 to max_draft_tokens."""
+
+    def __init__(self, config: SpeculationConfig, max_draft_tokens: int, max_batch: int, folder: str | Path):
+        """Creates the shared files in `folder`, before the engine starts; the first table drafts at full length."""
+        self.config = config
+        self.max_draft_tokens, self.max_batch = max_draft_tokens, max_batch
+        self.table_path, self.log_path = str(Path(folder) / "draft_lengths"), str(Path(folder) / "engine_steps")
+        self._table = DraftLengthTable(self.table_path, DraftLengths.constant(max_draft_tokens, max_batch))
+        self._log = StepLog(self.log_path, max_draft_tokens, create_entries=LOG_ENTRIES)
+        self._cost = StepCostModel(max_draft_tokens, max_batch)
+        self._acceptance = ServedAcceptance(max_draft_tokens, max_batch, config.memory_drafts)
+        self._check = GainCheck()
+        self._chosen = np.zeros(max_batch, np.int64)
+        self._last_trial = np.zeros((max_draft_tokens + 1, max_batch), np.int64)
+        self._num_steps = 0
+        self._last_batch = 1
+        self._trials_at_once = 0
+        self._fixed: int | None = None if config.adaptive else max_draft_tokens
+        self._z = float(norm.ppf(config.confidence))
+
+    def timing_plan(self, round_number: int = 0) -> list[tuple[int, int]]:
+        """(draft length, batch size) to time at the start, in order; empty when nothing is left to time.
+
+        Round 0 goes over all draft lengths measure_repeats times, in turns, so that a slow minute hits them alike.
+        Later ones, as many again, go over what is still in doubt: whether speculation pays, and which length is best. Raises
+        ValueError for a batch size that the engine cannot run.
+        """
+        sizes = self.config.measure_batch_sizes or default_batch_sizes(self.max_batch)
+        if max(sizes) > self.max_batch:
+            raise ValueError(
+                f"measure_batch_sizes: {list(sizes)}, but an engine runs at most {self.max_batch} requests at once; "
+                "leave out the larger ones"
+            )
+        if round_number == 0:
+            return [(k, size) for size in sizes for k in range(self.max_draft_tokens + 1)] * self.config.measure_repeats
+        if round_number > self.config.measure_repeats:
+            return []
+        lengths = undecided(self._gains(), self.config.hysteresis)
+        return [(k, size) for size in sizes for k in lengths[size - 1]]
+
+    def take_timing(self, draft_tokens: int, batch: int) -> float:
+        """Median seconds of the steady steps since the last call or `update`, at this length and batch size.
+
+        Raises RuntimeError without any: too few were decoded, or requests finished.
+        """
+        steps = self._log.take()
+        for step in steps:
+            self._acceptance.observe(int(step["batch"]), step["trials"], step["accepted"])
+        wanted = steps[steps["steady"] & (steps["draft_tokens"] == draft_tokens) & (steps["batch"] == batch)]
+        if not len(wanted):
+            raise RuntimeError(f"no steady engine step at k={draft_tokens}, batch {batch} among {len(steps)} steps")
+        return float(np.median(wanted["seconds"]))
+
+    def learn_timings(self, timings: Sequence[tuple[int, int, float]]) -> None:
+        """(draft length, batch size, seconds of an engine step), as in `timing_plan`; gives the choice back."""
+        self._log.take()
+        self._cost.learn_timings(timings)
+        self.fix_draft_tokens(None if self.config.adaptive else self.max_draft_tokens)
+
+    def calibrate(self, measure: Callable[[int, int], float]) -> None:
+        """Time the engine, at the start or on demand. measure(k, b): seconds of an engine step in steady decoding.
+
+        `measure` sets the length with `fix_draft_tokens(k)`, and may return `take_timing(k, b)`, which also learns the
+        acceptance. Where it cannot be called from here: `timing_plan` and `learn_timings`.
+        """
+        for round_number in itertools.count():
+            plan = self.timing_plan(round_number)
+            if not plan:
+                return
+            self.learn_timings([(k, batch, measure(k, batch)) for k, batch in plan])
+
+    def fix_draft_tokens(self, draft_tokens: int | None) -> None:
+        """The same length at every batch size from the next engine step on; None gives the choice back.
+
+        Raises ValueError for a length that the engine was not started for.
+        """
+        if draft_tokens is not None and not 0 <= draft_tokens <= self.max_draft_tokens:
+            raise ValueError(f"draft tokens must be 0..{self.max_draft_tokens}, not {draft_tokens}")
+        self._fixed = draft_tokens
+        if draft_tokens is None:
+            self._decide()
+        else:
+            self._table.write(DraftLengths.constant(draft_tokens, self.max_batch))
+
+    def new_drafter(self, expected_rates: Sequence[float] | None = None) -> None:
+        """Another drafter serves from now on: where speculation is off, it is tried at once.
+
+        expected_rates: acceptance promised by the drafter's evaluation, if any (drafters.acceptance.acceptance_rates).
+        """
+        if expected_rates is not None and len(expected_rates) != self.max_draft_tokens:
+            raise ValueError(f"{len(expected_rates)} expected rates for {self.max_draft_tokens} draft tokens")
+        self._learn()  # what the old one did
+        # Where speculation is on, doubt would switch it off; where it is off, doubt is what lets a trial change that.
+        is_on = bool(self._chosen[self._last_batch - 1])
+        self._acceptance.new_drafter(KEPT_AFTER_SWAP if is_on else KEPT_WHEN_OFF, expected_rates)
+        self._trials_at_once += 1
+        self._decide()
+
+    def update(self) -> None:
+        """Learn from the engine steps since the last call, and write the table."""
+        self._learn()
+        self._decide()
+
+    def report(self) -> GainReport:
+        """What speculation gained over the engine steps since the last call."""
+        self.update()
+        return self._check.report()
+
+    @property
+    def draft_tokens(self) -> list[int]:
+        """Draft length of each batch size, [max_batch], as the engine has it."""
+        return self._chosen.tolist() if self._fixed is None else [self._fixed] * self.max_batch
+
+    def describe(self, max_batch: int | None = None) -> str:
+        """The choice and its reason in words, for batch sizes up to max_batch (default: all).
+
+        For example: k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1.
+        """
+        if self._fixed is not None:
+            return f"k={self._fixed} at every batch size (fixed)"
+        last = min(max_batch or self.max_batch, self.max_batch)
+        chosen, gain = self._chosen[:last], self._gains()
+        starts = [0, *(np.flatnonzero(np.diff(chosen)) + 1).tolist()]
+        parts = []
+        for start, end in zip(starts, [*starts[1:], last], strict=True):
+            k, where = int(chosen[start]), _batches(start + 1, end, last)
+            values = np.exp(gain.estimate[k, start:end])
+            if k:
+                low, high = f"{values.min():.2f}x", f"{values.max():.2f}x"
+                parts.append(f"k={k} {where} (gain {low if low == high else f'{low} to {high}'})")
+            else:
+                best = int(gain.estimate[1:, start].argmax()) + 1
+                parts.append(f"off {where}: {_why_off(gain, best, start)}")
+        return ", ".join(parts)
+
+    def _learn(self) -> None:
+        steps = self._log.take()
+        for start in range(0, len(steps), STEPS_PER_PREDICTION):
+            chunk = steps[start : start + STEPS_PER_PREDICTION]
+            seconds, (tokens, _) = self._cost.seconds(), self._acceptance.tokens_per_step()
+            log_ratios = np.log(seconds / seconds[0])
+            for step in chunk:
+                k, batch = int(step["draft_tokens"]), int(step["batch"])
+                entry = min(batch, self.max_batch) - 1
+                self._last_batch = entry + 1
+                self._num_steps += 1
+                if not step["prefill"]:
+                    chosen, expected = self.draft_tokens[entry], float(tokens[k, entry])
+                    self._check.observe(step, chosen, expected, float(seconds[0, entry]), log_ratios[:, entry])
+                if step["trial"]:
+                    octave = batch.bit_length()
+                    self._last_trial[k, 2 ** (octave - 1) - 1 : 2**octave - 1] = self._num_steps
+                if step["steady"]:
+                    self._cost.observe(k, batch, float(step["seconds"]))
+                self._acceptance.observe(batch, step["trials"], step["accepted"])
+
+    def _gains(self) -> Gains:
+        return gains(self._acceptance.tokens_per_step(), self._cost.seconds(), self._cost.ratio_error(), self._z)
+
+    def _decide(self) -> None:
+        if self._fixed is not None:
+            return
+        gain = self._gains()
+        self._chosen = choose(self._chosen, gain, self.config.hysteresis)
+        trials = trial_lengths(self._chosen, gain, self._last_trial)
+        per_step = self._cost.seconds()[trials, np.arange(self.max_batch)]
+        self._table.write(
+            DraftLengths(
+                draft_tokens=(0, *self._chosen.tolist()),
+                trial_tokens=(-1, *trials.tolist()),
+                trial_seconds=(0.0, *(per_step * self.config.probe_steps).tolist()),
+                trial_share=self.config.probe_share,
+                trial_steps=self.config.probe_steps,
+                trials_at_once=self._trials_at_once,
+            )
+        )
+
+
+def speculation_metrics(report: GainReport) -> dict[str, float]:
+    """As rollout/... metrics; values that are not known yet are left out."""
+    values: dict[str, Any] = asdict(report) | {"disagreement": report.disagreement}
+    names = {
+        "speedup_vs_no_speculation": "rollout/speedup_vs_no_speculation",
+        "model_gain": "rollout/speculation_gain",
+        "measured_gain": "rollout/speculation_gain_measured",
+        "measured_error": "rollout/speculation_gain_measured_error",
+        "disagreement": "rollout/speculation_gain_disagreement",
+        "trial_share": "rollout/speculation_trial_share",
+    }
+    return {metric: float(values[name]) for name, metric in names.items() if values[name] is not None}
+
+
+def _batches(first: int, last: int, most: int) -> str:
+    if last == most and first > 1:
+        return f"from batch {first}"
+    if first == last:
+        return f"at batch {first}"
+    return "at every batch size" if first == 1 and last == most else f"at batch {first} to {last}"
+
+
+def _why_off(gain: Gains, best: int, entry: int) -> str:
+    value, lower = (float(np.exp(table[best, entry])) for table in (gain.estimate, gain.lower))
+    if gain.ceiling[best, entry] < 0:
+        return f"{value:.2f}x at k={best}, and no drafter could make it pay"
+    return f"{value:.2f}x at k={best}" + (f", not certain to pay (at least {lower:.2f}x)" if value >= 1 else "")

@@ -1,0 +1,90 @@
+"""Drafters on simulated rollouts: how well tokens can be drafted varies by prompt, rollout and token.
+
+A drafter is its skill, and a noise of its own, by which it is better on some prompts and tokens than on others.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cotrain.records import SpeculationCounts
+from drafters.acceptance import RolloutAcceptance, StartAcceptance, rollout_acceptance
+
+DRAFT_TOKENS = 3
+SHORTEST, LONGEST = 12, 48
+DEPTH_COST = 0.4
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """R rollouts of one policy: what every drafter meets in the same way."""
+
+    prompts: NDArray[np.int64]  # [R]
+    lengths: NDArray[np.int64]  # [R]
+    difficulty: NDArray[np.float64]  # [R, LONGEST + DRAFT_TOKENS]
+    luck: NDArray[np.float64]  # same shape, uniform: a draft is accepted where its probability is above
+
+    @property
+    def names(self) -> list[str]:
+        """Each rollout's prompt."""
+        return [str(prompt) for prompt in self.prompts]
+
+
+def sample_rollouts(rng: np.random.Generator, num_prompts: int, samples: int) -> Rollouts:
+    """`samples` rollouts for each prompt."""
+    prompts = np.repeat(np.arange(num_prompts), samples)
+    shape = (len(prompts), LONGEST + DRAFT_TOKENS)
+    difficulty = rng.normal(0, 0.5, num_prompts)[prompts][:, None] + rng.normal(0, 0.3, (len(prompts), 1))
+    difficulty = difficulty + rng.normal(0, 1.5, shape)
+    return Rollouts(prompts, rng.integers(SHORTEST, LONGEST + 1, len(prompts)), difficulty, rng.random(shape))
+
+
+def acceptance_table(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2) -> NDArray:
+    """Probability [R, K, L] that a drafter's draft token is accepted. own: spread of its own noise over prompts."""
+    num_prompts = int(rollouts.prompts.max()) + 1
+    logit = skill - rollouts.difficulty + rng.normal(0, own, num_prompts)[rollouts.prompts][:, None]
+    logit = logit + rng.normal(0, 2.5 * own, logit.shape)
+    return np.stack([1 / (1 + np.exp(DEPTH_COST * k - logit[:, k : k + LONGEST])) for k in range(DRAFT_TOKENS)], 1)
+
+
+def score(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2) -> RolloutAcceptance:
+    """What a forward pass over the rollouts knows of a drafter."""
+    table = acceptance_table(rollouts, skill, rng, own)
+    lucky = np.stack([rollouts.luck[:, k : k + LONGEST] for k in range(DRAFT_TOKENS)], 1)
+    offsets = np.arange(LONGEST)
+    known = (offsets + np.arange(DRAFT_TOKENS)[:, None]) < rollouts.lengths[:, None, None]  # [R, K, L]
+    probability, drawn = np.where(known, table, np.nan), np.where(known, lucky < table, np.nan)
+    exists = offsets < rollouts.lengths[:, None]  # [R, L]
+    rows, columns = np.nonzero(exists)
+    start = StartAcceptance(
+        torch.from_numpy(probability[rows, :, columns].T),
+        torch.from_numpy(drawn[rows, :, columns].T),
+        torch.from_numpy(rows),
+        torch.from_numpy(columns),
+    )
+    return rollout_acceptance([start], DRAFT_TOKENS)
+
+
+def serve(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2) -> SpeculationCounts:
+    """What an engine counts that generates these rollouts with a drafter."""
+    table = acceptance_table(rollouts, skill, rng, own)
+    num_drafts, accepted = 0, [0] * DRAFT_TOKENS
+    for row, length in enumerate(rollouts.lengths):
+        start = 0
+        while start < length:
+            num_drafts += 1
+            k = 0
+            while k < DRAFT_TOKENS and rollouts.luck[row, start + k] < table[row, k, start]:
+                accepted[k] += 1
+                k += 1
+            start += 1 + k
+    return SpeculationCounts(num_drafts, num_drafts * DRAFT_TOKENS, tuple(accepted))
+
+
+def true_length(skill: float, own: float = 0.2) -> float:
+    """Of a drafter on all rollouts of the policy."""
+    rng = np.random.default_rng(1)
+    scored = score(sample_rollouts(rng, 2000, 1), skill, rng, own)
+    return 1 + float(scored.accepted.sum() / scored.steps.sum())

@@ -1,0 +1,33 @@
+"""Draws of simulated chains: the laws are reduced once for all (context, token) pairs, then looked up."""
+
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from cotrain.lossless.draws import Draws, draws_of, members_first
+from cotrain.lossless.target_law import target_log_probs
+from tests.cotrain.lossless.simulated_sampler import VOCAB, Emitted, Model, Setting
+
+MODEL = Model()
+DRAFT_VOCABULARY = "draft vocabulary first"
+
+
+@lru_cache
+def table(setting: Setting) -> Draws:
+    """Draw VOCAB * context + token is that token after that context."""
+    log_law = target_log_probs(torch.from_numpy(MODEL.target), setting.sampler)
+    orders = {DRAFT_VOCABULARY: members_first(MODEL.draft_vocabulary, VOCAB)}
+    return draws_of(log_law.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(VOCAB), orders)
+
+
+def draws(emitted: Emitted, setting: Setting) -> Draws:
+    """Emitted tokens under the target's own laws."""
+    return table(setting).select(VOCAB * emitted.context + emitted.token)
+
+
+def split(emitted: Emitted, chains_each: int) -> list[Emitted]:
+    """Independent runs of that many chains each."""
+    ends = np.searchsorted(emitted.chain, np.arange(0, emitted.chain[-1] + 2, chains_each))
+    return [emitted.select(np.arange(a, b)) for a, b in pairwise(ends)]
