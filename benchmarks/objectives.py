@@ -20,15 +20,12 @@ ARMS = {
         "drafter.model.trained_depth=1",
         "rollout.allow_draft_beyond_trained_depth=true",
     ),
-    "soft_cross_entropy": ("drafter.objective.type=soft_cross_entropy",),
-    "lk_hybrid": ("drafter.objective.type=lk_hybrid",),
-    "lk_likelihood": ("drafter.objective.type=lk_likelihood",),
+    "soft_cross_entropy, decay": ("drafter.objective.type=soft_cross_entropy", "drafter.objective.depth_weights=decay"),
+    "lk_hybrid, decay": ("drafter.objective.type=lk_hybrid", "drafter.objective.depth_weights=decay"),
     "lk_hybrid, reach": ("drafter.objective.type=lk_hybrid", "drafter.objective.depth_weights=reach"),
-    "soft_cross_entropy, greedy drafts": (
-        "drafter.objective.type=soft_cross_entropy",
-        "rollout.draft_sample_method=greedy",
-    ),
-    "lk_hybrid, greedy drafts": ("drafter.objective.type=lk_hybrid", "rollout.draft_sample_method=greedy"),
+    "soft_cross_entropy, reach": ("drafter.objective.type=soft_cross_entropy", "drafter.objective.depth_weights=reach"),
+    "lk_likelihood, reach": ("drafter.objective.type=lk_likelihood", "drafter.objective.depth_weights=reach"),
+    "lk_hybrid, reach, greedy drafts": ("drafter.objective.type=lk_hybrid", "rollout.draft_sample_method=greedy"),
 }
 """Overrides of each arm."""
 

@@ -183,6 +183,17 @@ def window_covers_the_unroll(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def depth_decay_is_used(run: RunConfig) -> Iterator[Problem]:
+    if run.drafter is None or run.drafter.objective.depth_weights == "decay":
+        return
+    if run.drafter.objective.depth_decay != type(run.drafter.objective)().depth_decay:
+        yield Problem(
+            "drafter.objective.depth_decay",
+            f"{run.drafter.objective.depth_decay:g} has no effect with depth_weights = "
+            f'"{run.drafter.objective.depth_weights}"; set drafter.objective.depth_weights = "decay", or leave it out',
+        )
+
+
 OPTIMIZER = (betas_are_decay_rates,)
 POLICY = (model_is_named, clip_low_leaves_the_ratio_positive, clip_high_is_not_below_clip_low)
 ROLLOUT = (vllm_arguments_are_not_cotrains, stop_strings_are_not_empty, a_whole_rollout_fits_the_tap)
@@ -195,4 +206,5 @@ RUN = (
     a_whole_rollout_fits_a_micro_batch,
     served_depth_is_trained,
     window_covers_the_unroll,
+    depth_decay_is_used,
 )

@@ -50,8 +50,8 @@ class ObjectiveConfig(Section):
     kl_decay: PositiveFloat = 3.0
     """How fast lk_hybrid moves from cross-entropy to acceptance."""
 
-    depth_weights: Literal["decay", "reach"] = "decay"
-    """Weight of a draft position: depth_decay**k, or the probability that verification reaches it from that start."""
+    depth_weights: Literal["reach", "decay"] = "reach"
+    """Weight of a draft position: the probability that verification reaches it from that start, or depth_decay**k."""
 
     depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Weight of draft position k (from 0) with depth_weights = "decay"."""

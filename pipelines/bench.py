@@ -26,6 +26,7 @@ from cotrain.load_config import load_config
 from cotrain.models import resolve_model
 from cotrain.provenance import machine, package_versions
 from cotrain.records import RolloutRequest
+from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.run_dir import write_json
 from cotrain.scratch import scratch_folder
 from pipelines.bench_report import NO_SPECULATION, Arm, Measurement, StepTimes, markdown, plot, results
@@ -48,6 +49,7 @@ class Bench:
     arms: list[Arm]
     batches: list[int]
     rounds: int
+    groups: int
     seed: int
     model: Path
     drafter: Path | None
@@ -64,9 +66,10 @@ class Bench:
         methods = {arm.method for arm in self.arms}
         return [*(["drafter"] if methods & set(DRAFTED) or "ngram" not in methods else []), *(methods & {"ngram"})]
 
-    def requests(self, arm: Arm, batch: int, round_: int) -> list[RolloutRequest]:
+    def requests(self, arm: Arm, batch: int, round_: int, group: int) -> list[RolloutRequest]:
         """The same prompts and seeds for all arms of a round. vLLM has no seeds for probabilistic drafts."""
-        numbers = [round_ * batch + i for i in range(batch)]
+        first = (round_ * self.groups + group) * batch
+        numbers = [first + i for i in range(batch)]
         return [
             RolloutRequest(
                 f"prompt-{number}",
@@ -86,7 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3], help="draft lengths (default 1 2 3)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="batch sizes (default 1 4 16)")
     parser.add_argument("--tokens", type=int, default=64, help="length of every response (default %(default)s)")
+    parser.add_argument(
+        "--stop-at-eos", action="store_true", help="responses end where the model ends them, after --tokens at most"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of every arm (default %(default)s)")
+    parser.add_argument(
+        "--groups", type=int, default=1, help="batches of responses in a turn, one after another (default %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
     parser.add_argument(
@@ -149,7 +158,7 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Bench:
     for name in ("batch", "k"):
         if min(getattr(args, name)) < 1:
             raise ValueError(f"--{name}: {min(getattr(args, name))} is below 1")
-    for name, least in (("tokens", 2), ("rounds", 1), ("seed", 0), ("temperature", 0)):
+    for name, least in (("tokens", 2), ("rounds", 1), ("groups", 1), ("seed", 0), ("temperature", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name}: {getattr(args, name)} is below {least}")
     if args.threads is not None and args.threads < 1:
@@ -170,7 +179,7 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Bench:
     drafted = any(arm.method in DRAFTED for arm in arms)
     drafter, aux_layers = _drafter(args, target, pulled, notes) if drafted else (None, ())
     batches, longest_draft = sorted(set(args.batch)), max(args.k)
-    prompts = _prompts(task, args.seed, model, batches[-1] * args.rounds)
+    prompts = _prompts(task, args.seed, model, batches[-1] * args.rounds * args.groups)
     longest = max(map(len, prompts))
     positions = longest + args.tokens + longest_draft + 1
     if positions > target.max_position_embeddings:
@@ -184,7 +193,7 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Bench:
         rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"gpu_memory_utilization": share}})
     num_threads = args.threads or threads.num_cores()
     return Bench(
-        arms, batches, args.rounds, args.seed, model, drafter, aux_layers, rollout, prompts, num_threads,
+        arms, batches, args.rounds, args.groups, args.seed, model, drafter, aux_layers, rollout, prompts, num_threads,
         args.breakdown, notes,
     )  # fmt: skip
 
@@ -250,7 +259,7 @@ def _rollout_config(args: argparse.Namespace, target: Any, batch: int, longest: 
         temperature=args.temperature,
         max_prompt_tokens=longest,
         max_new_tokens=args.tokens,
-        ignore_eos=True,
+        ignore_eos=not args.stop_at_eos,
         dtype=args.dtype,
         draft_tokens=max(args.k),
         synchronous_batches=True,
@@ -334,15 +343,24 @@ async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, 
     if arm.method in DRAFTED:
         await engine.set_draft_sample_method(arm.method)
     await engine.reset_prefix_cache()
-    generated = await engine.generate(bench.requests(arm, batch, max(round_, 0)), tap=False)
-    counts = generated.speculation
+    num_tokens, decode_seconds, seconds = 0, 0.0, 0.0
+    drafted = []
+    for group in range(bench.groups):
+        generated = await engine.generate(bench.requests(arm, batch, max(round_, 0), group), tap=False)
+        num_tokens += generated.num_generated_tokens - batch
+        decode_seconds += engine.decode_seconds
+        seconds += generated.seconds
+        drafted.append(generated.speculation)
+    if not num_tokens:
+        raise ValueError("--groups: every response of a turn ended with its first token; give more")
+    counts = total_counts(drafted)
     return Measurement(
         arm=arm,
         batch=batch,
         round=round_,
-        num_tokens=generated.num_generated_tokens - batch,
-        decode_seconds=engine.decode_seconds,
-        seconds=generated.seconds,
+        num_tokens=num_tokens,
+        decode_seconds=decode_seconds,
+        seconds=seconds,
         num_drafts=counts.num_drafts if counts else 0,
         num_draft_tokens=counts.num_draft_tokens if counts else 0,
         accepted_per_position=counts.accepted_per_position[: arm.draft_tokens] if counts else (),

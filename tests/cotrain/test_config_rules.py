@@ -31,6 +31,7 @@ REFUSED = [
     ("drafter.model.aux_layers=[0, 6, 9]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
     ("rollout.features.window=3", "rollout.features.window: 3 positions leave nothing to train 3 draft positions on"),
     ("rollout.features.max_tokens_per_step=1023", "rollout.features.max_tokens_per_step: 1023 is less than one"),
+    ("drafter.objective.depth_decay=0.5", "drafter.objective.depth_decay: 0.5 has no effect with depth_weights"),
     ("rollout.vllm.seed=3", "rollout.vllm.seed: is set by cotrain: set seed"),
     ("rollout.stop=['']", "rollout.stop: holds an empty string"),
     ("name=a/b", "name: 'a/b' is no folder name"),

@@ -26,9 +26,9 @@ SAMPLERS = [
 
 
 OBJECTIVES = [
-    ObjectiveConfig(type="soft_cross_entropy", depth_decay=DECAY),
-    ObjectiveConfig(type="lk_likelihood", depth_decay=DECAY),
-    ObjectiveConfig(type="lk_hybrid", depth_decay=DECAY),
+    ObjectiveConfig(type="soft_cross_entropy", depth_weights="decay", depth_decay=DECAY),
+    ObjectiveConfig(type="lk_likelihood", depth_weights="decay", depth_decay=DECAY),
+    ObjectiveConfig(type="lk_hybrid", depth_weights="decay", depth_decay=DECAY),
     ObjectiveConfig(type="lk_hybrid", kl_decay=1.0, depth_weights="reach"),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.engine
 
-TOKENS, ROUNDS = 12, 2
+TOKENS, ROUNDS, GROUPS = 12, 2, 2
 
 
 def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
@@ -17,6 +17,7 @@ def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "pipelines.cli", "bench", "--model", "tiny:llama", "--drafter", str(drafter_folder)),
         *("--k", "1", "2", "--batch", "1", "3", "--tokens", str(TOKENS), "--rounds", str(ROUNDS)),
+        *("--groups", str(GROUPS)),
         *("--dtype", "float32", "--breakdown", "--out", str(out)),
     ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=400)
@@ -33,14 +34,16 @@ def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
         ]
     assert len(report["measurements"]) == 2 * len(arms) * ROUNDS
     for turn in report["measurements"]:
-        assert turn["num_tokens"] == turn["batch"] * (TOKENS - 1)
+        assert turn["num_tokens"] == GROUPS * turn["batch"] * (TOKENS - 1)
         assert 0 < turn["decode_seconds"] < turn["seconds"]
         if turn["method"] == "none":
             assert turn["num_drafts"] == 0
         elif turn["method"] != "ngram":
             # One position may be cut from a request's last draft by the length limit.
             assert turn["num_drafts"] > 0
-            assert 0 <= turn["num_drafts"] * turn["draft_tokens"] - turn["num_draft_tokens"] <= 2 * turn["batch"]
+            assert (
+                0 <= turn["num_drafts"] * turn["draft_tokens"] - turn["num_draft_tokens"] <= 2 * GROUPS * turn["batch"]
+            )
     for row in report["breakdown"]:
         drafted = row["method"] in ("greedy", "probabilistic")
         assert row["verify"] > 0 and row["sample"] > 0 and row["engine"] > 0

@@ -32,7 +32,7 @@ def options(*arguments: str) -> argparse.Namespace:
 
 def small_bench(**changes: Any) -> Bench:
     fields: dict[str, Any] = {
-        "arms": [NO_SPECULATION, NGRAM, GREEDY, Arm("probabilistic", 2)], "batches": [1, 2], "rounds": 3, "seed": 7,
+        "arms": [NO_SPECULATION, NGRAM, GREEDY, Arm("probabilistic", 2)], "batches": [1, 2], "rounds": 3, "groups": 1, "seed": 7,
         "model": Path("model"), "drafter": Path("drafter"), "aux_layers": (1, 2, 3), "rollout": RolloutConfig(),
         "prompts": [[i] for i in range(6)], "threads": 1, "breakdown": False, "notes": [],
     }  # fmt: skip
@@ -69,6 +69,7 @@ def test_no_speculation_is_always_measured() -> None:
         (["--k", "0", "1"], "--k: 0 is below 1"),
         (["--batch", "0"], "--batch: 0 is below 1"),
         (["--tokens", "1"], "--tokens: 1 is below 2"),
+        (["--groups", "0"], "--groups: 0 is below 1"),
         (["--rounds", "0"], "--rounds: 0 is below 1"),
         (["--threads", "0"], "--threads: 0 is below 1"),
         (["--tokens", "100000"], "--tokens: the longest prompt has .* positions of tiny:llama; lower --tokens"),
@@ -119,13 +120,24 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
         main(["--model", "tiny:llama", "--out", str(tmp_path)])
 
 
+def test_responses_end_at_eos_only_when_asked(tmp_path: Path) -> None:
+    assert prepare(options("--methods", "none"), tmp_path).rollout.ignore_eos
+    assert not prepare(options("--methods", "none", "--stop-at-eos"), tmp_path).rollout.ignore_eos
+
+
 def test_all_arms_of_a_round_get_the_same_requests() -> None:
     bench = small_bench()
-    assert bench.requests(NO_SPECULATION, 2, 1) == bench.requests(GREEDY, 2, 1)
-    assert [r.prompt_token_ids for r in bench.requests(GREEDY, 2, 1)] == [[2], [3]]
-    assert [r.prompt_token_ids for r in bench.requests(GREEDY, 2, 2)] == [[4], [5]]
-    assert [r.seed for r in bench.requests(GREEDY, 2, 1)] == [9, 10]
-    assert {r.seed for r in bench.requests(Arm("probabilistic", 1), 2, 1)} == {None}
+    assert bench.requests(NO_SPECULATION, 2, 1, 0) == bench.requests(GREEDY, 2, 1, 0)
+    assert [r.prompt_token_ids for r in bench.requests(GREEDY, 2, 1, 0)] == [[2], [3]]
+    assert [r.prompt_token_ids for r in bench.requests(GREEDY, 2, 2, 0)] == [[4], [5]]
+    assert [r.seed for r in bench.requests(GREEDY, 2, 1, 0)] == [9, 10]
+    assert {r.seed for r in bench.requests(Arm("probabilistic", 1), 2, 1, 0)} == {None}
+
+
+def test_no_two_turns_share_a_request() -> None:
+    bench = small_bench(groups=3)
+    seeds = [r.seed for round_ in range(2) for group in range(3) for r in bench.requests(GREEDY, 2, round_, group)]
+    assert seeds == list(range(7, 19))
 
 
 class RecordingEngine:

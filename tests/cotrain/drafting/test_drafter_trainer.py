@@ -37,7 +37,7 @@ def test_loss_falls_and_expected_acceptance_rises(new_trainer, target, shard_of)
 
 
 def test_metrics_of_a_step(new_trainer, target, shard_of):
-    trainer = new_trainer()
+    trainer = new_trainer(objective={"depth_weights": "decay"})
     trainer.add_features([shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
     trainer.set_target_weights(payload_of(target), 1)
     taken_in = trainer.add_features([shard_of(target.rollouts(4, 2, seed=2, policy_version=1))])
