@@ -51,55 +51,8 @@ class PolicyActor:
 
     def write_payload(self, path: str, dtype: str) -> WeightPayload:
         """Write the weights for the engines."""
-        return _write(self._learner.state_for_serving(), path, dtype)
-
-
-class DrafterActor:
-    """The drafter trainer."""
-
-    def __init__(self, log_file: str, arguments: dict[str, Any]):
-        enter_process(log_file)
-        self._arguments = arguments
-
-    def start(self) -> None:
-        """Build or load the drafter."""
-        from cotrain.drafting.host_memory import return_freed_blocks
-        from cotrain.drafting.trainer import DrafterTrainer
-
-        return_freed_blocks()
-        self._trainer = DrafterTrainer(**self._arguments)
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the trainer."""
-        return getattr(self._trainer, method)(*args)
-
-    def drafter_version(self) -> int:
-        """Publications so far."""
-        return self._trainer.drafter_version
-
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers the drafter reads."""
-        return self._trainer.drafter.aux_layers
-
-    def learn(self, shards: list[Any], step: int, train: bool) -> dict[str, float]:
-        """Take in a step's features, train on the buffer if asked, and score the drafter on the hold-out."""
-        metrics = self._trainer.add_features(shards)
-        return metrics | (self._trainer.train(step) if train else self._trainer.evaluate())
-
-    def save_checkpoint(self, folder: str, dtype: str) -> None:
-        """Write the serving folder."""
         import torch
 
-        self._trainer.save_checkpoint(folder, getattr(torch, dtype))
+        from cotrain.rollout.payload import write_payload
 
-    def write_payload(self, path: str, dtype: str) -> WeightPayload:
-        """Write the weights for the engines."""
-        return _write(self._trainer.state_for_serving(), path, dtype)
-
-
-def _write(state: dict[str, Any], path: str, dtype: str) -> WeightPayload:
-    import torch
-
-    from cotrain.rollout.payload import write_payload
-
-    return write_payload(state, path, getattr(torch, dtype))
+        return write_payload(self._learner.state_for_serving(), path, getattr(torch, dtype))

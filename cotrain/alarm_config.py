@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from drafters.config import Section
 
@@ -16,8 +16,12 @@ class AlarmConfig(Section):
 
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.15
     """Share of the expected gain (expected acceptance length - 1) by which the served one may fall short beyond its
-    noise: it is expected for the policy one version earlier, in float32."""
+    noise: it is expected in float32, of features in the engine's number format."""
 
     max_lag_versions: PositiveInt | None = None
-    """Most policy versions from the newest rollouts that the serving drafter was trained on, or was found good enough
-    on, to those it drafts for. Default: twice drafter.train_every x drafter.publish_every."""
+    """Most policy versions from the rollouts on which the gate last judged the serving drafter, or the trigger found no
+    need to train it, to those it drafts for. Default: twice drafter.train_every x drafter.publish_every."""
+
+    delivery_check_every: NonNegativeInt = 10
+    """Read back the drafter weights that the engines serve in every n-th step, and compare them with those sent, beside
+    the read-back of each update. 0: never."""

@@ -14,6 +14,7 @@ from scipy.stats import betabinom
 from cotrain.alarm_config import AlarmConfig
 from cotrain.config import DrafterConfig
 from cotrain.drafting.gate import Promise, noise_bound, served_length
+from cotrain.failures import RunFailure
 from cotrain.records import Rollout, SpeculationCounts, Versions
 from cotrain.rollout.acceptance_stats import total_counts
 
@@ -50,11 +51,11 @@ class StepRecord:
     draft_length: int
     """Longest draft that was asked of an engine in this step; 0 when speculation was off all the time."""
     expected: Promise | None
-    """Of the serving drafter, on held-out rollouts. None while there are none, or while a canary watches it: then
-    acceptance is not judged here."""
+    """Of the serving drafter, on rollouts it was not trained on. None while there are none, or while a canary watches
+    it: then acceptance is not judged here."""
     lag_versions: int | None = None
-    """Policy versions from the newest rollouts that the serving drafter was trained on, or that a gate kept it on, to
-    those of this step. None for a frozen drafter."""
+    """Policy versions from the rollouts on which the serving drafter was last judged to those of this step. None for a
+    frozen drafter."""
     deliveries: Sequence[Delivery] = ()
 
 
@@ -74,14 +75,14 @@ class Alarm:
         return f"{self.name}: {self.what}. Probable cause: {self.cause}. Remedy: {self.remedy}."
 
 
-class DrafterAlarm(RuntimeError):
+class DrafterAlarm(RunFailure):
     """Alarms that stop a run."""
 
     def __init__(self, step: int, alarms: Sequence[Alarm]) -> None:
         self.alarms = list(alarms)
         lines = [f"step {step} raised {', '.join(alarm.name for alarm in alarms)}", *map(str, alarms)]
         if not any(alarm.fatal for alarm in alarms):
-            lines.append('To go on without speculation when this happens, set on_drafter_failure = "continue".')
+            lines.append('To go on without speculation when this happens, set drafter.on_drafter_failure = "continue".')
         super().__init__("\n  ".join(lines))
 
 
@@ -108,14 +109,8 @@ def lag_limit(config: AlarmConfig, drafter: DrafterConfig) -> int:
 
 
 def expected_at(expected: Promise, counts: SpeculationCounts) -> float:
-    """Acceptance length that is expected of drafts as long as these were.
-
-    Rates never rise with the position. Of all mixtures of draft lengths with this mean, that of 1 and the longest
-    accepts least; its length is returned.
-    """
-    rates = expected.rates
-    missing = max(0.0, len(rates) - counts.num_draft_tokens / counts.num_drafts) / max(1, len(rates) - 1)
-    return 1.0 + sum(rates) - missing * sum(rates[1:])
+    """Acceptance length that is expected of drafts as long as these were, at least."""
+    return expected.length_at(counts.num_draft_tokens / counts.num_drafts)
 
 
 def shortfall_bound(expected: Promise, rollouts: Sequence[Rollout], tolerance: float, significance: float) -> float:
@@ -186,8 +181,8 @@ def _below_expected(counts: SpeculationCounts, expected: Promise, bound: float) 
         "training and serving differ (layers, positions, sampling, vocabulary mapping), an older drafter is served, or "
         "the policy has moved far since the expectation was computed",
         "roll back to the last good drafter version; compare rollout/acceptance_rate_pos_* with "
-        "drafter/acceptance_rate_pos_*: position 1 points at weights and layers, later ones at the unroll; raise "
-        "alarms.tolerance if the policy moves this fast on purpose",
+        "rollout/expected_rate_pos_*: position 1 points at weights and layers, later ones at the unroll; raise "
+        "drafter.alarms.tolerance if the policy moves this fast on purpose",
         {"served": served, "expected": length, "bound": bound, "drafts": counts.num_drafts},
     )
 
@@ -210,8 +205,9 @@ def _lag(record: StepRecord, limit: int) -> Iterator[Alarm]:
         yield Alarm(
             "drafter_lags",
             f"the serving drafter is {record.lag_versions} policy versions behind, the limit is {limit}",
-            "the drafter trainer hangs, has died, or takes longer than the policy's updates",
-            "look into logs/drafter.log; lower drafter.updates_per_step, or raise alarms.max_lag_versions",
+            "candidates are refused (decisions.jsonl has the reasons), or drafter.publish_every offers them too seldom",
+            "mend what the reasons name and look into logs/drafter.log; lower drafter.publish_every, or raise "
+            "drafter.alarms.max_lag_versions",
             {"lag_versions": record.lag_versions, "limit": limit},
         )
 

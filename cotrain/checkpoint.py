@@ -23,7 +23,10 @@ from cotrain.run_dir import RunDir, write_json
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
+FREE_BELOW = ("drafter.on_drafter_failure", "drafter.alarms.", "lossless.")
+"""Beside FREE_FIELDS, what a resume may change: it decides when a run stops, not what it computes."""
+
 DIGEST_LIMIT_BYTES = 4 * 2**20
 """Larger files are checked by size alone: reading them twice would double the time of a save."""
 
@@ -45,6 +48,12 @@ class RunState:
     fingerprints: dict[str, str]
     """Digests of the policy and tokenizer files, see model_fingerprints()."""
     tracking_run_id: str | None = None
+    seconds: float = 0.0
+    """Of all steps so far."""
+    lossless: dict[str, Any] | None = None
+    """LosslessMonitor.state()."""
+    drafting: dict[str, Any] | None = None
+    """DrafterLoop.state(); None without a drafter."""
 
 
 @contextmanager
@@ -162,7 +171,7 @@ def check_resume(config: RunConfig, fingerprints: dict[str, str], saved: RunStat
     changed = [
         f"  {field}: {old.get(field, '(not set)')!r} -> {new.get(field, '(not set)')!r}"
         for field in sorted(old.keys() | new.keys())
-        if old.get(field) != new.get(field)
+        if old.get(field) != new.get(field) and not field.startswith(FREE_BELOW)
     ]
     names = {"model": "policy.model: its weights or config.json", "tokenizer": "policy.model: its tokenizer"}
     changed += [
@@ -173,7 +182,8 @@ def check_resume(config: RunConfig, fingerprints: dict[str, str], saved: RunStat
     if changed:
         raise ValueError(
             "--resume: the run was started with other settings:\n" + "\n".join(changed) + "\nOnly steps, "
-            "checkpoint.*, tracking.* and cluster.* may change; for anything else start a new run with name=..."
+            "checkpoint.*, tracking.*, cluster.*, lossless.*, drafter.alarms.* and drafter.on_drafter_failure may "
+            "change; for anything else start a new run with name=..."
         )
 
 

@@ -4,12 +4,14 @@ import math
 import os
 import socket
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cotrain import threads
 from cotrain.config import ClusterConfig, RunConfig
+from cotrain.failures import RoleFailure, RunFailure
 from cotrain.orphans import start_reaper
 
 # Ray reads these when it is imported.
@@ -21,6 +23,12 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 starves
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Rollouts and metrics only: weights and features travel as files in shared memory."""
+
+HANG_AFTER_S = 1800.0
+"""A role that has not answered a call for so long counts as hung. A dead one is noticed at once."""
+
+STARTING_FACTOR = 4
+"""How many times as long a role's first answer may take: it loads a model."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +68,18 @@ def free_port() -> int:
 class Cluster:
     """Ray, started or joined, and the actors of one run."""
 
-    def __init__(self, config: ClusterConfig, logs: Path):
-        """Start a private Ray on loopback, or join config.address. Raises ValueError when it does not answer."""
+    def __init__(
+        self, config: ClusterConfig, logs: Path, run_name: str | None = None, hang_after_s: float = HANG_AFTER_S
+    ):
+        """Start a private Ray on loopback, or join config.address. Raises ValueError when it does not answer.
+
+        run_name is what messages tell the user to resume.
+        """
         self._logs = logs
+        self._resume = f"--resume {run_name}" if run_name else "--resume"
         self._cores = threads.num_cores()
         self._config = config
+        self._hang_after_s = hang_after_s
         private = config.address is None
         self._reaper: subprocess.Popen[bytes] | None = None
         if private:
@@ -90,13 +105,18 @@ class Cluster:
                 raise ValueError(f"cluster.address: no Ray cluster at {config.address} ({error})") from error
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
         self._actors: list[Any] = []
+        self._log_files: dict[str, str] = {}  # by actor id
+        self._answered: set[str] = set()  # actor ids
 
     def log_file(self, role: str) -> str:
         """Where a role's process writes."""
         return str((self._logs / f"{role}.log").resolve())
 
     def start(self, actor_class: type, *args: Any, environment: dict[str, str], gpus: float = 0, **options: Any) -> Any:
-        """Start one actor. Trainers are never restarted or retried: they resume from a checkpoint instead."""
+        """Start one actor; one of `args` is its `log_file`.
+
+        Trainers are never restarted or retried: they resume from a checkpoint instead.
+        """
         remote = self._ray.remote(actor_class).options(
             num_cpus=1,
             num_gpus=gpus,
@@ -107,6 +127,7 @@ class Cluster:
         )
         actor = remote.remote(*args)
         self._actors.append(actor)
+        self._log_files[actor._actor_id.hex()] = next(a for a in args if isinstance(a, str) and a.endswith(".log"))
         return actor
 
     def engine_threads(self) -> int:
@@ -118,11 +139,45 @@ class Cluster:
         return self._config.learner_threads or self._cores
 
     def get(self, reference: Any, timeout: float | None = None) -> Any:
-        """Wait for a result (or a list of them); an actor's exception is raised as its own type."""
+        """Wait for a result (or a list of them); an actor's exception is raised as its own type.
+
+        Raises RoleFailure naming the role and its log when its process has died (at once), or has not answered within
+        `timeout` seconds (default: hang_after_s).
+        """
+        references = reference if isinstance(reference, list) else [reference]
+        actors = {_actor_of(r) for r in references}
+        if timeout is None:
+            timeout = self._hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
+        errors = self._ray.exceptions
         try:
-            return self._ray.get(reference, timeout=timeout)
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause if isinstance(error.cause, Exception) else error from None
+            result = self._ray.get(reference, timeout=timeout)
+        except errors.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            if isinstance(cause, RunFailure):
+                raise self._failure(sorted(actors), str(cause)) from None
+            raise cause from None
+        except errors.GetTimeoutError:
+            _, waiting = self._ray.wait(references, num_returns=len(references), timeout=0)
+            silent = {_actor_of(r) for r in waiting}
+            what = (
+                f"no answer for {timeout:.0f} s, so it counts as hung (raise cluster.hang_after_s if it only is slow)"
+            )
+            raise self._failure(sorted(silent), what) from None
+        except errors.RayActorError as error:
+            if error.actor_init_failed:
+                raise
+            died = [error.actor_id] if error.actor_id in self._log_files else sorted(actors)
+            raise self._failure(died, "its process has died: killed from outside, or out of memory") from error
+        self._answered |= actors
+        return result
+
+    def _failure(self, actors: Sequence[str], what: str) -> RoleFailure:
+        logs = [self._log_files[actor] for actor in actors if actor in self._log_files]
+        roles = " and ".join(Path(log).stem for log in logs) or "an actor"
+        return RoleFailure(
+            f"{roles}: {what}. Look into {', '.join(logs) or self._logs}. What was saved is whole: continue with "
+            f"{self._resume}"
+        )
 
     def stop(self) -> None:
         """Kill all actors (what they started dies with them, see orphans.py), and Ray itself when it is ours."""
@@ -133,3 +188,8 @@ class Cluster:
             assert self._reaper.stdin is not None
             self._reaper.stdin.close()
             self._reaper.wait()
+
+
+def _actor_of(reference: Any) -> str:
+    """Id of the actor that a reference waits for."""
+    return reference.task_id().actor_id().hex()

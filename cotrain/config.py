@@ -6,6 +6,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from cotrain import config_rules
+from cotrain.alarm_config import AlarmConfig
+from cotrain.drafting.gate_config import GateConfig
+from cotrain.lossless.monitor_config import MonitorConfig
+from cotrain.rollout.speculation_config import SpeculationConfig
 from drafters.config import Eagle3Config, ObjectiveConfig, Section
 
 
@@ -165,6 +169,9 @@ class RolloutConfig(Section):
     features: FeatureTapConfig = FeatureTapConfig()
     """Bounds of the feature tap."""
 
+    speculation: SpeculationConfig = SpeculationConfig()
+    """How the draft length, up to draft_tokens, is chosen."""
+
     vllm: dict[str, Any] = {}
     """Any other vLLM engine argument, under vLLM's own name."""
 
@@ -172,6 +179,16 @@ class RolloutConfig(Section):
     def max_model_len(self) -> int:
         """Longest prompt plus longest response, in tokens."""
         return self.max_prompt_tokens + self.max_new_tokens
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that an engine needs: a rollout of full length and the draft tokens after it."""
+        return self.max_model_len + self.draft_tokens + 1
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most requests that an engine runs at once."""
+        return int(self.vllm.get("max_num_seqs", max(1, min(256, self.rollouts_per_step))))
 
     @property
     def rollouts_per_step(self) -> int:
@@ -220,7 +237,7 @@ class DrafterConfig(Section):
     """The drafter's own optimizer."""
 
     train_every: PositiveInt = 1
-    """Train in every n-th step."""
+    """Train in every n-th step, with gate.train_when = "every"."""
 
     updates_per_step: PositiveInt = 8
     """Optimizer steps in each step that trains."""
@@ -229,10 +246,21 @@ class DrafterConfig(Section):
     """Tokens in one optimizer step, packed from whole rollouts."""
 
     publish_every: PositiveInt = 1
-    """Publish to the engines in every n-th step that trained."""
+    """Offer the drafter to the gate after every n-th session of training."""
 
-    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.125
-    """Share of fresh rollouts never trained on, for the expected acceptance length."""
+    gate: GateConfig = GateConfig()
+    """When it trains, is published, and is taken back."""
+
+    alarms: AlarmConfig = AlarmConfig()
+    """Bounds beyond which a step counts as a failure of the drafter."""
+
+    on_drafter_failure: Literal["stop", "continue"] = "stop"
+    """What an alarm does. stop: end the run with cause and remedy. continue: go on without speculation and without
+    training the drafter, and say so on every step line. A process that dies or hangs ends the run either way."""
+
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of fresh rollouts never trained on, for an acceptance length after each session of training
+    (drafter/expected_acceptance_length). The gate needs none: it scores rollouts before they are trained on."""
 
     buffer: DrafterBufferConfig = DrafterBufferConfig()
     """Bounds of the feature buffer."""
@@ -407,6 +435,9 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and learners run; auto takes a GPU when there is one."""
 
+    hang_after_s: PositiveFloat = 1800.0
+    """Seconds without an answer after which a role counts as hung, which ends the run."""
+
     engine_threads: PositiveInt | None = None
     """OpenMP threads of each engine. Default: all cores."""
 
@@ -440,6 +471,9 @@ class RunConfig(Section):
 
     task: Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
     """Prompts and rewards."""
+
+    lossless: MonitorConfig = MonitorConfig()
+    """How closely is watched that speculation leaves the sampled distribution alone."""
 
     init: InitConfig = InitConfig()
     """Drafter initialisation by `cotrain init`; other commands do not read it."""

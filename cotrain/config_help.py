@@ -67,7 +67,7 @@ def type_name(annotation: Any, constraints: list[Any]) -> str:
     if origin is Literal:
         return " | ".join(map(str, arguments))
     if origin is tuple:
-        item = NAMES[arguments[0]]
+        item = type_name(arguments[0], []).split()[0]  # without its limits
         return f"list of {item}s" if Ellipsis in arguments else f"list of {len(arguments)} {item}s"
     name = NAMES[origin or annotation]
     limits = [f"{SYMBOLS[type(limit)][1]} {getattr(limit, SYMBOLS[type(limit)][0])}" for limit in constraints]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic_core import PydanticCustomError
 
+from cotrain.rollout.lossless_guard import engine_problems
+
 if TYPE_CHECKING:
     from cotrain.config import OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
 
@@ -194,6 +196,77 @@ def depth_decay_is_used(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def vllm_arguments_are_lossless(run: RunConfig) -> Iterator[Problem]:
+    if run.drafter is None:
+        return
+    arguments = {key: value for key, value in run.rollout.vllm.items() if key not in OWNED_VLLM_ARGUMENTS}
+    for key, message in engine_problems(arguments):
+        yield Problem(f"rollout.vllm.{key}", message)
+
+
+def timed_batch_sizes_can_run(run: RunConfig) -> Iterator[Problem]:
+    sizes = run.rollout.speculation.measure_batch_sizes
+    most = run.rollout.max_num_seqs
+    if run.drafter is not None and sizes is not None and max(sizes) > most:
+        yield Problem(
+            "rollout.speculation.measure_batch_sizes",
+            f"{list(sizes)}, but an engine runs at most {most} requests at once (rollout.vllm.max_num_seqs, or the "
+            "rollouts of a step); leave out the larger ones",
+        )
+
+
+def the_gate_has_rollouts_to_judge_on(run: RunConfig) -> Iterator[Problem]:
+    # A single sample, and a window that leaves nothing to train on, are refused by rules of their own.
+    if run.drafter is None or not run.drafter.train or run.drafter.gate.publish_when == "always":
+        return
+    gate, rollout = run.drafter.gate, run.rollout
+    way_on = "lower it" if gate.min_prompts > 2 else 'set drafter.gate.publish_when = "always"'
+    if rollout.prompts_per_step < gate.min_prompts:
+        yield Problem(
+            "drafter.gate.min_prompts",
+            f"{gate.min_prompts}, but a step has {rollout.prompts_per_step} prompts (rollout.prompts_per_step) to score "
+            f"a drafter on; raise those, or {way_on}",
+        )
+    if rollout.rollouts_per_step < gate.min_rollouts and rollout.samples_per_prompt > 1:
+        yield Problem(
+            "drafter.gate.min_rollouts",
+            f"{gate.min_rollouts}, but a step has {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} "
+            f"samples = {rollout.rollouts_per_step} rollouts to score a drafter on; lower it, or raise "
+            "rollout.prompts_per_step",
+        )
+    window, depth = rollout.features.window, run.drafter.model.trained_depth
+    if window is not None and window > depth:
+        yield Problem(
+            "rollout.features.window",
+            f"{window} positions of a rollout are too few to expect an acceptance length of it, which "
+            'drafter.gate decides by; leave it out to keep all, or set drafter.gate.publish_when = "always"',
+        )
+
+
+def train_every_is_used(run: RunConfig) -> Iterator[Problem]:
+    drafter = run.drafter
+    if drafter is not None and drafter.gate.train_when != "every" and drafter.train_every != 1:
+        yield Problem(
+            "drafter.train_every",
+            f'{drafter.train_every} has no effect with drafter.gate.train_when = "{drafter.gate.train_when}"; set that '
+            'to "every", or leave train_every out',
+        )
+
+
+def the_lag_limit_allows_the_cadence(run: RunConfig) -> Iterator[Problem]:
+    drafter = run.drafter
+    if drafter is None or drafter.alarms.max_lag_versions is None or not run.policy.train:
+        return
+    longest = drafter.train_every * drafter.publish_every
+    if drafter.alarms.max_lag_versions < longest:
+        yield Problem(
+            "drafter.alarms.max_lag_versions",
+            f"{drafter.alarms.max_lag_versions} would stop a healthy run: with drafter.train_every x "
+            f"drafter.publish_every = {drafter.train_every} x {drafter.publish_every} a drafter serves {longest} policy "
+            "versions; raise it to at least that",
+        )
+
+
 OPTIMIZER = (betas_are_decay_rates,)
 POLICY = (model_is_named, clip_low_leaves_the_ratio_positive, clip_high_is_not_below_clip_low)
 ROLLOUT = (vllm_arguments_are_not_cotrains, stop_strings_are_not_empty, a_whole_rollout_fits_the_tap)
@@ -207,4 +280,9 @@ RUN = (
     served_depth_is_trained,
     window_covers_the_unroll,
     depth_decay_is_used,
+    vllm_arguments_are_lossless,
+    timed_batch_sizes_can_run,
+    the_gate_has_rollouts_to_judge_on,
+    train_every_is_used,
+    the_lag_limit_allows_the_cadence,
 )

@@ -37,6 +37,8 @@ class RunSummary:
     """(what it does, command), most useful first."""
     report: Path | None = None
     """Page of the run's report; None when it could not be written."""
+    speculation: str | None = None
+    """The draft lengths in use at the end, and why; None without a drafter."""
 
 
 class Console:
@@ -79,8 +81,16 @@ class Console:
         if not terminal_only:
             self.say(f"{title}: {duration(time.monotonic() - started)}")
 
-    def step(self, step: int, steps: int, metrics: Metrics, versions: Versions, missing_steps: int = 0) -> None:
-        """The step line. `missing_steps`: steps that MLflow has not got."""
+    def step(
+        self,
+        step: int,
+        steps: int,
+        metrics: Metrics,
+        versions: Versions,
+        missing_steps: int = 0,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """The step line. `missing_steps`: steps that MLflow has not got. `notes`: what else to say of this step."""
         if (seconds := metrics.get("time/step_s")) is not None:
             self._step_seconds = [*self._step_seconds, seconds][-ETA_WINDOW:]
         line = step_line(step, steps, metrics, versions)
@@ -89,7 +99,7 @@ class Console:
             line += f"  eta {duration(left, decimals=0)}"
         if missing_steps:
             line += f"  mlflow {missing_steps} behind"
-        self.say(line)
+        self.say("  ".join([line, *notes]))
 
     def summary(self, config: RunConfig, run_dir: RunDir, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> None:
         """What the run did, for somebody who has not seen one before."""
@@ -108,7 +118,7 @@ def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> st
     add("policy/reward", "reward {:.2f}")
     add("rollout/response_length", "len {:.0f}")
     add("rollout/acceptance_length", "accept {:.2f}")
-    if (expected := metrics.get("drafter/expected_acceptance_length")) is not None:
+    if (expected := metrics.get("rollout/expected_acceptance_length")) is not None:
         # In brackets behind the served length when the step has both.
         served = metrics.get("rollout/acceptance_length") is not None
         parts[-1:] = [f"{parts[-1]} (exp {expected:.2f})"] if served else [parts[-1], f"accept (exp {expected:.2f})"]
@@ -156,16 +166,39 @@ def _drafter_lines(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: Ru
     if acceptance := _from_to(rows, "rollout/acceptance_length", span):
         k = config.rollout.draft_tokens
         lines.append(f"  acceptance   {acceptance}   (tokens per verification step; 1 is no gain, {k + 1} the most)")
-    swaps = sum(bool(row.get("drafter/published")) for row in rows)
-    lines.append(f"  swaps        {swaps} drafters put into the running engine")
-    if run.greedy_identical is not None:
-        verdict = "identical with and without speculation" if run.greedy_identical else "DIFFERS: please report this"
-        lines.append(f"  greedy       output {verdict}")
+    lines.append(f"  swaps        {_swaps(rows)}")
+    if lossless := _lossless(rows, run):
+        lines.append(f"  lossless     {lossless}")
+    if run.speculation:
+        lines.append(f"  speculation  {run.speculation}")
     if gain := _from_to(rows, "rollout/speedup_vs_no_speculation", span):
         lines.append(f"  speed        {gain} times no speculation, measured in this run")
     else:
         lines.append("  speed        against no speculation was not measured in this run; `cotrain bench` measures it")
     return lines
+
+
+def _swaps(rows: Sequence[Mapping[str, Any]]) -> str:
+    published, back = (sum(bool(row.get(f"drafter/{kind}")) for row in rows) for kind in ("published", "rolled_back"))
+    judged = [row["gate/publish"] for row in rows if row.get("gate/publish") is not None]
+    text = f"{published} drafters put into the running engine"
+    if judged:
+        text += f", {len(judged) - sum(map(bool, judged))} kept back by the gate"
+    return text + (f", {back} times back to an earlier one" if back else "")
+
+
+def _lossless(rows: Sequence[Mapping[str, Any]], run: RunSummary) -> str:
+    """What was checked; empty when nothing was."""
+    found = []
+    if looks := [row for row in rows if row.get("lossless/look") is not None]:
+        tokens = sum(row.get("lossless/tokens") or 0 for row in looks)
+        failed = sum(not row.get("lossless/passed") for row in looks)
+        verdict = f"{failed} of {len(looks)} looks FAILED" if failed else f"verified on {tokens:,.0f} sampled tokens"
+        found.append(f"{verdict} ({len(looks)} {'look' if len(looks) == 1 else 'looks'} in this run)")
+    if run.greedy_identical is not None:
+        same = "identical with and without speculation" if run.greedy_identical else "DIFFERS: please report this"
+        found.append(f"greedy output {same}")
+    return "; ".join(found)
 
 
 def _from_to(rows: Sequence[Mapping[str, Any]], name: str, span: int) -> str | None:

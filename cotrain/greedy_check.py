@@ -22,8 +22,8 @@ class Generates(Protocol):
         """One response to each request."""
         ...
 
-    def set_draft_tokens(self, draft_tokens: int) -> None:
-        """Draft length; 0 is off."""
+    def set_draft_tokens(self, draft_tokens: int | None) -> None:
+        """Draft length; 0 is off, None leaves it to the engines."""
         ...
 
     def reset_prefix_cache(self) -> None:
@@ -53,16 +53,18 @@ class GreedyCheck:
 def check_greedy(
     engines: Generates, requests: list[RolloutRequest], draft_tokens: int, dtype: str, max_tokens: int
 ) -> GreedyCheck:
-    """Generate greedily with `draft_tokens` and with none; speculation is on again afterwards."""
+    """Generate greedily with `draft_tokens` and with none; the draft length is the engines' choice afterwards."""
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None, "max_tokens": max_tokens}
-    speculated = engines.generate(requests, tap=False, **sampling).rollouts
-    engines.set_draft_tokens(0)
-    engines.reset_prefix_cache()
+    arms = []
     try:
-        plain = engines.generate(requests, tap=False, **sampling).rollouts
+        for k in (draft_tokens, 0):
+            engines.set_draft_tokens(k)
+            engines.reset_prefix_cache()
+            arms.append(engines.generate(requests, tap=False, **sampling).rollouts)
     finally:
-        engines.set_draft_tokens(draft_tokens)
+        engines.set_draft_tokens(None)
         engines.reset_prefix_cache()  # what was cached without speculation has no drafter KV
+    speculated, plain = arms
     identical = sum(a.token_ids == b.token_ids for a, b in zip(speculated, plain, strict=True))
     tied = sum(_is_tie(a, b, TIE_GAP[dtype]) for a, b in zip(speculated, plain, strict=True))
     return GreedyCheck(len(requests), identical, tied)

@@ -21,6 +21,7 @@ from cotrain.config import RunConfig
 from cotrain.config_errors import ConfigError, did_you_mean
 from cotrain.models import resolve_model, safetensors_header, weight_files
 from cotrain.provenance import machine
+from cotrain.rollout.lossless_guard import environment_problems
 
 CONNECT_TIMEOUT_S = 3.0
 GIB = 2**30
@@ -89,7 +90,7 @@ def quick_problems(config: RunConfig, resume: bool = False) -> list[str]:
         problems += _problems(check_name_is_free, config)
     if Path(config.policy.model).expanduser().exists():
         problems += _problems(resolve_model, config.policy.model)
-    for check in (check_ray, check_tracking, check_devices, check_vllm_arguments):
+    for check in (check_ray, check_tracking, check_devices, check_vllm_arguments, check_environment):
         problems += _problems(check, config)
     return problems
 
@@ -169,6 +170,13 @@ def check_vllm_arguments(config: RunConfig) -> None:
         raise ConfigError(problems)
 
 
+def check_environment(config: RunConfig) -> None:
+    """No environment variable of vLLM, which engines inherit, makes speculation lossy."""
+    problems = [f"{name}: {message}" for name, message in environment_problems(os.environ)]
+    if config.drafter is not None and problems:
+        raise ConfigError(problems)
+
+
 def _engine_arguments(source: Path) -> list[str]:
     """Names of vLLM's engine arguments, read from the source: importing vLLM takes 5 s and changes the process."""
     return [
@@ -187,12 +195,14 @@ def check_task(config: RunConfig) -> None:
 
 
 def check_lengths(config: RunConfig, model: Path) -> None:
-    """Prompt and response fit the model's positions."""
+    """Prompt, response and draft tokens fit the model's positions."""
     longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
-    if longest is not None and config.rollout.max_model_len > longest:
+    rollout = config.rollout
+    if longest is not None and rollout.num_positions > longest:
         raise ValueError(
-            f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {config.rollout.max_model_len} is above the "
-            f"{longest} positions of {config.policy.model}; lower one of them"
+            f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with draft_tokens + "
+            f"1 = {rollout.draft_tokens + 1} spare positions, is above the {longest} of {config.policy.model}; lower one "
+            "of them"
         )
 
 
@@ -267,7 +277,7 @@ def check_drafter_init(config: RunConfig, model: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder, _ = resolve_drafter_init(tracking_uri(config), config.drafter.init, Path(scratch) / "drafter")
         try:
-            drafter = load_drafter(folder, TargetSpec.from_pretrained(model))
+            drafter = load_drafter(folder, TargetSpec.from_pretrained(model), config.rollout.num_positions)
         except ValueError as error:
             raise ValueError(f"drafter.init: {error}") from error
     shape, problems = config.drafter.model, []

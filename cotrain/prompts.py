@@ -17,6 +17,12 @@ class PromptEncoder:
         self._max_prompt_tokens = max_prompt_tokens
         self._prompts: dict[str, Prompt] = {}
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """Token that ends a response."""
+        token: int | None = self._tokenizer.eos_token_id
+        return token
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids with the assistant's turn opened. Raises ValueError for a prompt over the limit."""
         token_ids = self._tokenizer.apply_chat_template(

@@ -71,6 +71,20 @@ class Rollout:
     """stop or length."""
     versions: Versions
     speculation: SpeculationCounts | None
+    verification_steps: tuple[tuple[int, int], ...] = ()
+    """(draft tokens, accepted ones) of each verification step, where the engine records them one by one."""
+
+    @property
+    def drafted_throughout(self) -> bool:
+        """Was every token after the first emitted by a verification step?
+
+        Where drafting paused, the drafter's cache has gaps: what it reaches afterwards is not what is expected of it.
+        """
+        counts = self.speculation
+        if counts is None:
+            return False
+        # The last step may have emitted more than the response holds.
+        return 1 + counts.num_drafts + sum(counts.accepted_per_position) >= len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +127,39 @@ class SwapReport:
 
 
 @dataclass(frozen=True, slots=True)
+class GainReport:
+    """What speculation gained in an engine over its steps since the last report, prefills left out.
+
+    Times of a step without speculation are those of the cost model, which trials correct.
+    """
+
+    speedup_vs_no_speculation: float
+    """Time that the generated tokens would have taken without speculation, over the time that they took, trials
+    included. Steps without draft tokens count as they are."""
+    model_gain: float
+    """The same, over the speculating steps alone, from the model's step times and acceptance; 1.0 without any."""
+    measured_gain: float | None
+    """The model's gain, corrected by what was seen. None without speculating steps, or before the first check."""
+    measured_error: float | None
+    """Standard error of log measured_gain, from the spread of the checks. None before two of them."""
+    num_checks: int
+    """Trials without speculation that measured_gain rests on."""
+    trial_share: float
+    """Share of the time that went into trials and checks."""
+    num_steps: int
+    """Engine steps."""
+    seconds: float
+    """Of these steps together."""
+    longest_draft: int
+    """Most draft tokens that a step asked for, trials included; 0: nothing was drafted in any of them."""
+
+    @property
+    def disagreement(self) -> float | None:
+        """Measured over model gain, minus 1."""
+        return None if self.measured_gain is None else self.measured_gain / self.model_gain - 1
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutBatch:
     """What one step of generation returns."""
 
@@ -122,3 +169,5 @@ class RolloutBatch:
     seconds: float
     num_generated_tokens: int
     feature_stats: dict[str, float] = field(default_factory=dict)
+    gain: GainReport | None = None
+    """Over all engines; None while the draft length is fixed, or the call had sampling parameters of its own."""

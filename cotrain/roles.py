@@ -1,18 +1,20 @@
-"""The three roles as the controller sees them: plain calls, with Ray behind them.
+"""Rollout engines and policy learner as the controller sees them: plain calls, with Ray behind them.
 
 A method named start_* returns at once; `wait` on the cluster gets its result. All others wait.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cotrain import threads
-from cotrain.actors import DrafterActor, EngineActor, PolicyActor
+from cotrain.actors import EngineActor, PolicyActor
 from cotrain.cluster import Cluster, Placement, free_port
 from cotrain.config import RunConfig
+from cotrain.lossless.draws import Draws
 from cotrain.records import (
-    FeatureShard,
+    Rollout,
     RolloutBatch,
     RolloutRequest,
     ScoredRollout,
@@ -22,6 +24,9 @@ from cotrain.records import (
 )
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.engine import EngineSpec
+from cotrain.rollout.gain_check import combined
+from cotrain.rollout.payload import WeightUpdateRefused
+from drafters.base import Sampler
 
 
 class RolloutEngines:
@@ -66,18 +71,57 @@ class RolloutEngines:
         reports = self._cluster.get([a.update_policy.remote(payload, policy_version) for a in self._actors])
         return max(reports, key=lambda report: report.seconds)
 
-    def update_drafter(self, payload: WeightPayload, drafter_version: int) -> SwapReport:
-        """Serve new drafter weights everywhere."""
-        reports = self._cluster.get([a.update_drafter.remote(payload, drafter_version) for a in self._actors])
+    def update_drafter(
+        self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
+    ) -> SwapReport:
+        """Serve new drafter weights on all engines, or on none. expected_rates: see RolloutEngine.update_drafter.
+
+        All engines check the weights before one takes them. Raises WeightUpdateRefused; all go on with what they had.
+        """
+        if len(self._actors) > 1:
+            self._cluster.get([a.check_drafter.remote(payload) for a in self._actors])
+        updates = [a.update_drafter.remote(payload, drafter_version, expected_rates) for a in self._actors]
+        reports, switched, refusal = [], [], None
+        for actor, update in zip(self._actors, updates, strict=True):
+            try:
+                reports.append(self._cluster.get(update))
+                switched.append(actor)
+            except WeightUpdateRefused as error:
+                refusal = error
+        if refusal is not None:
+            self._cluster.get([actor.undo_drafter_update.remote() for actor in switched])
+            raise refusal
         return max(reports, key=lambda report: report.seconds)
 
-    def set_draft_tokens(self, draft_tokens: int) -> None:
-        """Draft length from the next step on; 0 switches speculation off."""
+    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
+        """Checksums of the named tensors as each engine serves them."""
+        return self._cluster.get([a.served_digests.remote(names, draft) for a in self._actors])
+
+    def time_draft_lengths(self, prompts: Sequence[list[int]]) -> int:
+        """Time engine steps in all engines at once, as they will run; the number of timings of each.
+
+        From then on each engine chooses its draft lengths. See RolloutEngine.time_draft_lengths.
+        """
+        return min(self._cluster.get([a.time_draft_lengths.remote(prompts) for a in self._actors]))
+
+    def describe_speculation(self) -> str:
+        """The draft lengths in use, and why."""
+        words = self._cluster.get([a.describe_speculation.remote() for a in self._actors])
+        if len(set(words)) == 1:
+            return words[0]
+        return "; ".join(f"engine {i}: {text}" for i, text in enumerate(words))
+
+    def set_draft_tokens(self, draft_tokens: int | None) -> None:
+        """Draft length from the next step on; 0 switches speculation off, None gives the choice back."""
         self._cluster.get([a.set_draft_tokens.remote(draft_tokens) for a in self._actors])
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
         self._cluster.get([a.reset_prefix_cache.remote() for a in self._actors])
+
+    def clear_drafter_cache(self) -> None:
+        """Forget cached prefixes and the drafter's keys and values."""
+        self._cluster.get([a.clear_drafter_cache.remote() for a in self._actors])
 
     def shutdown(self) -> None:
         """Stop vLLM in every engine."""
@@ -97,6 +141,7 @@ def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> Rollo
         seconds=max(batch.seconds for batch in batches),
         num_generated_tokens=sum(batch.num_generated_tokens for batch in batches),
         feature_stats=stats,
+        gain=combined([batch.gain for batch in batches if batch.gain is not None]),
     )
 
 
@@ -146,6 +191,10 @@ class PolicyRanks:
         """(aux [T, A*H], final [T, H]) of the learner's own forward."""
         return self._cluster.get(self._actors[0].call.remote("hidden_states", token_ids, layers))
 
+    def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
+        """Response tokens of each rollout under the laws of the current weights; see PolicyLearner."""
+        return self._cluster.get(self._actors[0].call.remote("response_draws", rollouts, sampler, logit_tolerance))
+
     def policy_version(self) -> int:
         """Updates made so far."""
         return self._cluster.get(self._actors[0].policy_version.remote())
@@ -170,69 +219,6 @@ def _rank(rank: int, world: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-class DrafterTraining:
-    """The drafter trainer."""
-
-    def __init__(
-        self, cluster: Cluster, config: RunConfig, model_path: Path, init_folder: Path | None, placement: Placement
-    ):
-        self._cluster = cluster
-        arguments = {
-            "config": config.drafter,
-            "rollout": config.rollout,
-            "model_path": str(model_path),
-            "init_folder": None if init_folder is None else str(init_folder),
-            "total_steps": config.steps,
-            "seed": config.seed,
-            "device": placement.device,
-        }
-        self._actor = cluster.start(
-            DrafterActor,
-            cluster.log_file("drafter"),
-            arguments,
-            environment=threads.openmp_environment(cluster.learner_threads()),
-            gpus=placement.drafter_gpus,
-        )
-        cluster.get(self._actor.start.remote())
-
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers the drafter reads."""
-        return self._cluster.get(self._actor.aux_layers.remote())
-
-    def start_learning(self, shards: list[FeatureShard], step: int, train: bool) -> Any:
-        """Begin to take in a step's features and train on the buffer."""
-        return self._actor.learn.remote(shards, step, train)
-
-    def finish_learning(self, learning: Any) -> dict[str, float]:
-        """Wait for `start_learning`."""
-        return self._cluster.get(learning)
-
-    def set_target_weights(self, payload: WeightPayload, policy_version: int) -> None:
-        """Hand over the head and embedding of a policy version."""
-        self._cluster.get(self._actor.call.remote("set_target_weights", payload.path, policy_version))
-
-    def publish(self, path: Path, dtype: str) -> tuple[WeightPayload, int]:
-        """Freeze the current weights as the next version and write them for the engines."""
-        version = self._cluster.get(self._actor.call.remote("publish"))
-        return self._cluster.get(self._actor.write_payload.remote(str(path), dtype)), version
-
-    def save_checkpoint(self, folder: Path, dtype: str) -> None:
-        """Write the folder that vLLM serves."""
-        self._cluster.get(self._actor.save_checkpoint.remote(str(folder), dtype))
-
-    def drafter_version(self) -> int:
-        """Publications so far."""
-        return self._cluster.get(self._actor.drafter_version.remote())
-
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer, buffer and random state."""
-        self._cluster.get(self._actor.call.remote("save", str(folder)))
-
-    def load(self, folder: Path) -> None:
-        """Continue from `save`."""
-        self._cluster.get(self._actor.call.remote("load", str(folder)))
 
 
 def engine_specs(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cotrain.config import RunConfig
+from cotrain.drafting.decisions import DrafterEvent
 from cotrain.mlflow_store import (  # first of MLflow: sets its environment
     MlflowException,
     connect,
@@ -29,7 +30,12 @@ from cotrain.registry import Registration, find_version, model_id_of, set_accept
 # isort: split
 from mlflow.entities import LoggedModelOutput, Metric, Param
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
-from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
+from mlflow.utils.validation import (
+    MAX_METRICS_PER_BATCH,
+    MAX_PARAM_VAL_LENGTH,
+    MAX_PARAMS_TAGS_PER_BATCH,
+    MAX_TAG_VAL_LENGTH,
+)
 
 MARKER = "step"
 """A metric in every batch: a batch is stored whole, so its newest value is the last step that MLflow has."""
@@ -113,6 +119,14 @@ class Tracker:
         )
         self._enqueue(lambda: self._register(registration, step, dict(metrics)), future)
         return future
+
+    def log_decisions(self, path: Path, event: DrafterEvent) -> None:
+        """Queue decisions.jsonl as an artifact, and the newest decision as a tag, which the run's page shows."""
+        tags = {
+            "drafter.last_decision": f"step {event.step}: {event.kind}",
+            "drafter.last_reason": event.reason[:MAX_TAG_VAL_LENGTH],
+        }
+        self._enqueue(lambda: self._send_decisions(path, tags), Future())
 
     def log_served(self, drafter_version: int, acceptance_length: float, step: int) -> Future[None]:
         """Queue what a drafter reached in a step it served; `best` moves to the highest of all versions."""
@@ -252,6 +266,11 @@ class Tracker:
             self._client.log_outputs(self.run_id, [LoggedModelOutput(registration.model_id, step=step)])
             self._log_model_metrics(registration.model_id, metrics, step)
         return version
+
+    def _send_decisions(self, path: Path, tags: Mapping[str, str]) -> None:
+        for name, value in tags.items():
+            self._client.set_tag(self.run_id, name, value)
+        self._client.log_artifact(self.run_id, str(path))
 
     def _link_served(self, drafter_version: int, acceptance_length: float, step: int) -> None:
         version = find_version(self._client, self.run_id, drafter_version)

@@ -4,6 +4,8 @@ Shape letters: N packed tokens, A aux layers, H target hidden size, V target voc
 """
 
 import json
+import os
+import shutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +128,11 @@ class Drafter(nn.Module, ABC):
     def trained_depth(self) -> int:
         """Draft positions unrolled in training."""
 
+    @property
+    @abstractmethod
+    def max_positions(self) -> int:
+        """Tokens of prompt, response and draft together beyond which an engine does not draft."""
+
     @abstractmethod
     def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
         """Unroll to trained_depth and compare each position with the target's processed distribution."""
@@ -142,20 +149,28 @@ class Drafter(nn.Module, ABC):
         """Exactly the tensors an engine loads, in checkpoint names; never the embedding or the target's head."""
 
     @abstractmethod
+    def overflowing(self) -> list[str]:
+        """What is too large for an engine, or no number, whatever it reads; empty for a drafter that can be served.
+
+        Finite weights are not enough: keys and values that overflow stay in the engine's KV cache.
+        """
+
+    @abstractmethod
     def serving_config(self) -> dict[str, object]:
         """Contents of config.json of a checkpoint folder."""
 
     def save(self, folder: str | Path, dtype: torch.dtype) -> None:
-        """Write config.json and model.safetensors; stock vLLM serves the folder as it is."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write config.json and model.safetensors; stock vLLM serves the folder as it is.
+
+        Whatever ends the process, and when: afterwards the folder holds this drafter, or the one it held before, or
+        none that can be loaded (no config.json). Never half of one. Raises OSError when the disk is full.
+        """
         state = {
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
             for name, tensor in self.state_dict().items()
         }
-        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
         config = {**self.serving_config(), "torch_dtype": str(dtype).removeprefix("torch.")}
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _write_folder(Path(folder), state, json.dumps(config, indent=2) + "\n")
 
     def load(self, folder: str | Path) -> None:
         """Replace the weights of this drafter by those of a folder written by `save`; dtype and device stay.
@@ -178,6 +193,40 @@ class Drafter(nn.Module, ABC):
         ]
         if problems:
             raise ValueError(f"{source} does not fit this drafter: " + "; ".join(problems))
+
+
+def _write_folder(folder: Path, state: dict[str, Tensor], config: str) -> None:
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        try:
+            save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:  # safetensors' own type for a full disk too
+            raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from error
+        (partial / CONFIG).write_text(config)
+        for path in (partial / WEIGHTS, partial / CONFIG, partial):
+            _flush(path)
+        if not folder.is_dir() or not any(folder.iterdir()):
+            os.replace(partial, folder)
+        else:
+            # A folder in use cannot be exchanged in one move: it is no drafter until the new config.json is there.
+            (folder / CONFIG).unlink(missing_ok=True)
+            os.replace(partial / WEIGHTS, folder / WEIGHTS)
+            os.replace(partial / CONFIG, folder / CONFIG)
+            _flush(folder)
+        _flush(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Have a file or a folder's entries on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

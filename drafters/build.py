@@ -24,13 +24,23 @@ def build_drafter(config: Eagle3Config, target: TargetSpec, seed: int) -> Drafte
     return DRAFTERS[config.type].from_config(config, target, seed)
 
 
-def load_drafter(folder: str | Path, target: TargetSpec) -> Drafter:
+def load_drafter(folder: str | Path, target: TargetSpec, num_positions: int | None = None) -> Drafter:
     """The drafter of a checkpoint folder, in float32.
 
-    Raises ValueError when the folder holds no known drafter, one made for another target, or broken tensors.
+    num_positions: positions that the engine is started with (longest prompt and response, and the draft after them);
+    None when the drafter is not going to be served. Raises ValueError when the folder holds no known drafter, one made
+    for another target or for fewer positions, or broken tensors.
     """
     architectures = read_config(folder).get("architectures") or [None]
     if architectures[0] not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"{folder} holds {architectures[0]}, not a drafter that can be trained ({known})")
-    return DRAFTERS[ARCHITECTURES[architectures[0]]].from_checkpoint(folder, target)
+    drafter = DRAFTERS[ARCHITECTURES[architectures[0]]].from_checkpoint(folder, target)
+    if num_positions is not None and drafter.max_positions < num_positions:
+        raise ValueError(
+            f"{folder} has {drafter.max_positions} positions (max_position_embeddings), but {num_positions} are needed "
+            "for the longest prompt, its response and the draft after it: beyond its limit an engine stops drafting for "
+            "the whole batch. Lower rollout.max_prompt_tokens or rollout.max_new_tokens; or, if it was trained on such "
+            "lengths, raise max_position_embeddings in its config.json"
+        )
+    return drafter

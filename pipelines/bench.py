@@ -1,8 +1,9 @@
 """`cotrain bench`: speculation arms side by side on the same prompts, taking turns.
 
 One EAGLE-3 engine serves no speculation and every drafted arm, switched at run time; n-gram look-up needs a second
-engine, which waits without using the CPU. In every round all arms run once, each round starting with another arm, and
-each is compared with the same round's no-speculation arm, so that a machine that slows down slows all of them alike.
+engine, which waits without using the CPU. In the adaptive arm the engine's speculation controller chooses the draft
+length. In every round all arms run once, each round starting with another arm, and each is compared with the same
+round's no-speculation arm, so that a machine that slows down slows all of them alike.
 """
 
 import argparse
@@ -29,13 +30,13 @@ from cotrain.records import RolloutRequest
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.run_dir import write_json
 from cotrain.scratch import scratch_folder
-from pipelines.bench_report import NO_SPECULATION, Arm, Measurement, StepTimes, markdown, plot, results
+from pipelines.bench_report import ADAPTIVE, NO_SPECULATION, Arm, Measurement, StepTimes, markdown, plot, results
 
 if TYPE_CHECKING:
     from cotrain.rollout.engine import RolloutEngine
 
-METHODS = ("none", "ngram", "greedy", "probabilistic")
-DRAFTED = ("greedy", "probabilistic")
+METHODS = ("none", "ngram", "greedy", "probabilistic", ADAPTIVE)
+DRAFTED = ("greedy", "probabilistic", ADAPTIVE)
 DEFAULT_TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
 DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
 KV_BLOCK = 128
@@ -66,6 +67,17 @@ class Bench:
         methods = {arm.method for arm in self.arms}
         return [*(["drafter"] if methods & set(DRAFTED) or "ngram" not in methods else []), *(methods & {"ngram"})]
 
+    @property
+    def adaptive_sample_method(self) -> str:
+        """How the drafter proposes in the adaptive arm: as well as it can."""
+        return "probabilistic" if self.rollout.temperature > 0 else "greedy"
+
+    def draft_sample_method(self, arm: Arm) -> str | None:
+        """How its draft tokens are sampled; None when no drafter proposes them."""
+        if arm.method == ADAPTIVE:
+            return self.adaptive_sample_method
+        return arm.method if arm.method in DRAFTED else None
+
     def requests(self, arm: Arm, batch: int, round_: int, group: int) -> list[RolloutRequest]:
         """The same prompts and seeds for all arms of a round. vLLM has no seeds for probabilistic drafts."""
         first = (round_ * self.groups + group) * batch
@@ -75,7 +87,7 @@ class Bench:
                 f"prompt-{number}",
                 number,
                 self.prompts[number % len(self.prompts)],
-                None if arm.method == "probabilistic" else self.seed + number,
+                None if self.draft_sample_method(arm) == "probabilistic" else self.seed + number,
             )
             for number in numbers
         ]
@@ -99,7 +111,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, help="default: all that are possible; none is always measured"
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        help="default: all that are possible but adaptive, which chooses a draft length up to the largest of --k for "
+        "each batch size; none is always measured",
     )
     parser.add_argument("--prompts", metavar="CONFIG", help="prompts of this configuration's task (default: chain_sum)")
     parser.add_argument("--seed", type=int, default=0, help="seed of prompts and sampling (default %(default)s)")
@@ -203,15 +219,15 @@ def choose_arms(
 ) -> list[Arm]:
     """No speculation first, then every method at every draft length. Raises ValueError for what cannot be measured."""
     if methods is None:
-        methods = [m for m in METHODS if has_drafter or m not in DRAFTED]
+        methods = [m for m in METHODS if (has_drafter or m not in DRAFTED) and m != ADAPTIVE]
         methods = [m for m in methods if temperature > 0 or m != "probabilistic"]
     without_drafter = [m for m in methods if m in DRAFTED and not has_drafter]
     if without_drafter:
         raise ValueError(f"--methods: {' and '.join(without_drafter)} need a drafter; give --drafter")
     if "probabilistic" in methods and temperature == 0:
         raise ValueError("--methods: probabilistic drafts are greedy ones at --temperature 0; use greedy")
-    ordered = [m for m in METHODS[1:] if m in methods]
-    return [NO_SPECULATION, *(Arm(method, k) for method in ordered for k in draft_lengths)]
+    fixed = [Arm(m, k) for m in METHODS[1:-1] if m in methods for k in draft_lengths]
+    return [NO_SPECULATION, *fixed, *([Arm(ADAPTIVE, max(draft_lengths))] if ADAPTIVE in methods else [])]
 
 
 def _drafter(args: argparse.Namespace, target: Any, pulled: Path, notes: list[str]) -> tuple[Path, tuple[int, ...]]:
@@ -298,7 +314,15 @@ async def _run(bench: Bench, console: TextIO) -> tuple[list[Measurement], list[S
             await engines[speculation].start()
             if bench.breakdown:
                 await engines[speculation].time_phases()
-        return await take_turns(bench, engines, console)
+        if not any(arm.method == ADAPTIVE for arm in bench.arms):
+            return await take_turns(bench, engines, console)
+        engine, started = engines["drafter"], time.perf_counter()
+        await engine.set_draft_sample_method(bench.adaptive_sample_method)
+        number = await engine.time_draft_lengths(bench.prompts)
+        print(f"timed draft lengths: {number} timings in {time.perf_counter() - started:.0f} s", file=console)
+        turns = await take_turns(bench, engines, console)
+        bench.notes.append(f"adaptive, at the end: {await engine.describe_speculation()}")
+        return turns
 
 
 async def take_turns(
@@ -339,9 +363,9 @@ def _time_left(bench: Bench, latest: dict[tuple[Arm, int], float], round_: int, 
 
 
 async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, round_: int) -> Measurement:
-    await engine.set_draft_tokens(arm.draft_tokens)
-    if arm.method in DRAFTED:
-        await engine.set_draft_sample_method(arm.method)
+    await engine.set_draft_tokens(None if arm.method == ADAPTIVE else arm.draft_tokens)
+    if (method := bench.draft_sample_method(arm)) is not None:
+        await engine.set_draft_sample_method(method)
     await engine.reset_prefix_cache()
     num_tokens, decode_seconds, seconds = 0, 0.0, 0.0
     drafted = []

@@ -7,17 +7,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+ADAPTIVE = "adaptive"
+
 
 @dataclass(frozen=True)
 class Arm:
     """One way to generate."""
 
     method: str
-    """none, ngram, greedy or probabilistic."""
+    """none, ngram, greedy, probabilistic or adaptive."""
     draft_tokens: int
+    """Of every step; the most of any step when adaptive."""
 
     def __str__(self) -> str:
-        return "no speculation" if self.method == "none" else f"{self.method} k={self.draft_tokens}"
+        if self.method == "none":
+            return "no speculation"
+        return f"{self.method} k{'<=' if self.method == ADAPTIVE else '='}{self.draft_tokens}"
 
 
 NO_SPECULATION = Arm("none", 0)
@@ -78,7 +83,7 @@ def results(measurements: Sequence[Measurement], steps: Sequence[StepTimes]) -> 
 
 
 def _order(arm: Arm) -> tuple[int, int]:
-    return ("none", "ngram", "greedy", "probabilistic").index(arm.method), arm.draft_tokens
+    return ("none", "ngram", "greedy", "probabilistic", ADAPTIVE).index(arm.method), arm.draft_tokens
 
 
 def _arm_row(measurements: Sequence[Measurement], arm: Arm) -> dict[str, Any]:
@@ -199,7 +204,7 @@ def plot(arms: Sequence[dict[str, Any]], path: Path) -> None:
     panels = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     for panel, batch in zip(panels, batches, strict=True):
         panel.axhline(1, color="0.6", linewidth=1)
-        for method in ("ngram", "greedy", "probabilistic"):
+        for method in ("ngram", "greedy", "probabilistic", ADAPTIVE):
             rows = [row for row in arms if (row["batch"], row["method"]) == (batch, method)]
             if rows:
                 ratio = [row["ratio"] for row in rows]

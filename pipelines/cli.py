@@ -1,6 +1,6 @@
 """The `cotrain` command. Imports of torch, Ray, MLflow or vLLM stay inside the commands, so that --help is instant.
 
-Exit status: 0 done, 1 the run's own check failed, 2 something the user can mend.
+Exit status: 0 done, 1 the run's own check failed or a part of it died, 2 something the user can mend.
 """
 
 import argparse
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cotrain.checkpoint import DiskFullError
 from cotrain.config import RunConfig
 from cotrain.config_errors import ConfigError
+from cotrain.failures import RunFailure
 from cotrain.load_config import load_config, to_toml
 
 
@@ -28,6 +28,7 @@ OWN_PARSER = {
     "init": OwnParser("pipelines.initialise", "train a drafter on the policy's own rollouts, before RL"),
     "ablate": OwnParser("pipelines.ablate", "run a study: arms x seeds, and one table"),
     "report": OwnParser("pipelines.report", "write the report of a run or a study"),
+    "verify": OwnParser("pipelines.verify", "test whether speculation leaves the sampled distribution alone"),
     "bench": OwnParser("pipelines.bench", "measure speculation arms side by side on one engine"),
 }
 
@@ -60,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = _parse(arguments)
         status: int = parsed.run(parsed)
         return status
-    except (ValueError, DiskFullError) as error:
+    except RunFailure as failure:
+        print(f"cotrain: {failure}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
         if not _is_message_to_the_user(error):
             raise
         print(f"cotrain: {error}", file=sys.stderr)
@@ -70,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_message_to_the_user(error: Exception) -> bool:
-    """Raised by our own code, which does so for what a user can mend. A ValueError of a library is a defect."""
+    """Raised by our own code, which does so for what a user can mend. An error of a library is a defect."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return (frame.f_globals.get("__package__") or "").partition(".")[0] in OWN_PACKAGES
 

@@ -17,6 +17,10 @@ from cotrain.cluster import Cluster, Placement, place
 from cotrain.config import RunConfig
 from cotrain.console import Console, RunSummary
 from cotrain.controller import Controller, Roles
+from cotrain.drafting.decisions import FILE, DecisionLog
+from cotrain.drafting.loop import DrafterLoop
+from cotrain.drafting.role import DrafterTraining
+from cotrain.failures import RunFailure
 from cotrain.greedy_check import GreedyCheck, check_greedy
 from cotrain.load_config import write_config
 from cotrain.metrics import MetricsWriter, read_metrics
@@ -26,7 +30,7 @@ from cotrain.provenance import write_provenance
 from cotrain.records import RolloutRequest, Versions
 from cotrain.registry import resolve_drafter_init
 from cotrain.report.run import write_run_report
-from cotrain.roles import DrafterTraining, PolicyRanks, RolloutEngines, engine_specs
+from cotrain.roles import PolicyRanks, RolloutEngines, engine_specs
 from cotrain.run_dir import RunDir
 from cotrain.scratch import scratch_folder
 from cotrain.stop_signal import two_stage_stop
@@ -59,7 +63,9 @@ def train(config: RunConfig, resume: bool) -> int:
         sampler = PromptSampler(len(task), config.rollout.prompts_per_step, config.seed)
         if state is not None:
             sampler.restore(state.task_position)
-        metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resumed_step=state.step if state else 0))
+        step = state.step if state else 0
+        metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resumed_step=step))
+        decisions = stack.enter_context(DecisionLog(run_dir.path / FILE, resumed_step=step))
         with console.phase("MLflow"):
             tracker = stack.enter_context(
                 Tracker(
@@ -70,20 +76,27 @@ def train(config: RunConfig, resume: bool) -> int:
                 )
             )
         scratch = stack.enter_context(scratch_folder(config.name))
-        cluster = Cluster(config.cluster, run_dir.logs)
+        cluster = Cluster(config.cluster, run_dir.logs, config.name, config.cluster.hang_after_s)
         stack.callback(cluster.stop)
         placement = place(config, cluster.num_gpus)
         with console.phase("policy learner, drafter trainer and rollout engine"):
             roles, versions = _start_roles(
                 config, cluster, placement, run_dir, model_path, scratch, tracker.uri, state, checkpoint
             )
+        if config.drafter is not None and config.rollout.speculation.adaptive:
+            with console.phase("timing of draft lengths"):
+                timed = [prompts.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
+                roles.engines.time_draft_lengths(timed)
         console.banner(config, run_dir, _devices(config, placement, cluster), tracker.ui_hint())
         controller = Controller(
-            config, run_dir, roles, task, prompts, sampler, tracker, metrics, console, scratch, versions,
-            fingerprints, step=state.step if state else 0,
+            config, run_dir, roles, task, prompts, sampler, tracker, metrics, decisions, console, scratch, versions,
+            fingerprints, step,
         )  # fmt: skip
+        if state is not None:
+            controller.load_state(state)
         controller.stop_requested = stop
-        finished = controller.run()
+        finished = _run(controller, run_dir)
+        speculation = roles.engines.describe_speculation() if config.drafter else None
         check = _final_check(config, controller, console) if finished else None
         if not finished:
             tracker.finish("KILLED")
@@ -97,12 +110,26 @@ def train(config: RunConfig, resume: bool) -> int:
                 seconds=time.monotonic() - started,
                 stopped_early=not finished,
                 greedy_identical=check.passed if check else None,
+                speculation=speculation if controller.mode is None else controller.mode,
                 drafter_uri=_drafter_uri(config, tracker, controller),
                 next_commands=_next_commands(config, tracker, finished),
                 report=_write_report(run_dir, console),
             ),
         )
         return 0 if check is None or check.passed else 1
+
+
+def _run(controller: Controller, run_dir: RunDir) -> bool:
+    """Controller.run; a failure that does not say so itself is told how to go on."""
+    try:
+        return controller.run()
+    except RunFailure as failure:
+        if "--resume" in str(failure):
+            raise
+        raise RunFailure(
+            f"{failure}\n  Look into {run_dir.logs}. What was saved is whole: continue with cotrain train --resume "
+            f"{run_dir.name}"
+        ) from failure
 
 
 def _prompt_encoder(config: RunConfig, model_path: Path) -> PromptEncoder:
@@ -150,8 +177,8 @@ def _start_roles(
         if checkpoint is not None:
             drafter.load(checkpoint / "drafter")
         drafter_folder, aux_layers = run_dir.drafter(versions.drafter), drafter.aux_layers()
-        if not drafter_folder.exists():
-            drafter.save_checkpoint(drafter_folder, config.rollout.dtype)
+        # Written anew on a resume too: a run that was killed may have left half of it.
+        drafter.save_checkpoint(drafter_folder, config.rollout.dtype, versions.drafter)
     specs = engine_specs(config, model_path, drafter_folder, aux_layers, scratch, versions)
     engines = RolloutEngines(cluster, config, specs, placement)
     policy.wait_until_started()
@@ -163,11 +190,15 @@ def _start_roles(
     engines.wait_until_started()
     if versions.policy:
         engines.update_policy(payload, versions.policy)
-    return Roles(engines, policy, drafter), versions
+    drafting = None
+    if drafter is not None:
+        served = drafter.write_payload(scratch / "drafter.safetensors", config.rollout.dtype, versions.drafter)
+        drafting = DrafterLoop(config, drafter, engines, scratch, served, versions)
+    return Roles(engines, policy, drafter, drafting), versions
 
 
 def _final_check(config: RunConfig, controller: Controller, console: Console) -> GreedyCheck | None:
-    if config.drafter is None or controller.last_batch is None:
+    if config.drafter is None or controller.last_batch is None or controller.mode is not None:
         return None
     seen = {r.prompt_id: r.prompt_token_ids for r in controller.last_batch.rollouts}
     requests = [RolloutRequest(prompt_id, 0, ids, None) for prompt_id, ids in list(seen.items())[:GREEDY_PROMPTS]]
@@ -221,5 +252,6 @@ def _next_commands(config: RunConfig, tracker: Tracker, finished: bool) -> list[
             ("list drafter versions", "cotrain drafters list"),
             ("get the drafter for stock vLLM", f"cotrain drafters pull {name}@serving my-drafter"),
             ("measure its speed", f"cotrain bench --model {config.policy.model} --drafter my-drafter"),
+            ("test that it changes no output", f"cotrain verify --model {config.policy.model} --drafter my-drafter"),
         ]
     return commands

@@ -116,7 +116,7 @@ class Canary:
 
     def _judge(self, promise: Promise) -> CanaryDecision:
         served = 1 + self._num_accepted / self._num_drafts
-        promised = _promised_length(promise, self._num_draft_tokens / self._num_drafts)
+        promised = promise.length_at(self._num_draft_tokens / self._num_drafts)
         alpha = self._config.canary_alpha / 2**self._look
         bound = promised - self._config.canary_tolerance - _noise(promise, self._num_drafts, self._num_prompts, alpha)
         numbers = (served, promised, bound, self._num_drafts, self._look)
@@ -133,17 +133,6 @@ class Canary:
         self.last_good = self.serving
         self._start(None)
         return decision
-
-
-def _promised_length(promise: Promise, mean_draft_tokens: float) -> float:
-    """Least length that keeps the promise when the engines drafted fewer tokens in some verification steps.
-
-    Rates fall with the position, so that accepted tokens are a concave function of the draft length. Of all mixtures
-    with the same mean the one of 1 and k draft tokens accepts least.
-    """
-    most, rates = len(promise.rates), promise.rates
-    missing = 0.0 if most == 1 else (most - mean_draft_tokens) / (most - 1)
-    return promise.length.value - missing * sum(rates[1:])
 
 
 def _noise(promise: Promise, num_drafts: int, num_prompts: int, alpha: float) -> float:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from cotrain.drafting.gate_config import GateConfig
-from cotrain.records import Rollout
+from cotrain.records import Rollout, RolloutBatch
 from drafters.acceptance import RolloutAcceptance
 
 Array = NDArray[np.float64]
@@ -50,6 +50,16 @@ class Promise:
     rates: tuple[float, ...]
     """By draft position: share of verification steps that accept it and all before it."""
 
+    def length_at(self, mean_draft_tokens: float) -> float:
+        """Least length that keeps the promise when some verification steps had fewer draft tokens.
+
+        Rates fall with the position, so that accepted tokens are a concave function of the draft length. Of all
+        mixtures with the same mean, the one of 1 and k draft tokens accepts least.
+        """
+        most = len(self.rates)
+        missing = 0.0 if most == 1 else max(0.0, most - mean_draft_tokens) / (most - 1)
+        return self.length.value - missing * sum(self.rates[1:])
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -58,7 +68,8 @@ class Pace:
     tokens_per_step: float
     """Generated tokens of one step, over all rollouts."""
     seconds_per_verification: float
-    """Generation seconds of a step over its verification steps, all rollouts counted (num_drafts)."""
+    """Generation seconds of a step over its verification steps, all rollouts counted; one without draft tokens is one
+    too."""
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_step", "seconds_per_verification"):
@@ -152,12 +163,26 @@ def decide(
     )
 
 
-def expected_length(rollouts: RolloutAcceptance, prompts: Sequence[str] | None) -> Estimate:
-    """Expected acceptance length over the rollouts without holes. Raises ValueError with fewer than two prompts."""
+def pace_of(batch: RolloutBatch) -> Pace | None:
+    """Of one step's generation; None when nothing was generated. Each verification step emits what it accepts and 1."""
+    accepted = sum(batch.speculation.accepted_per_position) if batch.speculation else 0
+    if batch.num_generated_tokens <= accepted:
+        return None
+    return Pace(float(batch.num_generated_tokens), batch.seconds / (batch.num_generated_tokens - accepted))
+
+
+def expected_of(rollouts: RolloutAcceptance, prompts: Sequence[str]) -> Promise | None:
+    """What a drafter is expected to reach, from the rollouts without holes; None with fewer than two prompts of them.
+
+    prompts [R] names each rollout's prompt.
+    """
     whole = rollouts.steps.isfinite()
-    names = np.arange(len(whole)) if prompts is None else np.asarray(prompts)
-    groups = np.unique(names[whole.numpy()], return_inverse=True)[1]
-    return _length(rollouts.steps[whole].numpy(), rollouts.accepted[whole].sum(1).numpy(), groups)
+    groups = np.unique(np.asarray(prompts)[whole.numpy()], return_inverse=True)[1]
+    if len(set(groups.tolist())) < 2:
+        return None
+    steps, accepted = rollouts.steps[whole].numpy(), rollouts.accepted[whole].numpy()
+    rates = tuple((accepted.sum(0) / steps.sum()).tolist())
+    return Promise(_length(steps, accepted.sum(1), groups), rates)
 
 
 def served_length(rollouts: Sequence[Rollout]) -> Estimate | None:
@@ -180,8 +205,6 @@ def noise_bound(first: Estimate, second: Estimate, alpha: float) -> float:
 
 
 def _length(steps: Array, accepted: Array, groups: NDArray[np.intp]) -> Estimate:
-    if len(set(groups.tolist())) < 2:
-        raise ValueError(f"{len(steps)} rollouts of {len(set(groups.tolist()))} prompts; noise is known from two on")
     ratio, without = _ratio(steps, accepted, groups)
     return _estimate(1 + ratio, without)
 

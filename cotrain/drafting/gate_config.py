@@ -17,8 +17,8 @@ class GateConfig(Section):
     """When the drafter trains, when it is published, and when a publication is taken back."""
 
     publish_when: Literal["gain", "always"] = "gain"
-    """gain: only a candidate that beats the served drafter on held-out rollouts, by more than margin and by more
-    seconds than a swap costs. always: every candidate, unless its acceptances are not finite."""
+    """gain: only a candidate that beats the served drafter on rollouts neither was trained on, by more than margin and
+    by more seconds than a swap costs. always: every candidate, unless its acceptances are not finite."""
 
     margin: NonNegativeFloat = 0.02
     """Least gain in acceptance length that is published: the lower bound of the gain must be above it."""
@@ -27,7 +27,7 @@ class GateConfig(Section):
     """Confidence of the lower bound of the gain."""
 
     min_rollouts: PositiveInt = 16
-    """Fewest held-out rollouts a candidate is judged on."""
+    """Fewest rollouts a candidate is judged on: those of one step."""
 
     min_prompts: Annotated[int, Field(ge=2)] = 4
     """Fewest prompts these come from. Rollouts of one prompt resemble each other, so the noise is that of prompts."""

@@ -4,9 +4,10 @@ It shares no weight, optimizer or random state with the policy learner. All rand
 so that a run that is saved and loaded continues bit for bit.
 """
 
+import copy
 import time
-from collections.abc import Iterable
-from dataclasses import fields, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -17,9 +18,10 @@ from cotrain.drafting.buffer import FeatureBuffer, batches_of, split_holdout
 from cotrain.drafting.features import FeatureRecord, read_shard
 from cotrain.drafting.schedule import num_updates
 from cotrain.drafting.target_weights import load_target_weights, read_target_weights, save_target_weights
+from cotrain.failures import RunFailure
 from cotrain.optimizer import build_optimizer
 from cotrain.records import FeatureShard
-from drafters.acceptance import acceptance_rates
+from drafters.acceptance import RolloutAcceptance, acceptance_rates, rollout_acceptance
 from drafters.base import DraftBatch, Drafter, DraftLoss, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
 
@@ -27,11 +29,28 @@ PROMPT_TOKEN_WEIGHT = 0.1
 """What a prompt token counts when the draft vocabulary is chosen: only response tokens are ever drafted, but the words
 of a prompt tend to come back in its response."""
 
-TRAINER_STATE, TARGET_WEIGHTS = "trainer.pt", "target_weights.safetensors"
+TRAINER_STATE, TARGET_WEIGHTS, SERVED = "trainer.pt", "target_weights.safetensors", "served"
+
+
+class TrainingDiverged(RunFailure, FloatingPointError):
+    """A loss, gradient or weight of the drafter is not finite."""
+
+
+@dataclass(frozen=True)
+class FreshScores:
+    """Expected acceptance on a step's rollouts, before any drafter was trained on them."""
+
+    prompts: list[str]
+    """[R] which prompt each rollout is of."""
+    serving: RolloutAcceptance
+    candidate: RolloutAcceptance | None
+    """Of the trainer's weights; None while they are those of the last publication."""
+    sessions: int
+    """Calls of `train` since that publication."""
 
 
 class DrafterTrainer:
-    """Trains one drafter in float32 on features of the current policy."""
+    """Trains one drafter in float32 on features of the current policy, and keeps the published ones."""
 
     def __init__(
         self,
@@ -55,7 +74,7 @@ class DrafterTrainer:
         if init_folder is None:
             drafter = build_drafter(config.model, self._target, seed)
         else:
-            drafter = load_drafter(init_folder, self._target)
+            drafter = load_drafter(init_folder, self._target, rollout.num_positions)
             _check_fits_config(drafter, config, init_folder)
         if rollout.draft_tokens > drafter.trained_depth and not rollout.allow_draft_beyond_trained_depth:
             raise ValueError(
@@ -64,6 +83,9 @@ class DrafterTrainer:
             )
         self.drafter: Drafter = drafter.to(device)
         self._drafter_version = 0
+        self._sessions = 0  # since the last publication
+        self._published: dict[int, Drafter] = {0: self._frozen_copy()}
+        self._fresh: list[FeatureRecord] = []
         self._needs_vocabulary = init_folder is None and config.train
         self._sampler = Sampler(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
         self._optimizer, self._scheduler = build_optimizer(
@@ -104,10 +126,32 @@ class DrafterTrainer:
                 records += self._read(shard)
             except ValueError as error:
                 problems.append(str(error))
+        self._fresh = [record for record in records if record.is_trainable]
         metrics = self._take_in(records)
         if problems:
             raise ValueError("features that cannot be trained on: " + "; ".join(problems))
         return metrics | self._buffer_metrics()
+
+    @torch.no_grad()
+    def score_fresh(self, serving: int, keep: Collection[int]) -> FreshScores:
+        """Both drafters on the rollouts of the last `add_features`, for the draft tokens served.
+
+        Call it before `train`: a rollout tests a drafter once, and trains it from then on. serving: the version that
+        the engines have; other publications than that and `keep` are forgotten.
+        """
+        self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
+        batches = batches_of(self._fresh, self._config.batch_tokens)
+        served = min(self._rollout.draft_tokens, self.drafter.trained_depth)
+
+        def score(drafter: Drafter) -> RolloutAcceptance:
+            return rollout_acceptance([self._loss(batch, drafter).acceptance for batch in batches], served)
+
+        return FreshScores(
+            prompts=[record.prompt_key for record in self._fresh],
+            serving=score(self._published[serving]),
+            candidate=score(self.drafter) if self._sessions else None,
+            sessions=self._sessions,
+        )
 
     def train(self, step: int) -> dict[str, float]:
         """updates_per_step optimizer steps on the buffer, then `evaluate`.
@@ -124,10 +168,12 @@ class DrafterTrainer:
         started = time.perf_counter()
         updates = [self._update(step) for _ in range(self._config.updates_per_step)]
         seconds = time.perf_counter() - started
+        self._sessions += 1
         num_tokens = sum(update.pop("num_tokens") for update in updates)
         metrics = {f"drafter/{name}": sum(u[name] for u in updates) / len(updates) for name in updates[0]}
         metrics["drafter/learning_rate"] = updates[-1]["learning_rate"]
         metrics["drafter/tokens_per_s"] = num_tokens / seconds
+        metrics["drafter/train_s"] = seconds
         return metrics | self._buffer_metrics() | self.evaluate()
 
     def choose_vocabulary(self, token_counts: Tensor, policy_version: int) -> float:
@@ -155,25 +201,42 @@ class DrafterTrainer:
         metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(rates, start=1)}
         return metrics | {"drafter/expected_acceptance_length": 1.0 + sum(rates)}
 
-    def publish(self) -> int:
-        """Give the current weights the next drafter version. Raises FloatingPointError when one is not finite."""
-        if broken := self._non_finite_parameters():
-            raise FloatingPointError(f"drafter version {self._drafter_version + 1} is not published: {broken}")
-        self._drafter_version += 1
-        return self._drafter_version
+    def publish(self, weights_of: int | None = None) -> int:
+        """Give the current weights, or those of an earlier publication, the next drafter version.
 
-    def state_for_serving(self) -> dict[str, Tensor]:
-        """Exactly the tensors an engine loads, in checkpoint names."""
-        return self.drafter.state_for_serving()
+        Raises FloatingPointError when a current weight is not finite.
+        """
+        version = self._drafter_version + 1
+        if weights_of is not None:
+            self._published[version] = self._published[weights_of]
+        else:
+            if broken := self._non_finite_parameters():
+                raise TrainingDiverged(f"drafter version {version} is not published: {broken}")
+            self._published[version] = self._frozen_copy()
+            self._sessions = 0
+        self._drafter_version = version
+        return version
 
-    def save_checkpoint(self, folder: str | Path, dtype: torch.dtype) -> None:
-        """Write the folder that stock vLLM serves."""
-        self.drafter.save(folder, dtype)
+    def state_for_serving(self, version: int | None = None) -> dict[str, Tensor]:
+        """Exactly the tensors an engine loads, in checkpoint names; of a publication, or of the current weights."""
+        return self._weights(version).state_for_serving()
+
+    def save_checkpoint(self, folder: str | Path, dtype: torch.dtype, version: int | None = None) -> None:
+        """Write the folder that stock vLLM serves; of a publication, or of the current weights."""
+        self._weights(version).save(folder, dtype)
+
+    def _weights(self, version: int | None) -> Drafter:
+        return self.drafter if version is None else self._published[version]
+
+    def _frozen_copy(self) -> Drafter:
+        return copy.deepcopy(self.drafter).requires_grad_(False)
 
     def save(self, folder: str | Path) -> None:
-        """Write everything an exact continuation needs: the drafter in float32, optimizer, buffers, target weights."""
+        """Write everything an exact continuation needs: drafters in float32, optimizer, buffers, target weights."""
         folder = Path(folder)
         self.save_without_features(folder)
+        for version, drafter in self._published.items():
+            drafter.save(folder / SERVED / str(version), torch.float32)
         self._buffer.save(folder / "buffer")
         self._holdout.save(folder / "holdout")
         save_target_weights(self._target_weights, folder / TARGET_WEIGHTS)
@@ -184,6 +247,7 @@ class DrafterTrainer:
         self.drafter.save(folder, torch.float32)
         state = {
             "drafter_version": self._drafter_version,
+            "sessions": self._sessions,
             "newest_features": self._newest_features,
             "needs_vocabulary": self._needs_vocabulary,
             "optimizer": self._optimizer.state_dict(),
@@ -196,6 +260,11 @@ class DrafterTrainer:
         """Continue from a folder written by `save`. Raises ValueError when its drafter does not fit this one."""
         folder = Path(folder)
         self.load_without_features(folder)
+        self._published = {}
+        for saved in (folder / SERVED).iterdir():
+            drafter = self._frozen_copy()
+            drafter.load(saved)
+            self._published[int(saved.name)] = drafter
         self._buffer.load(folder / "buffer")
         self._holdout.load(folder / "holdout")
         self._target_weights = load_target_weights(folder / TARGET_WEIGHTS, self._device)
@@ -206,6 +275,7 @@ class DrafterTrainer:
         self.drafter.load(folder)
         state = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
         self._drafter_version = state["drafter_version"]
+        self._sessions = state["sessions"]
         self._newest_features = state["newest_features"]
         self._needs_vocabulary = state["needs_vocabulary"]
         self._optimizer.load_state_dict(state["optimizer"])
@@ -253,6 +323,7 @@ class DrafterTrainer:
 
     def _forget_target_weights(self) -> None:
         needed = {*self._buffer.policy_versions, *self._holdout.policy_versions}
+        needed |= {record.policy_version for record in self._fresh}
         self._target_weights = {
             version: weights
             for version, weights in self._target_weights.items()
@@ -266,14 +337,14 @@ class DrafterTrainer:
         """One optimizer step on a batch. Metrics as in `train`, and num_tokens of the batch."""
         result = self._loss(batch)
         if not result.loss.isfinite():
-            raise FloatingPointError(self._non_finite_message(step, f"loss {float(result.loss.detach())}", batch))
+            raise TrainingDiverged(self._non_finite_message(step, f"loss {float(result.loss.detach())}", batch))
         self._optimizer.zero_grad()
         result.loss.backward()
         max_norm = self._config.optimizer.max_grad_norm
         grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), max_norm)
         if not grad_norm.isfinite():
             self._optimizer.zero_grad()
-            raise FloatingPointError(self._non_finite_message(step, f"gradient norm {float(grad_norm)}", batch))
+            raise TrainingDiverged(self._non_finite_message(step, f"gradient norm {float(grad_norm)}", batch))
         metrics = {
             "loss": float(result.loss.detach()),
             "grad_norm": float(grad_norm),
@@ -286,11 +357,11 @@ class DrafterTrainer:
         self._scheduler.step()
         return metrics
 
-    def _loss(self, batch: DraftBatch) -> DraftLoss:
+    def _loss(self, batch: DraftBatch, drafter: Drafter | None = None) -> DraftLoss:
         tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "policy_version"}
         batch = replace(batch, **{name: tensor.to(self._device) for name, tensor in tensors.items()})
         target = self._target_weights[batch.policy_version]
-        return self.drafter.loss(batch, target, self._sampler, self._config.objective)
+        return (drafter or self.drafter).loss(batch, target, self._sampler, self._config.objective)
 
     def _buffer_metrics(self) -> dict[str, float]:
         stats = self._buffer.stats

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cotrain.lossless.draws import Draws
 
-UNDRAFTED, BONUS = "undrafted", "bonus"
+UNDRAFTED, BONUS, UNKNOWN = "undrafted", "bonus", "unknown"
 
 
 def step_strata(drafted: Sequence[int], accepted: Sequence[int], num_tokens: int, undrafted: int = 1) -> list[str]:
@@ -39,6 +39,21 @@ def step_strata(drafted: Sequence[int], accepted: Sequence[int], num_tokens: int
     if len(strata) < num_tokens:
         raise ValueError(f"steps account for {len(strata)} of {num_tokens} tokens; check `undrafted`")
     return strata[:num_tokens]
+
+
+def response_strata(steps: Sequence[tuple[int, int]], num_tokens: int) -> list[str]:
+    """`step_strata` of a response from vLLM's record of it: (draft tokens, accepted ones) of each step that had drafts.
+
+    vLLM 0.32 (Scheduler.update_from_output) records a step only if it verified draft tokens, before it cuts the last
+    one at the end of the response. Prefill emits one token unrecorded, and so does every step without drafts: with
+    draft length 0, after a preemption, when the drafter was skipped. When such steps lie between recorded ones nobody
+    can tell where; then all tokens are "unknown".
+    """
+    if not steps:
+        return [UNDRAFTED] * num_tokens
+    if 1 + sum(accepted + 1 for _, accepted in steps) < num_tokens:
+        return [UNKNOWN] * num_tokens
+    return step_strata([drafted for drafted, _ in steps], [accepted for _, accepted in steps], num_tokens)
 
 
 def by_stratum(draws: Draws, strata: Sequence[str] | NDArray[np.str_], at_least: int) -> dict[str, Draws]:

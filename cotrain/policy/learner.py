@@ -19,6 +19,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cotrain.config import PolicyConfig, RolloutConfig
+from cotrain.lossless.draws import Draws
+from cotrain.lossless.emitted import response_draws
 from cotrain.optimizer import build_optimizer
 from cotrain.policy.batching import (
     MicroBatch,
@@ -31,7 +33,8 @@ from cotrain.policy.batching import (
 from cotrain.policy.log_probs import ResponseLogProbs
 from cotrain.policy.losses import Normaliser, kl_estimate, policy_loss
 from cotrain.policy.metrics import MetricSums
-from cotrain.records import ScoredRollout
+from cotrain.records import Rollout, ScoredRollout
+from drafters.base import Sampler
 
 LEARNER_STATE = "learner.pt"
 """Optimizer, schedule, random state and version, beside the weights in a checkpoint folder."""
@@ -154,6 +157,13 @@ class PolicyLearner:
         output = self._policy.last_hidden(tokens, output_hidden_states=True)
         aux = torch.cat([output.hidden_states[layer][0] for layer in layers], dim=-1)
         return aux.float().cpu(), output.last_hidden_state[0].float().cpu()
+
+    def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
+        """Response tokens of each rollout under the laws of the current weights, in float32."""
+        return [
+            response_draws(self._policy.model, r.prompt_token_ids, r.token_ids, sampler, None, logit_tolerance)
+            for r in rollouts
+        ]
 
     def save(self, folder: str | Path) -> None:
         """Write weights (a Hugging Face folder, float32) and everything an exact resume needs; call on every rank."""

@@ -39,7 +39,10 @@ MARKERS = ("o", "s", "D", "v", "P", "X", "<")
 HATCHES = ("", "////", "....", "xxxx", "----", "\\\\\\\\", "++++", "oooo")
 MOST_MARKERS = 12
 """Markers on a line before they are thinned out."""
-MOST_SWAPS = 40
+MARKS = ("^", "x", "v")
+"""Of the kinds of marks on a line, in their order."""
+MOST_MARKS = 40
+"""Of one kind before they shrink."""
 MOST_BARS = 40
 LONGEST = 40
 """Characters of a label in a legend."""
@@ -66,25 +69,26 @@ def line_figure(
     ylabel: str,
     width: float,
     xlabel: str = "step",
-    swaps: Sequence[int] = (),
+    marks: Mapping[str, Sequence[int]] | None = None,
     floor: tuple[float, str] | None = None,
 ) -> Figure:
-    """Lines told apart by style and marker. `swaps`: indices marked on the first line. `floor`: a level and its name.
+    """Lines told apart by style and marker. `floor`: a level and its name.
 
-    Lines must have at least one value each.
+    `marks`: indices marked on the first line, by what the mark says; at most as many kinds as MARKS has. Lines must have
+    at least one value each.
     """
-    labels = [line.label for line in lines] + ["first step of a new drafter"] * bool(swaps)
+    marked = {label: indices for label, indices in (marks or {}).items() if indices}
+    labels = [line.label for line in lines] + list(marked)
     labels += [floor[1]] if floor is not None else []
     legend = _legend_rows(labels, width) if len(labels) > 1 else 0
     with _figure(width, height=(2.7 if width == NARROW else 3.5) + 0.2 * legend) as (figure, axes):
         if floor is not None:
             axes.axhline(floor[0], color=MUTED, linewidth=1, linestyle=(0, (2, 3)), label=floor[1])
         for i, line in enumerate(lines):
-            marked = swaps if i == 0 else ()
             alone = len(lines) == 1 and len(line.x) > 3 * MOST_MARKERS
-            _draw_line(axes, line, i, plain=alone or (bool(marked) and len(lines) <= 2))
-            if marked:
-                _mark_swaps(axes, line, marked)
+            _draw_line(axes, line, i, plain=alone or (i == 0 and bool(marked) and len(lines) <= 2))
+        for marker, (label, indices) in zip(MARKS, marked.items(), strict=False):
+            _mark(axes, lines[0], label, indices, marker)
         xs = [x for line in lines for x in line.x]
         axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(min(xs) - 0.5, max(xs) + 0.5))
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if width == NARROW else 12, integer=True, min_n_ticks=1))
@@ -191,14 +195,14 @@ def _draw_line(axes: Axes, line: Line, i: int, plain: bool) -> None:
         axes.fill_between(line.x, low, high, color=colour, alpha=0.16, linewidth=0)
 
 
-def _mark_swaps(axes: Axes, line: Line, swaps: Sequence[int]) -> None:
-    points = [(line.x[j], value) for j in swaps if (value := line.values[j]) is not None]
+def _mark(axes: Axes, line: Line, label: str, indices: Sequence[int], marker: str) -> None:
+    points = [(line.x[j], value) for j in indices if (value := line.values[j]) is not None]
     if not points:
         return
-    few = len(points) <= MOST_SWAPS
+    few = len(points) <= MOST_MARKS
     axes.plot(
-        *zip(*points, strict=True), linestyle="none", marker="^" if few else "|", markersize=7 if few else 9, color=INK,
-        label="first step of a new drafter", zorder=3,
+        *zip(*points, strict=True), linestyle="none", marker=marker if few else "|", markersize=7 if few else 9,
+        color=INK, label=label, zorder=3,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cotrain.drafting.decisions import FILE, read_decisions
 from cotrain.metrics import read_metrics
 
 Row = dict[str, Any]
@@ -25,6 +26,8 @@ class RunRecord:
     """At least one; `step` rises."""
     attempts: list[dict[str, Any]]
     """Starts and resumes; empty when provenance.json is missing."""
+    decisions: list[dict[str, Any]]
+    """Events of the drafter, see drafting/decisions.py; empty in runs without."""
 
     @property
     def name(self) -> str:
@@ -62,7 +65,8 @@ def read_run(folder: Path) -> RunRecord:
         raise ValueError(f"{metrics}: a line has no 'step'; remove that line")
     provenance = folder / "provenance.json"
     attempts = read_object(provenance, "").get("attempts", []) if provenance.is_file() else []
-    return RunRecord(folder, config, sorted(rows, key=lambda row: row["step"]), attempts)
+    decisions = read_decisions(folder / FILE)
+    return RunRecord(folder, config, sorted(rows, key=lambda row: row["step"]), attempts, decisions)
 
 
 def read_object(path: Path, fix: str) -> dict[str, Any]:
@@ -103,14 +107,27 @@ def from_to(values: Sequence[float | None], parts: int) -> tuple[float, float] |
 def expected_of_served(rows: Sequence[Row]) -> list[float | None]:
     """Expected acceptance length of the drafter each step was served with.
 
-    A step's `drafter/expected_acceptance_length` is of the drafter as trained in that step, which serves from the next
-    step on if the step published it.
+    `rollout/expected_acceptance_length` is that, on the step's own rollouts. Older runs have only
+    `drafter/expected_acceptance_length`, of the drafter as trained in a step, which serves from the next step on if the
+    step published it.
     """
-    expected: list[float | None] = [None] * len(rows)
+    expected: list[float | None] = [row.get("rollout/expected_acceptance_length") for row in rows]
+    if any(value is not None for value in expected):
+        return expected
     for i, row in enumerate(rows[:-1]):
         if row.get("drafter/published") and rows[i + 1]["step"] == row["step"] + 1:
             expected[i + 1] = row.get("drafter/expected_acceptance_length")
     return expected
+
+
+def marked(rows: Sequence[Row]) -> dict[str, list[int]]:
+    """What happened to the drafter, as indices of rows."""
+    back = [i for i, row in enumerate(rows) if row.get("drafter/rolled_back")]
+    return {
+        "first step of a new drafter": [i for i in swapped(rows) if i - 1 not in back],
+        "candidate kept back": [i for i, row in enumerate(rows) if row.get("gate/publish") == 0],
+        "taken back after this step": back,
+    }
 
 
 def swapped(rows: Sequence[Row]) -> list[int]:
@@ -128,14 +145,17 @@ def swapped(rows: Sequence[Row]) -> list[int]:
 def served_lag(rows: Sequence[Row]) -> list[float | None]:
     """Policy versions between the rollouts of a step and the newest rollouts its drafter can have trained on.
 
-    Of a drafter that the record starts with: policy versions since then.
+    A drafter that a gate judged was trained on the rollouts up to the step before. Of a drafter that the record starts
+    with: policy versions since then. None for one that was taken back.
     """
     lag: list[float | None] = []
     changed = set(swapped(rows))
     newest_data = rows[0].get("versions/policy") if rows else None
     for i, row in enumerate(rows):
         if i in changed:
-            newest_data = rows[i - 1].get("versions/policy")
+            judged = rows[i - 1].get("gate/publish") is not None
+            source = rows[max(i - 2, 0) if judged else i - 1]
+            newest_data = None if rows[i - 1].get("drafter/rolled_back") else source.get("versions/policy")
         policy = row.get("versions/policy")
         lag.append(None if policy is None or newest_data is None else policy - newest_data)
     return lag

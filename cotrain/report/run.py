@@ -7,13 +7,15 @@ from typing import Any
 from cotrain.console import duration
 from cotrain.report.figures import Line, line_figure, stacked_figure
 from cotrain.report.page import Fact, Page, Plot, Section, Table, write_page
-from cotrain.report.record import RunRecord, expected_of_served, from_to, mean, read_run, served_lag, swapped, total
+from cotrain.report.record import RunRecord, expected_of_served, from_to, marked, mean, read_run, served_lag, total
 
 NOT_MEASURED = "not measured"
+MOST_DECISIONS = 50
 STAGES = {
     "generate": "rollouts",
     "self_check": "feature check",
     "reward": "reward",
+    "lossless": "check of losslessness",
     "learn": "policy and drafter training",
     "swap_policy": "policy swap",
     "swap_drafter": "drafter swap",
@@ -50,7 +52,7 @@ def run_page(run: RunRecord) -> Page:
         summary=_summary(run),
         facts=_facts(run),
         sections=[
-            Section("Speculation", plots=speculation)
+            Section("Speculation", plots=speculation, tables=[_decisions(run)] if run.decisions else [])
             if drafter
             else Section("Speculation", ["This run has no drafter: its rollouts were generated without speculation."]),
             Section("Policy", plots=policy),
@@ -160,28 +162,35 @@ def _agreement(run: RunRecord) -> Fact:
 def _acceptance(run: RunRecord) -> Plot:
     name, title = "acceptance_length", "Acceptance length, served and expected"
     served, expected = run.column("rollout/acceptance_length"), expected_of_served(run.rows)
-    lines = [Line("served", run.steps, served), Line("expected on held-out rollouts", run.steps, expected)]
+    lines = [Line("served", run.steps, served), Line("expected on unseen rollouts", run.steps, expected)]
     if not lines[0].measured:
         return Plot(name, title, None, "No step of this run measured an acceptance length.")
     lines = [line for line in lines if line.measured]
-    swaps = swapped(run.rows)
+    marks = marked(run.rows)
+    num_swaps = len(marks["first step of a new drafter"])
     text = "Tokens a verification step of the engine emits, as served."
     if len(lines) == 2:
-        text += (
-            " Expected: what the trainer predicted for the same drafter on held-out rollouts, one step and one policy "
-            "update before it served."
-        )
+        text += " Expected: what the trainer computed for the same drafter on rollouts that it was not trained on."
     else:
         text += " No expected length: no published drafter was scored on held-out rollouts before it served."
-    text += f" The served drafter changed {len(swaps)} {_plural('time', len(swaps))}."
+    text += f" The served drafter changed {num_swaps} {_plural('time', num_swaps)}."
     return Plot(
         name, title,
         lambda width: line_figure(
-            lines, "acceptance length", width, swaps=swaps, floor=(1.0, "1: no gain")
+            lines, "acceptance length", width, marks=marks, floor=(1.0, "1: no gain")
         ),
-        text, f"{_described(run.steps, served, 'Served acceptance length')} {len(swaps)} drafter swaps are marked.",
+        text, f"{_described(run.steps, served, 'Served acceptance length')} {num_swaps} drafter swaps are marked.",
         wide=True,
     )  # fmt: skip
+
+
+def _decisions(run: RunRecord) -> Table:
+    """Every event of the drafter; the newest MOST_DECISIONS of a long run."""
+    rows = [
+        (str(event["step"]), event["kind"], f"d{event['version']}", event["reason"])
+        for event in run.decisions[-MOST_DECISIONS:]
+    ]
+    return Table(("step", "decision", "serves next", "why"), rows, numeric=(0,))
 
 
 def _positions(run: RunRecord) -> Plot:

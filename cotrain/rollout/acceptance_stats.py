@@ -19,6 +19,13 @@ def counts_of_request(metrics: Any) -> SpeculationCounts | None:
     return SpeculationCounts(sum(histogram), metrics.num_draft_tokens, accepted)
 
 
+def verification_steps(metrics: Any) -> tuple[tuple[int, int], ...]:
+    """(draft tokens, accepted ones) of each step that verified any; empty where vLLM keeps the summary alone."""
+    if metrics is None:
+        return ()
+    return tuple(zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True))
+
+
 def total_counts(counts: Iterable[SpeculationCounts | None]) -> SpeculationCounts | None:
     """Sum over requests; None when no request was drafted for."""
     present = [c for c in counts if c is not None]

@@ -124,12 +124,20 @@ class StepLog:
         """Entries since the last call, oldest first."""
         end = self._count()
         start = max(self._taken, end - len(self._ring))
-        entries = self._ring[np.arange(start, end) % len(self._ring)]
+        entries = self._between(start, end)
         # While it was copied, the writer may have come round: entry i is gone when i + size is being written.
         overwritten = max(0, min(end, self._count() + 1 - len(self._ring)) - start)
         self.lost += start - self._taken + overwritten
         self._taken = end
         return entries[overwritten:]
+
+    def waiting(self) -> np.ndarray[Any, np.dtype[Any]]:
+        """What `take` would return, and still will. The oldest may be overwritten meanwhile when the ring is full."""
+        end = self._count()
+        return self._between(max(self._taken, end - len(self._ring)), end)
+
+    def _between(self, start: int, end: int) -> np.ndarray[Any, np.dtype[Any]]:
+        return self._ring[np.arange(start, end) % len(self._ring)]
 
     def _count(self) -> int:
         return int(_COUNT.unpack_from(self._map)[0])

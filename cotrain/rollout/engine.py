@@ -5,13 +5,17 @@ A plain asynchronous class; `cluster.py` makes it a Ray actor. Its process envir
 """
 
 import asyncio
+import contextlib
+import functools
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from cotrain.config import RolloutConfig
+from cotrain.failures import RunFailure
 from cotrain.records import (
     FeatureShard,
     Rollout,
@@ -21,15 +25,22 @@ from cotrain.records import (
     Versions,
     WeightPayload,
 )
-from cotrain.rollout.acceptance_stats import counts_of_request, total_counts
-from cotrain.rollout.feature_tap import allocated_rows, row_bytes
+from cotrain.rollout.acceptance_stats import counts_of_request, total_counts, verification_steps
+from cotrain.rollout.engine_arguments import engine_arguments
+from cotrain.rollout.feature_tap import row_bytes, within_bounds
+from cotrain.rollout.lossless_guard import environment_problems
 from cotrain.rollout.payload import WeightUpdateRefused
+from cotrain.rollout.speculation import SpeculationController
+from cotrain.rollout.step_timing import TimedRequests, room_for, time_steps
 
 POLICY_READBACK_COLUMNS = 32
 """Input columns of each packed policy matrix read back after an update. Drafters are read back whole."""
 
-PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""Lengths of the n-grams that n-gram speculation looks up; vLLM's default, 5 exactly, hardly ever finds one."""
+UPDATE_SECONDS = 0.25
+"""Time between two looks of the speculation controller at the engine's steps."""
+
+TIMED_PROMPT_TOKENS = 32
+"""Of each prompt, its last ones, that engine steps are timed after. Prefilling more would take most of the time."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class EngineSpec:
 
 
 class RolloutEngine:
-    """Generates rollouts and takes weight updates. Not re-entrant: one generate at a time."""
+    """Generates rollouts and takes weight updates. Not re-entrant, but for updates and untapped generation."""
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
@@ -58,78 +69,111 @@ class RolloutEngine:
         self.decode_seconds = 0.0
         """Of the last generate: from when every request had its first token until the last token."""
         self._engine: Any = None
+        self._controller: SpeculationController | None = None
         self._batches = 0
+        self._drafter_before = spec.versions.drafter
 
     async def start(self) -> dict[str, Any]:
-        """Load the model. Returns what the worker reports of itself."""
+        """Load the model. Returns what the worker reports of itself.
+
+        Drafts rollout.draft_tokens in every step until `time_draft_lengths`. Raises ValueError naming an environment
+        variable that may change what speculation generates.
+        """
+        scratch, rollout = Path(self.spec.scratch), self.spec.rollout
+        scratch.mkdir(parents=True, exist_ok=True)
+        if self.speculates:
+            _check_environment()
+            self._controller = SpeculationController(
+                rollout.speculation, rollout.draft_tokens, rollout.max_num_seqs, scratch
+            )
+
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from cotrain.rollout.scheduling import DraftLength
-
-        Path(self.spec.scratch).mkdir(parents=True, exist_ok=True)
-        k = self.spec.rollout.draft_tokens
-        self._draft_length = DraftLength(f"{self.spec.scratch}/draft_length", initial=k)
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_arguments()))
+        arguments = engine_arguments(self.spec, self._controller)
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await self._engine.init_weight_transfer_engine(
             WeightTransferInitRequest(init_info={"keep_folder": f"{self.spec.scratch}/kept"})
         )
         tap = self.spec.rollout.features.model_dump() if self.spec.drafter_folder else None
-        (report,) = await self._engine.collective_rpc("cotrain_start", args=(tap,))
-        return report
+        return await self._call("cotrain_start", tap)
 
-    def _engine_arguments(self) -> dict[str, Any]:
-        from cotrain.rollout import scheduling, weight_transfer, worker_extension
+    @property
+    def speculates(self) -> bool:
+        """Is there anything that proposes draft tokens?"""
+        return self.spec.speculation == "ngram" or self.spec.drafter_folder is not None
 
-        rollout, k = self.spec.rollout, self.spec.rollout.draft_tokens
-        arguments: dict[str, Any] = {
-            "max_num_seqs": max(1, min(256, rollout.rollouts_per_step)),
-            "enforce_eager": True,
-            "enable_prefix_caching": True,
-            "async_scheduling": False,  # DraftLengthScheduler is the synchronous one
-            "model": self.spec.model_path,
-            "dtype": rollout.dtype,
-            "seed": self.spec.seed,
-            # k+1 spare positions: vLLM stops drafting for the whole batch when one request comes this close to the end
-            "max_model_len": rollout.max_model_len + k + 1,
-            "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": False,
-            "worker_extension_cls": f"{worker_extension.__name__}.CotrainWorker",
-            "weight_transfer_config": {"backend": weight_transfer.BACKEND},
-            "scheduler_cls": f"{scheduling.__name__}.DraftLengthScheduler",
-            "additional_config": {scheduling.CONFIG_KEY: f"{self.spec.scratch}/draft_length"},
-        }
-        arguments |= rollout.vllm
-        if self.spec.speculation == "ngram":
-            arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": k, **PROMPT_LOOKUP}
-        elif self.spec.drafter_folder is not None:
-            arguments["speculative_config"] = {
-                "method": "eagle3",
-                "model": self.spec.drafter_folder,
-                "num_speculative_tokens": k,
-                "draft_sample_method": rollout.draft_sample_method,
-            }
-        if "speculative_config" in arguments:
-            arguments["per_request_spec_decode_metrics"] = "summary"
-        return arguments
+    # -- draft length ------------------------------------------------------------------------------------------------
+
+    async def time_draft_lengths(self, prompts: Sequence[list[int]]) -> int:
+        """Time engine steps at all draft lengths; from then on the length follows what is fastest.
+
+        prompts: token ids of requests such as will come, at least one. The number of timings: 0 without
+        rollout.speculation.adaptive, or when rollouts are too short to be timed; the length then stays fixed.
+        """
+        controller, rollout = self._controller, self.spec.rollout
+        if controller is None or self.spec.drafter_folder is None or not rollout.speculation.adaptive:
+            return 0
+        timed = [prompt[-TIMED_PROMPT_TOKENS:] for prompt in prompts]
+        room = min(room_for(controller.max_draft_tokens), rollout.max_model_len - max(map(len, timed)))
+        request = RolloutRequest("timing", 0, timed[0], None)
+        sampling = self._sampling(request, {"max_tokens": room, "ignore_eos": True, "stop": None})
+        with _death_in_words():
+            num_timings = await time_steps(controller, TimedRequests(self._engine, timed, sampling), room)
+        await self._follow_choice()
+        return num_timings
+
+    async def set_draft_tokens(self, draft_tokens: int | None) -> None:
+        """Draft length from the next step on, at most rollout.draft_tokens; 0 switches speculation off.
+
+        None gives the choice back: the controller's, or rollout.draft_tokens before `time_draft_lengths` and without
+        rollout.speculation.adaptive. At a fixed 0 the drafter does not read prompts either, so that drafts for those
+        requests, and for others with the same prefix in the cache, are poor afterwards.
+        """
+        most = self.spec.rollout.draft_tokens
+        if draft_tokens is not None and not 0 <= draft_tokens <= most:
+            raise ValueError(f"draft tokens must be 0..{most}, not {draft_tokens}")
+        if self._controller is not None:
+            self._controller.fix_draft_tokens(draft_tokens)
+            await self._follow_choice()
+
+    async def _follow_choice(self) -> None:
+        """The drafter goes over prompts at draft length 0 when a request that drains may be drafted for later."""
+        if self._controller is not None and self.spec.drafter_folder is not None:
+            await self._call("cotrain_read_prompts", self._controller.choosing)
+
+    async def describe_speculation(self) -> str:
+        """The draft lengths in use, and why."""
+        return "off: nothing proposes draft tokens" if self._controller is None else self._controller.describe()
+
+    # -- rollouts ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
         """Generate one response to each request, in the order given.
 
-        tap: keep and hand over hidden states. overrides: sampling parameters of this call (greedy checks, bench).
+        Rollouts carry the versions served at the beginning, whatever is sent meanwhile. Calls may overlap with tap off.
+        tap: keep and hand over hidden states. overrides: sampling parameters of this call (greedy checks, bench); the
+        speculation controller learns nothing from it then.
         """
         self._batches += 1
         names = [f"b{self._batches}r{i}" for i in range(len(requests))]
+        versions = self.versions
         tap = tap and self.spec.drafter_folder is not None
         if tap:
-            await self._engine.collective_rpc("cotrain_set_tapping", args=(True,))
+            await self._call("cotrain_set_tapping", True)
         started = time.perf_counter()
-        outputs = await self._run(names, requests, overrides)
+        controller = self._controller
+        learner = controller if controller is not None and controller.choosing and not overrides else None
+        async with _following_steps(learner):
+            outputs = await self._run(names, requests, overrides)
         seconds = time.perf_counter() - started
+        gain = None if learner is None else learner.report()
+        if controller is not None and learner is None:
+            controller.discard_steps()
         times = [output.metrics for output in outputs]
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
-        rollouts = [self._rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
+        rollouts = [self._rollout(request, output, versions) for request, output in zip(requests, outputs, strict=True)]
         sequences = [(r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids)) for r in rollouts]
         features, stats = await self._take_features(names, sequences) if tap else ([], {})
         return RolloutBatch(
@@ -139,6 +183,7 @@ class RolloutEngine:
             seconds=seconds,
             num_generated_tokens=sum(len(r.token_ids) for r in rollouts),
             feature_stats=stats,
+            gain=gain,
         )
 
     async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[FeatureShard]:
@@ -148,11 +193,13 @@ class RolloutEngine:
         one sequence alone is above them.
         """
         shards: list[FeatureShard] = []
-        for group in self._within_tap_bounds(sequences):
+        bytes_per_value = {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype]
+        width = (len(self.spec.aux_layers) + 1) * self._engine.model_config.get_hidden_size()
+        for group in within_bounds(sequences, self.spec.rollout.features, row_bytes(width, bytes_per_value)):
             self._batches += 1
             names = [f"b{self._batches}r{i}" for i in range(len(group))]
             requests = [RolloutRequest(name, 0, ids, None) for name, (ids, _) in zip(names, group, strict=True)]
-            await self._engine.collective_rpc("cotrain_set_tapping", args=(True,))
+            await self._call("cotrain_set_tapping", True)
             # A cached block is not computed again, and so would be a hole.
             await self._run(names, requests, {"max_tokens": 1, "skip_reading_prefix_cache": True})
             taken, stats = await self._take_features(names, group)
@@ -161,42 +208,21 @@ class RolloutEngine:
                     f"the tap refused {stats['num_refused']} of {len(group)} sequences within its bounds"
                 )
             shards += taken
-        await self._engine.collective_rpc("cotrain_set_tapping", args=(False,))
+        await self._call("cotrain_set_tapping", False)
         return shards
-
-    def _within_tap_bounds(self, sequences: list[tuple[list[int], int]]) -> Iterator[list[tuple[list[int], int]]]:
-        bounds = self.spec.rollout.features
-        bytes_per_value = {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype]
-        width = (len(self.spec.aux_layers) + 1) * self._engine.model_config.get_hidden_size()
-        group: list[tuple[list[int], int]] = []
-        tokens = num_bytes = 0
-        for sequence in sequences:
-            length = len(sequence[0])
-            size = allocated_rows(length, bounds.window) * row_bytes(width, bytes_per_value)
-            if length > bounds.max_tokens_per_step or size > bounds.max_bytes:
-                raise ValueError(
-                    f"rollout.features: a sequence of {length} tokens takes {size} bytes of the tap; raise max_bytes "
-                    f"({bounds.max_bytes}) or max_tokens_per_step ({bounds.max_tokens_per_step})"
-                )
-            if group and (tokens + length > bounds.max_tokens_per_step or num_bytes + size > bounds.max_bytes):
-                yield group
-                group, tokens, num_bytes = [], 0, 0
-            group.append(sequence)
-            tokens, num_bytes = tokens + length, num_bytes + size
-        if group:
-            yield group
 
     async def _run(self, names: list[str], requests: list[RolloutRequest], overrides: dict[str, Any]) -> list[Any]:
         engine, synchronous = self._engine, self.spec.rollout.synchronous_batches
-        if synchronous:
-            await engine.pause_generation(mode="keep", clear_cache=False)
-        queues = []
-        for name, request in zip(names, requests, strict=True):
-            prompt = {"prompt_token_ids": request.prompt_token_ids}
-            queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides)))
-        if synchronous:
-            await engine.resume_generation()
-        return [await _final_output(queue) for queue in queues]
+        with _death_in_words():
+            if synchronous:
+                await engine.pause_generation(mode="keep", clear_cache=False)
+            queues = []
+            for name, request in zip(names, requests, strict=True):
+                prompt = {"prompt_token_ids": request.prompt_token_ids}
+                queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides)))
+            if synchronous:
+                await engine.resume_generation()
+            return [await _final_output(queue) for queue in queues]
 
     def _sampling(self, request: RolloutRequest, overrides: dict[str, Any]) -> Any:
         from vllm import SamplingParams
@@ -215,7 +241,7 @@ class RolloutEngine:
         }
         return SamplingParams(**(arguments | overrides), output_kind=RequestOutputKind.FINAL_ONLY)
 
-    def _rollout(self, request: RolloutRequest, output: Any) -> Rollout:
+    def _rollout(self, request: RolloutRequest, output: Any, versions: Versions) -> Rollout:
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         return Rollout(
@@ -226,8 +252,9 @@ class RolloutEngine:
             log_probs=[step[token].logprob for step, token in zip(completion.logprobs, token_ids, strict=True)],
             text=completion.text,
             finish_reason=completion.finish_reason,
-            versions=self.versions,
+            versions=versions,
             speculation=counts_of_request(completion.spec_decode_metrics),
+            verification_steps=verification_steps(completion.spec_decode_metrics),
         )
 
     async def _take_features(
@@ -245,12 +272,14 @@ class RolloutEngine:
             "final_norm_applied": "true",
         }
         wanted = [(name, *sequence) for name, sequence in zip(names, sequences, strict=True)]
-        (stats,) = await self._engine.collective_rpc("cotrain_take_features", args=(wanted, path, metadata))
+        stats = await self._call("cotrain_take_features", wanted, path, metadata)
         if not stats["num_rollouts"]:
             return [], stats
         num_bytes = Path(path).stat().st_size
         shard = FeatureShard(path, stats["num_rollouts"], stats["num_tokens"], num_bytes, self.versions.policy)
         return [shard], stats
+
+    # -- weights -----------------------------------------------------------------------------------------------------
 
     async def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
         """Serve new policy weights. Requests in flight are preempted and recomputed under them.
@@ -260,79 +289,156 @@ class RolloutEngine:
         if policy_version < self.versions.policy:
             raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")
         started = time.perf_counter()
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
-        try:
-            await self._update(payload, Versions(policy_version, self.versions.drafter), draft=False)
-        finally:
-            await self._engine.resume_generation()
+        with _death_in_words():
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
+            try:
+                await self._update(payload, Versions(policy_version, self.versions.drafter), draft=False)
+            finally:
+                await self._engine.resume_generation()
         return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
 
-    async def update_drafter(self, payload: WeightPayload, drafter_version: int) -> SwapReport:
-        """Serve new drafter weights, in mid-generation if need be; caches stay (they never decide a token)."""
+    async def update_drafter(
+        self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
+    ) -> SwapReport:
+        """Serve new drafter weights, in mid-generation if need be; caches stay (they never decide a token).
+
+        expected_rates: by draft position, share of verification steps that are expected to accept it and all before
+        it, as far as they are known; the speculation controller starts from them. Raises WeightUpdateRefused as
+        `update_policy` does.
+        """
         if drafter_version < self.versions.drafter:
             raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")
+        k = self.spec.rollout.draft_tokens
+        if expected_rates is not None and not 1 <= len(expected_rates) <= k:
+            raise ValueError(f"{len(expected_rates)} expected rates for {k} draft tokens; give one a position")
         started = time.perf_counter()
+        before = self.versions.drafter
         await self._update(payload, Versions(self.versions.policy, drafter_version), draft=True)
+        self._drafter_before = before
+        if self._controller is not None:
+            self._controller.new_drafter(expected_rates)
         return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
 
-    async def _update(self, payload: WeightPayload, versions: Versions, draft: bool) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-        from vllm.v1.engine.exceptions import EngineDeadError
+    async def check_drafter(self, payload: WeightPayload) -> None:
+        """Would `update_drafter` take these weights? Raises WeightUpdateRefused if not; serves what it did."""
+        update = {"path": payload.path, "digests": payload.digests, "action": "check"}
+        await self._update_session(update, self.versions, draft=True)
 
+    async def undo_drafter_update(self) -> None:
+        """Serve the drafter weights and version from before the last `update_drafter`; once after each."""
+        versions = Versions(self.versions.policy, self._drafter_before)
+        await self._update_session({"action": "undo"}, versions, draft=True)
+        if self._controller is not None:
+            self._controller.new_drafter()
+
+    async def _update(self, payload: WeightPayload, versions: Versions, draft: bool) -> None:
         update = {
             "path": payload.path,
             "digests": payload.digests,
             "readback_columns": None if draft else POLICY_READBACK_COLUMNS,
             "readback_seed": versions.policy,
         }
+        await self._update_session(update, versions, draft)
+
+    async def _update_session(self, update: dict[str, Any], versions: Versions, draft: bool) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         engine = self._engine
-        await (engine.start_draft_weight_update() if draft else engine.start_weight_update())
-        try:
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=update))
-        except EngineDeadError:
-            raise
-        except Exception as error:  # vLLM sends a worker's exception as text in a bare Exception
-            raise WeightUpdateRefused(str(error)) from error
-        await engine.finish_weight_update(str(versions))
+        with _death_in_words():
+            await (engine.start_draft_weight_update() if draft else engine.start_weight_update())
+            try:
+                await engine.update_weights(WeightTransferUpdateRequest(update_info=update))
+            except EngineDeadError:
+                raise
+            except Exception as error:  # vLLM sends a worker's exception as text in a bare Exception
+                raise WeightUpdateRefused(str(error)) from error
+            await engine.finish_weight_update(str(versions))
         self.versions = versions
 
     async def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Checksums of the named tensors as the worker serves them, read back whole."""
-        (digests,) = await self._engine.collective_rpc("cotrain_served_digests", args=(names, draft))
-        return digests
+        return await self._call("cotrain_served_digests", names, draft)
 
     async def weight_version(self) -> str:
         """The version string vLLM puts on outputs: p<policy>-d<drafter>."""
         return await self._engine.get_weight_version()
 
-    async def set_draft_tokens(self, draft_tokens: int) -> None:
-        """Draft length from the next step on, at most rollout.draft_tokens; 0 switches speculation off."""
-        if not 0 <= draft_tokens <= self.spec.rollout.draft_tokens:
-            raise ValueError(f"draft tokens must be 0..{self.spec.rollout.draft_tokens}, not {draft_tokens}")
-        self._draft_length.set(draft_tokens)
-
     async def set_draft_sample_method(self, method: str) -> None:
         """Greedy or probabilistic drafting from the next step on."""
-        await self._engine.collective_rpc("cotrain_set_draft_sample_method", args=(method,))
+        await self._call("cotrain_set_draft_sample_method", method)
 
     async def time_phases(self) -> None:
         """Time the phases of every step from now on (see vllm_compat.time_phases)."""
-        await self._engine.collective_rpc("cotrain_time_phases")
+        await self._call("cotrain_time_phases")
 
     async def take_step_times(self) -> list[dict[str, float]]:
         """One row a step since the last call; empty before `time_phases`."""
-        (rows,) = await self._engine.collective_rpc("cotrain_take_step_times")
-        return rows
+        return await self._call("cotrain_take_step_times")
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
-        await self._engine.reset_prefix_cache()
+        with _death_in_words():
+            await self._engine.reset_prefix_cache()
+
+    async def clear_drafter_cache(self) -> None:
+        """Forget cached prefixes and the drafter's keys and values: after one that may have computed NaN.
+
+        Between two calls of generate.
+        """
+        await self.reset_prefix_cache()
+        await self._call("cotrain_clear_drafter_cache")
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker."""
+        with _death_in_words():
+            (result,) = await self._engine.collective_rpc(method, args=args)
+        return result
 
     async def shutdown(self) -> None:
         """Stop vLLM and all its processes."""
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
+
+
+@functools.cache
+def _check_environment() -> None:
+    """Once a process, before vLLM sets variables of its own. Raises ValueError naming the first that is not allowed."""
+    for name, reason in environment_problems(os.environ):
+        raise ValueError(f"environment variable {name}: {reason}")
+
+
+@contextlib.contextmanager
+def _death_in_words() -> Iterator[None]:
+    """Raises RunFailure when vLLM's engine process has died."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise RunFailure("vLLM's engine process has died: killed from outside, or out of memory") from error
+
+
+@contextlib.asynccontextmanager
+async def _following_steps(controller: SpeculationController | None) -> AsyncIterator[None]:
+    """Let it learn from the engine's steps as they come."""
+    if controller is None:
+        yield
+        return
+
+    async def follow() -> None:
+        while True:
+            await asyncio.sleep(UPDATE_SECONDS)
+            controller.update()
+
+    following = asyncio.create_task(follow())
+    try:
+        yield
+    finally:
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
 
 
 async def _final_output(queue: Any) -> Any:

@@ -5,6 +5,7 @@ row is overwritten by the token that took its place. What was never computed (a 
 stays a hole, and `take` masks holes; it never fills them.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,6 +139,29 @@ def allocated_rows(length: int, window: int | None, capacity: int = 0) -> int:
 def row_bytes(width: int, bytes_per_value: int) -> int:
     """Bytes of one row: hidden states, position and token id."""
     return width * bytes_per_value + 16
+
+
+def within_bounds(
+    sequences: Sequence[tuple[list[int], int]], bounds: FeatureTapConfig, bytes_per_row: int
+) -> Iterator[list[tuple[list[int], int]]]:
+    """Sequences, (tokens, prompt length) each, in groups that a tap holds whole. Raises ValueError where one is more."""
+    group: list[tuple[list[int], int]] = []
+    tokens = num_bytes = 0
+    for sequence in sequences:
+        length = len(sequence[0])
+        size = allocated_rows(length, bounds.window) * bytes_per_row
+        if length > bounds.max_tokens_per_step or size > bounds.max_bytes:
+            raise ValueError(
+                f"rollout.features: a sequence of {length} tokens takes {size} bytes of the tap; raise max_bytes "
+                f"({bounds.max_bytes}) or max_tokens_per_step ({bounds.max_tokens_per_step})"
+            )
+        if group and (tokens + length > bounds.max_tokens_per_step or num_bytes + size > bounds.max_bytes):
+            yield group
+            group, tokens, num_bytes = [], 0, 0
+        group.append(sequence)
+        tokens, num_bytes = tokens + length, num_bytes + size
+    if group:
+        yield group
 
 
 def _resized(recording: _Recording | None, capacity: int, hidden: Tensor) -> _Recording:

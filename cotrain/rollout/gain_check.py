@@ -6,9 +6,11 @@ that of speculating steps next to them at the same batch size, medians both.
 """
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
+
+from cotrain.records import GainReport
 
 NEIGHBOURS = 32
 """Speculating steps that a trial without speculation is compared with, at most: the latest before it."""
@@ -18,32 +20,6 @@ LEAST_STEPS = 3
 
 CHECKS_KEPT = 64
 """Trials that the measured gain rests on, at most."""
-
-
-@dataclass(frozen=True)
-class GainReport:
-    """Over the engine steps since the last report, prefills left out."""
-
-    speedup_vs_no_speculation: float
-    """Time that the generated tokens would have taken without speculation, by the cost model, over the time that they
-    took, trials included. Steps without draft tokens count as they are."""
-    model_gain: float
-    """The same, over the speculating steps alone, from the model's step times and acceptance; 1.0 without any."""
-    measured_gain: float | None
-    """The model's gain, corrected by what was seen. None without speculating steps, or before the first check."""
-    measured_error: float | None
-    """Standard error of log measured_gain, from the spread of the checks. None before two of them."""
-    num_checks: int
-    """Trials without speculation that measured_gain rests on."""
-    trial_share: float
-    """Share of the time that went into trials and checks."""
-    num_steps: int
-    """Engine steps."""
-
-    @property
-    def disagreement(self) -> float | None:
-        """Measured over model gain, minus 1."""
-        return None if self.measured_gain is None else self.measured_gain / self.model_gain - 1
 
 
 class GainCheck:
@@ -62,7 +38,7 @@ class GainCheck:
         self._mixed_without = self._steady_seconds = self._steady_model = 0.0
         self._model_with = self._model_without = 0.0
         self._tokens = self._expected_tokens = 0.0
-        self._num_steps = 0
+        self._num_steps = self._longest_draft = 0
 
     def observe(
         self, step: np.void, chosen: int, expected_tokens: float, seconds_without: float, log_ratios: np.ndarray
@@ -74,6 +50,7 @@ class GainCheck:
         """
         batch, k, seconds = int(step["batch"]), int(step["draft_tokens"]), float(step["seconds"])
         self._num_steps += 1
+        self._longest_draft = max(self._longest_draft, k)
         self._seconds += seconds
         self._trial_seconds += seconds if step["trial"] else 0.0
         self._collect_check(step, chosen, log_ratios)
@@ -115,6 +92,8 @@ class GainCheck:
             num_checks=len(residuals),
             trial_share=self._trial_seconds / self._seconds if self._seconds else 0.0,
             num_steps=self._num_steps,
+            seconds=self._seconds,
+            longest_draft=self._longest_draft,
         )
         self._start()
         return report
@@ -139,3 +118,34 @@ class GainCheck:
             ratio = float(np.log(np.median(beside)) - np.log(np.median(self._check)))
             self._cost_residuals.append(ratio - self._check_model[k])
         self._check = []
+
+
+def combined(reports: Sequence[GainReport]) -> GainReport | None:
+    """Of several engines at work at the same time: means weighted by the time of their steps. None of none."""
+    if not reports:
+        return None
+    seconds = sum(report.seconds for report in reports)
+    shares = [report.seconds / seconds if seconds else 1 / len(reports) for report in reports]
+    measured = [(share, report) for share, report in zip(shares, reports, strict=True) if report.measured_gain]
+    errors = [(share, report.measured_error) for share, report in measured if report.measured_error is not None]
+    weight = sum(share for share, _ in measured)
+
+    def mean(name: str) -> float:
+        return sum(share * getattr(report, name) for share, report in zip(shares, reports, strict=True))
+
+    return GainReport(
+        speedup_vs_no_speculation=mean("speedup_vs_no_speculation"),
+        model_gain=mean("model_gain"),
+        measured_gain=sum(share * (r.measured_gain or 0.0) for share, r in measured) / weight if weight else None,
+        # Of a mean of independent estimates; None when one of them has no error of its own
+        measured_error=(
+            sum((share * error) ** 2 for share, error in errors) ** 0.5 / weight
+            if weight and len(errors) == len(measured)
+            else None
+        ),
+        num_checks=sum(report.num_checks for report in reports),
+        trial_share=mean("trial_share"),
+        num_steps=sum(report.num_steps for report in reports),
+        seconds=seconds,
+        longest_draft=max(report.longest_draft for report in reports),
+    )

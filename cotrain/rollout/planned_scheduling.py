@@ -33,15 +33,22 @@ class PlannedSteps:
         return outputs
 
 
+def computes_prompts(output: Any) -> bool:
+    """Does a step compute more of a request than its last token and the drafts behind it?
+
+    Prompts, in chunks or whole, and what is computed again after a preemption or an update of the policy.
+    """
+    drafts = output.scheduled_spec_decode_tokens
+    more = any(num - len(drafts.get(request, ())) > 1 for request, num in output.num_scheduled_tokens.items())
+    # The one token of a prompt that is not in the cache looks like decoding.
+    return more or bool(output.scheduled_new_reqs)
+
+
 def report_schedule(planner: StepPlanner, output: Any) -> None:
     """Tell the planner what Scheduler.schedule returned."""
     drafts = output.scheduled_spec_decode_tokens
     verified = [len(drafts.get(request, ())) for request in output.num_scheduled_tokens]
-    scheduled = output.num_scheduled_tokens.values()
-    prefill = any(num - draft > 1 for num, draft in zip(scheduled, verified, strict=True))
-    # The one token of a prompt that is not in the cache looks like decoding.
-    prefill = prefill or bool(output.scheduled_new_reqs)
-    planner.scheduled(len(verified), output.num_spec_tokens_to_schedule, verified, prefill)
+    planner.scheduled(len(verified), output.num_spec_tokens_to_schedule, verified, computes_prompts(output))
 
 
 def report_verification(planner: StepPlanner, output: Any, sampled: Any) -> None:

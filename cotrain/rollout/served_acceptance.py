@@ -65,13 +65,15 @@ class ServedAcceptance:
         """A new drafter serves: older counts weigh no more than `kept` drafts from here.
 
         expected_rates: what the drafter's evaluation promises, as vLLM counts (share of drafts that accept position i
-        and all before it); it takes the place of the older counts.
+        and all before it); it takes the place of the older counts. Nothing is known then of positions beyond it.
         """
         if expected_rates is not None:
+            known = len(expected_rates)
             before = np.concatenate([[1.0], expected_rates[:-1]])
-            rates = np.divide(expected_rates, before, out=np.zeros(len(before)), where=before > 0)
-            self._trials[:] = kept * before / len(self._trials)
-            self._accepted[:] = self._trials * rates
+            rates = np.divide(expected_rates, before, out=np.zeros(known), where=before > 0)
+            self._trials[:], self._accepted[:] = 0.0, 0.0
+            self._trials[:, :known] = kept * before / len(self._trials)
+            self._accepted[:, :known] = self._trials[:, :known] * rates
         total = self._trials.sum(0).max()
         if total > kept:
             self._trials *= kept / total

@@ -2,7 +2,7 @@
 
 Lives in the process that owns the engine; `StepPlanner` is its counterpart in vLLM's scheduler. Nothing here waits for
 the engine: `update` takes what the scheduler has logged and writes a new table, between a few times a second and once
-a generate call.
+a generate call. `step_timing.py` makes the engine steps that it starts from.
 """
 
 import itertools
@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from scipy.stats import norm
 
+from cotrain.records import GainReport
 from cotrain.rollout.draft_length_policy import Gains, choose, gains, trial_lengths, undecided
 from cotrain.rollout.draft_length_table import DraftLengths, DraftLengthTable, StepLog
-from cotrain.rollout.gain_check import GainCheck, GainReport
+from cotrain.rollout.gain_check import GainCheck
 from cotrain.rollout.served_acceptance import KEPT_AFTER_SWAP, KEPT_WHEN_OFF, ServedAcceptance
 from cotrain.rollout.speculation_config import SpeculationConfig
 from cotrain.rollout.step_cost import StepCostModel, default_batch_sizes
@@ -29,10 +30,13 @@ STEPS_PER_PREDICTION = 64
 
 
 class SpeculationController:
-    """Draft length for each batch size 1..max_batch, from 0 to max_draft_tokens."""
+    """Draft length for each batch size 1..max_batch, from 0 to max_draft_tokens.
+
+    Fixed at max_draft_tokens until the engine's steps have been timed: without them it would have to guess.
+    """
 
     def __init__(self, config: SpeculationConfig, max_draft_tokens: int, max_batch: int, folder: str | Path):
-        """Creates the shared files in `folder`, before the engine starts; the first table drafts at full length."""
+        """Creates the shared files in `folder`, before the engine starts."""
         self.config = config
         self.max_draft_tokens, self.max_batch = max_draft_tokens, max_batch
         self.table_path, self.log_path = str(Path(folder) / "draft_lengths"), str(Path(folder) / "engine_steps")
@@ -46,15 +50,21 @@ class SpeculationController:
         self._num_steps = 0
         self._last_batch = 1
         self._trials_at_once = 0
-        self._fixed: int | None = None if config.adaptive else max_draft_tokens
+        self._fixed: int | None = max_draft_tokens
+        self._timed = False
         self._z = float(norm.ppf(config.confidence))
+
+    @property
+    def choosing(self) -> bool:
+        """Is the draft length chosen here? False before the first timings, while it is fixed, and when not adaptive."""
+        return self._fixed is None
 
     def timing_plan(self, round_number: int = 0) -> list[tuple[int, int]]:
         """(draft length, batch size) to time at the start, in order; empty when nothing is left to time.
 
         Round 0 goes over all draft lengths measure_repeats times, in turns, so that a slow minute hits them alike.
-        Later ones, as many again, go over what is still in doubt: whether speculation pays, and which length is best. Raises
-        ValueError for a batch size that the engine cannot run.
+        Later ones, as many again, go over what is still in doubt: whether speculation pays, and which length is best.
+        Raises ValueError for a batch size that the engine cannot run.
         """
         sizes = self.config.measure_batch_sizes or default_batch_sizes(self.max_batch)
         if max(sizes) > self.max_batch:
@@ -69,6 +79,10 @@ class SpeculationController:
         lengths = undecided(self._gains(), self.config.hysteresis)
         return [(k, size) for size in sizes for k in lengths[size - 1]]
 
+    def num_timed(self, draft_tokens: int, batch: int) -> int:
+        """Steady engine steps at this length and batch size that wait for `take_timing`."""
+        return len(_steady(self._log.waiting(), draft_tokens, batch))
+
     def take_timing(self, draft_tokens: int, batch: int) -> float:
         """Median seconds of the steady steps since the last call or `update`, at this length and batch size.
 
@@ -77,16 +91,16 @@ class SpeculationController:
         steps = self._log.take()
         for step in steps:
             self._acceptance.observe(int(step["batch"]), step["trials"], step["accepted"])
-        wanted = steps[steps["steady"] & (steps["draft_tokens"] == draft_tokens) & (steps["batch"] == batch)]
+        wanted = _steady(steps, draft_tokens, batch)
         if not len(wanted):
             raise RuntimeError(f"no steady engine step at k={draft_tokens}, batch {batch} among {len(steps)} steps")
         return float(np.median(wanted["seconds"]))
 
     def learn_timings(self, timings: Sequence[tuple[int, int, float]]) -> None:
         """(draft length, batch size, seconds of an engine step), as in `timing_plan`; gives the choice back."""
-        self._log.take()
         self._cost.learn_timings(timings)
-        self.fix_draft_tokens(None if self.config.adaptive else self.max_draft_tokens)
+        self._timed = True
+        self.fix_draft_tokens(None)
 
     def calibrate(self, measure: Callable[[int, int], float]) -> None:
         """Time the engine, at the start or on demand. measure(k, b): seconds of an engine step in steady decoding.
@@ -103,24 +117,37 @@ class SpeculationController:
     def fix_draft_tokens(self, draft_tokens: int | None) -> None:
         """The same length at every batch size from the next engine step on; None gives the choice back.
 
-        Raises ValueError for a length that the engine was not started for.
+        Nothing is learnt from the steps of a fixed length. Raises ValueError for a length that the engine was not
+        started for.
         """
         if draft_tokens is not None and not 0 <= draft_tokens <= self.max_draft_tokens:
             raise ValueError(f"draft tokens must be 0..{self.max_draft_tokens}, not {draft_tokens}")
+        if draft_tokens is None and not (self.config.adaptive and self._timed):
+            draft_tokens = self.max_draft_tokens
+        if self._fixed is not None:
+            self.discard_steps()
         self._fixed = draft_tokens
         if draft_tokens is None:
             self._decide()
         else:
             self._table.write(DraftLengths.constant(draft_tokens, self.max_batch))
 
+    def discard_steps(self) -> None:
+        """Learn nothing from the engine steps since the last `update`: they are not like those to come."""
+        self._log.take()
+
     def new_drafter(self, expected_rates: Sequence[float] | None = None) -> None:
         """Another drafter serves from now on: where speculation is off, it is tried at once.
 
-        expected_rates: acceptance promised by the drafter's evaluation, if any (drafters.acceptance.acceptance_rates).
+        expected_rates: acceptance promised by the drafter's evaluation, if any (drafters.acceptance.acceptance_rates),
+        of the first draft position on. Raises ValueError when there are more than draft tokens.
         """
-        if expected_rates is not None and len(expected_rates) != self.max_draft_tokens:
-            raise ValueError(f"{len(expected_rates)} expected rates for {self.max_draft_tokens} draft tokens")
-        self._learn()  # what the old one did
+        if expected_rates is not None and not 1 <= len(expected_rates) <= self.max_draft_tokens:
+            raise ValueError(
+                f"{len(expected_rates)} expected rates for {self.max_draft_tokens} draft tokens; give one a position"
+            )
+        if self.choosing:
+            self._learn()  # what the old one did
         # Where speculation is on, doubt would switch it off; where it is off, doubt is what lets a trial change that.
         is_on = bool(self._chosen[self._last_batch - 1])
         self._acceptance.new_drafter(KEPT_AFTER_SWAP if is_on else KEPT_WHEN_OFF, expected_rates)
@@ -129,8 +156,11 @@ class SpeculationController:
 
     def update(self) -> None:
         """Learn from the engine steps since the last call, and write the table."""
-        self._learn()
-        self._decide()
+        if self.choosing:
+            self._learn()
+            self._decide()
+        else:
+            self.discard_steps()
 
     def report(self) -> GainReport:
         """What speculation gained over the engine steps since the last call."""
@@ -219,6 +249,10 @@ def speculation_metrics(report: GainReport) -> dict[str, float]:
         "trial_share": "rollout/speculation_trial_share",
     }
     return {metric: float(values[name]) for name, metric in names.items() if values[name] is not None}
+
+
+def _steady(steps: np.ndarray[Any, np.dtype[Any]], draft_tokens: int, batch: int) -> np.ndarray[Any, np.dtype[Any]]:
+    return steps[steps["steady"] & (steps["draft_tokens"] == draft_tokens) & (steps["batch"] == batch)]
 
 
 def _batches(first: int, last: int, most: int) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from drafters.config import Section
@@ -21,6 +21,9 @@ class SpeculationConfig(Section):
     measure_repeats: PositiveInt = 3
     """Times each draft length is timed at each of these batch sizes; the median counts. At most as many times again
     where it is then in doubt whether speculation pays, or at which length."""
+
+    measure_seconds: PositiveFloat = 20.0
+    """Seconds after which no further batch size is timed at the start; what was left out is learnt while running."""
 
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
     """Speculation is on where it pays with this probability (one-sided lower bound of the gain)."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cotrain.rollout.planned_scheduling import computes_prompts
+
 SUPPORTED_VERSION = "0.32"
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -162,13 +164,18 @@ class VerifiedRows:
 
 
 def hook_drafting(
-    model_runner: Any, on_verified: Callable[[Callable[[], VerifiedRows]], None], is_tapping: Callable[[], bool]
+    model_runner: Any,
+    on_verified: Callable[[Callable[[], VerifiedRows]], None],
+    is_tapping: Callable[[], bool],
+    reads_prompts: Callable[[], bool],
 ) -> None:
     """Wrap the runner's drafting: offer the target's hidden states to `on_verified`, and make draft length 0 free.
 
-    vLLM runs the drafter's first pass even for draft length 0, to keep its KV cache complete. With cotrain's
-    scheduler 0 means "speculation is off", and off has to cost nothing; a drafter switched on again in mid-request
-    attends to gaps, which lowers acceptance for that request and never changes a token.
+    vLLM runs the drafter's first pass over the step's tokens even for draft length 0, to keep its KV cache complete.
+    Here 0 means "speculation is off", and off has to cost nothing: the pass is left out of steps that only decode. A
+    drafter switched on again then attends to whatever its cache holds at the positions left out, which lowers
+    acceptance until the request ends and never changes a token. Without its prompt it would hardly accept anything:
+    where `reads_prompts`, steps that compute prompts keep the pass, whatever the draft length.
     Ends with the V1 model runner (V2 hooks at speculator.propose).
     """
     propose = model_runner.propose_draft_token_ids
@@ -188,7 +195,8 @@ def hook_drafting(
 
         if aux_hidden is not None and is_tapping():
             on_verified(rows)
-        if scheduler_output.num_spec_tokens_to_schedule == 0 and torch.is_tensor(sampled):
+        off = scheduler_output.num_spec_tokens_to_schedule == 0 and torch.is_tensor(sampled)
+        if off and not (reads_prompts() and computes_prompts(scheduler_output)):
             return sampled.new_empty((sampled.shape[0], 0))
         return propose(scheduler_output, sampled, sampling_metadata, hidden, *rest)
 
@@ -198,6 +206,17 @@ def hook_drafting(
 def set_draft_sample_method(model_runner: Any, method: str) -> None:
     """Switch between greedy and probabilistic drafting at run time. Valid between steps."""
     model_runner.drafter._enable_probabilistic_draft_probs = method == "probabilistic"
+
+
+def clear_drafter_cache(model_runner: Any) -> None:
+    """Zero the keys and values of the drafter's attention layers. Valid while no request runs.
+
+    What a drafter wrote that computed NaN stays there for the next one: a masked position counts 0 * NaN = NaN.
+    Ends with the V1 model runner.
+    """
+    layers = model_runner.compilation_config.static_forward_context
+    for name in model_runner.drafter._draft_attn_layer_names:
+        layers[name].kv_cache.zero_()
 
 
 def time_phases(model_runner: Any) -> list[dict[str, float]]:
@@ -238,10 +257,9 @@ def time_phases(model_runner: Any) -> list[dict[str, float]]:
     execute = model_runner.execute_model
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduled, drafted = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
-        prefill = any(num - len(drafted.get(request, ())) > 1 for request, num in scheduled.items())
+        requests, prefill = len(scheduler_output.num_scheduled_tokens), float(computes_prompts(scheduler_output))
         times = dict.fromkeys(("worker", "verify", "sample", "draft", "draft_model"), 0.0)
-        rows.append({"start": time.perf_counter(), "requests": len(scheduled), "prefill": float(prefill), **times})
+        rows.append({"start": time.perf_counter(), "requests": requests, "prefill": prefill, **times})
         return execute(scheduler_output, *args, **kwargs)
 
     model_runner.execute_model = execute_model

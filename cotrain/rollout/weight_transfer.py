@@ -6,12 +6,14 @@ Runs inside every vLLM worker. vLLM's update session calls it (start -> update -
     read and check everything -> load -> read back what is served -> keep as the good state
                 |                              |
              refused: nothing was touched   differs: load the last good state again, then refuse
+
+The good state before is kept as well, so that an update which another engine has refused can be undone here.
 """
 
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -37,12 +39,16 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One update. `readback_columns` bounds the read-back of a packed matrix to that many input columns."""
+    """One update. `readback_columns` bounds the read-back of a packed matrix to that many input columns.
 
-    path: str
+    check: read and check, and touch nothing. undo: go back to the state before the last update; no other field counts.
+    """
+
+    path: str = ""
     digests: dict[str, str] = field(default_factory=dict)
     readback_columns: int | None = None
     readback_seed: int = 0
+    action: Literal["apply", "check", "undo"] = "apply"
 
 
 class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -67,7 +73,12 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Apply one whole update. Raises WeightUpdateRefused; the engine then serves what it served before."""
+        if update_info.action == "undo":
+            self._undo()
+            return
         tensors = read_payload(update_info.path, update_info.digests, self._expected())
+        if update_info.action == "check":
+            return
         link = self._link(update_info.path)  # it can fail, so it comes before the model is touched
         try:
             vllm_compat.reload_weights(self.model, self.model_config, tensors)
@@ -75,6 +86,8 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         except Exception as error:
             self._restore()
             raise WeightUpdateRefused(f"update undone: {error}") from error
+        if self._kept().exists():
+            os.replace(self._kept(), self._kept_before())
         os.replace(link, self._kept())
 
     def _check_served(self, tensors: dict[str, torch.Tensor], update_info: UpdateInfo) -> None:
@@ -102,13 +115,23 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _kept(self) -> Path:
         return self.keep_folder / ("drafter.safetensors" if self._is_draft() else "target.safetensors")
 
+    def _kept_before(self) -> Path:
+        return self._kept().with_suffix(".before")
+
     def _link(self, path: str) -> Path:
         link = self._kept().with_suffix(".new")
         link.unlink(missing_ok=True)
         os.link(path, link)
         return link
 
+    def _undo(self) -> None:
+        self._kept().unlink()
+        if self._kept_before().exists():
+            os.replace(self._kept_before(), self._kept())
+        self._restore()
+
     def _restore(self) -> None:
+        """Load the last good state: the kept one, or the checkpoint that the engine started from."""
         kept = self._kept()
         files = [kept] if kept.exists() else weight_files(self._checkpoint_folder())
         expected = self._expected()

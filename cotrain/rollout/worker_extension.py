@@ -29,12 +29,14 @@ class CotrainWorker:
         die_with_parent()
         leave_terminal_group()
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        self._cotrain_tapping = False
+        self._cotrain_tapping = self._cotrain_reads_prompts = False
         self._cotrain_tap_seconds = 0.0
         self._cotrain_step_times: list[dict[str, float]] = []
         if tap is not None:
             self._cotrain_tap = FeatureTap(FeatureTapConfig.model_validate(tap))
-            vllm_compat.hook_drafting(runner, self._cotrain_on_verified, lambda: self._cotrain_tapping)
+            vllm_compat.hook_drafting(
+                runner, self._cotrain_on_verified, lambda: self._cotrain_tapping, lambda: self._cotrain_reads_prompts
+            )
         return {"pid": os.getpid(), "patches": APPLIED_PATCHES, "threads": torch.get_num_threads()}
 
     def _cotrain_on_verified(self, rows_of_step: Callable[[], vllm_compat.VerifiedRows]) -> None:
@@ -87,6 +89,14 @@ class CotrainWorker:
             "num_holes": holes,
             "write_seconds": time.perf_counter() - started,
         }
+
+    def cotrain_read_prompts(self, on: bool) -> None:
+        """Whether the drafter goes over prompts at draft length 0, to be ready when the length changes."""
+        self._cotrain_reads_prompts = on
+
+    def cotrain_clear_drafter_cache(self) -> None:
+        """Forget all keys and values of the drafter."""
+        vllm_compat.clear_drafter_cache(self.model_runner)  # type: ignore[attr-defined]
 
     def cotrain_set_draft_sample_method(self, method: str) -> None:
         """Greedy or probabilistic drafting from the next step on."""

@@ -67,7 +67,10 @@ def to_config(shape: Eagle3Shape) -> dict[str, object]:
 
 
 def from_config(config: dict[str, Any], target: TargetSpec, source: str | Path) -> Eagle3Shape:
-    """Shape of a checkpoint's config.json. Raises ValueError when it is not for this target, or of another variant."""
+    """Shape of a checkpoint's config.json. Raises ValueError when it is not for this target, or of another variant.
+
+    The position limit stays the checkpoint's own, because engines stop drafting there: see `load_drafter`.
+    """
 
     def required(name: str) -> Any:
         if config.get(name) is None:
@@ -87,6 +90,7 @@ def from_config(config: dict[str, Any], target: TargetSpec, source: str | Path) 
     ]:
         if theirs != ours:
             raise ValueError(f"{source} was made for another target: its {name} is {theirs}, this target's is {ours}")
+    _check_rope_type(config, source)
     heads = required("num_attention_heads")
     return Eagle3Shape(
         vocab_size=vocab_size,
@@ -97,7 +101,7 @@ def from_config(config: dict[str, Any], target: TargetSpec, source: str | Path) 
         head_dim=config.get("head_dim") or hidden_size // heads,
         rms_norm_eps=required("rms_norm_eps"),
         rope_theta=(config.get("rope_parameters") or {}).get("rope_theta") or required("rope_theta"),
-        max_position_embeddings=target.max_position_embeddings,
+        max_position_embeddings=required("max_position_embeddings"),
         eos_token_ids=target.eos_token_ids,
         draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
         aux_layers=check_aux_layers(config.get("eagle_aux_hidden_state_layer_ids"), target, f"{source}/config.json"),
@@ -133,6 +137,19 @@ def default_aux_layers(target: TargetSpec) -> tuple[int, int, int]:
             f"{target.num_layers} layers; set three ascending ids between 1 and {target.num_layers - 1}"
         )
     return layers
+
+
+def _check_rope_type(config: dict[str, Any], source: str | Path) -> None:
+    """Raise ValueError for scaled rotary positions, under any of the names they have had."""
+    rope: dict[str, Any] = {}
+    for field in ("rope_scaling", "rope_parameters"):
+        rope |= config.get(field) or {}
+    found = rope.get("rope_type", rope.get("type", "default"))
+    if found != "default":
+        raise ValueError(
+            f"{source}/config.json has rope_type {found!r}; this drafter rotates by plain rope_theta, so the checkpoint "
+            "would be trained and scored at other positions than it is served at. Only rope_type 'default' is supported"
+        )
 
 
 def _trained_depth(config: dict[str, Any], source: str | Path) -> int:

@@ -13,6 +13,7 @@ from drafters.acceptance import StartAcceptance
 from drafters.alignment import align, generated_before
 from drafters.base import DraftBatch, Drafter, DraftLoss, Sampler, TargetSpec, TargetWeights
 from drafters.config import Eagle3Config, ObjectiveConfig
+from drafters.eagle3.bounds import overflowing
 from drafters.eagle3.checkpoint import check_aux_layers, read_checkpoint, to_config
 from drafters.eagle3.layer import DecoderLayer, Eagle3Shape
 from drafters.eagle3.unroll import unroll
@@ -83,7 +84,10 @@ class Eagle3Drafter(Drafter):
             drafter = cls(shape)
         drafter.check_tensors(tensors, folder)
         drafter.load_state_dict(tensors, assign=True)
-        return drafter.float()
+        drafter = drafter.float()
+        if problems := drafter.overflowing():
+            raise ValueError(f"{folder} has weights that no engine can serve: {'; '.join(problems)}")
+        return drafter
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -92,6 +96,10 @@ class Eagle3Drafter(Drafter):
     @property
     def trained_depth(self) -> int:
         return self.shape.trained_depth
+
+    @property
+    def max_positions(self) -> int:
+        return self.shape.max_position_embeddings
 
     @property
     def draft_to_target(self) -> Tensor:
@@ -139,6 +147,9 @@ class Eagle3Drafter(Drafter):
 
     def state_for_serving(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.state_dict().items() if name != "t2d"}
+
+    def overflowing(self) -> list[str]:
+        return overflowing(self.shape, cast(DecoderLayer, self.layers[0]), self.state_dict())
 
     def serving_config(self) -> dict[str, object]:
         return to_config(self.shape)

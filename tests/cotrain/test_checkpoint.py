@@ -72,8 +72,8 @@ def flip(path):
     [
         ("COMPLETE", os.unlink, "never completed"),
         ("COMPLETE", truncate, None),
-        ("COMPLETE", lambda path: path.write_text('{"schema": 1, "fil'), "COMPLETE is damaged"),
-        ("COMPLETE", lambda path: path.write_text('{"schema": 2, "files": {}}'), "schema 2"),
+        ("COMPLETE", lambda path: path.write_text('{"schema": 2, "fil'), "COMPLETE is damaged"),
+        ("COMPLETE", lambda path: path.write_text('{"schema": 1, "files": {}}'), "schema 1"),
         ("policy/model.safetensors", os.unlink, "missing"),
         ("policy/model.safetensors", truncate, "6 bytes instead of 7"),
         ("policy/model.safetensors", flip, "changed since"),
@@ -190,6 +190,13 @@ def test_a_resume_may_change_the_length_and_the_surroundings(run_config, tmp_pat
     saved = saved_by(run_config())
     changes = {"steps": 9, "checkpoint": {"every": 1}, "tracking": {"experiment": "x"}, "cluster": {"device": "cpu"}}
     check_resume(run_config(**changes, run_root=tmp_path / "moved"), {}, saved)
+
+
+def test_a_resume_may_change_what_an_alarm_does(run_config):
+    drafter = {"model": {"type": "eagle3"}, "on_drafter_failure": "continue", "alarms": {"tolerance": 0.5}}
+    check_resume(run_config(drafter=drafter, lossless={"every": 5}), {}, saved_by(run_config()))
+    with pytest.raises(ValueError, match=r"drafter.gate.margin: 0.02 -> 0.1"):
+        check_resume(run_config(drafter=drafter | {"gate": {"margin": 0.1}}), {}, saved_by(run_config()))
 
 
 def test_every_other_change_is_listed(run_config):

@@ -32,6 +32,23 @@ REFUSED = [
     ("rollout.features.window=3", "rollout.features.window: 3 positions leave nothing to train 3 draft positions on"),
     ("rollout.features.max_tokens_per_step=1023", "rollout.features.max_tokens_per_step: 1023 is less than one"),
     ("drafter.objective.depth_decay=0.5", "drafter.objective.depth_decay: 0.5 has no effect with depth_weights"),
+    ("rollout.features.window=4", "rollout.features.window: 4 positions of a rollout are too few to expect"),
+    ("rollout.prompts_per_step=2", "drafter.gate.min_prompts: 4, but a step has 2 prompts (rollout.prompts_per_step)"),
+    (
+        "drafter.gate.min_rollouts=65",
+        "drafter.gate.min_rollouts: 65, but a step has 8 prompts x 8 samples = 64 rollouts",
+    ),
+    ("drafter.gate.min_prompts=17", "drafter.gate.min_prompts: 17 prompts are at least as many rollouts"),
+    ("drafter.publish_every=0", "drafter.publish_every"),
+    ("drafter.alarms.max_lag_versions=0", "drafter.alarms.max_lag_versions"),
+    ("drafter.on_drafter_failure=ignore", "drafter.on_drafter_failure"),
+    ("rollout.vllm.quantization=fp8", "rollout.vllm.quantization: quantises the target"),
+    ("rollout.vllm.logits_processors=['a.b']", "rollout.vllm.logits_processors: changes which tokens can be drawn"),
+    ("rollout.vllm.temperature=2", "rollout.vllm.temperature: is not known to leave speculation lossless"),
+    (
+        "rollout.speculation.measure_batch_sizes=[1, 65]",
+        "rollout.speculation.measure_batch_sizes: [1, 65], but an engine",
+    ),
     ("rollout.vllm.seed=3", "rollout.vllm.seed: is set by cotrain: set seed"),
     ("rollout.stop=['']", "rollout.stop: holds an empty string"),
     ("name=a/b", "name: 'a/b' is no folder name"),
@@ -47,7 +64,15 @@ ACCEPTED = [
     ["policy.num_processes=4", "policy.minibatches=16"],
     ["policy.micro_batch_tokens=1024", "rollout.features.max_tokens_per_step=1024"],
     ["policy.clip_high=0.2"],
-    ["rollout.features.window=4"],
+    ["rollout.features.window=4", "drafter.gate.publish_when=always"],
+    ["rollout.features.window=4", "drafter.train=false"],
+    ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=4"],
+    ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "drafter.gate.min_rollouts=8"],
+    ["rollout.prompts_per_step=2", "drafter.gate.publish_when=always"],
+    ["drafter.alarms.max_lag_versions=6", "drafter.train_every=2", "drafter.publish_every=3"],
+    ["rollout.vllm.swap_space=4", "drafter=none"],
+    ["rollout.speculation.measure_batch_sizes=[1, 64]"],
+    ["rollout.speculation.measure_batch_sizes=[1, 128]", "rollout.vllm.max_num_seqs=128"],
     ["rollout.features.window=1", "drafter=none"],
     ["name=run-2_b.1"],
 ]
@@ -70,3 +95,14 @@ def test_all_broken_rules_of_a_section_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         load_config([], [*BASE, "rollout.draft_tokens=4", "rollout.temperature=0", "rollout.samples_per_prompt=1"])
     assert len(error.value.problems) == 3
+
+
+def test_a_cadence_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"drafter.alarms.max_lag_versions: 5 would stop a healthy run: .* = 2 x 3"):
+        load_config(
+            [], [*BASE, "drafter.alarms.max_lag_versions=5", "drafter.train_every=2", "drafter.publish_every=3"]
+        )
+    with pytest.raises(
+        ConfigError, match=r'drafter.train_every: 2 has no effect with drafter.gate.train_when = "drift"'
+    ):
+        load_config([], [*BASE, "drafter.train_every=2", "drafter.gate.train_when=drift"])

@@ -11,7 +11,7 @@ FULL = {
     "policy/reward": 0.41,
     "rollout/response_length": 87.2,
     "rollout/acceptance_length": 2.31,
-    "drafter/expected_acceptance_length": 2.28,
+    "rollout/expected_acceptance_length": 2.28,
     "rollout/draft_tokens": 300,
     "rollout/num_drafts": 100,
     "rollout/speedup_vs_no_speculation": 1.34,
@@ -62,6 +62,13 @@ def test_steps_that_mlflow_lacks_are_in_the_line(stream):
     assert stream.getvalue() == "step 2/2  p2 d0  mlflow 3 behind\n"
 
 
+def test_notes_end_the_line(stream):
+    Console(stream).step(
+        2, 2, {}, Versions(2, 1), notes=["drafter kept back, no gain is certain", "without speculation"]
+    )
+    assert stream.getvalue() == "step 2/2  p2 d1  drafter kept back, no gain is certain  without speculation\n"
+
+
 def test_the_banner_says_where_to_look(stream, run_config, run):
     Console(stream).banner(run_config(), run, {"rollout": "cpu", "policy": "cpu"}, "mlflow server --port [5000]")
     for text in (str(run.path), "eagle3 from random init", "rollout on", f"tail -f {run.metrics}", "--port [5000]"):
@@ -90,6 +97,7 @@ def summary(stream, config, run, rows, **changes):
         "seconds": 400.0,
         "stopped_early": False,
         "greedy_identical": True,
+        "speculation": "k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1",
         "drafter_uri": "models:/x-drafter@serving",
         "next_commands": [("go on", "cotrain train a.toml --resume first steps=40")],
     }
@@ -112,6 +120,18 @@ def test_the_summary_of_a_whole_run(stream, run_config, run):
         assert part in text
 
 
+def test_the_summary_tells_what_was_proven_and_decided(stream, run_config, run):
+    looks = {"lossless/look": 1.0, "lossless/tokens": 2048.0, "lossless/passed": 1.0}
+    steps = [row | ({"gate/publish": float(row["step"] % 4 > 0)} | looks if row["step"] < 9 else {}) for row in rows()]
+    steps[6]["drafter/rolled_back"] = 1.0
+    text = summary(stream, run_config(steps=20), run, steps)
+    assert "swaps        10 drafters put into the running engine, 2 kept back by the gate, 1 times back" in text
+    assert "lossless     verified on 16,384 sampled tokens (8 looks in this run); greedy output identical with" in text
+    assert "speculation  k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1" in text
+    steps[3]["lossless/passed"] = 0.0
+    assert "lossless     1 of 8 looks FAILED" in summary(stream, run_config(steps=20), run, steps)
+
+
 def test_the_summary_claims_no_speed_that_was_not_measured(stream, run_config, run):
     text = summary(stream, run_config(), run, rows())
     assert "not measured in this run" in text and "times no speculation" not in text
@@ -125,5 +145,5 @@ def test_the_summary_says_what_went_wrong(stream, run_config, run):
 
 
 def test_the_summary_of_a_run_without_a_drafter(stream, run_config, run):
-    text = summary(stream, run_config(drafter=None), run, [], drafter_uri=None, greedy_identical=None)
+    text = summary(stream, run_config(drafter=None), run, [], drafter_uri=None, greedy_identical=None, speculation=None)
     assert "drafter" not in text and "acceptance" not in text

@@ -53,19 +53,29 @@ def test_equal_output_passes():
     assert str(result) == "2/2 prompts identical"
 
 
-def test_both_arms_are_greedy_and_speculation_is_on_again():
+def test_both_arms_are_greedy_and_the_draft_length_is_given_back():
     _, engines = check([SURE], [SURE])
-    assert engines.draft_tokens == 3
+    assert engines.draft_tokens is None
     assert engines.cached_by is None
     assert [o["temperature"] for o in engines.overrides] == [0.0, 0.0]
     assert [o["seed"] for o in engines.overrides] == [None, None]
 
 
-def test_speculation_is_on_again_after_an_error():
+def test_the_draft_length_is_given_back_after_an_error():
     engines = ScriptedEngines([SURE], [])
     with pytest.raises(ValueError, match="zip"):
         check_greedy(engines, [RolloutRequest("p", 0, [1], 0)], 3, "float32", 8)
-    assert engines.draft_tokens == 3
+    assert engines.draft_tokens is None
+
+
+def test_an_engine_that_chose_not_to_speculate_does_for_the_check():
+    engines = ScriptedEngines([SURE], [SURE])
+    engines.draft_tokens = 0
+    asked = []
+    set_draft_tokens = engines.set_draft_tokens
+    engines.set_draft_tokens = lambda k: (asked.append(k), set_draft_tokens(k))
+    assert check_greedy(engines, [RolloutRequest("p", 0, [1], 0)], 3, "float32", 8).passed
+    assert asked == [3, 0, None]
 
 
 def test_another_token_fails():

@@ -146,7 +146,10 @@ def test_unreadable_files_and_overrides_are_listed_together(tmp_path: Path) -> N
 
 
 def test_config_json_reloads_to_an_equal_object(tmp_path: Path) -> None:
-    config = load_config([], [*FULL, "rollout.stop=['a']", "drafter.model.aux_layers=[1, 4, 7]", "rollout.vllm.a=[1]"])
+    config = load_config(
+        [],
+        [*FULL, "rollout.stop=['a']", "drafter.model.aux_layers=[1, 4, 7]", "rollout.vllm.cudagraph_capture_sizes=[1]"],
+    )
     write_config(config, tmp_path / "config.json")
     assert read_config(tmp_path / "config.json") == config
 

@@ -53,7 +53,7 @@ def build(tmp_path: Path, model: Path):
     """A configuration that passes, with some overrides."""
 
     def config(*overrides: str) -> RunConfig:
-        lengths = ["rollout.max_prompt_tokens=128", "rollout.max_new_tokens=128"]
+        lengths = ["rollout.max_prompt_tokens=128", "rollout.max_new_tokens=124"]  # and 4 spare ones for drafts
         drafter = ["drafter.model.type=eagle3", "drafter.model.draft_vocab_size=32"]
         task = ["task.type=reasoning_gym", "task.name=chain_sum", "task.size=4"]
         names = ["name=first", "steps=2", f"run_root={tmp_path / 'runs'}", f"policy.model={model}"]
@@ -77,11 +77,11 @@ def test_a_run_that_can_start_passes(build) -> None:
 
 def test_all_problems_come_together(build, tmp_path: Path) -> None:
     (tmp_path / "runs" / "first").mkdir(parents=True)
-    found = problems(build("drafter.model.draft_vocab_size=65", "rollout.max_new_tokens=129", "task.name=chain_sun"))
+    found = problems(build("drafter.model.draft_vocab_size=65", "rollout.max_new_tokens=125", "task.name=chain_sun"))
     assert len(found) == 4
     assert found[0].startswith("name: run 'first' is already in")
     assert "chain_sun" in found[1]
-    assert found[2].startswith("rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 257 is above the 256 pos")
+    assert found[2].startswith("rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 253, with draft_tokens")
     assert found[3].startswith("drafter.model.draft_vocab_size: 65 is above the 64 tokens of")
 
 
@@ -196,8 +196,17 @@ def test_malformed_ray_address_is_refused(build) -> None:
 
 
 def test_misspelt_vllm_argument_is_refused(build) -> None:
-    [line] = quick_problems(build("rollout.vllm.max_num_seq=4"))
+    [line] = quick_problems(build("rollout.vllm.max_num_seq=4", "drafter=none"))
     assert line == "rollout.vllm.max_num_seq: vLLM has no such engine argument; did you mean rollout.vllm.max_num_seqs?"
+
+
+def test_environment_that_may_change_what_is_sampled_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    assert quick_problems(build()) == []
+    monkeypatch.setenv("VLLM_USE_RAY_SPMD", "1")
+    [line] = quick_problems(build())
+    assert line.startswith("VLLM_USE_RAY_SPMD: '1' is not known to leave logits and sampling alone; unset it")
+    assert quick_problems(build("drafter=none")) == []
 
 
 def test_gpu_that_is_not_there_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cotrain import mlflow_store
+from cotrain.drafting.decisions import DecisionLog, DrafterEvent, read_decisions
 from cotrain.mlflow_store import MlflowClient, MlflowException, check_uri, tracking_uri
 from cotrain.records import Versions
 from cotrain.registry import model_id_of
@@ -38,7 +39,8 @@ def steps_of(client, run_id, name="a"):
 
 
 def test_a_run_has_its_parameters_metrics_and_status(run_config, client):
-    config = run_config(rollout={"vllm": {"max_num_seqs": 4, "additional_config": {"odd key!": "x" * 7000}}})
+    odd = {"max_num_seqs": 4, "additional_config": {"odd key!": "x" * 7000}}
+    config = run_config(rollout={"vllm": odd}, drafter=None)
     with Tracker(config) as tracker:
         tracker.log_step(1, {"a": 0.5, "missing": None})
         tracker.log_step(2, {"a": 0.75})
@@ -183,6 +185,22 @@ def test_a_deleted_drafter_does_not_hold_up_the_rest(run_config, client, drafter
         lost = tracker.log_drafter(tmp_path / "gone", Versions(1, 1), 1, {}, TAGS)
         assert tracker.log_drafter(drafter_folder(), Versions(2, 2), 2, {}, TAGS).result(10) == 1
     assert isinstance(lost.exception(), FileNotFoundError) and "deleted before" in said[0]
+
+
+def test_decisions_are_an_artifact_and_the_last_one_a_tag(run_config, client, tmp_path):
+    log = DecisionLog(tmp_path / "decisions.jsonl")
+    with Tracker(run_config()) as tracker:
+        for step in (1, 2):
+            event = DrafterEvent(
+                step, "kept back", 0, "kept back, no gain is certain: acceptance length 1.2", {"gate/gain": 0.1}
+            )
+            log.write(event)
+            tracker.log_decisions(log.path, event)
+    run = client.get_run(tracker.run_id)
+    assert run.data.tags["drafter.last_decision"] == "step 2: kept back"
+    assert run.data.tags["drafter.last_reason"].startswith("kept back, no gain is certain")
+    stored = Path(client.download_artifacts(tracker.run_id, "decisions.jsonl", str(tmp_path)))
+    assert [row["step"] for row in read_decisions(stored)] == [1, 2]
 
 
 def test_drafters_are_not_stored_when_switched_off(run_config, client, drafter_folder):

@@ -154,10 +154,16 @@ def target_weights(target_state: dict[str, torch.Tensor]) -> TargetWeights:
     return TargetWeights(target_state["model.embed_tokens.weight"], target_state["lm_head.weight"], 0)
 
 
-def distilled(data: DraftBatch, target: TargetWeights, target_folder: Path, trained_depth: int = 3) -> Drafter:
+def distilled(
+    data: DraftBatch,
+    target: TargetWeights,
+    target_folder: Path,
+    trained_depth: int = 3,
+    draft_vocab_size: int = DRAFT_VOCABULARY,
+) -> Drafter:
     """A drafter that has learnt from `data` for a few seconds."""
     config = Eagle3Config(
-        type="eagle3", draft_vocab_size=DRAFT_VOCABULARY, aux_layers=AUX_LAYERS, trained_depth=trained_depth
+        type="eagle3", draft_vocab_size=draft_vocab_size, aux_layers=AUX_LAYERS, trained_depth=trained_depth
     )
     drafter = build_drafter(config, TargetSpec.from_pretrained(target_folder), seed=1)
     drafter.choose_vocabulary(torch.bincount(data.token_ids, minlength=target.head.shape[0]), target)

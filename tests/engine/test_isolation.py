@@ -9,8 +9,9 @@ import torch
 from cotrain.cluster import Cluster, Placement
 from cotrain.config import DrafterBufferConfig, DrafterConfig, PolicyConfig, RolloutConfig, RunConfig
 from cotrain.drafting.features import write_shard
+from cotrain.drafting.role import DrafterTraining
 from cotrain.records import FeatureShard, Rollout, ScoredRollout, Versions
-from cotrain.roles import DrafterTraining, PolicyRanks
+from cotrain.roles import PolicyRanks
 from cotrain.scratch import scratch_folder
 from tests.engine.conftest import AUX_LAYERS, features_of
 
@@ -94,7 +95,8 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
         for step in (1, 2):
             shard = write_features(scratch / f"features_{step}.safetensors", target_model, rollouts)
             update = beside.start_update(rollouts)
-            learned = drafter.finish_learning(drafter.start_learning([shard], step, True))
+            drafter.take_in([shard], serving=0, keep=())
+            learned = drafter.finish_training(drafter.start_training(step))
             beside.finish_update(update)
             assert learned["drafter/loss"] > 0
         digests_beside = beside.write_payload(scratch / "beside.safetensors", "float32").digests

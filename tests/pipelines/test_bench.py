@@ -18,7 +18,7 @@ from drafters.build import build_drafter
 from drafters.config import Eagle3Config
 from pipelines import bench as bench_module
 from pipelines.bench import Bench, add_arguments, choose_arms, main, prepare, take_turns
-from pipelines.bench_report import NO_SPECULATION, Arm, Measurement, StepTimes, markdown, plot, results
+from pipelines.bench_report import ADAPTIVE, NO_SPECULATION, Arm, Measurement, StepTimes, markdown, plot, results
 
 GREEDY = Arm("greedy", 2)
 NGRAM = Arm("ngram", 2)
@@ -59,6 +59,26 @@ def test_no_speculation_is_always_measured() -> None:
     assert choose_arms(["probabilistic"], [2], has_drafter=True, temperature=1.0) == [
         NO_SPECULATION, Arm("probabilistic", 2)
     ]  # fmt: skip
+
+
+def test_the_adaptive_arm_comes_once_and_only_when_asked_for() -> None:
+    arms = choose_arms(["greedy", ADAPTIVE], [1, 3], has_drafter=True, temperature=1.0)
+    assert arms == [NO_SPECULATION, Arm("greedy", 1), Arm("greedy", 3), Arm(ADAPTIVE, 3)]
+    assert [str(arm) for arm in arms[2:]] == ["greedy k=3", "adaptive k<=3"]
+    assert ADAPTIVE not in {arm.method for arm in choose_arms(None, [1], has_drafter=True, temperature=1.0)}
+    with pytest.raises(ValueError, match="--methods: adaptive need a drafter"):
+        choose_arms([ADAPTIVE], [1], has_drafter=False, temperature=1.0)
+
+
+def test_the_adaptive_arm_gives_the_choice_to_the_engine() -> None:
+    log: list[Any] = []
+    bench = small_bench(arms=[NO_SPECULATION, Arm(ADAPTIVE, 2)], batches=[2], rounds=1)
+    assert bench.speculations == ["drafter"]
+    assert {r.seed for r in bench.requests(Arm(ADAPTIVE, 2), 2, 1, 0)} == {None}, "its drafts are probabilistic"
+    engines: Any = {"drafter": RecordingEngine("drafter", log)}
+    asyncio.run(take_turns(bench, engines, io.StringIO()))
+    turns = [entry for entry in log if entry != "reset"]
+    assert turns == [("drafter", "", 0, 2), ("drafter", "probabilistic", None, 2)] * 2
 
 
 @pytest.mark.parametrize(
@@ -148,7 +168,7 @@ class RecordingEngine:
     def __init__(self, name: str, log: list[Any]):
         self.name, self.log = name, log
 
-    async def set_draft_tokens(self, draft_tokens: int) -> None:
+    async def set_draft_tokens(self, draft_tokens: int | None) -> None:
         self.draft_tokens, self.method = draft_tokens, ""
 
     async def set_draft_sample_method(self, method: str) -> None:

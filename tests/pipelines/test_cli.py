@@ -33,7 +33,7 @@ def cotrain(*arguments: str, folder: Path | None = None, without_torch: bool = F
 def test_help_names_the_commands_without_torch() -> None:
     result = cotrain("--help", without_torch=True)
     assert result.returncode == 0
-    assert all(command in result.stdout for command in ("train", "bench", "drafters", "ui"))
+    assert all(command in result.stdout for command in ("train", "verify", "bench", "drafters", "ui"))
 
 
 def test_train_help_explains_every_section_in_an_instant() -> None:
@@ -56,6 +56,30 @@ def test_dry_run_prints_a_configuration_that_loads_again(tmp_path: Path) -> None
     assert parse_config(tomllib.loads(result.stdout)) == load_config([SMOKE], changes)
     assert "# rollout  1 x vLLM" in result.stdout and "# drafter  1 x trainer" in result.stdout
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (
+            "__import__('cotrain.failures').failures.RoleFailure('policy: its process has died')",
+            1,
+            "its process has died",
+        ),
+        ("__import__('cotrain.alarms').alarms.DrafterAlarm(7, [])", 1, "cotrain: step 7 raised"),
+    ],
+)
+def test_a_run_that_fails_says_so_without_a_traceback(error: str, status: int, message: str) -> None:
+    code = (
+        "import sys, types, pipelines.cli as cli\n"
+        f"def main(arguments): raise {error}\n"
+        "sys.modules['pipelines.bench'] = types.SimpleNamespace(main=main)\n"
+        "sys.exit(cli.main(['bench']))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == status and message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_overrides_may_stand_on_either_side_of_options() -> None:

@@ -122,7 +122,7 @@ def new_trainer(target):
             "batch_tokens": 100,
             "updates_per_step": 3,
         }
-        rollout = rollout or RolloutConfig(draft_tokens=3)
+        rollout = rollout or RolloutConfig(draft_tokens=3, max_prompt_tokens=32, max_new_tokens=32)
         config = DrafterConfig(**fields | changes)
         trainer = DrafterTrainer(config, rollout, str(target.folder), init_folder, total_steps=10, seed=seed)
         trainer.set_target_weights(payload_of(target), 0)

@@ -59,7 +59,7 @@ def build(records, new_trainer, run_config, tmp_path):
         said: list[str] = []
         store = FeatureStore(tap, run_dir.path / "features", cache, AUX_LAYERS, said.append)
         training, holdout = records[:36], records[36:]
-        trainer = new_trainer(optimizer={"learning_rate": learning_rate})
+        trainer = new_trainer(optimizer={"learning_rate": learning_rate}, holdout=config.init.holdout)
         rollouts = [stored(r) for r in training]
         choose_vocabulary(trainer, VOCAB, rollouts, [stored(r) for r in holdout], keep=False)
         trainer.hold_out(holdout)

@@ -22,7 +22,7 @@ def run_steps(trainer, target, shard_of, steps):
 
 def without_times(row):
     """Metrics that two equal runs share."""
-    return {name: value for name, value in row.items() if name != "drafter/tokens_per_s"}
+    return {name: value for name, value in row.items() if name not in ("drafter/tokens_per_s", "drafter/train_s")}
 
 
 def test_loss_falls_and_expected_acceptance_rises(new_trainer, target, shard_of):
@@ -37,7 +37,7 @@ def test_loss_falls_and_expected_acceptance_rises(new_trainer, target, shard_of)
 
 
 def test_metrics_of_a_step(new_trainer, target, shard_of):
-    trainer = new_trainer(objective={"depth_weights": "decay"})
+    trainer = new_trainer(objective={"depth_weights": "decay"}, holdout=0.125)
     trainer.add_features([shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
     trainer.set_target_weights(payload_of(target), 1)
     taken_in = trainer.add_features([shard_of(target.rollouts(4, 2, seed=2, policy_version=1))])
@@ -59,7 +59,7 @@ def test_metrics_of_a_step(new_trainer, target, shard_of):
 
 
 def test_expected_acceptance_covers_the_served_positions_only(new_trainer, target, shard_of):
-    trainer = new_trainer(rollout=RolloutConfig(draft_tokens=2))
+    trainer = new_trainer(rollout=RolloutConfig(draft_tokens=2), holdout=0.125)
     trainer.add_features([shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
     metrics = trainer.evaluate()
     assert set(metrics) == {
@@ -289,6 +289,61 @@ def test_nothing_to_train_on_is_an_error(new_trainer):
 def test_each_publication_is_the_next_version(new_trainer):
     trainer = new_trainer()
     assert [trainer.drafter_version, trainer.publish(), trainer.publish(), trainer.drafter_version] == [0, 1, 2, 2]
+
+
+def lengths_of(scores):
+    """(serving, candidate) acceptance lengths over all rollouts."""
+    drafters = (scores.serving, scores.candidate)
+    return [None if d is None else 1 + float(d.accepted.sum() / d.steps.sum()) for d in drafters]
+
+
+def test_fresh_rollouts_score_the_served_drafter_and_the_candidate(new_trainer, target, shard_of):
+    trainer = new_trainer(updates_per_step=30, batch_tokens=200, optimizer={"learning_rate": 1e-2})
+    trainer.add_features([shard_of(target.rollouts(48, 1, seed=1, policy_version=0))])
+    first = trainer.score_fresh(0, [0])
+    assert first.candidate is None and len(set(first.prompts)) == len(first.prompts) == 48
+    trainer.train(1)
+    trainer.add_features([shard_of(target.rollouts(12, 2, seed=2, policy_version=0))])
+    scores = trainer.score_fresh(0, [0])
+    serving, candidate = lengths_of(scores)
+    assert (scores.sessions, scores.candidate.accepted.shape) == (1, (24, 3))
+    assert candidate > serving + 0.04
+    assert not scores.serving.accepted.requires_grad
+    assert trainer.publish() == 1
+    assert trainer.score_fresh(1, [0]).candidate is None, "it is the published drafter itself"
+    assert lengths_of(trainer.score_fresh(1, [0]))[0] == pytest.approx(candidate)
+
+
+def test_what_is_published_is_what_was_scored_however_the_trainer_goes_on(new_trainer, target, shard_of, tmp_path):
+    trainer = new_trainer()
+    run_steps(trainer, target, shard_of, [1])
+    scored = weights_of(trainer)
+    trainer.publish()
+    run_steps(trainer, target, shard_of, [2])
+    served = trainer.state_for_serving(1)
+    assert all(torch.equal(scored[name], served[name]) for name in scored)
+    assert any(not torch.equal(scored[name], tensor) for name, tensor in weights_of(trainer).items())
+    trainer.save_checkpoint(tmp_path / "served", torch.float32, 1)
+    stored = load_file(tmp_path / "served" / "model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in served.items())
+
+
+def test_an_earlier_publication_comes_back_under_a_new_version(new_trainer, target, shard_of, tmp_path):
+    trainer = new_trainer()
+    run_steps(trainer, target, shard_of, [1])
+    good = weights_of(trainer)
+    trainer.publish()
+    run_steps(trainer, target, shard_of, [2])
+    trainer.publish()
+    assert trainer.publish(1) == 3
+    trainer.save(tmp_path / "saved")
+    loaded = new_trainer()
+    loaded.load(tmp_path / "saved")
+    for one in (trainer, loaded):
+        assert all(torch.equal(good[name], tensor) for name, tensor in one.state_for_serving(3).items())
+    loaded.score_fresh(3, [2])
+    with pytest.raises(KeyError):
+        loaded.state_for_serving(1)
 
 
 def test_held_out_prompts_are_never_in_the_training_buffer(new_trainer, target, shard_of):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy.stats import ttest_ind_from_stats
 
-from cotrain.drafting.gate import Estimate, Pace, decide, expected_length, noise_bound, served_length
+from cotrain.drafting.gate import Estimate, Pace, decide, expected_of, noise_bound, pace_of, served_length
 from cotrain.drafting.gate_config import GateConfig
-from cotrain.records import Rollout, SpeculationCounts, Versions
+from cotrain.records import Rollout, RolloutBatch, SpeculationCounts, Versions
 from drafters.acceptance import RolloutAcceptance
 from tests.cotrain.drafting.simulated import sample_rollouts, score, true_length
 
@@ -82,7 +82,9 @@ def test_jackknife_equals_leaving_out_each_prompt():
     for prompt in range(5):
         rest = torch.from_numpy(rollouts.prompts != prompt)
         without.append(float(scored.accepted[rest].sum() / scored.steps[rest].sum()))
-    found = expected_length(scored, rollouts.names)
+    promise = expected_of(scored, rollouts.names)
+    assert promise is not None
+    found = promise.length
     assert found.standard_error == pytest.approx(math.sqrt(4 * np.var(without)))
     assert found.value == pytest.approx(1 + float(scored.accepted.sum() / scored.steps.sum()))
 
@@ -204,8 +206,7 @@ def test_estimate_needs_two_groups_and_finite_numbers():
         Estimate(math.nan, 0.1, 4)
     with pytest.raises(ValueError, match="score more prompts"):
         Estimate(2.0, 0.1, 1)
-    with pytest.raises(ValueError, match="24 rollouts of 1 prompts"):
-        expected_length(pair(1.0, 0.5)[0], ["a"] * 24)
+    assert expected_of(pair(1.0, 0.5)[0], ["a"] * 24) is None
 
 
 def test_noise_bound_is_welchs():
@@ -245,3 +246,16 @@ def test_served_length_is_that_of_the_counters():
 def test_bounds_that_contradict_each_other_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         GateConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("counts", "seconds"),
+    [
+        (SpeculationCounts(60, 180, (30, 10, 0)), 8 / 60),  # 60 + 40 tokens, all drafted for
+        (SpeculationCounts(30, 90, (30, 10, 0)), 8 / 60),  # 30 steps drafted, 30 did not
+        (None, 8 / 100),  # a token is a step
+    ],
+)
+def test_pace_counts_steps_with_and_without_draft_tokens(counts, seconds):
+    assert pace_of(RolloutBatch([], [], counts, 8.0, 100)) == Pace(100.0, seconds)
+    assert pace_of(RolloutBatch([], [], None, 8.0, 0)) is None

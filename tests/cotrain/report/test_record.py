@@ -26,6 +26,13 @@ def test_lag_counts_from_the_rollouts_before_the_swap() -> None:
     assert served_lag(rows) == [0, 1, 2, 1, 2, 3]
 
 
+def test_lag_of_a_judged_drafter_counts_from_the_rollouts_before_its_judgement() -> None:
+    rows = [row(i, versions__drafter=version) for i, version in enumerate([0, 0, 1, 1, 2], start=1)]
+    rows[1]["gate/publish"] = 1.0
+    rows[3]["drafter/rolled_back"] = 1.0
+    assert served_lag(rows) == [0, 1, 2, 3, None]
+
+
 def test_lag_of_a_frozen_policy_is_none() -> None:
     assert served_lag([row(i, versions__policy=0) for i in (1, 2, 3)]) == [0, 0, 0]
 
@@ -79,3 +86,8 @@ def test_a_configuration_of_another_version_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "old", [row(1)])
     (folder / "config.json").write_text(json.dumps({"name": "old", "field_of_the_past": 1}))
     assert read_run(folder).setting("policy.model") is None
+
+
+def test_what_was_expected_of_the_serving_drafter_is_taken_as_it_is() -> None:
+    rows = [row(1, rollout__expected_acceptance_length=1.5), row(2), row(3, rollout__expected_acceptance_length=1.7)]
+    assert expected_of_served(rows) == [1.5, None, 1.7]

@@ -1,5 +1,6 @@
 """The report of a run: what it says, and that it can always be drawn."""
 
+import json
 import re
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def test_the_page_is_whole_and_needs_no_other_file(full: Path) -> None:
     assert len(images(page)) == len(pngs) == 8
     assert all(alt for alt, _ in images(page))
     assert "Served acceptance length: 1.10 in step 1, 2.20 in step 12" in images(page)[0][0]
-    for label in ("served", "expected on held-out rollouts", "first step of a new drafter"):
+    for label in ("served", "expected on unseen rollouts", "first step of a new drafter"):
         assert f">{label}<" in images(page)[0][1]
     for _, svg in images(page):  # follows the reader into the dark
         assert "@media(prefers-color-scheme:dark)" in svg
@@ -143,3 +144,25 @@ def test_figures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
     (folder / "report" / "gone.png").write_bytes(b"")
     write_run_report(folder)
     assert not (folder / "report" / "gone.png").exists()
+
+
+def test_decisions_are_marked_and_told(tmp_path: Path) -> None:
+    served = [0, 0, 1, 1, 1, 2, 3, 3]
+    rows = [row(i, versions__drafter=version, drafter__published=0.0) for i, version in enumerate(served, start=1)]
+    rows[3]["gate/publish"] = 0.0
+    rows[5]["drafter/rolled_back"] = 1.0
+    folder = write_run(tmp_path / "run", rows)
+    reasons = {"published": "published: gain +0.3", "kept back": "kept back: <b>", "rolled back": "worse than promised"}
+    for step, kind in ((2, "published"), (4, "kept back"), (5, "published"), (6, "rolled back")):
+        line = {"step": step, "kind": kind, "version": 1, "reason": reasons[kind], "numbers": {}}
+        with (folder / "decisions.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    text = words(run_page(read_run(folder)))
+    assert all(reason in text for reason in reasons.values())
+    draw = plots(folder)["acceptance_length"].draw
+    assert draw is not None
+    drawn = {str(line.get_label()): list(line.get_xdata()) for line in draw(NARROW).axes[0].lines}
+    assert drawn["first step of a new drafter"] == [3, 6]  # 7 serves an earlier drafter again
+    assert drawn["candidate kept back"] == [4]
+    assert drawn["taken back after this step"] == [6]
+    assert "<b>" not in write_run_report(folder).read_text()

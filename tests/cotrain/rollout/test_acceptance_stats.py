@@ -3,15 +3,15 @@
 import pytest
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from cotrain.records import SpeculationCounts
-from cotrain.rollout.acceptance_stats import counts_of_request, total_counts
+from cotrain.records import Rollout, SpeculationCounts, Versions
+from cotrain.rollout.acceptance_stats import counts_of_request, total_counts, verification_steps
 
 
-def metrics_of(steps: list[tuple[int, int]], k: int = 3) -> RequestSpecDecodeMetrics:
+def metrics_of(steps: list[tuple[int, int]], k: int = 3, detailed: bool = False) -> RequestSpecDecodeMetrics:
     """steps: (draft tokens, accepted draft tokens) of each verification step."""
     metrics = RequestSpecDecodeMetrics.new(k)
     for drafted, accepted in steps:
-        metrics.observe(drafted, accepted)
+        metrics.observe(drafted, accepted, detailed)
     return metrics
 
 
@@ -41,3 +41,27 @@ def test_a_request_that_was_never_drafted_for_has_length_one():
     counts = counts_of_request(metrics_of([]))
     assert counts == SpeculationCounts(0, 0, (0, 0, 0))
     assert counts.acceptance_length == 1.0
+
+
+def test_steps_one_by_one_where_vllm_keeps_them():
+    steps = [(3, 0), (2, 2), (1, 1)]
+    assert verification_steps(metrics_of(steps, detailed=True)) == tuple(steps)
+    assert verification_steps(metrics_of(steps)) == ()
+    assert verification_steps(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_tokens", "throughout"),
+    [
+        ([(3, 0), (3, 2)], 5, True),
+        ([(3, 0), (3, 3)], 4, True),  # the last step reached past the end of the response
+        ([(3, 0), (1, 1), (2, 2)], 7, True),
+        ([(3, 0), (3, 2)], 6, False),
+        ([], 1, True),
+        ([], 2, False),
+    ],
+)
+def test_a_rollout_in_which_drafting_paused_is_told_apart(steps, num_tokens, throughout):
+    counts = counts_of_request(metrics_of(steps))
+    rollout = Rollout("p", 0, [1], [7] * num_tokens, [0.0] * num_tokens, "", "length", Versions(0, 0), counts)
+    assert rollout.drafted_throughout == throughout

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cotrain.records import GainReport
+from cotrain.rollout.gain_check import combined
 from cotrain.rollout.speculation import SpeculationController, speculation_metrics
 from cotrain.rollout.speculation_config import SpeculationConfig
 from tests.cotrain.rollout.simulated_engine import (
@@ -98,8 +100,8 @@ def test_the_promise_of_the_gate_switches_on_at_once(tmp_path: Path) -> None:
     engine.controller.new_drafter(expected_rates=np.cumprod(GOOD).tolist())
     engine.rates = GOOD
     assert engine.run(1, 40).chosen[0] > 0
-    with pytest.raises(ValueError, match="2 expected rates for 3 draft tokens"):
-        engine.controller.new_drafter(expected_rates=[0.5, 0.4])
+    with pytest.raises(ValueError, match="4 expected rates for 3 draft tokens"):
+        engine.controller.new_drafter(expected_rates=[0.5, 0.4, 0.3, 0.2])
 
 
 @pytest.mark.parametrize("rates", [GOOD, BAD], ids=["on", "off"])
@@ -135,6 +137,7 @@ def test_speedup_is_reported_and_checked(tmp_path: Path) -> None:
     assert report.num_checks >= 3 and report.measured_gain == pytest.approx(true, rel=0.08)
     assert abs(report.disagreement) < 0.1 and 0.005 < report.trial_share < 0.025
     assert report.num_steps == pytest.approx(3000, abs=1)
+    assert report.seconds == pytest.approx(tally.seconds, rel=0.1) and report.longest_draft in (1, 2, 3)
     assert speculation_metrics(report)["rollout/speedup_vs_no_speculation"] == report.speedup_vs_no_speculation
 
 
@@ -197,3 +200,43 @@ def test_configuration_is_checked() -> None:
         SpeculationConfig(measure_batch_sizes=(4, 1))
     with pytest.raises(ValueError, match="confidence"):
         SpeculationConfig(confidence=1.0)
+
+
+def test_full_length_until_it_was_timed(tmp_path: Path) -> None:
+    engine = SimulatedEngine(tmp_path, CPU, BAD, max_batch=16)
+    engine.run(4, 100)
+    assert not engine.controller.choosing and set(engine.controller.draft_tokens) == {K}
+    engine.controller.fix_draft_tokens(None)
+    engine.controller.new_drafter()
+    assert set(engine.controller.draft_tokens) == {K}
+    engine.calibrate()
+    assert engine.controller.choosing and engine.controller.draft_tokens[3] == 0
+
+
+def test_nothing_is_learnt_from_a_fixed_length(tmp_path: Path) -> None:
+    """Such as greedy text, or that of a drafter on trial."""
+    engine = SimulatedEngine(tmp_path, CPU, GOOD, max_batch=16)
+    engine.calibrate()
+    engine.run(1, 200)
+    before = engine.controller.describe()
+    engine.controller.fix_draft_tokens(K)
+    engine.rates = BAD
+    engine.run(1, 500)
+    engine.controller.fix_draft_tokens(None)
+    assert engine.controller.describe() == before
+    engine.run(1, 50, update=False)
+    engine.controller.discard_steps()
+    engine.controller.update()
+    assert engine.controller.describe() == before
+
+
+def test_reports_of_engines_are_combined_by_time() -> None:
+    first = GainReport(1.2, 1.3, 1.25, 0.03, 5, 0.02, 100, 3.0, 2)
+    second = GainReport(1.0, 1.0, None, None, 0, 0.0, 40, 1.0, 0)
+    both = combined([first, second])
+    assert both is not None
+    assert both.speedup_vs_no_speculation == pytest.approx(1.15) and both.model_gain == pytest.approx(1.225)
+    assert (both.measured_gain, both.measured_error) == (pytest.approx(1.25), pytest.approx(0.03))
+    assert (both.num_checks, both.num_steps, both.seconds, both.longest_draft) == (5, 140, 4.0, 2)
+    assert combined([first]) == first
+    assert combined([]) is None

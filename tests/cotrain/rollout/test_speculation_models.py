@@ -127,6 +127,10 @@ def test_evidence_of_an_older_drafter_weighs_little_and_a_promise_replaces_it() 
     assert acceptance.tokens_per_step()[0][3, 0] == pytest.approx(expected_tokens(GOOD, 3), rel=0.05)
     acceptance.new_drafter(KEPT_AFTER_SWAP, expected_rates=[0.2, 0.05, 0.0])
     assert acceptance.tokens_per_step()[0][3, 0] == pytest.approx(1.25, rel=0.03)
+    acceptance.new_drafter(KEPT_AFTER_SWAP, expected_rates=[0.6])
+    rates, weights = acceptance.rates()
+    assert rates[0] == pytest.approx([0.6] * 3, abs=0.02), "positions beyond a promise lean on the last one of it"
+    assert weights[0, 1] < 10 < weights[0, 0]
 
 
 def gain(estimate: list[float], width: float) -> Gains:

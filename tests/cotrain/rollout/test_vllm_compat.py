@@ -148,27 +148,51 @@ class Runner:
         return torch.tensor([[1, 2], [3, 4]])
 
 
-def draft(runner: Runner, draft_tokens: int, aux_hidden=AUX):
-    step = SimpleNamespace(total_num_scheduled_tokens=5, num_spec_tokens_to_schedule=draft_tokens)
+def draft(runner: Runner, draft_tokens: int, aux_hidden=AUX, verified=(2, 1), new=()):
+    """verified: draft tokens among the scheduled tokens of the two requests."""
+    names = runner.input_batch.req_ids
+    step = SimpleNamespace(
+        total_num_scheduled_tokens=5,
+        num_scheduled_tokens=dict(zip(names, (3, 2), strict=True)),
+        scheduled_spec_decode_tokens={r: [0] * n for r, n in zip(names, verified, strict=True) if n},
+        scheduled_new_reqs=list(new),
+        num_spec_tokens_to_schedule=draft_tokens,
+    )
     attention = SimpleNamespace(query_start_loc_cpu=torch.tensor([0, 3, 5]))
     sampled = torch.tensor([[5], [6]], dtype=torch.int32)
     arguments = (step, sampled, None, HIDDEN, HIDDEN[:2], aux_hidden, None, attention, None)
     return runner.propose_draft_token_ids(*arguments), arguments
 
 
-def hooked(is_tapping: bool) -> tuple[Runner, list]:
+def hooked(is_tapping: bool, reads_prompts: bool = False) -> tuple[Runner, list]:
     runner, verified = Runner(), []
-    vllm_compat.hook_drafting(runner, lambda rows: verified.append(rows()), lambda: is_tapping)
+    vllm_compat.hook_drafting(runner, lambda rows: verified.append(rows()), lambda: is_tapping, lambda: reads_prompts)
     return runner, verified
 
 
+PROMPTS = {
+    "the second request computes its prompt": {"verified": (2, 0)},
+    "a new request whose prompt is in the cache but for one token": {"new": ["b1r1-4e5f6a7b"]},
+}
+
+
 @pytest.mark.parametrize("is_tapping", [True, False])
-def test_draft_length_0_runs_no_drafter(is_tapping):
+@pytest.mark.parametrize("step", [{}, *PROMPTS.values()], ids=["decoding", *PROMPTS])
+def test_draft_length_0_runs_no_drafter(is_tapping, step):
     runner, verified = hooked(is_tapping)
-    proposed, _ = draft(runner, 0)
+    proposed, _ = draft(runner, 0, **step)
     assert proposed.shape == (2, 0)
     assert runner.drafted == []
     assert len(verified) == is_tapping
+
+
+@pytest.mark.parametrize("step", PROMPTS.values(), ids=PROMPTS)
+def test_a_drafter_that_may_be_switched_on_reads_prompts_all_the_same(step):
+    runner, _ = hooked(is_tapping=False, reads_prompts=True)
+    draft(runner, 0, **step)
+    assert len(runner.drafted) == 1
+    proposed, _ = draft(runner, 0)
+    assert proposed.shape == (2, 0) and len(runner.drafted) == 1, "decoding costs nothing"
 
 
 def test_drafting_goes_on_as_before():

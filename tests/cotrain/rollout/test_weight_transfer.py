@@ -195,3 +195,36 @@ def test_the_backend_is_registered_once():
     weight_transfer.register()
     weight_transfer.register()
     assert BACKEND in WeightTransferEngineFactory._registry
+
+
+def test_a_check_touches_nothing(session):
+    update = moved(session.drafter.state)
+    session.send(update, draft=True, action="check")
+    assert session.serves(session.drafter, session.drafter.state)
+    assert session.kept() == []
+    name = next(n for n in update if n.endswith("down_proj.weight"))
+    broken = update | {name: update[name] * float("nan")}
+    with pytest.raises(WeightUpdateRefused, match="non-finite"):
+        session.send(broken, draft=True, action="check")
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_last_update_can_be_undone(session, updates):
+    """With one update before, back to that; with none, to the checkpoint."""
+    states = [session.drafter.state, *(moved(session.drafter.state, seed=i) for i in range(updates))]
+    for i, state in enumerate(states[1:]):
+        session.send(state, draft=True, name=f"sent_{i}.safetensors")
+    session.send({}, draft=True, action="undo")
+    assert session.serves(session.drafter, states[-2])
+    assert session.serves(session.target, session.target.state)
+
+
+def test_after_an_update_that_was_undone_a_bad_one_ends_at_the_same_state(session, request):
+    update = moved(session.drafter.state, seed=1)
+    session.send(update, draft=True)
+    session.send(moved(session.drafter.state, seed=2), draft=True, name="second.safetensors")
+    session.send({}, draft=True, action="undo")
+    request.getfixturevalue("once_wrong")
+    with pytest.raises(WeightUpdateRefused, match="update undone"):
+        session.send(moved(session.drafter.state, seed=3), draft=True, name="third.safetensors")
+    assert session.serves(session.drafter, update)

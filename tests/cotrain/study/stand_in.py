@@ -11,6 +11,8 @@ import time
 import tomllib
 from pathlib import Path
 
+from cotrain.checkpoint import SCHEMA
+
 
 def main() -> int:
     command, file, *resume = sys.argv[1:]
@@ -55,7 +57,7 @@ def train(config: dict, folder: Path) -> int:
         if stopped:
             checkpoint = folder / "checkpoints" / f"step_{step:06d}"
             checkpoint.mkdir()
-            (checkpoint / "COMPLETE").write_text(json.dumps({"schema": 1, "files": {}}))
+            (checkpoint / "COMPLETE").write_text(json.dumps({"schema": SCHEMA, "files": {}}))
             return 0
     return 0
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from cotrain.checkpoint import SCHEMA
 from cotrain.config_errors import ConfigError
 from cotrain.run_dir import RunDir
 from cotrain.study.plan import load_study
@@ -21,7 +22,7 @@ def make_run(config, steps: int, checkpoint: int | None) -> None:
         run_dir.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1)))
         if checkpoint is not None:
             run_dir.checkpoint(checkpoint).mkdir(parents=True)
-            (run_dir.checkpoint(checkpoint) / "COMPLETE").write_text('{"schema": 1, "files": {}}')
+            (run_dir.checkpoint(checkpoint) / "COMPLETE").write_text(json.dumps({"schema": SCHEMA, "files": {}}))
 
 
 def test_a_run_that_never_started_starts(config):

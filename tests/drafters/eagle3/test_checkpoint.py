@@ -1,11 +1,14 @@
 """Checkpoint folders: what goes out comes back, and what is broken or foreign is refused."""
 
 import dataclasses
+import importlib
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -110,12 +113,94 @@ def test_a_drafter_for_another_target_is_refused(folder, change, message):
         ({"speculators_config": None}, "how many draft positions"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}, "ascending and different"),
         ({"draft_vocab_size": 19}, "lm_head.weight is [20, 16], expected [19, 16]"),
+        ({"max_position_embeddings": None}, "has no max_position_embeddings"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "rope_type 'linear'"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(folder, changes, message):
     edit_config(folder, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
         load_drafter(folder, TARGET)
+
+
+def test_a_drafter_keeps_its_own_position_limit_and_is_refused_where_it_is_too_short(folder, tmp_path):
+    edit_config(folder, max_position_embeddings=128)
+    drafter = load_drafter(folder, TARGET, num_positions=128)
+    assert drafter.max_positions == 128 < TARGET.max_position_embeddings
+    drafter.save(tmp_path / "again", torch.float32)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["max_position_embeddings"] == 128
+    with pytest.raises(ValueError, match=r"has 128 positions .* but 129 are needed"):
+        load_drafter(folder, TARGET, num_positions=129)
+
+
+class Killed(BaseException):
+    """What a process that is killed raises nowhere: no handler of ours may mend the folder."""
+
+
+@pytest.mark.parametrize("in_use", [False, True], ids=["new folder", "folder in use"])
+def test_a_kill_at_any_moment_leaves_a_whole_drafter_or_none(drafter, tmp_path, monkeypatch, in_use):
+    folder, moments = tmp_path / "v1", 0
+    newer = make_drafter(seed=7).float()
+    monkeypatch.setattr("drafters.base.shutil.rmtree", lambda *_, **__: None)  # a dead process tidies nothing up
+    for moment in range(20):
+        for path in (folder, tmp_path / ".v1.partial"):
+            for file in path.glob("*"):
+                file.unlink()
+            if path.exists():
+                path.rmdir()
+        if in_use:
+            drafter.save(folder, torch.float32)
+        if not kill_while_saving(newer, folder, moment, monkeypatch):
+            break
+        moments += 1
+        try:
+            found = load_drafter(folder, TARGET)
+        except ValueError as error:
+            assert "config.json does not exist" in str(error)
+        else:
+            assert any(torch.equal(found.fc.weight, whole.fc.weight) for whole in (drafter, newer))
+    assert moments >= 6
+    assert torch.equal(load_drafter(folder, TARGET).fc.weight, newer.fc.weight)
+
+
+def kill_while_saving(drafter, folder, moment, monkeypatch):
+    """Save, and die before the moment-th call that touches the disk; False when there are fewer."""
+    calls = 0
+
+    def dying(function):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls > moment:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("drafters.base.save_file", "drafters.base.os.replace", "drafters.base.os.fsync"):
+            module, _, attribute = name.rpartition(".")
+            patch.setattr(
+                name, dying(getattr(importlib.import_module("os" if module.endswith("os") else module), attribute))
+            )
+        patch.setattr("drafters.base.Path.unlink", dying(Path.unlink))
+        try:
+            drafter.save(folder, torch.float32)
+        except Killed:
+            return True
+    return False
+
+
+def test_a_full_disk_leaves_the_drafter_that_was_there(drafter, folder, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("drafters.base.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        make_drafter(seed=7).save(folder, torch.float32)
+    assert torch.equal(load_drafter(folder, TARGET).fc.weight, drafter.fc.weight)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def without(name):

@@ -1,0 +1,16 @@
+"""Errors that end a run and say in words what failed, where to look and how to go on.
+
+The command line prints them without a traceback. They are pickled between processes, so each is made from its message.
+"""
+
+
+class RunFailure(RuntimeError):
+    """The run cannot go on; what it has saved is whole."""
+
+
+class RoleFailure(RunFailure):
+    """A role's process has died, or does not answer."""
+
+
+class SelfCheckFailed(RunFailure):
+    """What the engine hands over is not what the learners take it for."""

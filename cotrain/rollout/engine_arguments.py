@@ -1,0 +1,56 @@
+"""What vLLM is started with: cotrain's own arguments, then the user's, then those of speculation. Imports vLLM late."""
+
+from typing import TYPE_CHECKING, Any
+
+from cotrain.rollout.lossless_guard import speculative_problems
+from cotrain.rollout.speculation import SpeculationController
+
+if TYPE_CHECKING:
+    from cotrain.rollout.engine import EngineSpec
+
+PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+"""Lengths of the n-grams that n-gram speculation looks up; vLLM's default, 5 exactly, hardly ever finds one."""
+
+
+def engine_arguments(spec: "EngineSpec", controller: SpeculationController | None) -> dict[str, Any]:
+    """controller: of the draft length, unless nothing proposes draft tokens.
+
+    Raises ValueError for a setting of speculation that is not known to be lossless.
+    """
+    from cotrain.rollout import scheduling, weight_transfer, worker_extension
+
+    rollout, k = spec.rollout, spec.rollout.draft_tokens
+    arguments: dict[str, Any] = {
+        "max_num_seqs": rollout.max_num_seqs,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,  # DraftLengthScheduler is the synchronous one
+        "model": spec.model_path,
+        "dtype": rollout.dtype,
+        "seed": spec.seed,
+        # k+1 spare positions: vLLM stops drafting for the whole batch when one request comes this close to the end
+        "max_model_len": rollout.num_positions,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": False,
+        "worker_extension_cls": f"{worker_extension.__name__}.CotrainWorker",
+        "weight_transfer_config": {"backend": weight_transfer.BACKEND},
+        "scheduler_cls": f"{scheduling.__name__}.DraftLengthScheduler",
+    }
+    if controller is not None:
+        files = {scheduling.TABLE_KEY: controller.table_path, scheduling.LOG_KEY: controller.log_path}
+        arguments["additional_config"] = files
+    arguments |= rollout.vllm
+    if spec.speculation == "ngram":
+        arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": k, **PROMPT_LOOKUP}
+    elif spec.drafter_folder is not None:
+        arguments["speculative_config"] = {
+            "method": "eagle3",
+            "model": spec.drafter_folder,
+            "num_speculative_tokens": k,
+            "draft_sample_method": rollout.draft_sample_method,
+        }
+    if "speculative_config" in arguments:
+        for name, reason in speculative_problems(arguments["speculative_config"]):
+            raise ValueError(f"speculative_config.{name}: {reason}")
+        arguments.setdefault("per_request_spec_decode_metrics", "summary")
+    return arguments

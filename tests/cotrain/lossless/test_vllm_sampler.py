@@ -1,0 +1,153 @@
+"""vLLM's own rejection sampler, called without an engine: planted bugs are caught, and clean runs raise few alarms.
+
+The target is the Markov chain of the simulated sampler. Drafting and the loop over steps are here; what is verified,
+and how, is v1/sample/rejection_sampler.py with the kernels of the CPU build.
+"""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from cotrain.lossless.emitted import LOGIT_ERROR, setting_checks
+from cotrain.lossless.family import Verdict, judge
+from cotrain.lossless.setting import Setting
+from cotrain.lossless.target_law import target_log_probs
+from cotrain.records import Rollout, Versions
+from drafters.base import Sampler
+from pipelines.verify_checks import target_laws
+from tests.cotrain.lossless.conftest import MODEL
+from tests.cotrain.lossless.markov_engine import MarkovModel
+from tests.cotrain.lossless.simulated_sampler import VOCAB
+
+pytest.importorskip("vllm")
+
+from vllm.platforms import current_platform
+
+if not current_platform.is_cpu():
+    pytest.skip("the kernels of vLLM's CPU build", allow_module_level=True)
+current_platform.register_triton_kernel_overrides()
+
+import vllm.v1.sample.rejection_sampler as sampler_module
+
+from tests.engine.planted_bugs import BUGS, WHERE, PlantingWorker
+
+ALPHA = 0.01
+CHAINS, LENGTH = 160, 50
+TARGET = torch.from_numpy(MODEL.target).float()
+DRAFT_VOCABULARY = torch.from_numpy(MODEL.draft_vocabulary)
+DRAFT = torch.from_numpy(MODEL.draft).float()[:, DRAFT_VOCABULARY]
+LAWS = target_laws(MarkovModel(), DRAFT_VOCABULARY.tolist(), "float32")
+
+
+@dataclass
+class Proposer:
+    """As far as bugs are planted in it."""
+
+    probabilistic: bool = True
+    model: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            draft_id_to_target_id=DRAFT_VOCABULARY - torch.arange(len(DRAFT_VOCABULARY))
+        )
+    )
+
+    def _sample_from_logits(self, logits: Tensor, metadata: Any) -> tuple[Tensor, Tensor | None]:
+        if not self.probabilistic:
+            return logits.argmax(-1), None
+        probs = (logits / metadata.temperature[:, None]).softmax(-1)
+        return torch.multinomial(probs, 1).squeeze(1), probs
+
+
+def sampling_metadata(samplers: list[Sampler]) -> Any:
+    truncated = any(sampler.top_k for sampler in samplers)
+    return SimpleNamespace(
+        temperature=torch.tensor([sampler.temperature for sampler in samplers]),
+        top_k=torch.tensor([sampler.top_k or VOCAB for sampler in samplers]) if truncated else None,
+        top_p=None,
+        all_greedy=False,
+        all_random=True,
+        generators={},
+    )
+
+
+def drawn(context: Tensor, samplers: list[Sampler]) -> Tensor:
+    """Tokens as the engine draws them from prefill, and as bonus."""
+    laws = torch.cat([target_log_probs(TARGET[c][None], s) for c, s in zip(context, samplers, strict=True)])
+    return torch.multinomial(laws.exp(), 1)
+
+
+def generate(proposer: Proposer, setting: Setting) -> list[Rollout]:
+    k, samplers = setting.draft_tokens, [setting.sampler(i) for i in range(CHAINS)]
+    metadata, proposer.probabilistic = sampling_metadata(samplers), setting.method == "probabilistic"
+    prompts = torch.randint(VOCAB, (CHAINS,))
+    last = drawn(prompts, samplers).squeeze(1)
+    texts, steps = [[int(token)] for token in last], [[] for _ in range(CHAINS)]
+    ends = torch.arange(1, CHAINS + 1, dtype=torch.int32) * k
+    while min(map(len, texts)) < LENGTH:
+        context, probs = [last], []
+        for _ in range(k):
+            ids, own = proposer._sample_from_logits(DRAFT[context[-1]], metadata)
+            context.append(DRAFT_VOCABULARY[ids])
+            if own is not None:
+                probs.append(torch.zeros(CHAINS, VOCAB).index_copy_(1, DRAFT_VOCABULARY, own))
+        logits = TARGET[torch.stack(context[:-1], 1).flatten()].clone()
+        logits = sampler_module.apply_sampling_constraints(logits, ends, metadata)
+        output = sampler_module.rejection_sample(
+            torch.stack(context[1:], 1).flatten().to(torch.int32),
+            [k] * CHAINS,
+            k,
+            ends,
+            torch.stack(probs, 1).flatten(0, 1) if probs else None,
+            logits,
+            drawn(context[-1], samplers),
+            metadata,
+        )
+        emitted = [[token for token in row if token >= 0] for row in output.tolist()]
+        for text, done, tokens in zip(texts, steps, emitted, strict=True):
+            if len(text) < LENGTH:
+                done.append((k, len(tokens) - 1))
+                text += tokens
+        last = torch.tensor([tokens[-1] for tokens in emitted])
+    return [
+        rollout(int(prompts[i]), texts[i][:LENGTH], samplers[i], tuple(steps[i]))
+        for i in range(CHAINS)
+    ]  # fmt: skip
+
+
+def rollout(prompt: int, tokens: list[int], sampler: Sampler, steps: tuple[tuple[int, int], ...]) -> Rollout:
+    law = target_log_probs(TARGET[[prompt, *tokens[:-1]]], sampler)
+    log_probs = law[torch.arange(len(tokens)), tokens].tolist()
+    return Rollout("p", 0, [prompt], tokens, log_probs, "", "length", Versions(0, 0), None, steps)
+
+
+def verdict(proposer: Proposer, setting: Setting, seed: int = 0) -> Verdict:
+    torch.manual_seed(seed)
+    rollouts = generate(proposer, setting)
+    samplers = [setting.sampler(i) for i in range(CHAINS)]
+    draws = [LAWS(r, s) for r, s in zip(rollouts, samplers, strict=True)]
+    rng = np.random.default_rng(seed)
+    return judge(setting_checks(rollouts, samplers, draws, str(setting), rng, LOGIT_ERROR["float32"]), ALPHA)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: str) -> None:
+    proposer, worker = Proposer(), PlantingWorker()
+    worker.model_runner = SimpleNamespace(drafter=proposer)
+    worker.cotrain_plant(bug)
+    try:
+        assert not verdict(proposer, WHERE[bug]).passed
+    finally:
+        worker.cotrain_plant(None)
+    assert verdict(proposer, WHERE[bug]).passed
+
+
+def test_clean_runs_raise_no_more_alarms_than_stated() -> None:
+    """20 runs; more than 2 alarms have probability 0.001 at 1 %."""
+    settings = [*dict.fromkeys(WHERE.values())]
+    alarms = sum(not verdict(Proposer(), settings[seed % len(settings)], 100 + seed).passed for seed in range(20))
+    assert alarms <= stats.binom.ppf(0.999, 20, ALPHA)

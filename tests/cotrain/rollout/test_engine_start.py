@@ -1,0 +1,56 @@
+"""What an engine refuses before vLLM is there, and what vLLM is started with."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cotrain.config import RolloutConfig
+from cotrain.rollout import engine as engine_module
+from cotrain.rollout.engine import EngineSpec, RolloutEngine
+from cotrain.rollout.engine_arguments import engine_arguments
+from cotrain.rollout.speculation import SpeculationController
+from cotrain.rollout.speculation_config import SpeculationConfig
+
+K = 2
+
+
+def spec_of(folder: Path, drafter: str | None = "drafter", **rollout: object) -> EngineSpec:
+    config = RolloutConfig.model_validate(
+        {"draft_tokens": K, "prompts_per_step": 2, "samples_per_prompt": 4, **rollout}
+    )
+    return EngineSpec(config, "model", drafter, (1, 2, 3), 0, str(folder))
+
+
+@pytest.mark.parametrize("drafter", ["drafter", None])
+def test_variables_that_may_change_sampling_are_refused_with_speculation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str | None
+) -> None:
+    monkeypatch.setenv("VLLM_NEW_AND_UNKNOWN", "1")
+    engine_module._check_environment.cache_clear()
+    engine = RolloutEngine(spec_of(tmp_path, drafter))
+    if drafter:
+        with pytest.raises(ValueError, match="environment variable VLLM_NEW_AND_UNKNOWN: '1' is not known"):
+            asyncio.run(engine.start())
+    assert engine.speculates == (drafter is not None)
+
+
+def test_the_scheduler_is_told_where_the_controllers_files_are(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    controller = SpeculationController(SpeculationConfig(), K, spec.rollout.max_num_seqs, tmp_path)
+    arguments = engine_arguments(spec, controller)
+    assert sorted(arguments["additional_config"].values()) == sorted([controller.table_path, controller.log_path])
+    assert all(Path(file).exists() for file in arguments["additional_config"].values())
+    assert arguments["max_num_seqs"] == controller.max_batch == 8
+    assert arguments["speculative_config"]["num_speculative_tokens"] == K
+    assert arguments["per_request_spec_decode_metrics"] == "summary"
+
+
+def test_steps_are_recorded_one_by_one_when_asked_for(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, vllm={"per_request_spec_decode_metrics": "detailed"})
+    assert engine_arguments(spec, None)["per_request_spec_decode_metrics"] == "detailed"
+
+
+def test_without_speculation_there_is_neither_controller_nor_file(tmp_path: Path) -> None:
+    arguments = engine_arguments(spec_of(tmp_path, None), None)
+    assert "speculative_config" not in arguments and "additional_config" not in arguments

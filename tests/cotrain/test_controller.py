@@ -1,0 +1,264 @@
+"""Whole steps of the controller with simulated roles: what it writes, when it stops, and that a resume changes nothing."""
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cotrain.alarms import DrafterAlarm
+from cotrain.checkpoint import latest_checkpoint, load_state
+from cotrain.console import Console
+from cotrain.controller import Controller, Roles
+from cotrain.drafting.decisions import FILE, DecisionLog, read_decisions
+from cotrain.drafting.loop import DrafterLoop
+from cotrain.failures import SelfCheckFailed
+from cotrain.lossless.draws import Draws
+from cotrain.metrics import MetricsWriter, read_metrics
+from cotrain.records import Prompt, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
+from cotrain.run_dir import RunDir
+from cotrain.tasks.sampling import PromptSampler
+from tests.cotrain.drafting.simulated_run import GOOD, PROMPTS, SAMPLES, World
+
+
+class Engines:
+    """The engines of a World, as the controller calls them."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def generate(self, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
+        assert len(requests) == PROMPTS * SAMPLES
+        self.tapped = tap
+        return self.world.generate(self.world.step + 1)
+
+    def update_policy(self, payload: WeightPayload, version: int) -> SwapReport:
+        return SwapReport(0.2, 10, 1)
+
+
+class Policy:
+    """Updates are counted; its laws are those of the rollouts, or not."""
+
+    log_prob_gap, biased = 0.001, False
+
+    def start_update(self, rollouts: list[Any]) -> list[Any]:
+        return rollouts
+
+    def finish_update(self, update: list[Any]) -> dict[str, float]:
+        return {"policy/rollout_log_prob_gap": self.log_prob_gap}
+
+    def write_payload(self, path: Path, dtype: str) -> WeightPayload:
+        return WeightPayload(str(path), 10, {})
+
+    def response_draws(self, rollouts: list[Any], sampler: Any, logit_tolerance: float) -> list[Draws]:
+        """All tokens certain, as they should be, or impossible."""
+        draws = []
+        for rollout in rollouts:
+            n = len(rollout.token_ids)
+            ones, zeros = np.ones(n), np.zeros(n)
+            wrong = np.full(n, self.biased)
+            draws.append(Draws(ones, zeros, zeros, zeros, zeros, {"probability": zeros}, wrong, wrong))
+        return draws
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+
+
+class Drafter:
+    def set_target_weights(self, payload: WeightPayload, version: int) -> None: ...
+
+    def save_checkpoint(self, folder: Path, dtype: str, version: int) -> None:
+        folder.mkdir(parents=True)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+
+
+class Tracker:
+    """Notes what it is told."""
+
+    missing_steps, run_id = 0, "run"
+
+    def __init__(self) -> None:
+        self.drafters: list[tuple[int, dict[str, float], dict[str, str]]] = []
+        self.events: list[str] = []
+
+    def log_step(self, step: int, row: dict[str, float]) -> None: ...
+    def log_served(self, version: int, length: float, step: int) -> None: ...
+    def log_drafter(self, folder: Path, versions: Versions, step: int, metrics: Any, tags: Any) -> None:
+        self.drafters.append((versions.drafter, metrics, tags))
+
+    def log_decisions(self, path: Path, event: Any) -> None:
+        self.events.append(event.kind)
+
+
+class Prompts:
+    eos_token_id = None
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return [1, 2]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return ""
+
+    def prompt(self, prompt_id: str) -> Prompt:
+        return Prompt(prompt_id, [], None)
+
+    def remember(self, prompt: Prompt) -> None: ...
+    def forget_all(self) -> None: ...
+
+
+@pytest.fixture
+def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A controller in a run folder of its own; a second one of the same name resumes it."""
+    monkeypatch.setattr("cotrain.controller.check_features", lambda *_: 0.0)
+    monkeypatch.setattr("cotrain.controller.check_records", lambda *_: None)
+    opened: list[Any] = []
+
+    def build(world: World, name: str = "first", drafter: Any = None, **fields: Any) -> Controller:
+        fields = {"steps": 100, "lossless": {"enabled": False}, "checkpoint": {"every": 3}} | fields
+        config = run_config(
+            name=name,
+            rollout={"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES},
+            drafter={"model": {"type": "eagle3"}} | (drafter or {}),
+            **fields,
+        )
+        resumes = (config.run_root / name).exists()
+        run_dir = RunDir.open(config.run_root, name) if resumes else RunDir.create(config.run_root, name)
+        checkpoint = latest_checkpoint(run_dir)
+        state = load_state(checkpoint) if checkpoint else None
+        step, versions = (state.step, state.versions) if state else (0, Versions(0, 0))
+        sampler = PromptSampler(PROMPTS, PROMPTS, 0)
+        task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None), score=lambda prompt, text: 0.0)
+        loop = DrafterLoop(config, world, world, tmp_path, None, versions)
+        roles: Any = Roles(Engines(world), Policy(), Drafter(), loop)  # type: ignore[arg-type]
+        metrics, log = MetricsWriter(run_dir.metrics, step), DecisionLog(run_dir.path / FILE, step)
+        console = Console(io.StringIO())
+        parts: list[Any] = [config, run_dir, roles, task, Prompts(), sampler, Tracker(), metrics, log, console]
+        controller = Controller(*parts, tmp_path, versions, {}, step)
+        if state is not None:
+            controller.load_state(state)
+        opened.extend([run_dir, metrics, log])
+        return controller
+
+    yield build
+    for one in opened:
+        one.close()
+
+
+def go(controller: Controller, until: int) -> list[dict[str, Any]]:
+    """Steps up to `until`; the rows without what a clock decides."""
+    controller.stop_requested = lambda: controller.step >= until
+    controller.run()
+    rows = read_metrics(controller.run_dir.metrics)
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def output(controller: Controller) -> str:
+    return controller.console._rich.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> None:
+    world = World(learns=3.0)
+    controller = start(world)
+    rows = go(controller, 4)
+    assert [row["versions/drafter"] for row in rows] == [0, 0, 1, 2]
+    assert [row["drafter/published"] for row in rows[:3]] == [0, 1, 1]
+    assert rows[1]["gate/gain"] > 0 and "gate/gain" not in rows[0]
+    assert rows[2]["rollout/expected_acceptance_length"] == pytest.approx(rows[2]["rollout/acceptance_length"], abs=0.3)
+    published = [row for row in read_decisions(controller.decisions.path) if row["kind"] == "published"]
+    assert [row["step"] for row in published][:2] == [2, 3] and "acceptance length" in published[0]["reason"]
+    version, metrics, tags = controller.tracker.drafters[0]
+    assert version == 1 and metrics["drafter/expected_acceptance_length"] == pytest.approx(
+        rows[1]["gate/candidate_length"]
+    )
+    assert tags["decision"] == published[0]["reason"] and tags["data_fingerprint"].endswith("step 1")
+    assert controller.run_dir.drafter(1).is_dir()
+
+
+def test_a_candidate_kept_back_and_a_publication_taken_back_are_on_the_step_line(start: Any) -> None:
+    worse = start(World(GOOD, learns=-1.0))
+    go(worse, 2)
+    line = output(worse).splitlines()[-1]
+    assert "p2 d0" in line and line.endswith("drafter kept back, no gain above the margin of 0.02 is certain")
+    world = World(GOOD, learns=1.0)
+    world.served_as[1] = -6.0
+    bad = start(world, name="second")
+    rows = go(bad, 4)
+    assert "  rolled back: version 1 is served at acceptance length 1." in output(bad)
+    assert max(row["drafter/rolled_back"] for row in rows) == 1.0 and "rolled back" in bad.tracker.events
+    assert bad.tracker.drafters[1][2]["decision"].endswith("back to version 0")
+
+
+def test_an_alarm_ends_the_run_before_anything_of_the_step_is_saved(start: Any) -> None:
+    world = World(GOOD)
+    controller = start(world)
+    go(controller, 3)
+    world.served_as[world.serving] = -30.0
+    with pytest.raises(DrafterAlarm, match="acceptance_collapsed"):
+        go(controller, 4)
+    assert [row["step"] for row in read_metrics(controller.run_dir.metrics)] == [1, 2, 3]
+    assert [row["kind"] for row in read_decisions(controller.decisions.path)][-1] == "alarm"
+    assert controller.tracker.events[-1] == "alarm"
+    assert latest_checkpoint(controller.run_dir) == controller.run_dir.checkpoint(3)
+
+
+def test_without_speculation_every_line_says_so_also_after_a_resume(start: Any) -> None:
+    world = World(GOOD)
+    world.served_as[0] = -30.0
+    controller = start(world, drafter={"on_drafter_failure": "continue"})
+    go(controller, 3)
+    said = "without speculation since step 1 (acceptance_collapsed)"
+    assert output(controller).count(said) == 3 and not controller.roles.engines.tapped
+    for one in (controller.run_dir, controller.metrics, controller.decisions):
+        one.close()
+    resumed = start(world, drafter={"on_drafter_failure": "continue"})
+    go(resumed, 5)
+    assert output(resumed).count(said) == 2 and resumed.mode == said and world.draft_tokens == 0
+
+
+def test_three_steps_and_a_resume_equal_six_in_one_go(start: Any) -> None:
+    straight = World(-2.0, learns=0.8)
+    expected = go(start(straight, name="straight"), 6)
+    world = World(-2.0, learns=0.8)
+    controller = start(world, name="halves")
+    go(controller, 3)
+    for one in (controller.run_dir, controller.metrics, controller.decisions):
+        one.close()
+    resumed = start(world, name="halves")
+    assert go(resumed, 6) == expected
+    assert read_decisions(resumed.decisions.path) == read_decisions(resumed.config.run_root / "straight" / FILE)
+
+
+def test_rollouts_of_another_law_are_an_alarm(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(GOOD)
+    controller = start(world, lossless={"every": 2, "max_share": 1.0})
+    rows = go(controller, 3)
+    assert [row.get("lossless/passed") for row in rows] == [1.0, None, 1.0]
+    monkeypatch.setattr(Policy, "biased", True)
+    go(controller, 4)
+    with pytest.raises(DrafterAlarm, match="not_lossless: rollouts do not have the policy's distribution"):
+        go(controller, 5)
+
+
+def test_log_probs_of_other_tokens_stop_the_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Policy, "log_prob_gap", 1.3)
+    with pytest.raises(SelfCheckFailed, match=r"differ from the learner's by 1\.300 nats"):
+        go(start(World(GOOD)), 1)
+
+
+def test_features_of_other_layers_stop_it_before_anything_is_trained(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(GOOD)
+    controller = start(world)
+
+    def fail(*_: Any) -> None:
+        raise SelfCheckFailed("configured [2, 4, 5], they look like layers [3, 5, 5]")
+
+    monkeypatch.setattr("cotrain.controller.check_features", fail)
+    with pytest.raises(SelfCheckFailed, match="they look like layers"):
+        go(controller, 1)
+    assert world.calls == []

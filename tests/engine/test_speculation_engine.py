@@ -1,0 +1,272 @@
+"""The speculation controller on a real engine: draft lengths that change while requests run, and what is reported."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain.config import RolloutConfig
+from cotrain.records import RolloutBatch
+from cotrain.rollout.draft_length_table import NO_TRIAL, DraftLengths, StepLog
+from cotrain.rollout.engine import EngineSpec
+from cotrain.rollout.payload import WeightUpdateRefused, digest
+from cotrain.rollout.speculation import SpeculationController
+from cotrain.rollout.speculation_config import SpeculationConfig
+from cotrain.scratch import scratch_folder
+from drafters.base import Drafter
+from tests.engine.conftest import AUX_LAYERS, LiveEngine, make_requests, tokens
+
+pytestmark = pytest.mark.engine
+
+K, MAX_BATCH = 3, 16
+MEASURE_SECONDS = 8.0
+BATCH_SIZES = (1, 4, 16)
+
+
+@pytest.fixture(scope="module")
+def adaptive(
+    rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, fitted_drafter: Drafter
+) -> Iterator[LiveEngine]:
+    """An engine with a drafter worth serving, whose draft lengths may be timed."""
+    speculation = SpeculationConfig(measure_seconds=MEASURE_SECONDS, measure_repeats=1)
+    config = rollout_config.model_copy(update={"speculation": speculation, "draft_tokens": K})
+    with scratch_folder("test-speculation") as scratch:
+        live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch)))
+        live.send_drafter(fitted_drafter.state_for_serving())
+        yield live
+        live.stop()
+
+
+def controller_of(live: LiveEngine) -> SpeculationController:
+    assert live.engine._controller is not None
+    return live.engine._controller
+
+
+def fix(live: LiveEngine, draft_tokens: int | None) -> None:
+    live.run(live.engine.set_draft_tokens(draft_tokens))
+    live.run(live.engine.reset_prefix_cache())
+
+
+class Steps:
+    """Engine steps from here on, read beside the controller."""
+
+    def __init__(self, live: LiveEngine):
+        self._log = StepLog(controller_of(live).log_path, K)
+
+    def take(self) -> Any:
+        return self._log.take()
+
+
+def greedy_texts(live: LiveEngine, draft_tokens: int, **options: Any) -> list[list[int]]:
+    fix(live, draft_tokens)
+    return tokens(live.greedy(make_requests(8), tap=False, **options))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Draft lengths that change
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_draft_length_follows_the_batch_as_it_drains(adaptive: LiveEngine) -> None:
+    """8 requests draft nothing, the 3 longest of them one token, and the longest 3."""
+    requests = make_requests(8)
+    plain = {limit: greedy_texts(adaptive, 0, max_tokens=limit) for limit in (12, 28, 48)}
+    table = tuple(3 if b == 1 else 1 if b <= 4 else 0 for b in range(MAX_BATCH + 1))
+    n = MAX_BATCH + 1
+    adaptive.run(adaptive.engine.reset_prefix_cache())
+    controller_of(adaptive)._table.write(DraftLengths(table, (NO_TRIAL,) * n, (0.0,) * n, 0.0, 1))
+    steps = Steps(adaptive)
+
+    async def drain() -> list[RolloutBatch]:
+        groups = [(requests[:5], 12), (requests[5:7], 28), (requests[7:], 48)]
+        sampling = {"tap": False, "temperature": 0.0, "seed": None}
+        return await asyncio.gather(*(adaptive.engine.generate(g, max_tokens=m, **sampling) for g, m in groups))
+
+    batches = adaptive.run(drain())
+    log = steps.take()
+    assert all(step["draft_tokens"] == table[step["batch"]] for step in log)
+    decoding = log[log["batch"].argmax() :]
+    assert (np.diff(decoding["batch"].astype(int)) <= 0).all()
+    decoding = decoding[~decoding["prefill"]]
+    assert decoding["batch"][0] == 8 and decoding["batch"][-1] == 1
+    assert set(decoding["draft_tokens"].tolist()) == {0, 1, 3}
+    alone = decoding[decoding["batch"] == 1]
+    assert alone["trials"].sum(0)[0] > 0 and alone["steady"].any()
+    expected = plain[12][:5] + plain[28][5:7] + plain[48][7:]
+    assert [text for batch in batches for text in tokens(batch)] == expected
+    last = batches[2].speculation
+    assert last is not None and last.num_drafts > 0
+
+
+def test_greedy_text_is_the_same_whatever_the_draft_length_does(adaptive: LiveEngine) -> None:
+    plain = greedy_texts(adaptive, 0)
+    assert greedy_texts(adaptive, K) == plain
+    fix(adaptive, K)
+    steps = Steps(adaptive)
+
+    async def generate_and_change() -> RolloutBatch:
+        task = asyncio.create_task(adaptive.engine.generate(make_requests(8), tap=False, temperature=0.0, seed=None))
+        changes = 0
+        while not task.done():
+            await adaptive.engine.set_draft_tokens((0, 3, 1, 2)[changes % 4])
+            await asyncio.sleep(0.02)
+            changes += 1
+        return await task
+
+    assert tokens(adaptive.run(generate_and_change())) == plain
+    assert len(set(steps.take()["draft_tokens"].tolist())) >= 3
+
+
+def test_log_probs_are_those_of_the_law_whatever_the_draft_length_does(adaptive: LiveEngine, target_model: Any) -> None:
+    fix(adaptive, K)
+
+    async def generate_and_change() -> RolloutBatch:
+        task = asyncio.create_task(adaptive.engine.generate(make_requests(8), tap=False))
+        while not task.done():
+            for draft_tokens in (0, 2, 3):
+                await adaptive.engine.set_draft_tokens(draft_tokens)
+                await asyncio.sleep(0.02)
+        return await task
+
+    for rollout in adaptive.run(generate_and_change()).rollouts:
+        row = torch.tensor([rollout.prompt_token_ids + rollout.token_ids])
+        start = len(rollout.prompt_token_ids)
+        with torch.no_grad():
+            logits = target_model(row).logits[0, start - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, row[0, start:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(rollout.log_probs), expected, atol=1e-3, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Off
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_at_a_fixed_0_the_drafter_never_runs(adaptive: LiveEngine) -> None:
+    adaptive.run(adaptive.engine.time_phases())
+    fix(adaptive, 0)
+    adaptive.run(adaptive.engine.take_step_times())
+    batch = adaptive.generate(make_requests(4), tap=False)
+    rows = adaptive.run(adaptive.engine.take_step_times())
+    assert batch.speculation is not None
+    assert (batch.speculation.num_drafts, batch.speculation.num_draft_tokens) == (0, 0)
+    assert batch.gain is None
+    assert len(rows) >= 48 and {row["draft_model"] for row in rows} == {0.0}
+
+
+def test_where_speculation_may_come_back_the_drafter_reads_prompts_and_nothing_else(adaptive: LiveEngine) -> None:
+    fix(adaptive, 0)
+    adaptive.run(adaptive.engine._engine.collective_rpc("cotrain_read_prompts", args=(True,)))
+    adaptive.run(adaptive.engine.take_step_times())
+    batch = adaptive.generate(make_requests(4), tap=False)
+    rows = adaptive.run(adaptive.engine.take_step_times())
+    assert batch.speculation is not None and batch.speculation.num_drafts == 0
+    assert any(row["prefill"] for row in rows) and not all(row["prefill"] for row in rows)
+    assert all((row["draft_model"] > 0) == bool(row["prefill"]) for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The controller
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def timed(adaptive: LiveEngine) -> tuple[LiveEngine, int, float]:
+    """The engine after its draft lengths were timed, with the number of timings and the seconds they took."""
+    fix(adaptive, None)
+    assert adaptive.run(adaptive.engine.describe_speculation()) == f"k={K} at every batch size (fixed)"
+    started = time.perf_counter()
+    prompts = [request.prompt_token_ids for request in make_requests(6, length=40)]
+    number = adaptive.run(adaptive.engine.time_draft_lengths(prompts))
+    return adaptive, number, time.perf_counter() - started
+
+
+def test_all_draft_lengths_are_timed_within_the_time(timed: tuple[LiveEngine, int, float]) -> None:
+    live, number, seconds = timed
+    assert number >= len(BATCH_SIZES) * (K + 1)
+    assert seconds < MEASURE_SECONDS + 5
+    live.run(live.engine.set_draft_tokens(None))
+    controller = controller_of(live)
+    assert controller.choosing
+    step_seconds = controller._cost.seconds()
+    assert (step_seconds > 1e-4).all() and (step_seconds < 1.0).all()
+    assert step_seconds[K, 0] > step_seconds[0, 0], "a drafter's passes take time"
+    assert "gain" in controller.describe() or "off" in controller.describe()
+
+
+def test_the_gain_of_a_step_is_reported(timed: tuple[LiveEngine, int, float]) -> None:
+    live, _, _ = timed
+    live.run(live.engine.set_draft_tokens(None))
+    live.generate(make_requests(8), tap=False)
+    batch = live.generate(make_requests(8, first=100), tap=False)
+    gain = batch.gain
+    assert gain is not None
+    assert 0.2 < gain.speedup_vs_no_speculation < 5.0 and gain.num_steps >= 48 / (K + 1) - 1
+    assert 0 < gain.seconds < 1.5 * batch.seconds
+    assert 0 <= gain.longest_draft <= K and 0 <= gain.trial_share <= 1
+    assert batch.speculation is not None
+    assert gain.longest_draft > 0 or batch.speculation.num_drafts == 0
+
+
+def test_nothing_is_reported_of_text_with_another_sampling_or_a_fixed_length(
+    timed: tuple[LiveEngine, int, float],
+) -> None:
+    live, _, _ = timed
+    live.run(live.engine.set_draft_tokens(None))
+    assert live.greedy(make_requests(4), tap=False).gain is None
+    fix(live, 2)
+    assert live.generate(make_requests(4), tap=False).gain is None
+
+
+def test_greedy_text_is_the_same_with_chosen_draft_lengths(timed: tuple[LiveEngine, int, float]) -> None:
+    live, _, _ = timed
+    plain = greedy_texts(live, 0)
+    fix(live, None)
+    assert tokens(live.greedy(make_requests(8), tap=False)) == plain
+
+
+def test_a_new_drafter_comes_with_what_is_expected_of_it(
+    timed: tuple[LiveEngine, int, float], fitted_drafter: Drafter
+) -> None:
+    live, _, _ = timed
+    fix(live, None)
+    state, version = fitted_drafter.state_for_serving(), live.engine.versions.drafter + 1
+    with pytest.raises(ValueError, match="4 expected rates for 3 draft tokens"):
+        live.run(live.engine.update_drafter(live.payload(state), version, [0.5, 0.4, 0.3, 0.2]))
+    assert live.engine.versions.drafter == version - 1
+    live.run(live.engine.update_drafter(live.payload(state), version, [0.5, 0.3, 0.2]))
+    lengths, _ = controller_of(live)._acceptance.tokens_per_step()
+    assert lengths[K, 0] == pytest.approx(2.0, abs=0.15)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Updates that are checked first, and undone
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_can_be_checked_and_undone(
+    adaptive: LiveEngine, fitted_drafter: Drafter, untrained_drafter: Drafter
+) -> None:
+    good, other = fitted_drafter.state_for_serving(), untrained_drafter.state_for_serving()
+    adaptive.send_drafter(good)
+    version = adaptive.engine.versions
+    served = {name: digest(tensor) for name, tensor in good.items()}
+
+    def serves() -> dict[str, str]:
+        return adaptive.run(adaptive.engine.served_digests(list(good), draft=True))
+
+    adaptive.run(adaptive.engine.check_drafter(adaptive.payload(other)))
+    assert serves() == served and adaptive.engine.versions == version
+    broken = other | {"norm.weight": other["norm.weight"] * float("nan")}
+    with pytest.raises(WeightUpdateRefused, match="non-finite"):
+        adaptive.run(adaptive.engine.check_drafter(adaptive.payload(broken)))
+    adaptive.send_drafter(other)
+    assert serves() != served
+    adaptive.run(adaptive.engine.undo_drafter_update())
+    assert serves() == served and adaptive.engine.versions == version
+    assert adaptive.run(adaptive.engine.weight_version()) == str(version)

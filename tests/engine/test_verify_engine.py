@@ -1,0 +1,195 @@
+"""`cotrain verify` on the real engine: every planted bug is caught, and a clean engine passes."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain.config import RolloutConfig
+from cotrain.lossless.emitted import response_draws
+from cotrain.lossless.family import Verdict, judge
+from cotrain.lossless.monitor import LosslessMonitor
+from cotrain.lossless.monitor_config import MonitorConfig
+from cotrain.lossless.setting import PLAIN, Setting, standard_settings
+from cotrain.lossless.verification import UNKNOWN, response_strata
+from cotrain.records import WeightPayload
+from cotrain.rollout.engine import EngineSpec
+from cotrain.scratch import scratch_folder
+from drafters.base import DraftBatch, Drafter, TargetWeights
+from drafters.vocabulary import to_tokens
+from pipelines import verify_checks
+from pipelines.verify_checks import Laws, Plan, Progress, target_laws
+from tests.engine import planted_bugs
+from tests.engine.conftest import AUX_LAYERS, LiveEngine, distilled, make_requests
+from tests.engine.planted_bugs import WHERE, K
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 8000
+ALPHA = 0.01
+CLEAN_ALPHA = 1e-4
+"""Probabilistic drafts have no seeds: at ALPHA one of 100 clean verdicts would fail."""
+
+SMALL_VOCABULARY = 10
+"""Fewer tokens than the tiny target writes: a bug of the draft vocabulary needs tokens outside it."""
+
+
+@pytest.fixture(scope="module")
+def small_drafter(sampled_text: DraftBatch, target_weights: TargetWeights, target_folder: Path) -> Drafter:
+    return distilled(sampled_text, target_weights, target_folder, draft_vocab_size=SMALL_VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def small_drafter_folder(small_drafter: Drafter, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small-drafter") / "v0"
+    small_drafter.save(folder, torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def planting(rollout_config: RolloutConfig, target_folder: Path, small_drafter_folder: Path) -> Iterator[LiveEngine]:
+    """An engine whose worker takes bugs, and records verification steps one by one."""
+    vllm = {
+        "worker_extension_cls": f"{planted_bugs.__name__}.PlantingWorker",
+        "per_request_spec_decode_metrics": "detailed",
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 8192,
+    }
+    config = rollout_config.model_copy(update={"draft_tokens": K, "vllm": vllm})
+    with scratch_folder("test-verify") as scratch:
+        live = LiveEngine(
+            EngineSpec(config, str(target_folder), str(small_drafter_folder), AUX_LAYERS, 0, str(scratch))
+        )
+        yield live
+        live.stop()
+
+
+@pytest.fixture(scope="module")
+def laws(target_model: Any, small_drafter: Drafter) -> Laws:
+    ids = to_tokens(small_drafter.state_for_serving()["d2t"]).tolist()
+    return target_laws(target_model, ids, "float32")
+
+
+@pytest.fixture(scope="module")
+def drafters(planting: LiveEngine, small_drafter: Drafter) -> list[WeightPayload]:
+    state = small_drafter.state_for_serving()
+    return [planting.payload(state), planting.payload(verify_checks.perturbed(state, seed=0))]
+
+
+def plant(live: LiveEngine, bug: str | None) -> None:
+    live.run(live.engine._engine.collective_rpc("cotrain_plant", args=(bug,)))
+
+
+def plan_of(*settings: Setting, tokens: int = TOKENS) -> Plan:
+    prompts = [request.prompt_token_ids for request in make_requests(32)]
+    return Plan(settings, K, prompts, 48, tokens, 400, True, 1e-3, "float32", seed=1)
+
+
+def quiet() -> Progress:
+    return Progress(10**6, lambda line: None)
+
+
+def verdict(
+    live: LiveEngine, laws: Laws, drafters: list[WeightPayload], *settings: Setting, alpha: float, tokens: int = TOKENS
+) -> Verdict:
+    rng, plan = np.random.default_rng(3), plan_of(*settings, tokens=tokens)
+    results = live.run(verify_checks.sampled_checks(live.engine, plan, laws, drafters, rng, quiet()))
+    return judge(results, alpha)
+
+
+@pytest.mark.parametrize("bug", planted_bugs.BUGS)
+def test_a_planted_bug_is_caught(planting: LiveEngine, laws: Laws, drafters: list[WeightPayload], bug: str) -> None:
+    """And the same setting passes once the bug is out."""
+    plant(planting, bug)
+    try:
+        found = verdict(planting, laws, drafters, WHERE[bug], alpha=ALPHA)
+    finally:
+        plant(planting, None)
+    assert not found.passed
+    assert verdict(planting, laws, drafters, WHERE[bug], alpha=CLEAN_ALPHA).passed
+
+
+def test_a_clean_engine_passes_all_settings(planting: LiveEngine, laws: Laws, drafters: list[WeightPayload]) -> None:
+    found = verdict(planting, laws, drafters, *standard_settings(K), alpha=CLEAN_ALPHA, tokens=TOKENS // 2)
+    assert found.passed, str(found)
+    assert len(found.rows) > 100
+
+
+@pytest.mark.parametrize("bug", [None, "accepted prefix one too long"])
+def test_greedy_text_is_the_same_while_drafters_take_turns(
+    planting: LiveEngine, drafters: list[WeightPayload], bug: str | None
+) -> None:
+    plant(planting, bug)
+    try:
+        results = planting.run(verify_checks.greedy_checks(planting.engine, plan_of(), drafters, quiet()))
+    finally:
+        plant(planting, None)
+    assert [r.p for r in results] == [0.0 if bug else 1.0] * (K + 1)
+    swaps = int(results[-1].setting.split(", ")[2].split()[0])
+    assert swaps >= 2
+    served = planting.run(planting.engine.served_digests(list(drafters[0].digests), draft=True))
+    assert served == drafters[0].digests
+
+
+@pytest.mark.parametrize("k", range(K + 1))
+def test_steps_account_for_every_token(planting: LiveEngine, k: int) -> None:
+    """vLLM records a step if it had drafts, before the last one is cut; prefill emits one token before the first."""
+    setting = Setting(k, "probabilistic", (PLAIN,))
+    rollouts = planting.run(verify_checks.generate(planting.engine, plan_of(), setting, 48, 48, 0))
+    cut = 0
+    for rollout in rollouts:
+        steps = rollout.verification_steps
+        strata = response_strata(steps, len(rollout.token_ids))
+        assert UNKNOWN not in strata
+        assert strata.count("undrafted") == (1 if k else 48)
+        if k:
+            surplus = 1 + sum(accepted + 1 for _, accepted in steps) - 48
+            assert 0 <= surplus <= k
+            cut += surplus > 0
+            assert {drafted for drafted, _ in steps[:-1]} == {k}
+    assert bool(cut) == bool(k)
+
+
+@pytest.mark.parametrize("bug", [None, "lossy acceptance"])
+def test_the_monitor_sees_a_bug_in_rollouts_of_a_run(planting: LiveEngine, target_model: Any, bug: str | None) -> None:
+    monitor = LosslessMonitor(MonitorConfig(tokens=8192, false_alarm_rate=1e-3), PLAIN, "float32", seed=0)
+    setting = Setting(K, "probabilistic", (PLAIN,))
+    plant(planting, bug)
+    try:
+        rollouts = planting.run(verify_checks.generate(planting.engine, plan_of(), setting, 160, 48, 0))
+    finally:
+        plant(planting, None)
+    assert monitor.due(1, 0.0)
+    chosen = monitor.choose(rollouts)
+    draws = [
+        response_draws(target_model, r.prompt_token_ids, r.token_ids, PLAIN, None, monitor.logit_tolerance)
+        for r in chosen
+    ]
+    look = monitor.look(1, chosen, draws, seconds=1.0)
+    assert look.passed == (bug is None)
+    assert not monitor.due(2, 1e6)
+
+
+def test_the_command_verifies_and_says_so(small_drafter_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "verify"
+    command = [
+        *(sys.executable, "-m", "pipelines.cli", "verify", "--model", "tiny:llama"),
+        *("--drafter", str(small_drafter_folder), "--k", "2", "--dtype", "float32", "--distance", "0.15"),
+        *("--alpha", "0.0001"),
+        *("--num-prompts", "8", "--out", str(out)),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stderr + run.stdout
+    assert "lossless: " in run.stdout
+    assert " left" in run.stdout
+    report = json.loads((out / "verify.json").read_text())
+    assert report["passed"] and report["alarms"] == 0
+    checks = {row["check"] for row in report["checks"]}
+    assert {"identity", "support", "log-prob", "returned log-probs", "two-sample"} < checks
+    assert "swaps in mid-generation" in (out / "verify.md").read_text()

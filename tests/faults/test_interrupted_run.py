@@ -1,0 +1,199 @@
+"""Faults 7, 8, 9 and 14: one run through the command line that is broken four times and resumed each time.
+
+Each test takes the run up where the one before has left it. In the end its rows are those of a run that nothing has
+happened to.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+from cotrain.checkpoint import find_defect, load_state
+from cotrain.cluster import free_port
+from cotrain.load_config import load_config, write_config
+from cotrain.mlflow_store import connect
+from cotrain.models import resolve_model
+from cotrain.run_dir import RunDir
+from drafters.base import TargetSpec
+from drafters.build import build_drafter, load_drafter
+from tests.engine.test_runs import TIMEOUT_S, assert_nothing_left
+from tests.faults.conftest import Fault
+from tests.faults.runs import (
+    REPEATABLE,
+    STEPS,
+    attempt,
+    marker,
+    message_of,
+    mlflow_server,
+    process_titled,
+    rows_of,
+    start,
+    tokens_lost,
+    truncate,
+    wait_for_step,
+    wait_for_swap,
+)
+
+pytestmark = pytest.mark.engine
+
+HANG_AFTER_S = 15
+
+
+class TrackingServer:
+    """An MLflow server that can be killed and started again on the same database."""
+
+    def __init__(self, folder: Path) -> None:
+        self.database, self.port = folder / "server.db", free_port()
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        self.process = mlflow_server(self.database, self.port)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                urlopen(f"{self.uri}/health", timeout=5).close()
+                return
+            except (URLError, OSError):
+                assert self.process.poll() is None, "the MLflow server has ended"
+                time.sleep(0.1)
+        raise AssertionError(f"no MLflow server in {TIMEOUT_S} s")
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("interrupted")
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[TrackingServer]:
+    server = TrackingServer(root)
+    yield server
+    server.kill()
+
+
+def killed_before_its_first_checkpoint(server: TrackingServer, root: Path) -> None:
+    """The folder of a run that was killed while it wrote the drafter that the engines start on."""
+    values = ["name=broken", f"run_root={root}", f"tracking.uri={server.uri}", "tracking.log_drafters=false"]
+    config = load_config(list(REPEATABLE[:1]), [*REPEATABLE[1:], *values])
+    assert config.drafter is not None
+    with RunDir.create(root, "broken") as run_dir:
+        write_config(config, run_dir.config)
+        target = TargetSpec.from_pretrained(resolve_model(config.policy.model))
+        build_drafter(config.drafter.model, target, config.seed).save(run_dir.drafter(0), torch.float32)
+        truncate(run_dir.drafter(0) / "model.safetensors")
+
+
+def resume(root: Path, *arguments: str) -> subprocess.Popen[str]:
+    return start(root, "--resume", "broken", *arguments)
+
+
+def newest(folder: Path, pattern: str) -> Path:
+    return max(folder.glob(pattern))
+
+
+def test_7_14_and_8_half_a_drafter_then_mlflow_goes_and_the_engine_dies_in_a_swap(
+    server: TrackingServer, undisturbed: Path, target_folder: Path, root: Path, fault: Fault
+) -> None:
+    run = root / "broken"
+    server.wait()
+    killed_before_its_first_checkpoint(server, root)
+    process = resume(root)
+    wait_for_step(run, 1, process)
+    load_drafter(run / "drafters" / "v0000", TargetSpec.from_pretrained(target_folder))
+    fault("7b", "first drafter half written, run killed, --resume", "written anew on resume", steps=0)
+
+    server.kill()
+    wait_for_step(run, 3, process)
+    engine = process_titled("VLLM::EngineCore", process)
+    wait_for_swap(run, process)
+    os.kill(engine, signal.SIGKILL)
+    output = message_of(process)
+    server.start()  # takes some seconds, and the next test needs it
+
+    assert "MLflow takes no metrics" in output and "the run goes on" in output
+    assert max(row["time/step_s"] for row in rows_of(run)[1:]) < 5  # no step waits for a server that is gone
+    fault("14a", "MLflow server killed in mid-run", "said at once; the run goes on", steps=1)
+
+    assert "rollout_0.log" in output and "--resume broken" in output
+    assert_nothing_left(f"COTRAIN_TEST_MARKER={marker(root)}")
+    assert [row["step"] for row in rows_of(run)] == [1, 2, 3]
+    assert saved_step(run) == 3
+    fault("8", "engine killed in a policy swap", "message naming log and --resume", steps=1)
+
+
+def saved_step(run: Path) -> int:
+    folder = newest(run / "checkpoints", "step_*")
+    assert find_defect(folder) is None
+    return load_state(folder).step
+
+
+def test_7_and_9_half_a_serving_drafter_and_a_trainer_that_dies(
+    server: TrackingServer, target_folder: Path, root: Path, fault: Fault
+) -> None:
+    run = root / "broken"
+    server.wait()
+    served = newest(run / "drafters", "v*")
+    truncate(served / "model.safetensors")
+    process = resume(root)
+    wait_for_step(run, 4, process)  # the engines were started on that folder
+    load_drafter(served, TargetSpec.from_pretrained(target_folder))
+    fault("7c", "serving drafter's folder half written, then --resume", "written anew on resume", steps=0)
+
+    os.kill(process_titled("ray::DrafterActor", process), signal.SIGKILL)
+    output = message_of(process)
+    assert "drafter: its process has died" in output
+    assert "drafter.log" in output and "--resume broken" in output
+    assert_nothing_left(f"COTRAIN_TEST_MARKER={marker(root)}")
+    fault("9a", "drafter trainer killed", "message naming role, log and --resume", steps=1)
+
+
+def test_7_and_9_half_a_checkpoint_and_a_trainer_that_hangs(root: Path, fault: Fault) -> None:
+    run = root / "broken"
+    damaged = newest(run / "checkpoints", "step_*")
+    truncate(damaged / "drafter" / "model.safetensors")
+    before, since = int(damaged.name.removeprefix("step_")) - 1, attempt(run)
+    process = resume(root, f"cluster.hang_after_s={HANG_AFTER_S}")
+    wait_for_step(run, before + 1, process, since)
+    os.kill(process_titled("ray::DrafterActor", process), signal.SIGSTOP)
+    stopped = time.monotonic()
+    output = message_of(process)
+    assert f"{damaged.name} is not used: drafter/model.safetensors has" in output
+    fault("7d", "drafter half written in the newest checkpoint", "passed over for the one before", steps=0)
+
+    assert f"drafter: no answer for {HANG_AFTER_S} s" in output
+    assert "drafter.log" in output and "--resume broken" in output
+    assert time.monotonic() - stopped < HANG_AFTER_S + 30
+    assert_nothing_left(f"COTRAIN_TEST_MARKER={marker(root)}")
+    fault("9b", "drafter trainer stops answering", f"hang_after_s ({HANG_AFTER_S} s here)", steps=1)
+
+
+def test_nothing_is_lost_in_the_end(server: TrackingServer, undisturbed: Path, root: Path, fault: Fault) -> None:
+    run = root / "broken"
+    process = resume(root)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    lost = tokens_lost(run, undisturbed)
+    assert lost == 0
+    assert [row["step"] for row in rows_of(run)] == list(range(1, STEPS + 1))
+    client = connect(server.uri)
+    (record,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    points = client.get_metric_history(record.info.run_id, "rollout/generated_tokens")
+    assert {p.step: p.value for p in points} == {r["step"]: r["rollout/generated_tokens"] for r in rows_of(run)}
+    fault("14b", "steps that MLflow had missed", "sent again from metrics.jsonl", steps=0, tokens_lost=lost)
+    for name in ("7e", "8b", "9d"):
+        fault(name, "afterwards: the run resumed", "rows of an undisturbed run", steps=0, tokens_lost=lost)
