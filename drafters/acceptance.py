@@ -22,7 +22,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StartAcceptance:
-    """Acceptance at S starts of some rollouts, K draft positions deep. NaN where a position is not known."""
+    """Acceptance at S starts of some rollouts, K draft positions deep.
+
+    NaN where it is not known; 0 behind an end-of-sequence token, where an engine still drafts but no drafter has
+    learnt to (SmolLM2 at 13 tokens a rollout: 2.18 expected and 2.13 served; taken as the mean it would be 2.29).
+    """
 
     probability: Tensor  # [K, S] that the draft is accepted, over all tokens the target may draw
     drawn: Tensor  # [K, S] that the rollout's own next token was an accepted draft
@@ -45,7 +49,7 @@ class RolloutAcceptance:
 def rollout_acceptance(starts: Sequence[StartAcceptance], draft_tokens: int) -> RolloutAcceptance:
     """One row for each rollout in the order given, each part numbering its own from 0.
 
-    Beyond the end of a rollout, where an engine still drafts, a position has its mean acceptance over all rollouts.
+    Where acceptance is not known, as beyond the length limit of a rollout, a position has its mean over all rollouts.
     Raises ValueError when draft_tokens is above K.
     """
     if starts and draft_tokens > len(starts[0].probability):
@@ -70,8 +74,8 @@ def rollout_acceptance(starts: Sequence[StartAcceptance], draft_tokens: int) -> 
 def acceptance_rates(starts: Sequence[StartAcceptance], draft_tokens: int) -> list[float]:
     """For each draft position the share of verification steps that accept it and all before it, as vLLM counts.
 
-    Rollouts with a hole among their starts are left out; empty when none is left. Beyond the end of a rollout, where
-    an engine still drafts, a position has its mean acceptance. Unbiased over rollouts sampled from the target.
+    Rollouts with a hole among their starts are left out; empty when none is left. Where acceptance is not known, as
+    beyond the length limit of a rollout, a position has its mean. Unbiased over rollouts sampled from the target.
     Raises ValueError when draft_tokens is above K.
     """
     rollouts = rollout_acceptance(starts, draft_tokens)

@@ -25,6 +25,7 @@ features (a prompt served from the prefix cache) are no context, no start and no
 are supervised at some draft position. RoPE positions are the target's: t at draft position 0, t+k at draft position k.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +101,21 @@ def generated_before(batch: DraftBatch, start_rows: Tensor) -> Tensor:
     generated = batch.response_mask
     first.scatter_reduce_(0, batch.document_ids[generated], batch.positions[generated], "amin")
     return batch.positions[start_rows] + 1 - first[batch.document_ids[start_rows]]
+
+
+def beyond_stop(batch: DraftBatch, start_rows: Tensor, depth: int, eos_token_ids: Sequence[int]) -> Tensor:
+    """[K, S] bool: would draft position k of a start be a token behind the end-of-sequence token of its rollout?
+
+    False behind rollouts that end otherwise, at a length limit for example: there the engine's text goes on.
+    """
+    rows = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
+    document = batch.document_ids
+    num_documents = int(document[-1]) + 1 if len(document) else 0
+    last = torch.zeros(num_documents, dtype=rows.dtype, device=rows.device).scatter_reduce_(0, document, rows, "amax")
+    stops = torch.isin(batch.token_ids[last], torch.tensor(eos_token_ids, device=rows.device))
+    of_start = document[start_rows]
+    predicted = start_rows + 2 + torch.arange(depth, device=rows.device)[:, None]
+    return (predicted > last[of_start]) & stops[of_start]
 
 
 def _ahead(mask: Tensor, distance: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.acceptance import StartAcceptance
-from drafters.alignment import align, generated_before
+from drafters.alignment import align, beyond_stop, generated_before
 from drafters.base import DraftBatch, Drafter, DraftLoss, Sampler, TargetSpec, TargetWeights
 from drafters.config import Eagle3Config, ObjectiveConfig
 from drafters.eagle3.bounds import overflowing
@@ -125,12 +125,13 @@ class Eagle3Drafter(Drafter):
         hidden = unroll(self.fuse, cast(DecoderLayer, self.layers[0]), self.norm, batch, alignment, target.embedding)
         teacher = Teacher(batch.token_ids, batch.final_hidden, target.head, self.draft_to_target, sampler)
         losses = draft_loss(hidden, self.lm_head.weight, teacher, alignment, objective)
+        stopped = beyond_stop(batch, alignment.start_rows, self.trained_depth, self.shape.eos_token_ids)
         return DraftLoss(
             loss=losses.loss,
             per_position=losses.per_position,
             acceptance=StartAcceptance(
-                losses.acceptance,
-                losses.drawn_accepted,
+                losses.acceptance.masked_fill(stopped, 0.0),
+                losses.drawn_accepted.masked_fill(stopped, 0.0),
                 batch.document_ids[alignment.start_rows],
                 generated_before(batch, alignment.start_rows),
             ),

@@ -32,8 +32,8 @@ def options(*arguments: str) -> argparse.Namespace:
 
 def small_bench(**changes: Any) -> Bench:
     fields: dict[str, Any] = {
-        "arms": [NO_SPECULATION, NGRAM, GREEDY, Arm("probabilistic", 2)], "batches": [1, 2], "rounds": 3, "groups": 1, "seed": 7,
-        "model": Path("model"), "drafter": Path("drafter"), "aux_layers": (1, 2, 3), "rollout": RolloutConfig(),
+        "arms": [NO_SPECULATION, NGRAM, GREEDY, Arm("probabilistic", 2)], "batches": [1, 2], "rounds": 3, "groups": 1,
+        "seed": 7, "model": Path("model"), "drafter": Path("drafter"), "aux_layers": (1, 2, 3), "rollout": RolloutConfig(),
         "prompts": [[i] for i in range(6)], "threads": 1, "breakdown": False, "notes": [],
     }  # fmt: skip
     return Bench(**fields | changes)
@@ -198,6 +198,12 @@ def test_every_round_runs_all_arms_and_starts_with_another() -> None:
     assert [(m.round, m.num_tokens) for m in measurements] == [(r, 8) for r in (0, 1, 2) for _ in range(4)]
     assert "warm-up, batch 2" in console.getvalue()
     assert "round 3/3, batch 2: 0 s, about 0:00 left" in console.getvalue()
+
+
+def test_a_turn_is_the_sum_of_its_groups() -> None:
+    engines: Any = {name: RecordingEngine(name, []) for name in ("drafter", "ngram")}
+    measurements, _ = asyncio.run(take_turns(small_bench(batches=[2], groups=3), engines, io.StringIO()))
+    assert {(m.num_tokens, m.decode_seconds, m.seconds) for m in measurements} == {(3 * 8, 3.0, 3.0)}
 
 
 def test_the_ratio_compares_within_a_round() -> None:

@@ -50,6 +50,21 @@ def test_serving_state_has_the_map_and_nothing_of_the_target():
     assert not [name for name in state if "embed_tokens" in name or name == "t2d"]
 
 
+def test_nothing_is_accepted_behind_the_end_of_sequence(target_weights, sampler):
+    batch = make_batch((4, 8, 0), (6, 8, 0))
+    batch.token_ids[11] = TARGET.eos_token_ids[0]  # the first rollout's last token
+    acceptance = make_drafter().loss(batch, target_weights, sampler, ObjectiveConfig()).acceptance
+    predicted = acceptance.offset + 1 + torch.arange(3)[:, None]  # offset of the token that position k drafts
+    beyond, generated = predicted > 7, (predicted >= 0) & (predicted <= 7)
+    ended, cut = acceptance.rollout == 0, acceptance.rollout == 1
+    assert (beyond & ended).any() and (beyond & cut).any()
+    for table in (acceptance.probability, acceptance.drawn):
+        assert (table[beyond & ended] == 0).all()
+        assert table[beyond & cut].isnan().all()
+        assert table[generated].isfinite().all()
+    assert (acceptance.probability[generated] > 0).all()
+
+
 def test_packing_changes_no_loss(target_weights, sampler):
     """Rollouts packed together score as the mean of the rollouts scored alone."""
     drafter, objective = make_drafter(), ObjectiveConfig()

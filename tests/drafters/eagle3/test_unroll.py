@@ -109,7 +109,10 @@ def test_unroll_equals_decoding_with_a_kv_cache(documents, variant, target_weigh
     assert compared == int(alignment.supervised.sum()) > 20
 
 
-def test_query_chunks_change_nothing(target_weights, monkeypatch):
+@pytest.mark.parametrize(
+    "bounds", [{"MAX_SCORES": 300}, {"MAX_STARTS": 7}, {"MAX_SCORES": 300, "MAX_STARTS": 7}], ids=str
+)
+def test_chunks_change_nothing(bounds, target_weights, monkeypatch):
     batch, drafter = make_batch((5, 30, 0), (3, 8, 2)), make_drafter()
     parameters = list(drafter.layers.parameters())
 
@@ -118,7 +121,8 @@ def test_query_chunks_change_nothing(target_weights, monkeypatch):
         return outputs, torch.autograd.grad(sum(output.square().sum() for output in outputs), parameters)
 
     whole = outputs_and_gradients()
-    monkeypatch.setattr(unroll_module, "MAX_SCORES", 300)
+    for name, value in bounds.items():
+        monkeypatch.setattr(unroll_module, name, value)
     torch.testing.assert_close(outputs_and_gradients(), whole)
 
 
