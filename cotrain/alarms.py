@@ -144,17 +144,19 @@ def collapse_probability(expected: Promise, rollouts: Sequence[Rollout]) -> floa
 
 
 def _acceptance(record: StepRecord, config: AlarmConfig, significance: float) -> Iterator[Alarm]:
-    counts, expected = total_counts(r.speculation for r in record.rollouts), record.expected
-    if counts is None or not counts.num_drafts:
+    if not any(r.speculation is not None and r.speculation.num_drafts for r in record.rollouts):
         if any(len(rollout.token_ids) > 1 for rollout in record.rollouts):
             yield _no_draft_tokens(record)
-    elif expected is None:
         return
-    elif counts.acceptance_length == 1.0:
-        if (chance := collapse_probability(expected, record.rollouts)) < significance:
+    rollouts = [r for r in record.rollouts if r.drafted_throughout]
+    counts, expected = total_counts(r.speculation for r in rollouts), record.expected
+    if expected is None or counts is None or not counts.num_drafts:
+        return
+    if counts.acceptance_length == 1.0:
+        if (chance := collapse_probability(expected, rollouts)) < significance:
             yield _collapsed(counts, expected, chance)
     else:
-        bound = shortfall_bound(expected, record.rollouts, config.tolerance, significance)
+        bound = shortfall_bound(expected, rollouts, config.tolerance, significance)
         if counts.acceptance_length < bound:
             yield _below_expected(counts, expected, bound)
 

@@ -1,15 +1,14 @@
 """metrics.jsonl: one JSON object a step, {"step": 12, "policy/reward": 0.41, ...}; the record every other view is
 made from."""
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Self
 
 from cotrain.records import SpeculationCounts
+from cotrain.row_file import RowFile, read_rows
 
 
 class MetricsWriter:
@@ -18,11 +17,7 @@ class MetricsWriter:
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         """Keep the rows up to `resumed_step` (0: none); later ones are replayed by the resumed run."""
         self._last_step = resumed_step
-        kept = [row for row in read_metrics(path) if row["step"] <= resumed_step] if path.exists() else []
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(partial, path)
-        self._file = path.open("a", buffering=1)
+        self._file = RowFile(path, resumed_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one row. A value that is not finite becomes null under its name.
@@ -31,8 +26,7 @@ class MetricsWriter:
         """
         if step <= self._last_step:
             raise ValueError(f"metrics of step {step} come after step {self._last_step}; steps only go up")
-        row = {"step": step} | {name: _number_or_none(name, value) for name, value in metrics.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.write({"step": step} | {name: _number_or_none(name, value) for name, value in metrics.items()})
         self._last_step = step
 
     def close(self) -> None:
@@ -47,7 +41,7 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> list[dict]:
     """All rows. A last line without its line end (a run killed while writing) is left out."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return read_rows(path)
 
 
 def speculation_metrics(counts: SpeculationCounts | None, k: int) -> dict[str, float]:

@@ -193,7 +193,6 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Bench:
     target = TargetSpec.from_pretrained(model)
     notes: list[str] = []
     drafted = any(arm.method in DRAFTED for arm in arms)
-    drafter, aux_layers = _drafter(args, target, pulled, notes) if drafted else (None, ())
     batches, longest_draft = sorted(set(args.batch)), max(args.k)
     prompts = _prompts(task, args.seed, model, batches[-1] * args.rounds * args.groups)
     longest = max(map(len, prompts))
@@ -203,6 +202,7 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Bench:
             f"--tokens: the longest prompt has {longest} tokens, with {args.tokens} more and {longest_draft} drafted "
             f"it is over the {target.max_position_embeddings} positions of {args.model}; lower --tokens"
         )
+    drafter, aux_layers = _drafter(args, target, positions, pulled, notes) if drafted else (None, ())
     rollout = _rollout_config(args, target, batches[-1], longest, positions)
     if gpus:
         share = 0.9 / (1 + (drafted and any(arm.method == "ngram" for arm in arms)))
@@ -230,8 +230,10 @@ def choose_arms(
     return [NO_SPECULATION, *fixed, *([Arm(ADAPTIVE, max(draft_lengths))] if ADAPTIVE in methods else [])]
 
 
-def _drafter(args: argparse.Namespace, target: Any, pulled: Path, notes: list[str]) -> tuple[Path, tuple[int, ...]]:
-    """(checkpoint folder, aux layers), after a look at whether it was made for this target."""
+def _drafter(
+    args: argparse.Namespace, target: Any, positions: int, pulled: Path, notes: list[str]
+) -> tuple[Path, tuple[int, ...]]:
+    """(checkpoint folder, aux layers), after a look at whether it was made for this target and as many positions."""
     from drafters.build import load_drafter
 
     folder = Path(args.drafter)
@@ -242,7 +244,7 @@ def _drafter(args: argparse.Namespace, target: Any, pulled: Path, notes: list[st
 
             folder = pulled
             pull_drafter(absolute_uri(args.uri), args.drafter, folder)
-        drafter = load_drafter(folder, target)
+        drafter = load_drafter(folder, target, positions)
     except ValueError as error:
         raise ValueError(f"--drafter: {error}") from error
     if max(args.k) > drafter.trained_depth:

@@ -6,9 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from cotrain.checkpoint import (
+    DiskFullError,
     RunState,
     check_resume,
     discard_newer,
+    is_disk_full,
     latest_checkpoint,
     load_state,
     model_fingerprints,
@@ -122,7 +124,7 @@ def train(config: RunConfig, resume: bool) -> int:
 def _run(controller: Controller, run_dir: RunDir) -> bool:
     """Controller.run; a failure that does not say so itself is told how to go on."""
     try:
-        return controller.run()
+        return _run_on_a_disk(controller, run_dir)
     except RunFailure as failure:
         if "--resume" in str(failure):
             raise
@@ -130,6 +132,19 @@ def _run(controller: Controller, run_dir: RunDir) -> bool:
             f"{failure}\n  Look into {run_dir.logs}. What was saved is whole: continue with cotrain train --resume "
             f"{run_dir.name}"
         ) from failure
+
+
+def _run_on_a_disk(controller: Controller, run_dir: RunDir) -> bool:
+    """Controller.run; raises RunFailure for a disk that is full, whatever library or process has noticed it."""
+    try:
+        return controller.run()
+    except (DiskFullError, RunFailure):
+        raise
+    except Exception as error:
+        full = [folder for folder in (run_dir.path, controller.scratch) if is_disk_full(error, folder)]
+        if not full:
+            raise
+        raise RunFailure(f"disk full in step {controller.step + 1} ({full[0]}): {error}. Make room first") from error
 
 
 def _prompt_encoder(config: RunConfig, model_path: Path) -> PromptEncoder:

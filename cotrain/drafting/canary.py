@@ -82,8 +82,9 @@ class Canary:
     def observe(self, counts: SpeculationCounts | None, num_prompts: int) -> CanaryDecision:
         """Counts of one step that was generated with the served version, on num_prompts prompts.
 
-        Each of these has at least as many samples as each held-out prompt behind the promise had. A step without verification steps is no look: it proves nothing. Raises ValueError for counts that no
-        engine can have, or of more draft positions than the promise.
+        Counts of rollouts that were drafted throughout: see Rollout.drafted_throughout. Each prompt has at least as many
+        samples as each held-out prompt behind the promise had. A step without verification steps is no look: it proves
+        nothing. Raises ValueError for counts that no engine can have, or of more draft positions than the promise.
         """
         if self._promise is None:
             return CanaryDecision("not watching", "no publication is on probation", self.serving)

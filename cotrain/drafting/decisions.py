@@ -1,13 +1,11 @@
 """decisions.jsonl: what happened to the drafter, why, and by which numbers. One JSON object an event."""
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from cotrain.metrics import read_metrics
+from cotrain.row_file import RowFile, read_rows
 
 FILE = "decisions.jsonl"
 """In the folder of a run."""
@@ -45,15 +43,11 @@ class DecisionLog:
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         """Keep the events up to `resumed_step` (0: none); later ones are replayed by the resumed run."""
         self.path = path
-        kept = [row for row in read_decisions(path) if row["step"] <= resumed_step]
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(partial, path)
-        self._file = path.open("a", buffering=1)
+        self._file = RowFile(path, resumed_step)
 
     def write(self, event: DrafterEvent) -> None:
         row = {"step": event.step, "kind": event.kind, "version": event.version, "reason": event.reason}
-        self._file.write(json.dumps(row | {"numbers": dict(event.numbers)}, allow_nan=False) + "\n")
+        self._file.write(row | {"numbers": dict(event.numbers)})
 
     def close(self) -> None:
         self._file.close()
@@ -67,4 +61,4 @@ class DecisionLog:
 
 def read_decisions(path: Path) -> list[dict[str, Any]]:
     """All events; none when there is no such file."""
-    return read_metrics(path) if path.is_file() else []
+    return read_rows(path) if path.is_file() else []

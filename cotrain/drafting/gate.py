@@ -186,8 +186,12 @@ def expected_of(rollouts: RolloutAcceptance, prompts: Sequence[str]) -> Promise 
 
 
 def served_length(rollouts: Sequence[Rollout]) -> Estimate | None:
-    """Acceptance length of one step as the engines counted it; None with fewer than two prompts drafted for."""
-    counts = [(r.prompt_id, r.speculation) for r in rollouts if r.speculation and r.speculation.num_drafts]
+    """Acceptance length of one step as the engines counted it; None with fewer than two prompts drafted for.
+
+    Over rollouts that were drafted throughout: only of these is what drafts reach known.
+    """
+    drafted = [r for r in rollouts if r.drafted_throughout]
+    counts = [(r.prompt_id, r.speculation) for r in drafted if r.speculation and r.speculation.num_drafts]
     if len({prompt for prompt, _ in counts}) < 2:
         return None
     groups = np.unique([prompt for prompt, _ in counts], return_inverse=True)[1]

@@ -20,6 +20,7 @@ from cotrain.drafting.drift import TrainTrigger
 from cotrain.drafting.gate import GateDecision, Promise, decide, expected_of, pace_of, served_length
 from cotrain.drafting.trainer import FreshScores
 from cotrain.records import FeatureShard, RolloutBatch, SwapReport, Versions, WeightPayload
+from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.payload import WeightUpdateRefused
 
 
@@ -48,7 +49,10 @@ class Engines(Protocol):
         ...
 
     def set_draft_tokens(self, draft_tokens: int | None) -> None: ...
-    def reset_prefix_cache(self) -> None: ...
+
+    def clear_drafter_cache(self) -> None:
+        """Forget cached prefixes and all that a drafter has left in the KV cache."""
+        ...
 
 
 class DrafterLoop:
@@ -109,7 +113,9 @@ class DrafterLoop:
         # A promise for fewer positions than are drafted says nothing of what is counted.
         comparable = expected is not None and len(expected.rates) >= self._run.rollout.draft_tokens
         judged_here = None if self._canary.watching or not comparable else expected
-        canary = self._canary.observe(batch.speculation, len({r.prompt_id for r in batch.rollouts}))
+        whole = [r for r in batch.rollouts if r.drafted_throughout]
+        counts = total_counts(r.speculation for r in whole)
+        canary = self._canary.observe(counts, len({r.prompt_id for r in whole}))
         self.metrics |= canary.metrics()
         self.respond(step, self._alarms(step, batch, versions, judged_here))
         if self.mode is not None:
@@ -160,8 +166,7 @@ class DrafterLoop:
             self.metrics["drafter/published"] = 1.0
             self._note(step, "published", decision.reason, decision.metrics())
         else:
-            # What a bad drafter has left in its cache is not read again.
-            self._engines.reset_prefix_cache()
+            self._engines.clear_drafter_cache()  # the bad drafter may have left NaN there
             self._canary.rolled_back(version)
             self._lead = None
             self.metrics["drafter/rolled_back"] = 1.0

@@ -204,7 +204,7 @@ class DrafterTrainer:
     def publish(self, weights_of: int | None = None) -> int:
         """Give the current weights, or those of an earlier publication, the next drafter version.
 
-        Raises FloatingPointError when a current weight is not finite.
+        Raises TrainingDiverged when a current weight is not finite, or so large that an engine's numbers would not be.
         """
         version = self._drafter_version + 1
         if weights_of is not None:
@@ -212,6 +212,11 @@ class DrafterTrainer:
         else:
             if broken := self._non_finite_parameters():
                 raise TrainingDiverged(f"drafter version {version} is not published: {broken}")
+            if too_large := self.drafter.overflowing():
+                raise TrainingDiverged(
+                    f"drafter version {version} is not published, an engine would compute {'; '.join(too_large)}: lower "
+                    "drafter.optimizer.learning_rate"
+                )
             self._published[version] = self._frozen_copy()
             self._sessions = 0
         self._drafter_version = version

@@ -29,8 +29,10 @@ VERSIONS = Versions(7, 5)
 STEPS = 1000
 
 
-def rollout(prompt: str, sample: int, num_drafts: int, accepted: tuple[int, ...], tokens: int = 64) -> Rollout:
+def rollout(prompt: str, sample: int, num_drafts: int, accepted: tuple[int, ...], paused: int = 0) -> Rollout:
+    """Drafting was off for `paused` of its tokens."""
     counts = SpeculationCounts(num_drafts, K * num_drafts, accepted) if num_drafts else None
+    tokens = 1 + num_drafts + sum(accepted) + paused
     return Rollout(prompt, sample, [1, 2], [3] * tokens, [0.0] * tokens, "", "stop", VERSIONS, counts)
 
 
@@ -97,6 +99,12 @@ def test_zero_acceptance_of_a_drafter_that_had_some_is_an_alarm() -> None:
 def test_zero_acceptance_of_a_random_drafter_is_none_at_any_step() -> None:
     assert alarms_of(record(dead(), expected=RANDOM_DRAFTER)) == []
     assert alarms_of(record(dead(), expected=None)) == []
+
+
+def test_rollouts_in_which_drafting_paused_are_not_judged() -> None:
+    paused = [replace(r, token_ids=[3] * 500, log_probs=[0.0] * 500) for r in dead()]
+    assert alarms_of(record(paused)) == []
+    assert alarms_of(record([*paused, *dead()])) == ["acceptance_collapsed"]
 
 
 def test_zero_acceptance_in_a_handful_of_drafts_can_be_chance() -> None:
@@ -172,12 +180,12 @@ def test_a_lost_half_of_the_gain_is_found_in_nearly_every_step() -> None:
 
 
 def test_speculation_on_without_draft_tokens_is_an_alarm() -> None:
-    nothing = [rollout("p0", s, 0, ()) for s in range(4)]
+    nothing = [rollout("p0", s, 0, (), paused=63) for s in range(4)]
     [alarm] = check_step(record(nothing), AlarmConfig(), 2, STEPS)
     assert alarm.name == "no_draft_tokens"
     assert "256 tokens" in alarm.what
     assert alarms_of(record(nothing, draft_length=0)) == []
-    assert alarms_of(record([rollout("p0", 0, 0, (), tokens=1)])) == [], "a prefill alone drafts nothing"
+    assert alarms_of(record([rollout("p0", 0, 0, ())])) == [], "a prefill alone drafts nothing"
 
 
 def test_a_step_without_speculation_is_not_judged_by_acceptance() -> None:

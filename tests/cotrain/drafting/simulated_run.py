@@ -102,5 +102,5 @@ class World:
     def set_draft_tokens(self, draft_tokens: int | None) -> None:
         self.draft_tokens = DRAFT_TOKENS if draft_tokens is None else draft_tokens
 
-    def reset_prefix_cache(self) -> None:
+    def clear_drafter_cache(self) -> None:
         self.calls.append("reset")
