@@ -63,10 +63,8 @@ class DrafterActor:
 
     def start(self) -> None:
         """Build or load the drafter."""
-        from cotrain.drafting.host_memory import return_freed_blocks
         from cotrain.drafting.trainer import DrafterTrainer
 
-        return_freed_blocks()
         self._trainer = DrafterTrainer(**self._arguments)
 
     def call(self, method: str, *args: Any) -> Any:
