@@ -3,7 +3,7 @@
     cotrain init configs/in_domain.toml                      # the rollouts, once
     python benchmarks/objectives.py runs/in-domain [--seeds 0 1] [--arms NAME ...]
 
-Each arm is a `cotrain init` named objectives-ARM-SEED; those that are complete are not run again. Prints a Markdown
+Each arm is a `cotrain init` named objectives-TOKENSxEPOCHS-ARM-SEED; those that are complete are not run again. Prints a Markdown
 table. "length" is the acceptance length.
 """
 
@@ -43,17 +43,18 @@ def main() -> int:
     failed = []
     for seed in args.seeds:
         for arm in args.arms:
-            name = run_name(arm, seed)
+            name = run_name(arm, seed, args)
             if not (Path("runs") / name / "init.json").exists() and not train(name, arm, seed, args):
                 failed.append(name)
-    print(table(args.arms, args.seeds))
+    print(table(args))
     for name in failed:
         print(f"failed: {name}, see the output above", file=sys.stderr)
     return 1 if failed else 0
 
 
-def run_name(arm: str, seed: int) -> str:
-    return f"objectives-{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
+def run_name(arm: str, seed: int, args: argparse.Namespace) -> str:
+    budget = f"{args.tokens // 1000}kx{args.epochs}"
+    return f"objectives-{budget}-{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
 
 
 def train(name: str, arm: str, seed: int, args: argparse.Namespace) -> bool:
@@ -66,14 +67,14 @@ def train(name: str, arm: str, seed: int, args: argparse.Namespace) -> bool:
     return subprocess.run(command).returncode == 0
 
 
-def table(arms: list[str], seeds: list[int]) -> str:
+def table(args: argparse.Namespace) -> str:
     """Markdown, one row for each arm, means over its finished seeds."""
     lines = [
         "| objective | seeds | updates | expected length | served length | served by seed | served positions 1, 2, 3 |",
         "|---|---|---|---|---|---|---|",
     ]
-    for arm in arms:
-        files = [Path("runs") / run_name(arm, seed) / "init.json" for seed in seeds]
+    for arm in args.arms:
+        files = [Path("runs") / run_name(arm, seed, args) / "init.json" for seed in args.seeds]
         runs = [json.loads(file.read_text()) for file in files if file.exists()]
         if not runs:
             continue

@@ -80,10 +80,22 @@ def to_toml(config: RunConfig) -> str:
 
 def _toml_lines(path: str, value: Any) -> list[str]:
     if isinstance(value, dict) and value:
-        keys = {key: key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key) for key in value}
-        return [line for key in value for line in _toml_lines(f"{path}.{keys[key]}".lstrip("."), value[key])]
-    # JSON's strings, numbers, booleans and lists of them are TOML's too.
-    return [f"# {path} is not set" if value is None else f"{path} = {json.dumps(value)}"]
+        return [line for key in value for line in _toml_lines(f"{path}.{_toml_key(key)}".lstrip("."), value[key])]
+    return [f"# {path} is not set" if value is None else f"{path} = {_toml_value(value)}"]
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    """In one line. Strings, numbers and booleans of JSON are TOML's too, save for its surrogate pairs."""
+    if isinstance(value, dict):
+        fields = (f"{_toml_key(key)} = {_toml_value(part)}" for key, part in value.items())
+        return "{" + ", ".join(fields) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def read_toml(path: Path, problems: list[str]) -> Table:

@@ -214,12 +214,10 @@ class Initialisation:
         import torch
 
         from cotrain.cluster import place
-        from cotrain.drafting.host_memory import return_freed_blocks
         from cotrain.drafting.trainer import DrafterTrainer
         from cotrain.mlflow_store import tracking_uri
         from cotrain.registry import resolve_drafter_init
 
-        return_freed_blocks()
         torch.set_num_threads(_threads(self.config.cluster.learner_threads))
         init, folder = self.drafter.init, self.run_dir.path / "drafter_init"
         if init is not None and not folder.exists():

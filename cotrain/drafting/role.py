@@ -22,9 +22,6 @@ class DrafterActor:
 
     def start(self) -> None:
         """Build or load the drafter. Not in __init__: Ray would bury an error under its own."""
-        from cotrain.drafting.host_memory import return_freed_blocks
-
-        return_freed_blocks()
         self._trainer = DrafterTrainer(**self._arguments)
 
     def call(self, method: str, *args: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from cotrain.config import DrafterConfig, RolloutConfig
 from cotrain.drafting.buffer import FeatureBuffer, batches_of, split_holdout
 from cotrain.drafting.features import FeatureRecord, read_shard
+from cotrain.drafting.host_memory import return_freed_blocks
 from cotrain.drafting.schedule import num_updates
 from cotrain.drafting.target_weights import load_target_weights, read_target_weights, save_target_weights
 from cotrain.failures import RunFailure
@@ -69,6 +70,8 @@ class DrafterTrainer:
         """
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device is {device!r}; use 'cpu' or 'cuda'")
+        if device == "cpu":
+            return_freed_blocks()
         self._config, self._rollout, self._seed, self._device = config, rollout, seed, device
         self._target = TargetSpec.from_pretrained(model_path)
         if init_folder is None:

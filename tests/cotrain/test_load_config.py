@@ -165,11 +165,19 @@ def test_damaged_config_json_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_the_printed_configuration_is_toml_that_loads_to_an_equal_object() -> None:
-    tricky = ['task.parameters={"a b" = "q\\"uote", "c" = {d = [1, 2]}}', 'rollout.stop=["\\n", "x"]']
+    tables = '[{name = "a", "b c" = {}}, {d = [1, {e = 2}]}]'
+    tricky = [f'task.parameters={{"a b" = "q\\"uote", "c" = {tables}}}', 'rollout.stop=["\\n", "x", "\U0001f600"]']
     config = load_config([], [*FULL, *tricky])
     text = to_toml(config)
     assert parse_config(tomllib.loads(text)) == config
     assert "# drafter.init is not set" in text
+
+
+@pytest.mark.parametrize("file", sorted({*Path("configs").rglob("*.toml")} - {*Path("configs").rglob("study.toml")}))
+def test_what_is_committed_survives_printing(file: Path) -> None:
+    """As a study writes it for its arms."""
+    config = load_config([file], [])
+    assert parse_config(tomllib.loads(to_toml(config))) == config
 
 
 def test_resume_starts_from_the_saved_configuration(tmp_path: Path) -> None:

@@ -366,3 +366,10 @@ def test_held_out_prompts_are_never_in_the_training_buffer(new_trainer, target, 
     assert not held_first & held_second
     # More rollouts of that version arrive, with the first prompts among them: those held out stay so.
     assert add(records, 1) == held_first | held_second
+
+
+def test_a_trainer_on_the_cpu_hands_freed_memory_back(new_trainer, monkeypatch):
+    calls = []
+    monkeypatch.setattr("cotrain.drafting.trainer.return_freed_blocks", lambda: calls.append(True))
+    new_trainer()
+    assert calls
