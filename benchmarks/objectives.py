@@ -3,8 +3,8 @@
     cotrain init configs/in_domain.toml                      # the rollouts, once
     python benchmarks/objectives.py runs/in-domain [--seeds 0 1] [--arms NAME ...]
 
-Each arm is a `cotrain init` named objectives-TOKENSxEPOCHS-ARM-SEED; those that are complete are not run again. Prints a Markdown
-table. "length" is the acceptance length.
+Each arm is a `cotrain init` named objectives-TOKENSxEPOCHS-ARM-SEED; those that are complete are not run again. Prints a
+Markdown table. "length" is the acceptance length.
 """
 
 import argparse
@@ -53,8 +53,7 @@ def main() -> int:
 
 
 def run_name(arm: str, seed: int, args: argparse.Namespace) -> str:
-    budget = f"{args.tokens // 1000}kx{args.epochs}"
-    return f"objectives-{budget}-{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
+    return f"objectives-{args.tokens}x{args.epochs}-{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
 
 
 def train(name: str, arm: str, seed: int, args: argparse.Namespace) -> bool:

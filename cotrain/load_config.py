@@ -89,13 +89,13 @@ def _toml_key(key: str) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """In one line. Strings, numbers and booleans of JSON are TOML's too, save for its surrogate pairs."""
+    """In one line. Strings, numbers and booleans of JSON are TOML's too, save for its surrogate pairs and a bare DEL."""
     if isinstance(value, dict):
         fields = (f"{_toml_key(key)} = {_toml_value(part)}" for key, part in value.items())
         return "{" + ", ".join(fields) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_toml(path: Path, problems: list[str]) -> Table:
@@ -105,7 +105,7 @@ def read_toml(path: Path, problems: list[str]) -> Table:
         problems.append(f"{path}: no such file{did_you_mean(path, found)}")
         return {}
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         problems.append(f"{path}: not valid TOML: {error}")
         return {}

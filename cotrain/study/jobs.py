@@ -97,7 +97,7 @@ def run_jobs(
 
 
 def _start(job: Job, program: Sequence[str]) -> subprocess.Popen:
-    job.config_file.write_text(to_toml(job.config))
+    job.config_file.write_text(to_toml(job.config), encoding="utf-8")
     resume = ["--resume", job.config.name] if job.resume else []
     with job.log.open("ab") as log:
         # A session of its own: Ctrl-C in the terminal reaches this process alone, which hands it on once.

@@ -166,7 +166,10 @@ def test_damaged_config_json_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_the_printed_configuration_is_toml_that_loads_to_an_equal_object() -> None:
     tables = '[{name = "a", "b c" = {}}, {d = [1, {e = 2}]}]'
-    tricky = [f'task.parameters={{"a b" = "q\\"uote", "c" = {tables}}}', 'rollout.stop=["\\n", "x", "\U0001f600"]']
+    tricky = [
+        f'task.parameters={{"a b" = "q\\"uote", "c" = {tables}}}',
+        'rollout.stop=["\\n", "x", "\U0001f600", "\\u007f"]',
+    ]
     config = load_config([], [*FULL, *tricky])
     text = to_toml(config)
     assert parse_config(tomllib.loads(text)) == config
