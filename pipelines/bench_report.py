@@ -63,7 +63,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Rows of vllm_compat.time_phases of one turn."""
+    """Rows of vllm_hooks.time_phases of one turn."""
 
     arm: Arm
     batch: int

@@ -369,7 +369,7 @@ class RolloutEngine:
         await self._call("cotrain_set_draft_sample_method", method)
 
     async def time_phases(self) -> None:
-        """Time the phases of every step from now on (see vllm_compat.time_phases)."""
+        """Time the phases of every step from now on (see vllm_hooks.time_phases)."""
         await self._call("cotrain_time_phases")
 
     async def take_step_times(self) -> list[dict[str, float]]:

@@ -10,10 +10,6 @@ from typing import Any
 
 from cotrain.rollout.draft_length_table import NO_TRIAL, DraftLengthTable, StepLog
 
-FRESH_START_DISCOUNT = 1.5
-"""A trial waits until there is this much more than it costs, except at the start of new requests: a drafter switched
-on in mid-request attends to gaps, and accepts less than it would have from the start."""
-
 MOST_SAVED = 2.0
 """Trials that the account can hold."""
 
@@ -32,7 +28,6 @@ class StepPlanner:
         self._trial_steps_left = 0
         self._trial_lengths = self._trial
         self._batch = 1
-        self._fresh = False
         self._started: float | None = None
         self._in_trial = self._after_trial = False
         self._step: dict[str, Any] | None = None
@@ -90,7 +85,6 @@ class StepPlanner:
         if step is None or started is None:
             return
         seconds = now - started
-        self._fresh = step["prefill"]
         if not step["prefill"]:
             if self._has_trial(step["batch"]):
                 most = MOST_SAVED * self._lengths.trial_seconds[self._entry(step["batch"])]
@@ -112,7 +106,7 @@ class StepPlanner:
         if wanted_at_once and self._lengths.draft_tokens[entry] == 0 and self._account >= 0:
             self._trials_at_once = self._lengths.trials_at_once
             return True
-        return self._account >= cost * (1.0 if self._fresh else FRESH_START_DISCOUNT)
+        return self._account >= cost
 
     def _has_trial(self, batch: int) -> bool:
         return self._lengths.trial_share > 0 and self._lengths.trial_tokens[self._entry(batch)] != NO_TRIAL

@@ -1,19 +1,15 @@
-"""The only file that touches vLLM's internals (0.32, V1 model runner). Everything here names its end condition.
+"""vLLM's internals (0.32): patches of its own faults, and access to the weights as they are served.
 
-Three parts: patches of vLLM's own faults, hooks into the model runner, and access to the weights as they are served.
-Runs inside vLLM's worker processes; `scheduling.py` is its counterpart in the engine core.
+This file and `vllm_hooks.py` are the only ones that touch them in vLLM's worker processes, and everything in them names
+its end condition; `scheduling.py` is their counterpart in the engine core.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from cotrain.rollout.planned_scheduling import computes_prompts
 
 SUPPORTED_VERSION = "0.32"
 
@@ -145,130 +141,6 @@ def sample_in_draft_vocabulary(proposer: Any, hidden: Tensor, sampling_metadata:
     targets = offsets + torch.arange(offsets.numel(), device=offsets.device)
     probs = draft_probs.new_zeros(hidden.shape[0], model.config.vocab_size)
     return token_ids, probs.index_copy_(1, targets, draft_probs)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Hooks into the V1 model runner
-# ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class VerifiedRows:
-    """What the target computed in one engine step, rejected draft tokens included."""
-
-    request_ids: list[str]
-    starts: list[int]  # [R+1], rows of request i are starts[i]:starts[i+1]
-    positions: Tensor  # [N]
-    token_ids: Tensor  # [N]
-    hidden: Tensor  # [N, A*H + H], aux layers ascending, then the final hidden state after the norm
-
-
-def hook_drafting(
-    model_runner: Any,
-    on_verified: Callable[[Callable[[], VerifiedRows]], None],
-    is_tapping: Callable[[], bool],
-    reads_prompts: Callable[[], bool],
-) -> None:
-    """Wrap the runner's drafting: offer the target's hidden states to `on_verified`, and make draft length 0 free.
-
-    vLLM runs the drafter's first pass over the step's tokens even for draft length 0, to keep its KV cache complete.
-    Here 0 means "speculation is off", and off has to cost nothing: the pass is left out of steps that only decode. A
-    drafter switched on again then attends to whatever its cache holds at the positions left out, which lowers
-    acceptance until the request ends and never changes a token. Without its prompt it would hardly accept anything:
-    where `reads_prompts`, steps that compute prompts keep the pass, whatever the draft length.
-    Ends with the V1 model runner (V2 hooks at speculator.propose).
-    """
-    propose = model_runner.propose_draft_token_ids
-
-    def hooked(scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:
-        _, aux_hidden, _, attention, _ = rest
-
-        def rows() -> VerifiedRows:
-            total = scheduler_output.total_num_scheduled_tokens
-            return VerifiedRows(
-                model_runner.input_batch.req_ids,
-                attention.query_start_loc_cpu.tolist(),
-                model_runner._get_positions(total).to("cpu", copy=True),
-                model_runner.input_ids.gpu[:total].to("cpu", torch.int64),
-                torch.cat([h[:total] for h in (*aux_hidden, hidden)], dim=-1).cpu(),
-            )
-
-        if aux_hidden is not None and is_tapping():
-            on_verified(rows)
-        off = scheduler_output.num_spec_tokens_to_schedule == 0 and torch.is_tensor(sampled)
-        if off and not (reads_prompts() and computes_prompts(scheduler_output)):
-            return sampled.new_empty((sampled.shape[0], 0))
-        return propose(scheduler_output, sampled, sampling_metadata, hidden, *rest)
-
-    model_runner.propose_draft_token_ids = hooked
-
-
-def set_draft_sample_method(model_runner: Any, method: str) -> None:
-    """Switch between greedy and probabilistic drafting at run time. Valid between steps."""
-    model_runner.drafter._enable_probabilistic_draft_probs = method == "probabilistic"
-
-
-def clear_drafter_cache(model_runner: Any) -> None:
-    """Zero the keys and values of the drafter's attention layers. Valid while no request runs.
-
-    What a drafter wrote that computed NaN stays there for the next one: a masked position counts 0 * NaN = NaN.
-    Ends with the V1 model runner.
-    """
-    layers = model_runner.compilation_config.static_forward_context
-    for name in model_runner.drafter._draft_attn_layer_names:
-        layers[name].kv_cache.zero_()
-
-
-def time_phases(model_runner: Any) -> list[dict[str, float]]:
-    """Time every step from now on. The list returned grows by one row a step, and may be cleared between steps.
-
-    A row holds the number of requests, whether prompts were prefilled (1.0 or 0.0), the start on the worker's clock,
-    and seconds: worker (all of the step inside this process), verify (target forward and head), sample (rejection
-    sampling and log-probs), draft (proposing), draft_model (forward passes and heads within draft).
-    For CPU: GPU kernels run after the call returns. Ends with the V1 model runner.
-    """
-    rows: list[dict[str, float]] = []
-
-    def timed(owner: Any, name: str, phase: str) -> None:
-        call = getattr(owner, name)
-
-        def timed_call(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            result = call(*args, **kwargs)
-            if rows:
-                rows[-1][phase] += time.perf_counter() - started
-            return result
-
-        setattr(owner, name, timed_call)
-
-    timed(model_runner, "execute_model", "worker")
-    timed(model_runner, "sample_tokens", "worker")
-    timed(model_runner, "_model_forward", "verify")
-    timed(model_runner.model, "compute_logits", "verify")
-    timed(model_runner, "_sample", "sample")
-    if hasattr(model_runner, "drafter"):
-        timed(model_runner, "propose_draft_token_ids", "draft")
-    draft_model = getattr(getattr(model_runner, "drafter", None), "model", None)
-    if draft_model is not None:
-        timed(draft_model, "combine_hidden_states", "draft_model")
-        timed(draft_model, "forward", "draft_model")
-        timed(draft_model.logits_processor, "forward", "draft_model")
-
-    execute = model_runner.execute_model
-
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        requests, prefill = len(scheduler_output.num_scheduled_tokens), float(computes_prompts(scheduler_output))
-        times = dict.fromkeys(("worker", "verify", "sample", "draft", "draft_model"), 0.0)
-        rows.append({"start": time.perf_counter(), "requests": requests, "prefill": prefill, **times})
-        return execute(scheduler_output, *args, **kwargs)
-
-    model_runner.execute_model = execute_model
-    return rows
-
-
-def request_id_of(internal_id: str) -> str:
-    """The caller's request id: vLLM appends -<random> to it."""
-    return internal_id.rsplit("-", 1)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from cotrain.config import FeatureTapConfig
 from cotrain.drafting.features import write_shard
 from cotrain.orphans import die_with_parent, leave_terminal_group
-from cotrain.rollout import vllm_compat, weight_transfer
+from cotrain.rollout import vllm_compat, vllm_hooks, weight_transfer
 from cotrain.rollout.feature_tap import FeatureTap
 from cotrain.rollout.payload import digest
 
@@ -34,18 +34,18 @@ class CotrainWorker:
         self._cotrain_step_times: list[dict[str, float]] = []
         if tap is not None:
             self._cotrain_tap = FeatureTap(FeatureTapConfig.model_validate(tap))
-            vllm_compat.hook_drafting(
+            vllm_hooks.hook_drafting(
                 runner, self._cotrain_on_verified, lambda: self._cotrain_tapping, lambda: self._cotrain_reads_prompts
             )
         return {"pid": os.getpid(), "patches": APPLIED_PATCHES, "threads": torch.get_num_threads()}
 
-    def _cotrain_on_verified(self, rows_of_step: Callable[[], vllm_compat.VerifiedRows]) -> None:
+    def _cotrain_on_verified(self, rows_of_step: Callable[[], vllm_hooks.VerifiedRows]) -> None:
         started = time.perf_counter()
         step = rows_of_step()
         for i, request_id in enumerate(step.request_ids):
             rows = slice(step.starts[i], step.starts[i + 1])
             if rows.stop > rows.start:
-                name = vllm_compat.request_id_of(request_id)
+                name = vllm_hooks.request_id_of(request_id)
                 self._cotrain_tap.record(name, step.positions[rows], step.token_ids[rows], step.hidden[rows])
         self._cotrain_tap_seconds += time.perf_counter() - started
 
@@ -96,15 +96,15 @@ class CotrainWorker:
 
     def cotrain_clear_drafter_cache(self) -> None:
         """Forget all keys and values of the drafter."""
-        vllm_compat.clear_drafter_cache(self.model_runner)  # type: ignore[attr-defined]
+        vllm_hooks.clear_drafter_cache(self.model_runner)  # type: ignore[attr-defined]
 
     def cotrain_set_draft_sample_method(self, method: str) -> None:
         """Greedy or probabilistic drafting from the next step on."""
-        vllm_compat.set_draft_sample_method(self.model_runner, method)  # type: ignore[attr-defined]
+        vllm_hooks.set_draft_sample_method(self.model_runner, method)  # type: ignore[attr-defined]
 
     def cotrain_time_phases(self) -> None:
         """Time the phases of every step from now on."""
-        self._cotrain_step_times = vllm_compat.time_phases(self.model_runner)  # type: ignore[attr-defined]
+        self._cotrain_step_times = vllm_hooks.time_phases(self.model_runner)  # type: ignore[attr-defined]
 
     def cotrain_take_step_times(self) -> list[dict[str, float]]:
         """Hand over the rows so far, and forget them."""

@@ -34,7 +34,8 @@ def adaptive(
 ) -> Iterator[LiveEngine]:
     """An engine with a drafter worth serving, whose draft lengths may be timed."""
     speculation = SpeculationConfig(measure_seconds=MEASURE_SECONDS, measure_repeats=1)
-    config = rollout_config.model_copy(update={"speculation": speculation, "draft_tokens": K})
+    vllm = {"per_request_spec_decode_metrics": "detailed"}
+    config = rollout_config.model_copy(update={"speculation": speculation, "draft_tokens": K, "vllm": vllm})
     with scratch_folder("test-speculation") as scratch:
         live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch)))
         live.send_drafter(fitted_drafter.state_for_serving())
@@ -76,10 +77,9 @@ def test_the_draft_length_follows_the_batch_as_it_drains(adaptive: LiveEngine) -
     """8 requests draft nothing, the 3 longest of them one token, and the longest 3."""
     requests = make_requests(8)
     plain = {limit: greedy_texts(adaptive, 0, max_tokens=limit) for limit in (12, 28, 48)}
-    table = tuple(3 if b == 1 else 1 if b <= 4 else 0 for b in range(MAX_BATCH + 1))
-    n = MAX_BATCH + 1
+    table = (3, 3, 1, 1, 1, 0, 0, 0, 0)
     adaptive.run(adaptive.engine.reset_prefix_cache())
-    controller_of(adaptive)._table.write(DraftLengths(table, (NO_TRIAL,) * n, (0.0,) * n, 0.0, 1))
+    draft_lengths(adaptive, *table[1:])
     steps = Steps(adaptive)
 
     async def drain() -> list[RolloutBatch]:
@@ -168,6 +168,61 @@ def test_where_speculation_may_come_back_the_drafter_reads_prompts_and_nothing_e
     assert batch.speculation is not None and batch.speculation.num_drafts == 0
     assert any(row["prefill"] for row in rows) and not all(row["prefill"] for row in rows)
     assert all((row["draft_model"] > 0) == bool(row["prefill"]) for row in rows)
+
+
+def draft_lengths(live: LiveEngine, *by_batch: int) -> None:
+    """Write a table as the controller does: by batch size from 1 on, the last one for all above."""
+    n = MAX_BATCH + 1
+    table = tuple(by_batch[min(max(batch, 1), len(by_batch)) - 1] for batch in range(n))
+    controller_of(live)._table.write(DraftLengths(table, (NO_TRIAL,) * n, (0.0,) * n, 0.0, 1))
+
+
+def accepted_at(live: LiveEngine, first: int, undrafted: int) -> list[dict[int, int]]:
+    """Of six long responses, each beside one of 20 tokens: accepted draft tokens by response tokens so far.
+
+    undrafted: tokens of the long response before its first draft.
+    """
+    found = []
+    for number in range(first, first + 6):
+        long, short = make_requests(2, seed=number)
+        sampling: dict[str, Any] = {"tap": False, "temperature": 0.0, "seed": None}
+        live.run(live.engine.reset_prefix_cache())
+
+        async def pair(long: Any = long, short: Any = short, sampling: dict[str, Any] = sampling) -> RolloutBatch:
+            both = [live.engine.generate([r], max_tokens=m, **sampling) for r, m in ((long, 48), (short, 20))]
+            return (await asyncio.gather(*both))[0]
+
+        at, accepted = undrafted, {}
+        for drafted, taken in live.run(pair()).rollouts[0].verification_steps:
+            if drafted == K:
+                accepted[at] = taken
+            at += taken + 1
+        found.append(accepted)
+    return found
+
+
+def share_equal(found: list[dict[int, int]], reference: list[dict[int, int]]) -> tuple[float, int]:
+    """Of the places that both runs drafted at: share with as many accepted tokens, and their number."""
+    both = [a[at] == b[at] for a, b in zip(found, reference, strict=True) for at in a.keys() & b.keys()]
+    return sum(both) / len(both), len(both)
+
+
+def test_a_drafter_switched_on_in_mid_request_knows_what_came_before(adaptive: LiveEngine) -> None:
+    """It accepts as much, place for place, as one that was on all the time; without what it missed it does not."""
+    worker = adaptive.engine._engine.collective_rpc
+    adaptive.run(adaptive.engine.clear_drafter_cache())
+    draft_lengths(adaptive, K)
+    reference = accepted_at(adaptive, 50, undrafted=1)
+    adaptive.run(adaptive.engine.clear_drafter_cache())
+    draft_lengths(adaptive, K, 0)
+    adaptive.run(worker("cotrain_read_prompts", args=(True,)))
+    share, number = share_equal(accepted_at(adaptive, 50, undrafted=21), reference)
+    adaptive.run(adaptive.engine.clear_drafter_cache())
+    adaptive.run(worker("cotrain_read_prompts", args=(False,)))
+    share_without, _ = share_equal(accepted_at(adaptive, 50, undrafted=21), reference)
+    assert number >= 20
+    assert share > 0.95
+    assert share_without < share - 0.1
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_trials_take_their_share_of_the_time(tmp_path: Path) -> None:
     lengths, _ = decode(planner, 1, 5000, now=0.0)
     steps = log.take()
     share = steps["seconds"][steps["trial"]].sum() / steps["seconds"].sum()
-    assert 0.015 < share <= 0.02
+    assert 0.015 < share <= 0.02 + 0.05 / 50, "one trial more or less"
     runs = "".join(map(str, lengths)).split("2")
     assert {run for run in runs if run} == {"0000"}, "trials of four steps"
 
@@ -145,15 +145,6 @@ def test_no_trial_at_once_where_speculation_is_on(tmp_path: Path) -> None:
     planner, _ = planner_of(tmp_path, LENGTHS)
     DraftLengthTable(tmp_path / "table").write(replace(LENGTHS, trials_at_once=1))
     assert set(decode(planner, 1, 20, now=0.0)[0]) == {2}
-
-
-def test_new_requests_are_the_better_moment(tmp_path: Path) -> None:
-    """With enough saved for one trial, it waits for the next prefill; with half as much again, for nothing."""
-    planner, _ = planner_of(tmp_path, LENGTHS)
-    _, now = decode(planner, 1, 220, now=0.0)  # 0.044 s saved; a trial costs 0.04
-    planner.draft_lengths(now)
-    planner.scheduled(1, 2, [0], prefill=True)
-    assert decode(planner, 1, 2, now + 0.05)[0] == [0, 0]
 
 
 class FakeScheduler:
