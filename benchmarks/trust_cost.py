@@ -1,0 +1,44 @@
+"""What gate, lossless monitor and speculation trials cost a run: shares of its step time, from its metrics.
+
+    cotrain train CONFIG name=NAME
+    python benchmarks/trust_cost.py runs/NAME [--skip 1]
+
+gate: seconds in which the drafter trainer scores both drafters, counted in full although the policy learns beside it.
+monitor: seconds of its looks. trials: seconds of engine steps with another draft length than the chosen one; what they
+cost is less, since they generate too. Prints a Markdown table.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+COLUMNS = ("gate", "monitor", "trials")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, nargs="+", help="run folders")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first steps (default %(default)s)")
+    args = parser.parse_args()
+    print(f"| run | steps | mean step, s | {' | '.join(COLUMNS)} | together |")
+    print("|---|---|---|" + "---|" * (len(COLUMNS) + 1))
+    for run in args.run:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        print(table_row(run.name, [row for row in rows if row["step"] > args.skip]))
+    return 0
+
+
+def table_row(name: str, rows: list[dict[str, float]]) -> str:
+    seconds = sum(row["time/step_s"] for row in rows)
+    spent = {
+        "gate": sum(row.get("drafter/score_s") or 0.0 for row in rows),
+        "monitor": sum(row.get("time/lossless_s") or 0.0 for row in rows),
+        "trials": sum((row.get("rollout/speculation_trial_share") or 0.0) * row["time/generate_s"] for row in rows),
+    }
+    shares = [f"{spent[column] / seconds:.2%}" for column in COLUMNS]
+    return f"| {name} | {len(rows)} | {seconds / len(rows):.1f} | {' | '.join(shares)} | {sum(spent.values()) / seconds:.2%} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
