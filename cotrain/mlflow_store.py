@@ -80,6 +80,8 @@ def connect(uri: str) -> MlflowClient:
     check_uri(uri)
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # It logs the traceback of what it also raises: pages, where one line says that the disk is full.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     if database := sqlite_file(uri):
         database.parent.mkdir(parents=True, exist_ok=True)
     # Registering a logged model looks it up in the process's own store, whatever store the client was made for.
