@@ -167,10 +167,12 @@ def _collapsed(counts: SpeculationCounts, expected: Promise, chance: float) -> A
         "acceptance_collapsed",
         f"no draft token was accepted in {counts.num_drafts} verification steps, where an acceptance length of "
         f"{length:.2f} is expected (chance {chance:.1g})",
-        "the engines serve other drafter weights than the trainer's, its KV cache holds values that are not finite, or "
-        "it reads other target layers or positions than it was trained on",
+        "the engines serve other drafter weights than the trainer's, its KV cache holds values that are not finite, "
+        "it reads other target layers or positions than it was trained on, or requests are longer than its "
+        "max_position_embeddings or so close to max_model_len that vLLM drafts token 0 for their whole batch",
         "publish the last good drafter again and reset the prefix cache; compare RolloutEngine.served_digests with the "
-        "published ones; check drafter.model.aux_layers",
+        "published ones; check drafter.model.aux_layers, and rollout.max_prompt_tokens + max_new_tokens against "
+        "max_position_embeddings in the drafter's config.json",
         {"served": 1.0, "expected": length, "drafts": counts.num_drafts, "chance": chance},
     )
 
@@ -194,8 +196,7 @@ def _no_draft_tokens(record: StepRecord) -> Alarm:
     return Alarm(
         "no_draft_tokens",
         f"{tokens} tokens were generated with draft length {record.draft_length} and not one was drafted",
-        "the scheduler does not read the draft length, the engine was started without speculation, or a request so close "
-        "to max_model_len that vLLM stops drafting for its whole batch",
+        "the scheduler does not read the draft length, or the engine was started without speculation",
         "look into logs/rollout_*.log for the speculative configuration; leave rollout.vllm.scheduler_cls and "
         "max_model_len to cotrain",
         {"generated_tokens": tokens, "draft_length": record.draft_length},

@@ -323,6 +323,7 @@ async def _run(bench: Bench, console: TextIO) -> tuple[list[Measurement], list[S
         number = await engine.time_draft_lengths(bench.prompts)
         print(f"timed draft lengths: {number} timings in {time.perf_counter() - started:.0f} s", file=console)
         turns = await take_turns(bench, engines, console)
+        await engine.set_draft_tokens(None)  # the last arm may have fixed it
         bench.notes.append(f"adaptive, at the end: {await engine.describe_speculation()}")
         return turns
 

@@ -9,13 +9,12 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from cotrain.config import RolloutConfig
-from cotrain.failures import RunFailure
 from cotrain.records import (
     FeatureShard,
     Rollout,
@@ -27,6 +26,7 @@ from cotrain.records import (
 )
 from cotrain.rollout.acceptance_stats import counts_of_request, total_counts, verification_steps
 from cotrain.rollout.engine_arguments import engine_arguments
+from cotrain.rollout.engine_death import death_in_words
 from cotrain.rollout.feature_tap import row_bytes, within_bounds
 from cotrain.rollout.lossless_guard import environment_problems
 from cotrain.rollout.payload import WeightUpdateRefused
@@ -119,7 +119,7 @@ class RolloutEngine:
         room = min(room_for(controller.max_draft_tokens), rollout.max_model_len - max(map(len, timed)))
         request = RolloutRequest("timing", 0, timed[0], None)
         sampling = self._sampling(request, {"max_tokens": room, "ignore_eos": True, "stop": None})
-        with _death_in_words():
+        async with death_in_words(self._engine):
             num_timings = await time_steps(controller, TimedRequests(self._engine, timed, sampling), room)
         await self._follow_choice()
         return num_timings
@@ -213,7 +213,7 @@ class RolloutEngine:
 
     async def _run(self, names: list[str], requests: list[RolloutRequest], overrides: dict[str, Any]) -> list[Any]:
         engine, synchronous = self._engine, self.spec.rollout.synchronous_batches
-        with _death_in_words():
+        async with death_in_words(engine):
             if synchronous:
                 await engine.pause_generation(mode="keep", clear_cache=False)
             queues = []
@@ -289,7 +289,7 @@ class RolloutEngine:
         if policy_version < self.versions.policy:
             raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")
         started = time.perf_counter()
-        with _death_in_words():
+        async with death_in_words(self._engine):
             await self._engine.pause_generation(mode="keep", clear_cache=True)
             try:
                 await self._update(payload, Versions(policy_version, self.versions.drafter), draft=False)
@@ -313,7 +313,8 @@ class RolloutEngine:
             raise ValueError(f"{len(expected_rates)} expected rates for {k} draft tokens; give one a position")
         started = time.perf_counter()
         before = self.versions.drafter
-        await self._update(payload, Versions(self.versions.policy, drafter_version), draft=True)
+        async with death_in_words(self._engine):
+            await self._update(payload, Versions(self.versions.policy, drafter_version), draft=True)
         self._drafter_before = before
         if self._controller is not None:
             self._controller.new_drafter(expected_rates)
@@ -322,12 +323,14 @@ class RolloutEngine:
     async def check_drafter(self, payload: WeightPayload) -> None:
         """Would `update_drafter` take these weights? Raises WeightUpdateRefused if not; serves what it did."""
         update = {"path": payload.path, "digests": payload.digests, "action": "check"}
-        await self._update_session(update, self.versions, draft=True)
+        async with death_in_words(self._engine):
+            await self._update_session(update, self.versions, draft=True)
 
     async def undo_drafter_update(self) -> None:
         """Serve the drafter weights and version from before the last `update_drafter`; once after each."""
         versions = Versions(self.versions.policy, self._drafter_before)
-        await self._update_session({"action": "undo"}, versions, draft=True)
+        async with death_in_words(self._engine):
+            await self._update_session({"action": "undo"}, versions, draft=True)
         if self._controller is not None:
             self._controller.new_drafter()
 
@@ -345,15 +348,14 @@ class RolloutEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine = self._engine
-        with _death_in_words():
-            await (engine.start_draft_weight_update() if draft else engine.start_weight_update())
-            try:
-                await engine.update_weights(WeightTransferUpdateRequest(update_info=update))
-            except EngineDeadError:
-                raise
-            except Exception as error:  # vLLM sends a worker's exception as text in a bare Exception
-                raise WeightUpdateRefused(str(error)) from error
-            await engine.finish_weight_update(str(versions))
+        await (engine.start_draft_weight_update() if draft else engine.start_weight_update())
+        try:
+            await engine.update_weights(WeightTransferUpdateRequest(update_info=update))
+        except EngineDeadError:
+            raise
+        except Exception as error:  # vLLM sends a worker's exception as text in a bare Exception
+            raise WeightUpdateRefused(str(error)) from error
+        await engine.finish_weight_update(str(versions))
         self.versions = versions
 
     async def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
@@ -378,7 +380,7 @@ class RolloutEngine:
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
-        with _death_in_words():
+        async with death_in_words(self._engine):
             await self._engine.reset_prefix_cache()
 
     async def clear_drafter_cache(self) -> None:
@@ -391,7 +393,7 @@ class RolloutEngine:
 
     async def _call(self, method: str, *args: Any) -> Any:
         """Call a method of the worker."""
-        with _death_in_words():
+        async with death_in_words(self._engine):
             (result,) = await self._engine.collective_rpc(method, args=args)
         return result
 
@@ -407,17 +409,6 @@ def _check_environment() -> None:
     """Once a process, before vLLM sets variables of its own. Raises ValueError naming the first that is not allowed."""
     for name, reason in environment_problems(os.environ):
         raise ValueError(f"environment variable {name}: {reason}")
-
-
-@contextlib.contextmanager
-def _death_in_words() -> Iterator[None]:
-    """Raises RunFailure when vLLM's engine process has died."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        yield
-    except EngineDeadError as error:
-        raise RunFailure("vLLM's engine process has died: killed from outside, or out of memory") from error
 
 
 @contextlib.asynccontextmanager

@@ -156,7 +156,7 @@ def test_steps_account_for_every_token(planting: LiveEngine, k: int) -> None:
     assert bool(cut) == bool(k)
 
 
-@pytest.mark.parametrize("bug", [None, "lossy acceptance"])
+@pytest.mark.parametrize("bug", [None, "bonus token from the row before", "vLLM's CPU sampler bug"])
 def test_the_monitor_sees_a_bug_in_rollouts_of_a_run(planting: LiveEngine, target_model: Any, bug: str | None) -> None:
     monitor = LosslessMonitor(MonitorConfig(tokens=8192, false_alarm_rate=1e-3), PLAIN, "float32", seed=0)
     setting = Setting(K, "probabilistic", (PLAIN,))

@@ -1,5 +1,5 @@
-"""Faults 1, 3, 7 and 12, mostly on one engine whose drafter folder has all three: no head of its own, layer ids off by one, and
-fewer positions than the rollouts. None of them hides another."""
+"""Faults 1, 3, 7 and 12. Two of them are of one engine, whose drafter folder has no head of its own and layer ids that
+are off by one; neither hides the other."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from drafters.build import build_drafter
 from drafters.config import Eagle3Config
 from tests.engine.conftest import AUX_LAYERS, LiveEngine, make_requests
 from tests.engine.test_feature_tap_engine import HuggingFace
-from tests.faults.conftest import Fault
+from tests.faults.conftest import Fault, promise_of
 from tests.faults.runs import truncate
 
 pytestmark = pytest.mark.engine
@@ -59,7 +59,7 @@ def odd(
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     shifted = [layer + 1 for layer in AUX_LAYERS]
-    edit_config(folder, eagle_aux_hidden_state_layer_ids=shifted, max_position_embeddings=POSITIONS)
+    edit_config(folder, eagle_aux_hidden_state_layer_ids=shifted)
     with scratch_folder("odd") as scratch:
         live = LiveEngine(EngineSpec(rollout_config, str(target_folder), str(folder), AUX_LAYERS, 0, str(scratch)))
         yield live
@@ -85,15 +85,26 @@ def test_3_layer_ids_off_by_one(odd: LiveEngine, target_model: Any, fault: Fault
     fault("3", "aux layer ids + 1 in the served drafter's config.json", "check of the first step's features", steps=1)
 
 
-def test_12_rollouts_beyond_the_drafters_positions(odd: LiveEngine, fault: Fault) -> None:
-    """vLLM stops drafting, for all requests of a batch, as soon as one has passed the limit; nothing else shows it."""
-    short = odd.generate(make_requests(4))
-    assert short.speculation is not None and short.speculation.num_drafts > 0
-    batch = odd.generate(make_requests(4, length=POSITIONS + 20))
-    alarms = check_step(StepRecord(batch.rollouts, odd.engine.versions, 3, None), AlarmConfig(), 2, steps=100)
-    assert [alarm.name for alarm in alarms] == ["no_draft_tokens"]
-    assert "so close to max_model_len" in alarms[0].cause
-    fault("12b", "rollouts longer than the served drafter's positions", "no_draft_tokens", steps=1)
+def test_12_rollouts_beyond_the_drafters_positions(
+    rollout_config: RolloutConfig, target_folder: Path, fitted_drafter: Drafter, tmp_path: Path, fault: Fault
+) -> None:
+    """vLLM drafts token 0, for all requests of a batch, as soon as one has passed the limit; it says nothing."""
+    fitted_drafter.save(tmp_path / "drafter", torch.float32)
+    edit_config(tmp_path / "drafter", max_position_embeddings=POSITIONS)
+    with scratch_folder("short") as scratch:
+        spec = EngineSpec(rollout_config, str(target_folder), str(tmp_path / "drafter"), AUX_LAYERS, 0, str(scratch))
+        live = LiveEngine(spec)
+        try:
+            within = live.generate(make_requests(8))
+            beyond = live.generate(make_requests(8, length=POSITIONS + 20))
+        finally:
+            live.stop()
+    for batch, found in ((within, []), (beyond, ["acceptance_collapsed"])):
+        record = StepRecord(batch.rollouts, batch.rollouts[0].versions, 3, promise_of(within))
+        alarms = check_step(record, AlarmConfig(), 2, steps=100)
+        assert [alarm.name for alarm in alarms] == found
+    assert "max_position_embeddings" in alarms[0].cause
+    fault("12b", "rollouts longer than the served drafter's positions", "acceptance_collapsed", steps=1)
 
 
 def test_12_such_a_drafter_is_refused_before_anything_loads(
