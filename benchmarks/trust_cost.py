@@ -3,8 +3,9 @@
     cotrain train CONFIG name=NAME
     python benchmarks/trust_cost.py runs/NAME [--skip 1]
 
-gate: seconds in which the drafter trainer scores both drafters, counted in full although the policy learns beside it.
-monitor: seconds of its looks. trials: seconds of engine steps with another draft length than the chosen one; what they
+gate: CPU seconds in which the drafter trainer scores both drafters, over those of all cores: the policy learns beside it,
+and the run loses what it is kept from. (On a GPU of its own the trainer costs nothing.) "gate, waiting": the seconds it
+takes, which would be lost if nothing ran beside it. monitor: seconds of its looks. trials: seconds of engine steps with another draft length than the chosen one; what they
 cost is less, since they generate too. Prints a Markdown table.
 """
 
@@ -13,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-COLUMNS = ("gate", "monitor", "trials")
+COLUMNS = ("gate", "monitor", "trials", "together", "gate, waiting")
 
 
 def main() -> int:
@@ -21,23 +22,26 @@ def main() -> int:
     parser.add_argument("run", type=Path, nargs="+", help="run folders")
     parser.add_argument("--skip", type=int, default=0, help="leave out the first steps (default %(default)s)")
     args = parser.parse_args()
-    print(f"| run | steps | mean step, s | {' | '.join(COLUMNS)} | together |")
-    print("|---|---|---|" + "---|" * (len(COLUMNS) + 1))
+    print(f"| run | steps | mean step, s | {' | '.join(COLUMNS)} |")
+    print("|---|---|---|" + "---|" * len(COLUMNS))
     for run in args.run:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        print(table_row(run.name, [row for row in rows if row["step"] > args.skip]))
+        cores = json.loads((run / "provenance.json").read_text())["attempts"][-1]["machine"]["cores"]
+        print(table_row(run.name, [row for row in rows if row["step"] > args.skip], cores))
     return 0
 
 
-def table_row(name: str, rows: list[dict[str, float]]) -> str:
+def table_row(name: str, rows: list[dict[str, float]], cores: int) -> str:
     seconds = sum(row["time/step_s"] for row in rows)
     spent = {
-        "gate": sum(row.get("drafter/score_s") or 0.0 for row in rows),
+        "gate": sum(row.get("drafter/score_cpu_s") or 0.0 for row in rows) / cores,
         "monitor": sum(row.get("time/lossless_s") or 0.0 for row in rows),
         "trials": sum((row.get("rollout/speculation_trial_share") or 0.0) * row["time/generate_s"] for row in rows),
     }
-    shares = [f"{spent[column] / seconds:.2%}" for column in COLUMNS]
-    return f"| {name} | {len(rows)} | {seconds / len(rows):.1f} | {' | '.join(shares)} | {sum(spent.values()) / seconds:.2%} |"
+    spent["together"] = sum(spent.values())
+    spent["gate, waiting"] = sum(row.get("drafter/score_s") or 0.0 for row in rows)
+    shares = " | ".join(f"{spent[column] / seconds:.2%}" for column in COLUMNS)
+    return f"| {name} | {len(rows)} | {seconds / len(rows):.1f} | {shares} |"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ before older ones are seen again.
 
 import hashlib
 import json
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from math import ceil
@@ -159,6 +159,16 @@ def split_holdout(
     count = min(max(round(share * len(keys)), 1), len(keys) - 1) if share > 0 and keys else 0
     held = set(sorted(keys, key=lambda key: hashlib.blake2b(f"{seed}/{key}".encode()).digest())[:count])
     return [r for r in records if r.prompt_key not in held], [r for r in records if r.prompt_key in held]
+
+
+def spread_over_prompts(records: list[FeatureRecord], most: int) -> list[FeatureRecord]:
+    """At most `most` rollouts in the order given: the first of each prompt, then the second of each, and so on."""
+    seen: Counter[str] = Counter()
+    ranks = []
+    for index, record in enumerate(records):
+        ranks.append((seen[record.prompt_key], index))
+        seen[record.prompt_key] += 1
+    return [records[index] for index in sorted(index for _, index in sorted(ranks)[:most])]
 
 
 def batches_of(records: list[FeatureRecord], batch_tokens: int) -> list[DraftBatch]:

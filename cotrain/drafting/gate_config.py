@@ -32,6 +32,10 @@ class GateConfig(Section):
     min_prompts: Annotated[int, Field(ge=2)] = 4
     """Fewest prompts these come from. Rollouts of one prompt resemble each other, so the noise is that of prompts."""
 
+    max_rollouts: PositiveInt = 32
+    """Most rollouts of a step that drafters are scored on, spread over its prompts: scoring all of a large step would
+    cost a tenth of its time and decide little better."""
+
     train_when: Literal["always", "every", "drift"] = "every"
     """always: in every step. every: in every drafter.train_every-th step. drift: while training saves more seconds
     than it costs, when acceptance falls, and now and then to find out."""
@@ -65,7 +69,7 @@ class GateConfig(Section):
 
     @model_validator(mode="after")
     def _keeps_rules(self) -> Self:
-        return config_rules.check(self, (_prompts_fit_rollouts, _exploration_leaves_pauses))
+        return config_rules.check(self, (_prompts_fit_rollouts, _bounds_leave_room, _exploration_leaves_pauses))
 
 
 def _prompts_fit_rollouts(gate: GateConfig) -> Iterator[Problem]:
@@ -74,6 +78,15 @@ def _prompts_fit_rollouts(gate: GateConfig) -> Iterator[Problem]:
             "min_prompts",
             f"{gate.min_prompts} prompts are at least as many rollouts, but min_rollouts is {gate.min_rollouts}; "
             "raise min_rollouts to that, or lower min_prompts",
+        )
+
+
+def _bounds_leave_room(gate: GateConfig) -> Iterator[Problem]:
+    if gate.max_rollouts < gate.min_rollouts:
+        yield Problem(
+            "max_rollouts",
+            f"at most {gate.max_rollouts} rollouts are scored, but min_rollouts is {gate.min_rollouts}; raise it to that, "
+            "or lower min_rollouts",
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cotrain.config import DrafterConfig, RolloutConfig
-from cotrain.drafting.buffer import FeatureBuffer, batches_of, split_holdout
+from cotrain.drafting.buffer import FeatureBuffer, batches_of, split_holdout, spread_over_prompts
 from cotrain.drafting.features import FeatureRecord, read_shard
 from cotrain.drafting.host_memory import return_freed_blocks
 from cotrain.drafting.schedule import num_updates
@@ -137,20 +137,21 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def score_fresh(self, serving: int, keep: Collection[int]) -> FreshScores:
-        """Both drafters on the rollouts of the last `add_features`, for the draft tokens served.
+        """Both drafters on rollouts of the last `add_features`, gate.max_rollouts at most, for the draft tokens served.
 
         Call it before `train`: a rollout tests a drafter once, and trains it from then on. serving: the version that
         the engines have; other publications than that and `keep` are forgotten.
         """
         self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
-        batches = batches_of(self._fresh, self._config.batch_tokens)
+        scored = spread_over_prompts(self._fresh, self._config.gate.max_rollouts)
+        batches = batches_of(scored, self._config.batch_tokens)
         served = min(self._rollout.draft_tokens, self.drafter.trained_depth)
 
         def score(drafter: Drafter) -> RolloutAcceptance:
             return rollout_acceptance([self._loss(batch, drafter).acceptance for batch in batches], served)
 
         return FreshScores(
-            prompts=[record.prompt_key for record in self._fresh],
+            prompts=[record.prompt_key for record in scored],
             serving=score(self._published[serving]),
             candidate=score(self.drafter) if self._sessions else None,
             sessions=self._sessions,

@@ -35,8 +35,12 @@ REFUSED = [
     ("rollout.features.window=4", "rollout.features.window: 4 positions of a rollout are too few to expect"),
     ("rollout.prompts_per_step=2", "drafter.gate.min_prompts: 4, but a step has 2 prompts (rollout.prompts_per_step)"),
     (
-        "drafter.gate.min_rollouts=65",
+        "drafter.gate={min_rollouts=65, max_rollouts=65}",
         "drafter.gate.min_rollouts: 65, but a step has 8 prompts x 8 samples = 64 rollouts",
+    ),
+    (
+        "drafter.gate.max_rollouts=15",
+        "drafter.gate.max_rollouts: at most 15 rollouts are scored, but min_rollouts is 16",
     ),
     ("drafter.gate.min_prompts=17", "drafter.gate.min_prompts: 17 prompts are at least as many rollouts"),
     ("drafter.publish_every=0", "drafter.publish_every"),

@@ -3,7 +3,7 @@ from itertools import chain
 import pytest
 import torch
 
-from cotrain.drafting.buffer import FeatureBuffer, batches_of, pack, split_holdout
+from cotrain.drafting.buffer import FeatureBuffer, batches_of, pack, split_holdout, spread_over_prompts
 from tests.cotrain.drafting.conftest import make_record
 
 PLENTY = 10**9
@@ -153,6 +153,23 @@ def test_holdout_never_shares_a_prompt_with_training():
 @pytest.mark.parametrize(("num_prompts", "share", "held_out"), [(4, 0.125, 1), (1, 0.5, 0), (8, 0.0, 0), (0, 0.5, 0)])
 def test_holdout_takes_a_prompt_when_it_can(num_prompts, share, held_out):
     assert len(split_holdout([make_record(prompt=p) for p in range(num_prompts)], share, seed=0)[1]) == held_out
+
+
+@pytest.mark.parametrize(
+    ("most", "kept"),
+    [
+        (2, [0, 4]),
+        (3, [0, 4, 5]),
+        (4, [0, 1, 4, 5]),
+        (5, [0, 1, 4, 5, 6]),
+        (6, [0, 1, 2, 4, 5, 6]),
+        (99, list(range(7))),
+    ],
+)
+def test_a_bounded_number_of_rollouts_is_spread_over_the_prompts(most, kept):
+    prompts = [1, 1, 1, 1, 2, 3, 3]  # in the order of generation
+    records = [make_record(prompt=p, response_length=3 + i) for i, p in enumerate(prompts)]
+    assert [records.index(record) for record in spread_over_prompts(records, most)] == kept
 
 
 def test_all_batches_cover_the_records_in_order():

@@ -234,6 +234,7 @@ def test_served_length_is_that_of_the_counters():
     ("fields", "message"),
     [
         ({"min_rollouts": 4, "min_prompts": 8}, "min_prompts: 8 prompts are at least as many rollouts"),
+        ({"max_rollouts": 12}, "max_rollouts: at most 12 rollouts are scored, but min_rollouts is 16"),
         ({"train_when": "drift", "explore_every": 1}, "explore_every: is 1, which trains in every step"),
         ({"min_prompts": 1}, "min_prompts"),
         ({"confidence": 0.5}, "confidence"),
