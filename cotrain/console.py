@@ -22,6 +22,9 @@ Metrics = Mapping[str, float | None]
 ETA_WINDOW = 10
 """Steps averaged for the time left; the first ones are slower."""
 
+LEAST_DRAFTS = 100
+"""Verification steps that the summary takes an acceptance length from, at least: a dozen say nothing."""
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -163,7 +166,7 @@ def _drafter_lines(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: Ru
     assert config.drafter is not None
     how = "trained beside it" if config.drafter.train else "frozen"
     lines = [f"  drafter      {config.drafter.model.type}, {how}"]
-    if acceptance := _from_to(rows, "rollout/acceptance_length", span):
+    if acceptance := _acceptance(rows, span):
         k = config.rollout.draft_tokens
         lines.append(f"  acceptance   {acceptance}   (tokens per verification step; 1 is no gain, {k + 1} the most)")
     lines.append(f"  swaps        {_swaps(rows)}")
@@ -172,7 +175,7 @@ def _drafter_lines(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: Ru
     if run.speculation:
         lines.append(f"  speculation  {run.speculation}")
     if gain := _from_to(rows, "rollout/speedup_vs_no_speculation", span):
-        lines.append(f"  speed        {gain} times no speculation, measured in this run")
+        lines.append(f"  speed        decoding {gain} times no speculation, by step times measured in this run")
     else:
         lines.append("  speed        against no speculation was not measured in this run; `cotrain bench` measures it")
     return lines
@@ -199,6 +202,26 @@ def _lossless(rows: Sequence[Mapping[str, Any]], run: RunSummary) -> str:
         same = "identical with and without speculation" if run.greedy_identical else "DIFFERS: please report this"
         found.append(f"greedy output {same}")
     return "; ".join(found)
+
+
+def _acceptance(rows: Sequence[Mapping[str, Any]], span: int) -> str | None:
+    """Over the first and the last steps: `span` of them, and as many more as it takes for LEAST_DRAFTS."""
+    drafted = [
+        (row["rollout/acceptance_length"], row.get("rollout/num_drafts") or LEAST_DRAFTS)
+        for row in rows
+        if row.get("rollout/acceptance_length") is not None
+    ]
+    if not drafted:
+        return None
+
+    def pooled(steps: Sequence[tuple[float, float]]) -> float:
+        taken = next(
+            (n for n in range(span, len(steps)) if sum(drafts for _, drafts in steps[:n]) >= LEAST_DRAFTS), len(steps)
+        )
+        total = sum(drafts for _, drafts in steps[:taken])
+        return sum(length * drafts for length, drafts in steps[:taken]) / total
+
+    return f"{pooled(drafted):.2f} -> {pooled(drafted[::-1]):.2f}"
 
 
 def _from_to(rows: Sequence[Mapping[str, Any]], name: str, span: int) -> str | None:

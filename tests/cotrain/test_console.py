@@ -120,6 +120,15 @@ def test_the_summary_of_a_whole_run(stream, run_config, run):
         assert part in text
 
 
+def test_a_step_with_a_handful_of_drafts_does_not_stand_for_a_run(stream, run_config, run):
+    """Its length counts by its drafts, beside those of as many steps as it takes for a hundred of them."""
+    drafts = {1: 4, 2: 96, 19: 80, 20: 20}
+    steps = [row | {"rollout/num_drafts": drafts.get(row["step"], 500)} for row in rows()]
+    steps[0]["rollout/acceptance_length"] = 4.0
+    text = summary(stream, run_config(steps=20), run, [*steps[:2], {"step": 3, "rollout/num_drafts": 0.0}, *steps[3:]])
+    assert f"acceptance   {(4 * 4.0 + 96 * 1.1) / 100:.2f} -> {(80 * 1.95 + 20 * 2.0) / 100:.2f} " in text
+
+
 def test_the_summary_tells_what_was_proven_and_decided(stream, run_config, run):
     looks = {"lossless/look": 1.0, "lossless/tokens": 2048.0, "lossless/passed": 1.0}
     steps = [row | ({"gate/publish": float(row["step"] % 4 > 0)} | looks if row["step"] < 9 else {}) for row in rows()]
@@ -136,7 +145,7 @@ def test_the_summary_claims_no_speed_that_was_not_measured(stream, run_config, r
     text = summary(stream, run_config(), run, rows())
     assert "not measured in this run" in text and "times no speculation" not in text
     text = summary(stream, run_config(), run, rows(**{"rollout/speedup_vs_no_speculation": 0.9}))
-    assert "0.90 -> 0.90 times no speculation, measured" in text
+    assert "decoding 0.90 -> 0.90 times no speculation, by step times measured" in text
 
 
 def test_the_summary_says_what_went_wrong(stream, run_config, run):
