@@ -110,7 +110,7 @@ def test_the_summary_of_a_whole_run(stream, run_config, run):
     for part in (
         "Done: 20 of 20 steps in 7m",
         "reward       0.35 -> 1.75",
-        "acceptance   1.08 -> 1.98",
+        "acceptance   1.07 -> 1.98",
         "4 the most",
         "swaps        10 drafters",
         "identical with and without speculation",
