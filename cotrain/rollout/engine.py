@@ -36,8 +36,9 @@ from cotrain.rollout.step_timing import TimedRequests, room_for, time_steps
 POLICY_READBACK_COLUMNS = 32
 """Input columns of each packed policy matrix read back after an update. Drafters are read back whole."""
 
-UPDATE_SECONDS = 0.25
-"""Time between two looks of the speculation controller at the engine's steps."""
+UPDATE_SECONDS = 1.0
+"""Time between two looks of the speculation controller at the engine's steps. On a CPU each look takes a core from the
+engine for a moment, and its other threads wait."""
 
 TIMED_PROMPT_TOKENS = 32
 """Of each prompt, its last ones, that engine steps are timed after. Prefilling more would take most of the time."""
