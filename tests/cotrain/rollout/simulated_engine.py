@@ -15,7 +15,7 @@ from cotrain.rollout.speculation_config import SpeculationConfig
 from cotrain.rollout.step_planner import StepPlanner
 
 K = 3
-UPDATE_SECONDS = 0.25
+UPDATE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
