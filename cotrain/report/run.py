@@ -21,6 +21,8 @@ STAGES = {
     "swap_drafter": "drafter swap",
 }
 
+SPEEDUP = "rollout/speedup_vs_no_speculation"
+
 
 def write_run_report(folder: Path) -> Path:
     """Write report/report.html and its PNGs into the folder of a run; returns the page.
@@ -34,7 +36,7 @@ def write_run_report(folder: Path) -> Path:
 def run_page(run: RunRecord) -> Page:
     """The page of a run with at least one step."""
     drafter = run.setting("drafter")
-    speculation = [_acceptance(run), _positions(run), _lag(run), _drafter_loss(run)] if drafter else []
+    speculation = [_acceptance(run), _positions(run), _speedup(run), _lag(run), _drafter_loss(run)] if drafter else []
     policy = [
         _curve(run, "reward", "Reward", "policy/reward", "mean reward", "Mean reward of each step's rollouts."),
         _curve(run, "response_length", "Response length", "rollout/response_length", "tokens",
@@ -52,9 +54,10 @@ def run_page(run: RunRecord) -> Page:
         summary=_summary(run),
         facts=_facts(run),
         sections=[
-            Section("Speculation", plots=speculation, tables=[_decisions(run)] if run.decisions else [])
+            Section("Speculation", plots=speculation)
             if drafter
             else Section("Speculation", ["This run has no drafter: its rollouts were generated without speculation."]),
+            *([Section("What was decided about the drafter", tables=[_decisions(run)])] if run.decisions else []),
             Section("Policy", plots=policy),
             Section("Time", plots=time),
             *_provenance(run),
@@ -116,7 +119,7 @@ def _facts(run: RunRecord) -> list[Fact]:
         f"tokens a verification step; 1 is no gain, {_most(run)} the most; first and last tenth",
     )  # fmt: skip
     gain = _from_to(
-        run, "Against no speculation", "rollout/speedup_vs_no_speculation", 10, "tokens/s, measured in this run"
+        run, "Against no speculation", SPEEDUP, 10, "times the speed of decoding, by step times measured in this run"
     )
     if gain.value == NOT_MEASURED:
         gain = Fact(gain.label, gain.value, "cotrain bench or a study with a no-speculation arm measures it")
@@ -246,6 +249,14 @@ def _curve(run: RunRecord, name: str, title: str, metric: str, ylabel: str, text
         return Plot(name, title, None, f"No step of this run measured it ({metric}).")
     alt = _described(run.steps, line.values, title)
     return Plot(name, title, lambda width: line_figure([line], ylabel, width), text, alt)
+
+
+def _speedup(run: RunRecord) -> Plot:
+    return _curve(
+        run, "speedup", "Speed against no speculation", SPEEDUP, "times as fast",
+        "How many times faster the step's tokens were decoded than without speculation, by the measured times of engine "
+        "steps. 1 where speculation was off; prompts are not in it.",
+    )  # fmt: skip
 
 
 def _stages(run: RunRecord) -> Plot:

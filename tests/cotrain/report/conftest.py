@@ -22,6 +22,7 @@ def row(step: int, **changes: Any) -> Row:
         "rollout/response_length": 20.0,
         "rollout/generated_tokens": 1000,
         "rollout/tokens_per_s": 50.0,
+        "rollout/speedup_vs_no_speculation": 0.9 + 0.01 * step,
         "rollout/acceptance_length": 1.0 + 0.1 * step,
         "rollout/acceptance_rate_pos_1": 0.08 * step,
         "rollout/acceptance_rate_pos_2": 0.02 * step,

@@ -34,10 +34,17 @@ def test_headline_facts(full: Path) -> None:
     assert found["Drafter swaps"].value == "12"
     assert found["Time"].value == "6m"
     assert found["Tokens generated"] == Fact("Tokens generated", "12,000", "50 a second of generation")
-    assert found["Against no speculation"].value == "not measured"
+    assert found["Against no speculation"].value == "0.91 -> 1.02"
     # Step t + 1 serves exactly what step t expects: 1.1 + 0.1 t.
     assert found["Expected against served"].value == "+0.0\u00a0%"
     assert "11 steps" in found["Expected against served"].note
+
+
+def test_a_speed_that_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
+    rows = [row(step, rollout__speedup_vs_no_speculation=None) for step in range(1, 5)]
+    folder = write_run(tmp_path / "run", rows)
+    assert facts(folder)["Against no speculation"].value == "not measured"
+    assert plots(folder)["speedup"].draw is None
 
 
 def test_expected_that_is_too_hopeful_shows(tmp_path: Path) -> None:
@@ -53,7 +60,7 @@ def test_the_page_is_whole_and_needs_no_other_file(full: Path) -> None:
     assert not re.search(r"@import|<script|<link", text)
     pngs = {path.stem for path in page.parent.glob("*.png")}
     assert pngs == {name for name, plot in plots(full).items() if plot.draw}
-    assert len(images(page)) == len(pngs) == 8
+    assert len(images(page)) == len(pngs) == 9
     assert all(alt for alt, _ in images(page))
     assert "Served acceptance length: 1.10 in step 1, 2.20 in step 12" in images(page)[0][0]
     for label in ("served", "expected on unseen rollouts", "first step of a new drafter"):
@@ -78,7 +85,7 @@ def test_one_step(tmp_path: Path) -> None:
     assert "Reward: 0.10 in step 1, its only value." in text
     assert "1 of 1 step, and its mean reward was 0.10. " in text
     assert facts(folder)["Acceptance length"].value == "1.10"
-    assert len(images(write_run_report(folder))) == 8
+    assert len(images(write_run_report(folder))) == 9
 
 
 def test_a_run_without_a_drafter_says_so(tmp_path: Path) -> None:
