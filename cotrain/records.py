@@ -36,6 +36,8 @@ class RolloutRequest:
     prompt_token_ids: list[int]
     seed: int | None
     """Sampling seed; None draws from the engine's own generator (probabilistic drafts have no seeds in vLLM)."""
+    max_new_tokens: int | None = None
+    """Most tokens of this response; None is rollout.max_new_tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ class Bench:
     threads: int
     breakdown: bool
     notes: list[str]
+    drain: bool = False
 
     @property
     def speculations(self) -> list[str]:
@@ -88,9 +89,14 @@ class Bench:
                 number,
                 self.prompts[number % len(self.prompts)],
                 None if self.draft_sample_method(arm) == "probabilistic" else self.seed + number,
+                self._length(i, batch),
             )
-            for number in numbers
+            for i, number in enumerate(numbers)
         ]
+
+    def _length(self, index: int, batch: int) -> int | None:
+        """Of a batch that drains: evenly spread, at least 2 tokens."""
+        return max(2, ceil(self.rollout.max_new_tokens * (index + 1) / batch)) if self.drain else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=64, help="length of every response (default %(default)s)")
     parser.add_argument(
         "--stop-at-eos", action="store_true", help="responses end where the model ends them, after --tokens at most"
+    )
+    parser.add_argument(
+        "--drain",
+        action="store_true",
+        help="the responses of a batch end one after another, the last after --tokens: the batch drains alike in all arms",
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of every arm (default %(default)s)")
     parser.add_argument(
@@ -179,6 +190,8 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Bench:
             raise ValueError(f"--{name}: {getattr(args, name)} is below {least}")
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads: {args.threads} is below 1")
+    if args.drain and args.stop_at_eos:
+        raise ValueError("--drain: gives every response its length, --stop-at-eos lets the model end it; leave one out")
     gpus = machine()["gpus"]
     if args.breakdown and gpus:
         raise ValueError("--breakdown: times phases on the host's clock, which says nothing of a GPU; leave it out")
@@ -210,7 +223,7 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Bench:
     num_threads = args.threads or threads.num_cores()
     return Bench(
         arms, batches, args.rounds, args.groups, args.seed, model, drafter, aux_layers, rollout, prompts, num_threads,
-        args.breakdown, notes,
+        args.breakdown, notes, args.drain,
     )  # fmt: skip
 
 

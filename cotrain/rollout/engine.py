@@ -234,7 +234,7 @@ class RolloutEngine:
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
             "top_k": rollout.top_k or -1,
-            "max_tokens": rollout.max_new_tokens,
+            "max_tokens": request.max_new_tokens or rollout.max_new_tokens,
             "stop": list(rollout.stop) or None,
             "ignore_eos": rollout.ignore_eos,
             "seed": request.seed,

@@ -91,6 +91,7 @@ def test_the_adaptive_arm_gives_the_choice_to_the_engine() -> None:
         (["--tokens", "1"], "--tokens: 1 is below 2"),
         (["--groups", "0"], "--groups: 0 is below 1"),
         (["--rounds", "0"], "--rounds: 0 is below 1"),
+        (["--drain", "--stop-at-eos"], "--drain: gives every response its length"),
         (["--threads", "0"], "--threads: 0 is below 1"),
         (["--tokens", "100000"], "--tokens: the longest prompt has .* positions of tiny:llama; lower --tokens"),
         (["--drafter", "nowhere"], "--drafter: nowhere/config.json does not exist"),
@@ -152,6 +153,14 @@ def test_all_arms_of_a_round_get_the_same_requests() -> None:
     assert [r.prompt_token_ids for r in bench.requests(GREEDY, 2, 2, 0)] == [[4], [5]]
     assert [r.seed for r in bench.requests(GREEDY, 2, 1, 0)] == [9, 10]
     assert {r.seed for r in bench.requests(Arm("probabilistic", 1), 2, 1, 0)} == {None}
+
+
+def test_a_batch_that_drains_does_so_alike_in_all_arms(tmp_path: Path) -> None:
+    bench = prepare(options("--methods", "none", "--tokens", "10", "--batch", "4", "--drain"), tmp_path)
+    lengths = {arm: [r.max_new_tokens for r in bench.requests(arm, 4, 1, 0)] for arm in (NO_SPECULATION, GREEDY)}
+    assert lengths[NO_SPECULATION] == lengths[GREEDY] == [3, 5, 8, 10]
+    assert [r.max_new_tokens for r in bench.requests(GREEDY, 16, 0, 0)][:4] == [2, 2, 2, 3]
+    assert {r.max_new_tokens for r in small_bench().requests(GREEDY, 2, 1, 0)} == {None}
 
 
 def test_no_two_turns_share_a_request() -> None:
