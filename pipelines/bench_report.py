@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from math import exp, log, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 ADAPTIVE = "adaptive"
@@ -98,6 +99,7 @@ def _arm_row(measurements: Sequence[Measurement], arm: Arm) -> dict[str, Any]:
         "ratio": median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
+        **_mean_and_error(ratios),
         "acceptance_length": None,
         "acceptance_per_position": [],
     }
@@ -107,6 +109,13 @@ def _arm_row(measurements: Sequence[Measurement], arm: Arm) -> dict[str, Any]:
         row["acceptance_length"] = 1 + sum(accepted) / sum(m.num_steps for m in own)
         row["acceptance_per_position"] = [count / drafts for count in accepted]
     return row
+
+
+def _mean_and_error(ratios: Sequence[float]) -> dict[str, float | None]:
+    """Geometric mean, and its standard error by the scatter of the rounds; no error of a single round."""
+    logs = [log(ratio) for ratio in ratios]
+    mean = exp(fmean(logs))
+    return {"ratio_mean": mean, "ratio_error": mean * stdev(logs) / sqrt(len(logs)) if len(logs) > 1 else None}
 
 
 def phases_of_a_step(turns: Iterable[list[dict[str, float]]], batch: int) -> dict[str, float]:
@@ -152,11 +161,12 @@ def markdown(about: dict[str, Any], found: dict[str, Any]) -> str:
         *(f"Note: {note}." for note in about["notes"]),
         "",
         *_table(
-            ("batch", "arm", "tokens/s", "ratio", "min..max", "acceptance length", "accepted at 1, 2, ..."),
+            ("batch", "arm", "tokens/s", "ratio", "min..max", "mean", "acceptance length", "accepted at 1, 2, ..."),
             [_arm_cells(row) for row in found["arms"]],
         ),
         "",
         "tokens/s: decoding, median over rounds. ratio: to no speculation in the same round, median and range.",
+        "mean: geometric mean of these ratios, with its standard error by the scatter of the rounds.",
         "acceptance length: tokens per verification step. accepted: share of drafts whose position was accepted.",
     ]
     if found["breakdown"]:
@@ -181,6 +191,7 @@ def _arm_cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['tokens_per_second']:.1f}",
         f"{row['ratio']:.2f}",
         f"{row['ratio_min']:.2f}..{row['ratio_max']:.2f}",
+        f"{row['ratio_mean']:.3f}" + ("" if row["ratio_error"] is None else f" ± {row['ratio_error']:.3f}"),
         "" if length is None else f"{length:.2f}",
         " ".join(f"{rate:.2f}" for rate in row["acceptance_per_position"]),
     )

@@ -215,6 +215,13 @@ def test_a_turn_is_the_sum_of_its_groups() -> None:
     assert {(m.num_tokens, m.decode_seconds, m.seconds) for m in measurements} == {(3 * 8, 3.0, 3.0)}
 
 
+ABOUT = {
+    "date": "2026-11-21", "packages": {"vllm": "0.32.0"}, "threads": 2, "notes": ["k = 2 is much"],
+    "machine": {"gpus": [], "cpu": "EPYC", "cores": 2, "load_average_before": 0.1},
+    "options": vars(options("--drafter", "folder")),
+}  # fmt: skip
+
+
 def test_the_ratio_compares_within_a_round() -> None:
     """A machine that slows down threefold in the last round changes speeds, not ratios."""
     seconds = {0: 2.0, 1: 2.0, 2: 6.0}
@@ -226,6 +233,15 @@ def test_the_ratio_compares_within_a_round() -> None:
     assert (none["method"], none["ratio"], none["acceptance_length"]) == ("none", 1.0, None)
     assert none["tokens_per_second"] == 30.0
     assert (greedy["ratio"], greedy["ratio_min"], greedy["ratio_max"]) == pytest.approx((1.4, 1.2, 1.5))
+    # Logs of 1.5, 1.2 and 1.4: mean 0.30808, standard deviation 0.11425.
+    assert (greedy["ratio_mean"], greedy["ratio_error"]) == pytest.approx((1.36082, 0.08976), rel=1e-3)
+    assert " 1.361 ± 0.090 " in markdown(ABOUT, {"arms": [none, greedy], "breakdown": []})
+
+
+def test_a_single_round_has_no_error() -> None:
+    _, greedy = results([measured(NO_SPECULATION, 0, 2.0), measured(GREEDY, 0, 1.0)], [])["arms"]
+    assert (greedy["ratio_mean"], greedy["ratio_error"]) == (2.0, None)
+    assert "±" not in markdown(ABOUT, {"arms": [greedy], "breakdown": []})
 
 
 def test_acceptance_length_counts_steps_without_a_draft() -> None:
@@ -266,13 +282,8 @@ def test_the_breakdown_is_of_decoding_steps_with_the_whole_batch() -> None:
 def test_report_files(tmp_path: Path) -> None:
     drafted = measured(GREEDY, 0, 0.5, num_drafts=40, num_draft_tokens=80, accepted_per_position=(16, 4))
     found = results([measured(NO_SPECULATION, 0, 1.0), drafted], [StepTimes(GREEDY, 1, [step(0.0, 1), step(0.01, 1)])])
-    about = {
-        "date": "2026-11-21", "packages": {"vllm": "0.32.0"}, "threads": 2, "notes": ["k = 2 is much"],
-        "machine": {"gpus": [], "cpu": "EPYC", "cores": 2, "load_average_before": 0.1},
-        "options": vars(options("--drafter", "folder")),
-    }  # fmt: skip
-    text = markdown(about, found)
-    assert "| 1     | greedy k=2     | 120.0    | 2.00  | 2.00..2.00 | 1.50 " in text
+    text = markdown(ABOUT, found)
+    assert "| 1     | greedy k=2     | 120.0    | 2.00  | 2.00..2.00 | 2.000 | 1.50 " in text
     assert "| 1     | greedy k=2 | 10.0 | 3.0 " in text
     assert "Note: k = 2 is much." in text
     plot(found["arms"], tmp_path / "bench.png")
