@@ -22,7 +22,7 @@ class SpeculationConfig(Section):
     """Times each draft length is timed at each of these batch sizes; the median counts. At most as many times again
     where it is then in doubt whether speculation pays, or at which length."""
 
-    measure_seconds: PositiveFloat = 20.0
+    measure_seconds: PositiveFloat = 60.0
     """Seconds after which no further batch size is timed at the start; what was left out is learnt while running."""
 
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
