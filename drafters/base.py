@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 
 from drafters.acceptance import StartAcceptance
 from drafters.config import ObjectiveConfig
+
+if TYPE_CHECKING:
+    from drafters.alignment import Alignment
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -115,6 +119,16 @@ class DraftLoss:
     num_tokens: int  # supervised start positions
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """What a drafter makes of a batch, before its head: K draft positions, S starts."""
+
+    hidden: Sequence[Tensor]  # K tensors [S, H] that the head reads
+    head: Tensor  # [V_draft, H]
+    draft_to_target: Tensor  # [V_draft] target ids of the head's rows, ascending
+    eos_token_ids: tuple[int, ...]
+
+
 class Drafter(nn.Module, ABC):
     """A trainable drafter for one target. Parameters and buffers are exactly what is saved."""
 
@@ -132,6 +146,10 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def max_positions(self) -> int:
         """Tokens of prompt, response and draft together beyond which an engine does not draft."""
+
+    @abstractmethod
+    def drafts(self, batch: DraftBatch, alignment: "Alignment", target: TargetWeights) -> Drafts:
+        """Unroll to trained_depth from every start."""
 
     @abstractmethod
     def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:

@@ -5,22 +5,23 @@ position 0 of start r-1, position 1 of start r-2 and so on. So the outer loop ru
 inner one over draft positions, gradients are taken on the spot, and nothing of size rows x vocabulary outlives a chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from drafters.alignment import Alignment
-from drafters.base import Sampler
+from drafters.acceptance import StartAcceptance
+from drafters.alignment import Alignment, align, beyond_stop, generated_before
+from drafters.base import DraftBatch, Drafter, DraftLoss, Drafts, Sampler, TargetWeights
 from drafters.config import ObjectiveConfig
 from drafters.objectives import compare
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's final hidden states, its head, and what of its distribution the drafter can propose."""
+    """The target's final hidden states, its head, and what of its distribution a drafter can propose."""
 
     token_ids: Tensor  # [N]
     final_hidden: Tensor  # [N, H]
@@ -33,11 +34,19 @@ class Teacher:
 
         Rows sum to less than 1: the rest is the mass of tokens the drafter cannot propose, hence a certain rejection.
         """
+        return self.of_draft_vocabulary(*self.processed_logits(rows))
+
+    def processed_logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [R, V] of the whole vocabulary after temperature, top-k and top-p, and their logsumexp [R, 1]."""
         logits = at_least_float32(self.final_hidden[rows].to(self.head.dtype) @ self.head.T)
         if self.sampler.temperature == 0:
-            return (logits.argmax(-1, keepdim=True) == self.draft_to_target).to(logits.dtype)
+            likeliest = logits.argmax(-1, keepdim=True)
+            return torch.full_like(logits, -torch.inf).scatter_(1, likeliest, 0.0), logits.new_zeros(len(rows), 1)
         logits = truncate(logits.div_(self.sampler.temperature), self.sampler.top_k, self.sampler.top_p)
-        normaliser = logits.logsumexp(-1, keepdim=True)
+        return logits, logits.logsumexp(-1, keepdim=True)
+
+    def of_draft_vocabulary(self, logits: Tensor, normaliser: Tensor) -> Tensor:
+        """`probabilities` from `processed_logits`, which stay as they are."""
         return logits[:, self.draft_to_target].sub_(normaliser).exp_()
 
     def drawn_draft_ids(self, rows: Tensor) -> Tensor:
@@ -54,6 +63,88 @@ class Losses(NamedTuple):
     per_position: Tensor  # [K] mean loss of the supervised starts
     acceptance: Tensor  # [K, S] probability that a draft is accepted; NaN where not supervised
     drawn_accepted: Tensor  # [K, S] probability that the rollout's own next token was an accepted draft; NaN likewise
+
+
+def drafter_loss(
+    drafter: Drafter, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig
+) -> DraftLoss:
+    """What `Drafter.loss` is: unroll, compare, and give the acceptance back by rollout."""
+    alignment = align(batch, drafter.trained_depth)
+    drafts = drafter.drafts(batch, alignment, target)
+    losses = draft_loss(drafts.hidden, drafts.head, _teacher(drafts, batch, target, sampler), alignment, objective)
+    (acceptance,) = _of_rollouts([(losses.acceptance, losses.drawn_accepted)], batch, alignment, drafts.eos_token_ids)
+    return DraftLoss(losses.loss, losses.per_position, acceptance, int(alignment.supervised[0].sum()))
+
+
+@torch.no_grad()
+def acceptances(
+    drafters: Sequence[Drafter], batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig
+) -> list[StartAcceptance]:
+    """`drafter_loss(...).acceptance` of each drafter, for which the target's distribution is computed only once.
+
+    Drafters may differ in weights and draft vocabulary. Raises ValueError when they differ in trained depth.
+    """
+    depths = {drafter.trained_depth for drafter in drafters}
+    if len(depths) != 1:
+        raise ValueError(f"drafters of different trained depths cannot be compared: {sorted(depths)}")
+    alignment = align(batch, depths.pop())
+    drafts = [drafter.drafts(batch, alignment, target) for drafter in drafters]
+    teachers = [_teacher(own, batch, target, sampler) for own in drafts]
+    found = []
+    for own in drafts:
+        precision = torch.promote_types(own.head.dtype, torch.float32)
+        found.append(own.head.new_full((2, *alignment.supervised.shape), torch.nan, dtype=precision))
+    for chunk in _chunks(alignment, objective.chunk_tokens):
+        processed = teachers[0].processed_logits(chunk.rows)
+        for own, teacher, table in zip(drafts, teachers, found, strict=True):
+            p = teacher.of_draft_vocabulary(*processed)
+            for k, starts, rows in chunk.positions:
+                logits = at_least_float32(own.hidden[k][starts] @ own.head.T)
+                p_k = p[torch.searchsorted(chunk.rows, rows)]
+                result = compare(p_k, logits, teacher.drawn_draft_ids(rows), sampler, objective, with_gradient=False)
+                table[0, k, starts], table[1, k, starts] = result.acceptance, result.drawn_accepted
+    return _of_rollouts([(table[0], table[1]) for table in found], batch, alignment, drafts[0].eos_token_ids)
+
+
+def _teacher(drafts: Drafts, batch: DraftBatch, target: TargetWeights, sampler: Sampler) -> Teacher:
+    return Teacher(batch.token_ids, batch.final_hidden, target.head, drafts.draft_to_target, sampler)
+
+
+def _of_rollouts(
+    tables: Sequence[tuple[Tensor, Tensor]], batch: DraftBatch, alignment: Alignment, eos_token_ids: Sequence[int]
+) -> list[StartAcceptance]:
+    """`Losses.acceptance` and `drawn_accepted` by rollout, 0 behind an end-of-sequence token."""
+    stopped = beyond_stop(batch, alignment.start_rows, len(alignment.supervised), eos_token_ids)
+    rollout = batch.document_ids[alignment.start_rows]
+    offset = generated_before(batch, alignment.start_rows)
+    return [
+        StartAcceptance(probability.masked_fill(stopped, 0.0), drawn.masked_fill(stopped, 0.0), rollout, offset)
+        for probability, drawn in tables
+    ]
+
+
+class _Chunk(NamedTuple):
+    """Some target rows, and what is compared with them."""
+
+    rows: Tensor  # [R] ascending
+    positions: list[tuple[int, Tensor, Tensor]]  # draft position, its starts, their target rows
+
+
+def _chunks(alignment: Alignment, chunk_tokens: int) -> Iterator[_Chunk]:
+    """All target rows, ascending."""
+    depth = len(alignment.supervised)
+    supervised = [alignment.supervised[k].nonzero().squeeze(1) for k in range(depth)]
+    target_rows = [alignment.target_rows(k) for k in range(depth)]
+    all_rows = torch.cat(target_rows).unique()
+    for first in range(0, len(all_rows), chunk_tokens):
+        rows = all_rows[first : first + chunk_tokens]
+        bounds = torch.stack([rows[0], rows[-1] + 1])
+        positions = []
+        for k in range(depth):
+            begin, end = torch.searchsorted(target_rows[k], bounds).tolist()
+            if begin != end:
+                positions.append((k, supervised[k][begin:end], target_rows[k][begin:end]))
+        yield _Chunk(rows, positions)
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -93,8 +184,7 @@ class _DraftLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, teacher, alignment, objective, with_gradients, draft_head, *hidden):
         depth = len(hidden)
-        supervised = [alignment.supervised[k].nonzero().squeeze(1) for k in range(depth)]
-        target_rows = [alignment.target_rows(k) for k in range(depth)]
+        num_starts = alignment.supervised.sum(1).tolist()
         precision = torch.promote_types(draft_head.dtype, torch.float32)
         per_position = draft_head.new_zeros(depth, dtype=precision)
         acceptance = draft_head.new_full(alignment.supervised.shape, torch.nan, dtype=precision)
@@ -103,21 +193,13 @@ class _DraftLoss(torch.autograd.Function):
         loss = draft_head.new_zeros((), dtype=precision)
         gradients = [torch.zeros_like(tensor) for tensor in (draft_head, *hidden)] if with_gradients else []
 
-        all_rows = torch.cat(target_rows).unique()
-        for first in range(0, len(all_rows), objective.chunk_tokens):
-            rows = all_rows[first : first + objective.chunk_tokens]
-            p = teacher.probabilities(rows)
-            bounds = torch.stack([rows[0], rows[-1] + 1])
-            for k in range(depth):
-                begin, end = torch.searchsorted(target_rows[k], bounds).tolist()
-                if begin == end:
-                    continue
-                starts = supervised[k][begin:end]
-                rows_k = target_rows[k][begin:end]
-                p_k = p[torch.searchsorted(rows, rows_k)]
+        for chunk in _chunks(alignment, objective.chunk_tokens):
+            p = teacher.probabilities(chunk.rows)
+            for k, starts, rows in chunk.positions:
+                p_k = p[torch.searchsorted(chunk.rows, rows)]
                 states = hidden[k][starts]
                 logits = at_least_float32(states @ draft_head.T)
-                drawn = teacher.drawn_draft_ids(rows_k)
+                drawn = teacher.drawn_draft_ids(rows)
                 result = compare(p_k, logits, drawn, teacher.sampler, objective, with_gradients)
                 acceptance[k, starts] = result.acceptance
                 drawn_accepted[k, starts] = result.drawn_accepted
@@ -127,10 +209,10 @@ class _DraftLoss(torch.autograd.Function):
                     if objective.depth_weights == "reach"
                     else objective.depth_decay**k
                 )
-                weight = result.loss.new_ones(len(starts)) * reach / len(supervised[k])
+                weight = result.loss.new_ones(len(starts)) * reach / num_starts[k]
                 weights[k] += weight.sum()
                 loss += weight @ result.loss
-                per_position[k] += result.loss.sum() / len(supervised[k])
+                per_position[k] += result.loss.sum() / num_starts[k]
                 if result.gradient is not None:
                     gradient = result.gradient.mul_(weight[:, None]).to(draft_head.dtype)
                     gradients[0].addmm_(gradient.T, states)

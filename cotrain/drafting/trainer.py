@@ -6,7 +6,7 @@ so that a run that is saved and loaded continues bit for bit.
 
 import copy
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -22,9 +22,10 @@ from cotrain.drafting.target_weights import load_target_weights, read_target_wei
 from cotrain.failures import RunFailure
 from cotrain.optimizer import build_optimizer
 from cotrain.records import FeatureShard
-from drafters.acceptance import RolloutAcceptance, acceptance_rates, rollout_acceptance
+from drafters.acceptance import RolloutAcceptance, StartAcceptance, acceptance_rates, rollout_acceptance
 from drafters.base import DraftBatch, Drafter, DraftLoss, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
+from drafters.losses import acceptances
 
 PROMPT_TOKEN_WEIGHT = 0.1
 """What a prompt token counts when the draft vocabulary is chosen: only response tokens are ever drafted, but the words
@@ -147,13 +148,15 @@ class DrafterTrainer:
         batches = batches_of(scored, self._config.batch_tokens)
         served = min(self._rollout.draft_tokens, self.drafter.trained_depth)
 
-        def score(drafter: Drafter) -> RolloutAcceptance:
-            return rollout_acceptance([self._loss(batch, drafter).acceptance for batch in batches], served)
-
+        drafters = [self._published[serving], *([self.drafter] if self._sessions else [])]
+        parts = [self._acceptances(batch, drafters) for batch in batches]
+        served_one, *candidate = (
+            rollout_acceptance([part[index] for part in parts], served) for index in range(len(drafters))
+        )
         return FreshScores(
             prompts=[record.prompt_key for record in scored],
-            serving=score(self._published[serving]),
-            candidate=score(self.drafter) if self._sessions else None,
+            serving=served_one,
+            candidate=candidate[0] if candidate else None,
             sessions=self._sessions,
         )
 
@@ -366,11 +369,17 @@ class DrafterTrainer:
         self._scheduler.step()
         return metrics
 
-    def _loss(self, batch: DraftBatch, drafter: Drafter | None = None) -> DraftLoss:
-        tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "policy_version"}
-        batch = replace(batch, **{name: tensor.to(self._device) for name, tensor in tensors.items()})
+    def _loss(self, batch: DraftBatch) -> DraftLoss:
         target = self._target_weights[batch.policy_version]
-        return (drafter or self.drafter).loss(batch, target, self._sampler, self._config.objective)
+        return self.drafter.loss(self._on_device(batch), target, self._sampler, self._config.objective)
+
+    def _acceptances(self, batch: DraftBatch, drafters: Sequence[Drafter]) -> list[StartAcceptance]:
+        target = self._target_weights[batch.policy_version]
+        return acceptances(drafters, self._on_device(batch), target, self._sampler, self._config.objective)
+
+    def _on_device(self, batch: DraftBatch) -> DraftBatch:
+        tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "policy_version"}
+        return replace(batch, **{name: tensor.to(self._device) for name, tensor in tensors.items()})
 
     def _buffer_metrics(self) -> dict[str, float]:
         stats = self._buffer.stats

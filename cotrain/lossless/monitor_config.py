@@ -19,7 +19,7 @@ class MonitorConfig(Section):
     tokens: PositiveInt = 2048
     """Tokens of one look's forward pass of the policy, prompts included."""
 
-    max_share: Annotated[float, Field(gt=0, le=1)] = 0.01
+    max_share: Annotated[float, Field(gt=0, le=1)] = 0.005
     """Largest share of a run's time that goes into looks; the first one always takes place."""
 
     false_alarm_rate: Annotated[float, Field(gt=0, lt=0.5)] = 0.01

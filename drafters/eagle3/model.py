@@ -9,15 +9,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from drafters.acceptance import StartAcceptance
-from drafters.alignment import align, beyond_stop, generated_before
-from drafters.base import DraftBatch, Drafter, DraftLoss, Sampler, TargetSpec, TargetWeights
+from drafters.alignment import Alignment
+from drafters.base import DraftBatch, Drafter, DraftLoss, Drafts, Sampler, TargetSpec, TargetWeights
 from drafters.config import Eagle3Config, ObjectiveConfig
 from drafters.eagle3.bounds import overflowing
 from drafters.eagle3.checkpoint import check_aux_layers, read_checkpoint, to_config
 from drafters.eagle3.layer import DecoderLayer, Eagle3Shape
 from drafters.eagle3.unroll import unroll
-from drafters.losses import Teacher, draft_loss
+from drafters.losses import drafter_loss
 from drafters.vocabulary import choose_tokens, coverage, to_maps, to_tokens
 
 
@@ -120,23 +119,12 @@ class Eagle3Drafter(Drafter):
         if "d2t" in tensors and not torch.equal(tensors["t2d"].nonzero().squeeze(1), to_tokens(tensors["d2t"])):
             raise ValueError(f"{source}: d2t and t2d do not name the same ascending token ids")
 
-    def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
-        alignment = align(batch, self.trained_depth)
+    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> Drafts:
         hidden = unroll(self.fuse, cast(DecoderLayer, self.layers[0]), self.norm, batch, alignment, target.embedding)
-        teacher = Teacher(batch.token_ids, batch.final_hidden, target.head, self.draft_to_target, sampler)
-        losses = draft_loss(hidden, self.lm_head.weight, teacher, alignment, objective)
-        stopped = beyond_stop(batch, alignment.start_rows, self.trained_depth, self.shape.eos_token_ids)
-        return DraftLoss(
-            loss=losses.loss,
-            per_position=losses.per_position,
-            acceptance=StartAcceptance(
-                losses.acceptance.masked_fill(stopped, 0.0),
-                losses.drawn_accepted.masked_fill(stopped, 0.0),
-                batch.document_ids[alignment.start_rows],
-                generated_before(batch, alignment.start_rows),
-            ),
-            num_tokens=int(alignment.supervised[0].sum()),
-        )
+        return Drafts(hidden, self.lm_head.weight, self.draft_to_target, self.shape.eos_token_ids)
+
+    def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
+        return drafter_loss(self, batch, target, sampler, objective)
 
     @torch.no_grad()
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:

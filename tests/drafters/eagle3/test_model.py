@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from drafters.acceptance import expected_acceptance_length
-from drafters.base import TargetWeights
+from drafters.base import Sampler, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config, ObjectiveConfig
+from drafters.losses import Teacher, acceptances
 from tests.drafters.conftest import TARGET, make_batch, make_drafter
 
 CONFIG = Eagle3Config(type="eagle3", draft_vocab_size=20, aux_layers=(2, 4, 5))
@@ -123,3 +124,32 @@ def test_a_new_drafter_passes_the_highest_aux_state_through():
     classic = build_drafter(CONFIG.model_copy(update={"fc_norm": False}), TARGET, seed=0)
     assert "fc_norm.0.weight" not in classic.state_dict()
     torch.testing.assert_close(classic.fuse(aux_hidden), classic.fc(aux_hidden))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("chunk_tokens", [5, 512])
+def test_drafters_scored_together_score_as_alone(target_weights, monkeypatch, temperature, chunk_tokens):
+    """Whatever their weights and vocabularies; and the target's distribution is computed once for all of them."""
+    batch, objective = make_batch((4, 8, 0), (6, 8, 1)), ObjectiveConfig(chunk_tokens=chunk_tokens)
+    sampler = Sampler(temperature, 0.9, 0, "probabilistic")
+    drafters = [make_drafter(seed=0), make_drafter(seed=1), make_drafter(seed=2, draft_vocab_size=40)]
+    drafters[1].choose_vocabulary(torch.arange(40.0), target_weights)
+    alone = [drafter.loss(batch, target_weights, sampler, objective).acceptance for drafter in drafters]
+    rows = []
+    once = Teacher.processed_logits
+    monkeypatch.setattr(
+        Teacher, "processed_logits", lambda self, chunk: rows.extend(chunk.tolist()) or once(self, chunk)
+    )
+    together = acceptances(drafters, batch, target_weights, sampler, objective)
+    assert len(rows) == len(set(rows)) > 10
+    for ours, theirs in zip(together, alone, strict=True):
+        for field in dataclasses.fields(ours):
+            left, right = getattr(ours, field.name), getattr(theirs, field.name)
+            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert not torch.equal(together[0].probability.nan_to_num(), together[1].probability.nan_to_num())
+
+
+def test_drafters_of_different_depths_are_not_scored_together(target_weights, sampler):
+    drafters = [make_drafter(), make_drafter(trained_depth=2)]
+    with pytest.raises(ValueError, match=r"trained depths .* \[2, 3\]"):
+        acceptances(drafters, make_batch((4, 8, 0)), target_weights, sampler, ObjectiveConfig())
