@@ -384,12 +384,16 @@ async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, 
         await engine.set_draft_sample_method(method)
     await engine.reset_prefix_cache()
     num_tokens, decode_seconds, seconds = 0, 0.0, 0.0
+    full_tokens, full_seconds = 0, 0.0
     drafted = []
     for group in range(bench.groups):
         generated = await engine.generate(bench.requests(arm, batch, max(round_, 0), group), tap=False)
         num_tokens += generated.num_generated_tokens - batch
         decode_seconds += engine.decode_seconds
         seconds += generated.seconds
+        if not bench.drain and bench.rollout.ignore_eos:
+            tokens, elapsed = engine.decoded.get(batch, (0, 0.0))
+            full_tokens, full_seconds = full_tokens + tokens, full_seconds + elapsed
         drafted.append(generated.speculation)
     if not num_tokens:
         raise ValueError("--groups: every response of a turn ended with its first token; give more")
@@ -401,6 +405,8 @@ async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, 
         num_tokens=num_tokens,
         decode_seconds=decode_seconds,
         seconds=seconds,
+        full_tokens=full_tokens,
+        full_seconds=full_seconds,
         num_drafts=counts.num_drafts if counts else 0,
         num_draft_tokens=counts.num_draft_tokens if counts else 0,
         accepted_per_position=counts.accepted_per_position[: arm.draft_tokens] if counts else (),

@@ -45,10 +45,19 @@ class Measurement:
     num_drafts: int
     num_draft_tokens: int
     accepted_per_position: tuple[int, ...]
+    full_tokens: int = 0
+    """Tokens of the engine steps in which the whole batch decoded; 0 where the turn as a whole is what is asked for."""
+    full_seconds: float = 0.0
+    """Of these steps."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed of the whole batch."""
+        """Decoding speed while the whole batch runs, or where that was not measured, until its last token."""
+        return self.full_tokens / self.full_seconds if self.full_seconds else self.tokens_per_second_to_the_end
+
+    @property
+    def tokens_per_second_to_the_end(self) -> float:
+        """Decoding speed until the last token: where lengths of steps differ, some responses wait for the slowest."""
         return self.num_tokens / self.decode_seconds
 
     @property
@@ -90,8 +99,9 @@ def _order(arm: Arm) -> tuple[int, int]:
 def _arm_row(measurements: Sequence[Measurement], arm: Arm) -> dict[str, Any]:
     """Median over rounds, and the ratio of each round to no speculation in the same round."""
     own = [m for m in measurements if m.arm == arm]
-    baseline = {m.round: m.tokens_per_second for m in measurements if m.arm == NO_SPECULATION}
-    ratios = [m.tokens_per_second / baseline[m.round] for m in own]
+    baseline = {m.round: m for m in measurements if m.arm == NO_SPECULATION}
+    ratios = [m.tokens_per_second / baseline[m.round].tokens_per_second for m in own]
+    to_the_end = [m.tokens_per_second_to_the_end / baseline[m.round].tokens_per_second_to_the_end for m in own]
     row: dict[str, Any] = {
         "batch": own[0].batch,
         **asdict(arm),
@@ -100,6 +110,7 @@ def _arm_row(measurements: Sequence[Measurement], arm: Arm) -> dict[str, Any]:
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
         **_mean_and_error(ratios),
+        "ratio_to_the_end": exp(fmean(map(log, to_the_end))),
         "acceptance_length": None,
         "acceptance_per_position": [],
     }
@@ -152,6 +163,8 @@ def markdown(about: dict[str, Any], found: dict[str, Any]) -> str:
     length = f"{'at most ' if options['stop_at_eos'] or options['drain'] else ''}{options['tokens']} tokens a response"
     length += ", ending one after another" if options["drain"] else ""
     devices = ", ".join(host["gpus"]) or f"{host['cpu']}, {host['cores']} cores"
+    whole_turn = options["drain"] or options["stop_at_eos"]
+    speed = "of the whole turn" if whole_turn else "while the whole batch runs"
     lines = [
         f"# {options['model']}" + (f", drafter {options['drafter']}" if options["drafter"] else ""),
         "",
@@ -161,12 +174,23 @@ def markdown(about: dict[str, Any], found: dict[str, Any]) -> str:
         *(f"Note: {note}." for note in about["notes"]),
         "",
         *_table(
-            ("batch", "arm", "tokens/s", "ratio", "min..max", "mean", "acceptance length", "accepted at 1, 2, ..."),
+            (
+                "batch",
+                "arm",
+                "tokens/s",
+                "ratio",
+                "min..max",
+                "mean",
+                "to the end",
+                "acceptance length",
+                "accepted at 1, 2, ...",
+            ),
             [_arm_cells(row) for row in found["arms"]],
         ),
         "",
-        "tokens/s: decoding, median over rounds. ratio: to no speculation in the same round, median and range.",
-        "mean: geometric mean of these ratios, with its standard error by the scatter of the rounds.",
+        f"tokens/s: decoding {speed}, median over rounds. ratio: to no speculation in the same round, median and range.",
+        "mean: geometric mean of these ratios, with its standard error by the scatter of the rounds. to the end: the same "
+        "of the time until the last response has ended.",
         "acceptance length: tokens per verification step. accepted: share of drafts whose position was accepted.",
     ]
     if found["breakdown"]:
@@ -192,6 +216,7 @@ def _arm_cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['ratio']:.2f}",
         f"{row['ratio_min']:.2f}..{row['ratio_max']:.2f}",
         f"{row['ratio_mean']:.3f}" + ("" if row["ratio_error"] is None else f" ± {row['ratio_error']:.3f}"),
+        f"{row['ratio_to_the_end']:.3f}",
         "" if length is None else f"{length:.2f}",
         " ".join(f"{rate:.2f}" for rate in row["acceptance_per_position"]),
     )

@@ -69,6 +69,9 @@ class RolloutEngine:
         self.versions = spec.versions
         self.decode_seconds = 0.0
         """Of the last generate: from when every request had its first token until the last token."""
+        self.decoded: dict[int, tuple[int, float]] = {}
+        """Of the last generate, by number of requests in an engine step: tokens and seconds of the steps that computed
+        no prompt. Empty where nothing proposes draft tokens."""
         self._engine: Any = None
         self._controller: SpeculationController | None = None
         self._batches = 0
@@ -163,8 +166,10 @@ class RolloutEngine:
         tap = tap and self.spec.drafter_folder is not None
         if tap:
             await self._call("cotrain_set_tapping", True)
-        started = time.perf_counter()
         controller = self._controller
+        if controller is not None:
+            controller.take_decoded()  # the last step of the call before
+        started = time.perf_counter()
         learner = controller if controller is not None and controller.choosing and not overrides else None
         async with _following_steps(learner):
             outputs = await self._run(names, requests, overrides)
@@ -172,6 +177,7 @@ class RolloutEngine:
         gain = None if learner is None else learner.report()
         if controller is not None and learner is None:
             controller.discard_steps()
+        self.decoded = {} if controller is None else controller.take_decoded()
         times = [output.metrics for output in outputs]
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
         rollouts = [self._rollout(request, output, versions) for request, output in zip(requests, outputs, strict=True)]

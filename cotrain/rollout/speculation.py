@@ -47,6 +47,7 @@ class SpeculationController:
         self._check = GainCheck()
         self._chosen = np.zeros(max_batch, np.int64)
         self._last_trial = np.zeros((max_draft_tokens + 1, max_batch), np.int64)
+        self._decoded = np.zeros((max_batch, 2))  # tokens and seconds of steps without prompts, by batch size
         self._num_steps = 0
         self._last_batch = 1
         self._trials_at_once = 0
@@ -88,7 +89,7 @@ class SpeculationController:
 
         Raises RuntimeError without any: too few were decoded, or requests finished.
         """
-        steps = self._log.take()
+        steps = self._take_steps()
         for step in steps:
             self._acceptance.observe(int(step["batch"]), step["trials"], step["accepted"])
         wanted = _steady(steps, draft_tokens, batch)
@@ -134,7 +135,14 @@ class SpeculationController:
 
     def discard_steps(self) -> None:
         """Learn nothing from the engine steps since the last `update`: they are not like those to come."""
-        self._log.take()
+        self._take_steps()
+
+    def take_decoded(self) -> dict[int, tuple[int, float]]:
+        """Tokens and seconds of the engine steps since the last call that computed no prompt, by batch size."""
+        self.update()
+        found = {i + 1: (int(row[0]), float(row[1])) for i, row in enumerate(self._decoded) if row[1]}
+        self._decoded[:] = 0
+        return found
 
     def new_drafter(self, expected_rates: Sequence[float] | None = None) -> None:
         """Another drafter serves from now on: where speculation is off, it is tried at once.
@@ -194,8 +202,15 @@ class SpeculationController:
                 parts.append(f"off {where}: {_why_off(gain, best, start)}")
         return ", ".join(parts)
 
-    def _learn(self) -> None:
+    def _take_steps(self) -> np.ndarray[Any, np.dtype[Any]]:
         steps = self._log.take()
+        decoding = steps[~steps["prefill"]]
+        entries = np.minimum(decoding["batch"], self.max_batch).astype(np.int64) - 1
+        np.add.at(self._decoded, entries, np.stack([decoding["tokens"], decoding["seconds"]], axis=-1))
+        return steps
+
+    def _learn(self) -> None:
+        steps = self._take_steps()
         for start in range(0, len(steps), STEPS_PER_PREDICTION):
             chunk = steps[start : start + STEPS_PER_PREDICTION]
             seconds, (tokens, _) = self._cost.seconds(), self._acceptance.tokens_per_step()

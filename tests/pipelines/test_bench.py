@@ -176,6 +176,7 @@ class RecordingEngine:
 
     def __init__(self, name: str, log: list[Any]):
         self.name, self.log = name, log
+        self.decoded = {2: (6, 0.5), 1: (2, 0.5)}  # two requests, then one
 
     async def set_draft_tokens(self, draft_tokens: int | None) -> None:
         self.draft_tokens, self.method = draft_tokens, ""
@@ -211,8 +212,28 @@ def test_every_round_runs_all_arms_and_starts_with_another() -> None:
 
 def test_a_turn_is_the_sum_of_its_groups() -> None:
     engines: Any = {name: RecordingEngine(name, []) for name in ("drafter", "ngram")}
-    measurements, _ = asyncio.run(take_turns(small_bench(batches=[2], groups=3), engines, io.StringIO()))
+    bench = small_bench(batches=[2], groups=3, rollout=RolloutConfig(ignore_eos=True))
+    measurements, _ = asyncio.run(take_turns(bench, engines, io.StringIO()))
     assert {(m.num_tokens, m.decode_seconds, m.seconds) for m in measurements} == {(3 * 8, 3.0, 3.0)}
+    assert {(m.full_tokens, m.full_seconds) for m in measurements} == {(3 * 6, 1.5)}
+
+
+@pytest.mark.parametrize(
+    "asked_for",
+    [{"drain": True, "rollout": RolloutConfig(ignore_eos=True)}, {"rollout": RolloutConfig(ignore_eos=False)}],
+)
+def test_where_responses_end_one_by_one_the_whole_turn_counts(asked_for: dict[str, Any]) -> None:
+    engines: Any = {name: RecordingEngine(name, []) for name in ("drafter", "ngram")}
+    measurements, _ = asyncio.run(take_turns(small_bench(batches=[2], **asked_for), engines, io.StringIO()))
+    assert {(m.full_tokens, m.full_seconds, m.tokens_per_second) for m in measurements} == {(0, 0.0, 8.0)}
+
+
+def test_speed_is_that_of_the_whole_batch_and_beside_it_that_until_the_end() -> None:
+    plain = measured(NO_SPECULATION, 0, 2.0, full_tokens=60, full_seconds=2.0)
+    drafted = measured(GREEDY, 0, 2.5, full_tokens=40, full_seconds=0.8)  # one response was slow
+    _, row = results([plain, drafted], [])["arms"]
+    assert (row["tokens_per_second"], row["ratio"], row["ratio_to_the_end"]) == pytest.approx((50.0, 50 / 30, 0.8))
+    assert " 0.800 " in markdown(ABOUT, {"arms": [row], "breakdown": []})
 
 
 ABOUT = {
@@ -283,7 +304,7 @@ def test_report_files(tmp_path: Path) -> None:
     drafted = measured(GREEDY, 0, 0.5, num_drafts=40, num_draft_tokens=80, accepted_per_position=(16, 4))
     found = results([measured(NO_SPECULATION, 0, 1.0), drafted], [StepTimes(GREEDY, 1, [step(0.0, 1), step(0.01, 1)])])
     text = markdown(ABOUT, found)
-    assert "| 1     | greedy k=2     | 120.0    | 2.00  | 2.00..2.00 | 2.000 | 1.50 " in text
+    assert "| 1     | greedy k=2     | 120.0    | 2.00  | 2.00..2.00 | 2.000 | 2.000      | 1.50 " in text
     assert "| 1     | greedy k=2 | 10.0 | 3.0 " in text
     assert "Note: k = 2 is much." in text
     plot(found["arms"], tmp_path / "bench.png")

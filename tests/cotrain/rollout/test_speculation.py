@@ -240,3 +240,22 @@ def test_reports_of_engines_are_combined_by_time() -> None:
     assert (both.num_checks, both.num_steps, both.seconds, both.longest_draft) == (5, 140, 4.0, 2)
     assert combined([first]) == first
     assert combined([]) is None
+
+
+def test_tokens_and_seconds_are_added_up_by_batch_size(tmp_path: Path) -> None:
+    """Of every step that computed no prompt, also of those that nothing is learnt from; each once."""
+    engine = SimulatedEngine(tmp_path, CPU, GOOD, max_batch=4, noise=0.0, outliers=0.0)
+    engine.calibrate()
+    engine.controller.fix_draft_tokens(0)
+    engine.drain([1.0])
+    engine.controller.take_decoded()
+    engine.run(4, 100)
+    engine.controller.fix_draft_tokens(K)
+    engine.run(1, 1000)
+    engine.drain([1.0, 1.0])
+    decoded = engine.controller.take_decoded()
+    assert set(decoded) == {1, 2, 4}
+    assert decoded[4] == (4 * 100, pytest.approx(100 * 0.0226, rel=0.02))
+    tokens, seconds = decoded[1]
+    assert tokens / seconds == pytest.approx(rate_of_fixed(CPU, GOOD, 1, K), rel=0.05)
+    assert engine.controller.take_decoded() == {}
