@@ -215,7 +215,7 @@ def _arm_cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['tokens_per_second']:.1f}",
         f"{row['ratio']:.2f}",
         f"{row['ratio_min']:.2f}..{row['ratio_max']:.2f}",
-        f"{row['ratio_mean']:.3f}" + ("" if row["ratio_error"] is None else f" ± {row['ratio_error']:.3f}"),
+        f"{row['ratio_mean']:.3f}" + ("" if row["ratio_error"] is None else f" +- {row['ratio_error']:.3f}"),
         f"{row['ratio_to_the_end']:.3f}",
         "" if length is None else f"{length:.2f}",
         " ".join(f"{rate:.2f}" for rate in row["acceptance_per_position"]),
