@@ -25,6 +25,9 @@ from cotrain.rollout.step_cost import StepCostModel, default_batch_sizes
 LOG_ENTRIES = 16_384
 """Engine steps that may pass between two updates."""
 
+DOUBT_ROUNDS = 4
+"""Times `measure_repeats` that a cell in doubt is timed again at the start: a busy second must not decide for minutes."""
+
 STEPS_PER_PREDICTION = 64
 """Engine steps set against the same prediction of the model before it has learnt from them."""
 
@@ -64,7 +67,8 @@ class SpeculationController:
         """(draft length, batch size) to time at the start, in order; empty when nothing is left to time.
 
         Round 0 goes over all draft lengths measure_repeats times, in turns, so that a slow minute hits them alike.
-        Later ones, as many again, go over what is still in doubt: whether speculation pays, and which length is best.
+        Later ones, DOUBT_ROUNDS times as many, go over what is still in doubt: whether speculation pays, and which
+        length is best.
         Raises ValueError for a batch size that the engine cannot run.
         """
         sizes = self.config.measure_batch_sizes or default_batch_sizes(self.max_batch)
@@ -75,7 +79,7 @@ class SpeculationController:
             )
         if round_number == 0:
             return [(k, size) for size in sizes for k in range(self.max_draft_tokens + 1)] * self.config.measure_repeats
-        if round_number > self.config.measure_repeats:
+        if round_number > DOUBT_ROUNDS * self.config.measure_repeats:
             return []
         lengths = undecided(self._gains(), self.config.hysteresis)
         return [(k, size) for size in sizes for k in lengths[size - 1]]
