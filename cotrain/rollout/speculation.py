@@ -46,6 +46,7 @@ class SpeculationController:
         self._table = DraftLengthTable(self.table_path, DraftLengths.constant(max_draft_tokens, max_batch))
         self._log = StepLog(self.log_path, max_draft_tokens, create_entries=LOG_ENTRIES)
         self._cost = StepCostModel(max_draft_tokens, max_batch)
+        self._timings: list[tuple[int, int, Sequence[float]]] = []
         self._acceptance = ServedAcceptance(max_draft_tokens, max_batch, config.memory_drafts)
         self._check = GainCheck()
         self._chosen = np.zeros(max_batch, np.int64)
@@ -88,8 +89,8 @@ class SpeculationController:
         """Steady engine steps at this length and batch size that wait for `take_timing`."""
         return len(_steady(self._log.waiting(), draft_tokens, batch))
 
-    def take_timing(self, draft_tokens: int, batch: int) -> float:
-        """Median seconds of the steady steps since the last call or `update`, at this length and batch size.
+    def take_timing(self, draft_tokens: int, batch: int) -> list[float]:
+        """Seconds of the steady steps since the last call or `update`, at this length and batch size.
 
         Raises RuntimeError without any: too few were decoded, or requests finished.
         """
@@ -99,20 +100,31 @@ class SpeculationController:
         wanted = _steady(steps, draft_tokens, batch)
         if not len(wanted):
             raise RuntimeError(f"no steady engine step at k={draft_tokens}, batch {batch} among {len(steps)} steps")
-        return float(np.median(wanted["seconds"]))
+        seconds: list[float] = wanted["seconds"].tolist()
+        return seconds
 
-    def learn_timings(self, timings: Sequence[tuple[int, int, float]]) -> None:
-        """(draft length, batch size, seconds of an engine step), as in `timing_plan`; gives the choice back."""
-        self._cost.learn_timings(timings)
+    def begin_timing(self) -> None:
+        """Before the first round of `timing_plan`, at the start or on demand."""
+        self._timings = []
+
+    def learn_timings(self, timings: Sequence[tuple[int, int, Sequence[float]]]) -> None:
+        """(draft length, batch size, seconds of engine steps), as in `timing_plan`; gives the choice back.
+
+        What was learnt of step times before `begin_timing` is forgotten: the rounds since then count together.
+        """
+        self._timings += timings
+        self._cost = StepCostModel(self.max_draft_tokens, self.max_batch)
+        self._cost.learn_timings(self._timings)
         self._timed = True
         self.fix_draft_tokens(None)
 
-    def calibrate(self, measure: Callable[[int, int], float]) -> None:
-        """Time the engine, at the start or on demand. measure(k, b): seconds of an engine step in steady decoding.
+    def calibrate(self, measure: Callable[[int, int], Sequence[float]]) -> None:
+        """Time the engine, at the start or on demand. measure(k, b): seconds of engine steps in steady decoding.
 
         `measure` sets the length with `fix_draft_tokens(k)`, and may return `take_timing(k, b)`, which also learns the
         acceptance. Where it cannot be called from here: `timing_plan` and `learn_timings`.
         """
+        self.begin_timing()
         for round_number in itertools.count():
             plan = self.timing_plan(round_number)
             if not plan:

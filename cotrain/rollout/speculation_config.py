@@ -19,7 +19,7 @@ class SpeculationConfig(Section):
     """Batch sizes timed at the start, ascending. Default: 1, 4, 16, ... and the most requests an engine runs at once."""
 
     measure_repeats: PositiveInt = 3
-    """Times each draft length is timed at each of these batch sizes; the median counts. Up to four times as often again
+    """Times each draft length is timed at each of these batch sizes; the lower quartile counts. Up to four times as often again
     where it is then in doubt whether speculation pays, or at which length."""
 
     measure_seconds: PositiveFloat = 60.0

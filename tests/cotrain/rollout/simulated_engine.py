@@ -96,7 +96,7 @@ class SimulatedEngine:
         self.slow_down = 1.0
 
     def calibrate(self, steps: int = 8) -> None:
-        def measure(k: int, batch: int) -> float:
+        def measure(k: int, batch: int) -> list[float]:
             self.controller.fix_draft_tokens(k)
             self.run(batch, steps + 2, update=False)
             return self.controller.take_timing(k, batch)

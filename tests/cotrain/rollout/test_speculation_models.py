@@ -12,7 +12,7 @@ from tests.cotrain.rollout.simulated_engine import CPU, GOOD, GPU, K, Shape, exp
 def timed(shape: Shape, max_batch: int = 32) -> StepCostModel:
     model = StepCostModel(K, max_batch)
     model.learn_timings(
-        [(k, b, shape.seconds(k, k, b)) for b in default_batch_sizes(max_batch) for k in range(K + 1)] * 3
+        [(k, b, [shape.seconds(k, k, b)]) for b in default_batch_sizes(max_batch) for k in range(K + 1)] * 3
     )
     return model
 
@@ -28,14 +28,28 @@ def test_timings_are_kept_and_interpolated(shape: Shape) -> None:
 
 def test_times_never_fall_with_the_batch_size_whatever_was_timed() -> None:
     model = StepCostModel(1, 16)
-    model.learn_timings([(k, b, t) for b, t in ((1, 0.012), (4, 0.009), (16, 0.02)) for k in (0, 1)])
+    model.learn_timings([(k, b, [t]) for b, t in ((1, 0.012), (4, 0.009), (16, 0.02)) for k in (0, 1)])
     assert (np.diff(model.seconds(), axis=1) >= -1e-12).all()
 
 
 def test_bad_timings_are_refused() -> None:
-    for timing in ((0, 1, 0.0), (0, 1, float("nan")), (4, 1, 0.1), (0, 33, 0.1)):
+    for timing in ((0, 1, [0.1, 0.0]), (0, 1, [float("nan")]), (0, 1, []), (4, 1, [0.1]), (0, 33, [0.1])):
         with pytest.raises(ValueError, match="positive times"):
             StepCostModel(K, 32).learn_timings([timing])
+
+
+def test_a_burst_that_slows_some_timings_moves_no_ratio() -> None:
+    """Two of three timings of one cell, all their steps, by half."""
+    timings = [
+        (k, b, [CPU.seconds(k, k, b) * (1.5 if (k, b) == (0, 4) and repeat else 1.0)] * 8)
+        for repeat in range(3)
+        for b in default_batch_sizes(32)
+        for k in range(K + 1)
+    ]
+    disturbed = StepCostModel(K, 32)
+    disturbed.learn_timings(timings)
+    ratios, expected = (model.seconds()[2] / model.seconds()[0] for model in (disturbed, timed(CPU)))
+    assert ratios[3] == pytest.approx(expected[3], rel=0.05)
 
 
 def test_outliers_hardly_move_it_and_a_lasting_change_does() -> None:
