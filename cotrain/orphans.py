@@ -31,7 +31,7 @@ def start_reaper() -> "subprocess.Popen[bytes]":
     marker = f"COTRAIN_SESSION={uuid.uuid4().hex}"
     environment = {name: value for name, value in os.environ.items() if name != "COTRAIN_SESSION"}
     reaper = subprocess.Popen(
-        [sys.executable, "-S", "-E", str(Path(__file__).with_name("reaper.py")), marker],
+        [sys.executable, "-S", "-E", str(Path(__file__).with_name("reaper.py")), marker, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

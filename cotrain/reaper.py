@@ -1,11 +1,12 @@
 """Kills what a killed run has left behind: the processes that Ray itself starts, some of which hang when it dies.
 
-`python reaper.py MARKER` waits until the run that started it is gone (its end of our stdin is closed, however it ended),
-gives its processes a few seconds to go by themselves, and kills those that still carry MARKER in their environment.
+`python reaper.py MARKER PID` waits until the run PID that started it is gone, however it ended, gives its processes a
+few seconds to go by themselves, and kills those that still carry MARKER in their environment.
 Needs nothing but the standard library, so that it takes little memory while it waits.
 """
 
 import os
+import select
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GRACE_S = 10.0
-GIVE_UP_S = 30.0
+GIVE_UP_S = 60.0
 
 
 def processes_with(marker: str) -> Iterator[int]:
@@ -26,8 +27,14 @@ def processes_with(marker: str) -> Iterator[int]:
             continue
 
 
-def main(marker: str) -> None:
-    sys.stdin.buffer.read()
+def _wait_until_orphaned(parent: int) -> None:
+    """Until our stdin is closed, or, should another process hold its other end too, `parent` is not our parent."""
+    while os.getppid() == parent and not select.select([sys.stdin], [], [], 1.0)[0]:
+        continue
+
+
+def main(marker: str, parent: int) -> None:
+    _wait_until_orphaned(parent)
     orphaned = time.monotonic()
     while (left := list(processes_with(marker))) and time.monotonic() < orphaned + GIVE_UP_S:
         if time.monotonic() > orphaned + GRACE_S:
@@ -40,4 +47,4 @@ def main(marker: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

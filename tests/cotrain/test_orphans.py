@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 CHAIN = """
 import subprocess, sys, time
 from cotrain.orphans import die_with_parent
@@ -74,14 +76,17 @@ def test_ctrl_c_reaches_the_controller_alone():
     assert out.stdout == "True\n"
 
 
-def test_the_reaper_kills_what_a_killed_process_leaves(tmp_path):
-    """A child that ignores SIGTERM and outlives its parent, as Ray's agents may."""
+@pytest.mark.parametrize("holds_the_pipe", [False, True])
+def test_the_reaper_kills_what_a_killed_process_leaves(holds_the_pipe):
+    """A child that ignores SIGTERM and outlives its parent, as Ray's agents may; also one that inherits our end of the
+    pipe by whose closing the reaper is told."""
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
     script = f"""
-import subprocess, sys, time
+import os, subprocess, sys, time
 from cotrain.orphans import start_reaper
 reaper = start_reaper()
-child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], start_new_session=True)
+os.set_inheritable(reaper.stdin.fileno(), {holds_the_pipe})
+child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], start_new_session=True, close_fds=False)
 print(child.pid, reaper.pid, flush=True)
 time.sleep(300)
 """
