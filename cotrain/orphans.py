@@ -25,7 +25,7 @@ def die_with_parent() -> None:
 def start_reaper() -> "subprocess.Popen[bytes]":
     """Have all that this process starts from now on killed some seconds after it has died (see reaper.py).
 
-    For processes that are not ours to call `die_with_parent` in: Ray's. The reaper ends when its stdin is closed and
+    For processes that are not ours to call `die_with_parent` in: Ray's. The reaper ends when this one has and
     nothing is left.
     """
     marker = f"COTRAIN_SESSION={uuid.uuid4().hex}"
