@@ -25,7 +25,7 @@ from cotrain.rollout.step_cost import StepCostModel, default_batch_sizes
 LOG_ENTRIES = 16_384
 """Engine steps that may pass between two updates."""
 
-DOUBT_ROUNDS = 4
+DOUBT_ROUNDS = 8
 """Times `measure_repeats` that a cell in doubt is timed again at the start: a busy second must not decide for minutes."""
 
 STEPS_PER_PREDICTION = 64

@@ -18,15 +18,16 @@ class SpeculationConfig(Section):
     measure_batch_sizes: tuple[PositiveInt, ...] | None = None
     """Batch sizes timed at the start, ascending. Default: 1, 4, 16, ... and the most requests an engine runs at once."""
 
-    measure_repeats: PositiveInt = 3
-    """Times each draft length is timed at each of these batch sizes; the lower quartile counts. Up to four times as often again
-    where it is then in doubt whether speculation pays, or at which length."""
+    measure_repeats: PositiveInt = 2
+    """Times each draft length is timed at each of these batch sizes; the lower quartile counts. Up to eight times as
+    often again where it is then in doubt whether speculation pays, or at which length."""
 
     measure_seconds: PositiveFloat = 60.0
     """Seconds after which no further batch size is timed at the start; what was left out is learnt while running."""
 
-    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
-    """Speculation is on where it pays with this probability (one-sided lower bound of the gain)."""
+    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.8
+    """Speculation is on where it pays with this probability (one-sided lower bound of the gain). Closer to 1 it stays
+    off where it gains little, closer to 0.5 it is on for a while where it costs a little."""
 
     hysteresis: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     """The draft length changes only for a gain that is larger by this share."""

@@ -2,8 +2,8 @@
 
 One batch of requests decodes while the draft length goes from one to the next, so that its prompts are computed once.
 As many steps are timed as a quantile needs, and after `measure_seconds` no further batch is begun. SmolLM2 on two CPU
-cores takes about 13 s for 4 draft lengths at batch sizes 1, 4, 16 and 32, prompts included. Three such passes and some
-more where it is in doubt fit into the default of 60 s; after 20 s, one and a half passes, a gain of 8 % went unnoticed.
+cores takes about 13 s for 4 draft lengths at batch sizes 1, 4, 16 and 32, prompts included. Two such passes, and as
+many timings again where it is in doubt, fit into the default of 60 s; after 20 s a gain of 8 % went unnoticed.
 """
 
 import asyncio

@@ -54,7 +54,7 @@ def test_rounds_until_nothing_is_left_in_doubt(tmp_path: Path, rates: tuple[floa
     engine = SimulatedEngine(tmp_path, CPU, rates, max_batch=MAX_BATCH)
     num_timings, decoding = timed(engine)
     once = (K + 1) * 3
-    assert 3 * once <= num_timings <= 6 * once
+    assert 2 * once <= num_timings <= 6 * once
     assert decoding.batches[:9] == [1, 4, 16] * 3, "one batch of requests for all draft lengths"
     assert engine.controller.choosing
     assert (engine.controller.draft_tokens[0] > 0) == (rates is GOOD)
