@@ -1,12 +1,12 @@
 """Which draft length a batch size gets, and what is worth a trial. Pure functions of gains and their uncertainty.
 
 The gain of length k over no speculation is L_k / (t_k / t_0), here in logs, with 0 at k = 0. Its lower bound decides
-whether a length may be used: no speculation is what the user would have without us, so the burden of proof is on the
+whether a length comes into use: no speculation is what the user would have without us, so the burden of proof is on the
 other side. Among those that may, the estimate decides: their errors are mostly shared, and a bound would favour the
 length that happens to be known best. A length comes into use when its bound exceeds 0, and takes another's place when
-its estimate exceeds the other's, by the hysteresis; it goes out of use at once when its bound is negative. So a wrong
-choice costs at most the width of the bound plus the hysteresis, and an estimate has to move by the hysteresis, not by a
-hair, to switch on and off again.
+its estimate exceeds the other's, by the hysteresis; it goes out of use at once when its estimate says that it costs.
+Were that left to the bound too, speculation would come to rest where it is off: little is learnt there, by trials
+alone, so that one busy second would cost minutes of what it gains.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def choose(current: Lengths, gain: Gains, hysteresis: float) -> Lengths:
     """Draft length of each batch size, [max_batch], given the present ones."""
     batches = np.arange(len(current))
     allowed = gain.lower > hysteresis
-    allowed[current, batches] = gain.lower[current, batches] >= 0
+    allowed[current, batches] = gain.estimate[current, batches] >= 0
     allowed[0] = True
     best = np.where(allowed, gain.estimate, -np.inf).argmax(0)
     better = gain.estimate[best, batches] > gain.estimate[current, batches] + hysteresis

@@ -172,7 +172,8 @@ class SpeculationController:
             )
         if self.choosing:
             self._learn()  # what the old one did
-        # Where speculation is on, doubt would switch it off; where it is off, doubt is what lets a trial change that.
+        # Where speculation is on, an estimate of a few drafts would switch it off by chance; where it is off, doubt is
+        # what lets a trial change that.
         is_on = bool(self._chosen[self._last_batch - 1])
         self._acceptance.new_drafter(KEPT_AFTER_SWAP if is_on else KEPT_WHEN_OFF, expected_rates)
         self._trials_at_once += 1

@@ -26,8 +26,9 @@ class SpeculationConfig(Section):
     """Seconds after which no further batch size is timed at the start; what was left out is learnt while running."""
 
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.8
-    """Speculation is on where it pays with this probability (one-sided lower bound of the gain). Closer to 1 it stays
-    off where it gains little, closer to 0.5 it is on for a while where it costs a little."""
+    """Speculation comes on where it pays with this probability (one-sided lower bound of the gain), and goes off where
+    the estimate says that it costs. Closer to 1 it stays off where it gains little, closer to 0.5 it is on for a while
+    where it costs a little."""
 
     hysteresis: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     """The draft length changes only for a gain that is larger by this share."""

@@ -22,6 +22,11 @@ CORRELATION_OCTAVES = 24.0
 COMMON_DRIFT, BASE_DRIFT, RATIO_DRIFT = 0.01**2, 0.001**2, 0.0005**2
 """Variance added with every step: machine as a whole, t_0 of one batch size, ratio of one draft length."""
 
+STEPS_ALIKE = 4.0
+"""Steps that count as one: what disturbs a machine lasts, so that the mean of a few steps in a row is off by twice what
+their spread says. (SmolLM2 on two shared cores, 177 times 3 to 8 steps: variance of the means, times the number of
+steps, over the variance within: 3.5 in the median.)"""
+
 LEAST_TIMING_ERROR = 0.05
 """Relative error of one timing at the start, at least: a few rounds cannot show how far off a round can be."""
 
@@ -97,7 +102,7 @@ class StepCostModel:
         if abs(self._far_in_a_row) >= SHIFT_STEPS:
             self._forget_pace()
             self._far_in_a_row = 0
-        self._update(row, row @ self._mean + np.clip(residual, -bound, bound), noise**2)
+        self._update(row, row @ self._mean + np.clip(residual, -bound, bound), STEPS_ALIKE * noise**2)
 
     def seconds(self) -> Array:
         """[K+1, max_batch]: step times, never falling with the batch size (isotonic over the anchors)."""

@@ -81,6 +81,20 @@ def test_a_slower_machine_moves_the_times_and_not_the_ratios() -> None:
     assert after[2] / after[0] == pytest.approx(before[2] / before[0], rel=0.05)
 
 
+def test_a_busy_spell_during_one_trial_does_not_decide() -> None:
+    model = timed(CPU)
+
+    def ratio() -> float:
+        seconds = model.seconds()[:, 3]
+        return float(seconds[2] / seconds[0])
+
+    before, random = ratio(), np.random.default_rng(0)
+    for k, pace, steps in ((2, 1.0, 100), (0, 0.8, 7)):
+        for _ in range(steps):
+            model.observe(k, 4, pace * float(np.exp(0.1 * random.standard_normal())) * CPU.seconds(k, k, 4))
+    assert ratio() == pytest.approx(before, rel=0.065)
+
+
 def test_a_length_not_run_for_long_becomes_uncertain() -> None:
     model = timed(CPU)
     before = model.ratio_error()[2, 3]
@@ -160,7 +174,8 @@ def gain(estimate: list[float], width: float) -> Gains:
         (0, [0.10, 0.20], 0.25, 0),  # pays by the estimate, not by the lower bound
         (0, [0.055], 0.05, 0),  # by less than the hysteresis
         (1, [0.055], 0.05, 1),  # enough to stay on
-        (1, [0.045], 0.05, 0),  # the lower bound says that it costs
+        (1, [0.005], 0.05, 1),  # not certain any more, but learnt about fastest where it is
+        (1, [-0.005], 0.05, 0),  # costs, by the estimate
         (1, [0.20, 0.205], 0.05, 1),  # not worth a change
         (1, [0.20, 0.22], 0.05, 2),
         (2, [0.30, -0.20], 0.05, 1),
