@@ -1,7 +1,9 @@
 """Kills what a killed run has left behind: the processes that Ray itself starts, some of which hang when it dies.
 
 `python reaper.py MARKER PID` waits until the run PID that started it is gone, however it ended, gives its processes a
-few seconds to go by themselves, and kills those that still carry MARKER in their environment.
+few seconds to go by themselves, and kills the rest: those that descended from it, and those that carry MARKER in their
+environment. One sign alone does not do: Ray's agents write their title over their environment, and what starts between
+two looks descends from nobody once its parent is gone.
 Needs nothing but the standard library, so that it takes little memory while it waits.
 """
 
@@ -10,37 +12,85 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+LOOK_S = 2.0
+"""Between two looks at who descends from the run. One takes about 2 ms."""
 
 GRACE_S = 10.0
 GIVE_UP_S = 60.0
 
 
-def processes_with(marker: str) -> Iterator[int]:
-    """Ids of the live processes that were started with `marker` in their environment, but not this one."""
+class Process(NamedTuple):
+    """A process id is used again, together with the time of its start it is not."""
+
+    pid: int
+    started: int
+
+
+def live_processes() -> dict[Process, int]:
+    """Each with the id of its parent; no zombies, and not this process."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if int(folder.name) != os.getpid() and marker.encode() in (folder / "environ").read_bytes():
-                yield int(folder.name)
+            state, parent, *rest = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has just ended
+            continue
+        if state != "Z" and int(folder.name) != os.getpid():
+            found[Process(int(folder.name), int(rest[17]))] = int(parent)
+    return found
+
+
+def descendants(live: dict[Process, int], ancestor: int) -> set[Process]:
+    """Children of `ancestor`, theirs, and so on."""
+    found: set[Process] = set()
+    parents = {ancestor}
+    while parents:
+        children = {process for process, parent in live.items() if parent in parents} - found
+        found |= children
+        parents = {child.pid for child in children}
+    return found
+
+
+def marked(live: dict[Process, int], marker: str) -> set[Process]:
+    """Those that were started with `marker` in their environment."""
+    found = set()
+    for process in live:
+        try:
+            if marker.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
+                found.add(process)
         except OSError:  # it has just ended, or is another user's
             continue
+    return found
 
 
-def _wait_until_orphaned(parent: int) -> None:
-    """Until our stdin is closed, or, should another process hold its other end too, `parent` is not our parent."""
-    while os.getppid() == parent and not select.select([sys.stdin], [], [], 1.0)[0]:
-        continue
+def wait_until_orphaned(parent: int) -> set[Process]:
+    """Until our stdin is closed, or, should another process hold its other end too, `parent` is not our parent.
+
+    Returns those that descended from it at the last look and before.
+    """
+    family: set[Process] = set()
+    while os.getppid() == parent:
+        live = live_processes()
+        family = family & live.keys() | descendants(live, parent)
+        if select.select([sys.stdin], [], [], LOOK_S)[0]:
+            break
+    return family
 
 
 def main(marker: str, parent: int) -> None:
-    _wait_until_orphaned(parent)
+    family = wait_until_orphaned(parent)
     orphaned = time.monotonic()
-    while (left := list(processes_with(marker))) and time.monotonic() < orphaned + GIVE_UP_S:
+    while time.monotonic() < orphaned + GIVE_UP_S:
+        live = live_processes()
+        left = family & live.keys() | marked(live, marker)
+        if not left:
+            return
         if time.monotonic() > orphaned + GRACE_S:
-            for pid in left:
+            for process in left:
                 try:
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(process.pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
         time.sleep(0.2)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cotrain import reaper
+
 CHAIN = """
 import subprocess, sys, time
 from cotrain.orphans import die_with_parent
@@ -76,30 +78,31 @@ def test_ctrl_c_reaches_the_controller_alone():
     assert out.stdout == "True\n"
 
 
-@pytest.mark.parametrize("holds_the_pipe", [False, True])
-def test_the_reaper_kills_what_a_killed_process_leaves(holds_the_pipe):
+@pytest.mark.parametrize("child", ["marked", "marked, holds the pipe", "without environment"])
+def test_the_reaper_kills_what_a_killed_process_leaves(child):
     """A child that ignores SIGTERM and outlives its parent, as Ray's agents may; also one that inherits our end of the
-    pipe by whose closing the reaper is told."""
+    pipe by whose closing the reaper is told, and one whose environment is gone, over which Ray's agents write."""
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
     script = f"""
 import os, subprocess, sys, time
 from cotrain.orphans import start_reaper
 reaper = start_reaper()
-os.set_inheritable(reaper.stdin.fileno(), {holds_the_pipe})
-child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], start_new_session=True, close_fds=False)
+os.set_inheritable(reaper.stdin.fileno(), {child.endswith("pipe")})
+environment = {{}} if {child == "without environment"} else None
+child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], env=environment, start_new_session=True, close_fds=False)
+time.sleep({reaper.LOOK_S} + 1)
 print(child.pid, reaper.pid, flush=True)
 time.sleep(300)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    child, reaper = (Path("/proc") / pid for pid in parent.stdout.readline().split())
+    processes = [Path("/proc") / pid for pid in parent.stdout.readline().split()]
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 25
-    while (runs(child) or runs(reaper)) and time.monotonic() < deadline:
+    while any(map(runs, processes)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not runs(child)
-    assert not runs(reaper)
+    assert [runs(process) for process in processes] == [False, False]
 
 
 def runs(process: Path) -> bool:
