@@ -3,7 +3,8 @@
 `python reaper.py MARKER PID` waits until the run PID that started it is gone, however it ended, gives its processes a
 few seconds to go by themselves, and kills the rest: those that descended from it, and those that carry MARKER in their
 environment. One sign alone does not do: Ray's agents write their title over their environment, and what starts between
-two looks descends from nobody once its parent is gone.
+two looks descends from nobody once its parent is gone. What is older than the reaper is left alone: the run may be part
+of a process that started others before, and it may stop without ending.
 Needs nothing but the standard library, so that it takes little memory while it waits.
 """
 
@@ -30,16 +31,23 @@ class Process(NamedTuple):
 
 
 def live_processes() -> dict[Process, int]:
-    """Each with the id of its parent; no zombies, and not this process."""
+    """Each with the id of its parent; no zombies, not this process, and none that is older."""
     found = {}
+    own_start = status(Path("/proc/self"))[2]
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            state, parent, *rest = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            state, parent, started = status(folder)
         except OSError:  # it has just ended
             continue
-        if state != "Z" and int(folder.name) != os.getpid():
-            found[Process(int(folder.name), int(rest[17]))] = int(parent)
+        if state != "Z" and started >= own_start and int(folder.name) != os.getpid():
+            found[Process(int(folder.name), started)] = parent
     return found
+
+
+def status(folder: Path) -> tuple[str, int, int]:
+    """(state, id of the parent, clock tick of the start) of the process whose folder in /proc this is."""
+    state, parent, *rest = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+    return state, int(parent), int(rest[17])
 
 
 def descendants(live: dict[Process, int], ancestor: int) -> set[Process]:

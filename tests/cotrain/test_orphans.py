@@ -105,6 +105,25 @@ time.sleep(300)
     assert [runs(process) for process in processes] == [False, False]
 
 
+def test_the_reaper_leaves_what_was_there_before_it():
+    """A run that stops without ending its process, as one part of a program that has started others before."""
+    script = f"""
+import subprocess, sys, time
+from cotrain.orphans import start_reaper
+older = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+time.sleep(0.1)
+reaper = start_reaper()
+younger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+time.sleep({reaper.LOOK_S} + 1)
+reaper.stdin.close()
+reaper.wait()
+print(older.poll(), younger.wait())
+older.kill()
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert out.stdout == "None -9\n"
+
+
 def runs(process: Path) -> bool:
     """Not gone, and no zombie."""
     try:
