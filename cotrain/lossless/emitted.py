@@ -21,7 +21,7 @@ LOGIT_ERROR = {"float32": 5e-4, "bfloat16": 0.25}
 kernels that add up in another order, or two units in the last place of a logit of 16 to 32."""
 
 RARE_EDGES = 0.01
-"""Logit error from which on top-p often cuts at another token than the law does."""
+"""Logit error from which on top-k and top-p often cut at another token than the law does."""
 
 AT_LEAST = 100
 """Fewest tokens of a stratum that get checks of their own."""
@@ -55,14 +55,17 @@ def response_draws(
 
 
 def log_prob_tolerance(sampler: Sampler, logit_error: float) -> tuple[float, float]:
-    """(nats by which a returned log-prob may differ from the law's, and how much more where top-p cuts elsewhere).
+    """(nats by which a returned log-prob may differ from the law's, and how much more where truncation cuts elsewhere).
 
-    A logit error changes a log-prob by up to twice itself. Where the cut falls one token later, what is kept grows to
-    at most 1, from top_p at least. That is rare with small errors, and common from RARE_EDGES on.
+    A logit error changes a log-prob by up to twice itself. Where top-p cuts one token later, what is kept grows to at
+    most 1, from top_p at least. Top-k keeps all tokens whose logit equals the k-th, in vLLM too: a tie that only one of
+    the two has is a token of at most 1/k of what the other keeps. Both are rare with small errors, and common from
+    RARE_EDGES on.
     """
     if sampler.temperature == 0:
         raise ValueError("temperature is 0: greedy log-probs are those of the unprocessed logits, not of the law")
-    error, edge = 2 * logit_error / sampler.temperature, -math.log(sampler.top_p)
+    edge = -math.log(sampler.top_p) + (math.log1p(1 / sampler.top_k) if sampler.top_k > 0 else 0.0)
+    error = 2 * logit_error / sampler.temperature
     return (error, edge) if logit_error < RARE_EDGES else (error + edge, 0.0)
 
 

@@ -13,7 +13,7 @@ from cotrain.lossless.draws import BY_PROBABILITY, Draws, Floats
 from cotrain.lossless.family import CheckResult
 
 EDGE_SHARE = 0.01
-"""Largest share of tokens at which top-p may cut elsewhere than the law does: ties up to the error of a logit."""
+"""Largest share of tokens at which truncation may cut elsewhere than the law does: ties up to the error of a logit."""
 
 
 def all_checks(draws: Draws, setting: str, rng: np.random.Generator) -> list[CheckResult]:
@@ -70,7 +70,7 @@ def returned_log_prob_check(
 ) -> CheckResult:
     """Log-probs the engine returned [N] are those of the law, up to the tolerance in nats. p is 0 or 1.
 
-    edge: how much more a log-prob may differ where top-p cuts at another token than the law does; at most EDGE_SHARE
+    edge: how much more a log-prob may differ where truncation cuts at another token than the law; at most EDGE_SHARE
     of all may need it. Both are one number, or one for each [N]. Effect: largest difference. Impossible outcomes are
     left to `support_check`.
     """

@@ -112,7 +112,8 @@ def test_a_planted_bug_is_caught(planting: LiveEngine, laws: Laws, drafters: lis
     finally:
         plant(planting, None)
     assert not found.passed
-    assert verdict(planting, laws, drafters, WHERE[bug], alpha=CLEAN_ALPHA).passed
+    clean = verdict(planting, laws, drafters, WHERE[bug], alpha=CLEAN_ALPHA)
+    assert clean.passed, str(clean)
 
 
 def test_a_clean_engine_passes_all_settings(planting: LiveEngine, laws: Laws, drafters: list[WeightPayload]) -> None:

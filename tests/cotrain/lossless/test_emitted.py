@@ -13,7 +13,7 @@ from cotrain.lossless.draws import members_first
 from cotrain.lossless.emitted import LOGIT_ERROR, log_prob_tolerance, response_draws, setting_checks
 from cotrain.lossless.goodness import returned_log_prob_check
 from cotrain.lossless.setting import GREEDY, PLAIN, Setting, num_checks, standard_settings
-from cotrain.lossless.target_law import emitted_draws
+from cotrain.lossless.target_law import emitted_draws, target_log_probs
 from cotrain.lossless.verification import response_strata
 from cotrain.models import resolve_model
 from cotrain.records import RolloutRequest
@@ -68,10 +68,25 @@ def test_steps_beyond_the_response_are_an_error() -> None:
 def test_log_probs_may_differ_by_twice_a_logits_error() -> None:
     assert log_prob_tolerance(PLAIN, 5e-4) == pytest.approx((1e-3, 0.0))
     assert log_prob_tolerance(Sampler(0.5, 0.9, 0, ""), 5e-4) == pytest.approx((2e-3, -math.log(0.9)))
+    assert log_prob_tolerance(Sampler(1.0, 1.0, 5, ""), 5e-4) == pytest.approx((1e-3, math.log(1.2)))
     near, edge = log_prob_tolerance(Sampler(1.0, 0.9, 0, ""), LOGIT_ERROR["bfloat16"])
     assert (near, edge) == pytest.approx((0.5 - math.log(0.9), 0.0))
     with pytest.raises(ValueError, match="temperature is 0"):
         log_prob_tolerance(GREEDY, 5e-4)
+
+
+@pytest.mark.parametrize("tied", ["law", "engine"])
+def test_a_tie_with_the_kth_token_that_only_one_side_has_is_no_fault(tied: str) -> None:
+    """vLLM and the law keep what equals the k-th; adding up in another order makes ties, and breaks them."""
+    sampler, error = Sampler(1.0, 1.0, 2, ""), LOGIT_ERROR["float32"]
+    plain, tie = torch.tensor([[1.0, 1.0 - 1e-6, 1.0 - 2e-6, 0.0]]), torch.tensor([[1.0, 1.0 - 1e-6, 1.0 - 1e-6, 0.0]])
+    tokens = torch.zeros(1000, dtype=torch.long)
+    engine, law = plain.repeat(1000, 1), plain.repeat(1000, 1)
+    (engine if tied == "engine" else law)[0] = tie
+    returned = target_log_probs(engine, sampler)[:, 0].numpy()
+    draws = emitted_draws(law, tokens, sampler, logit_tolerance=error)
+    assert returned_log_prob_check(returned, draws, "", *log_prob_tolerance(sampler, error)).p == 1.0
+    assert returned_log_prob_check(returned, draws, "", log_prob_tolerance(sampler, error)[0]).p == 0.0
 
 
 def test_a_few_tokens_may_lie_on_the_other_side_of_a_cut() -> None:
