@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from cotrain.config import RolloutConfig
-from cotrain.records import RolloutBatch
+from cotrain.records import RolloutBatch, RolloutRequest
 from cotrain.rollout.draft_length_table import NO_TRIAL, DraftLengths, StepLog
 from cotrain.rollout.engine import EngineSpec
 from cotrain.rollout.payload import WeightUpdateRefused, digest
@@ -185,20 +186,25 @@ def accepted_at(live: LiveEngine, first: int, undrafted: int) -> list[dict[int, 
     found = []
     for number in range(first, first + 6):
         long, short = make_requests(2, seed=number)
-        sampling: dict[str, Any] = {"tap": False, "temperature": 0.0, "seed": None}
+        pair = [long, replace(short, max_new_tokens=20)]
         live.run(live.engine.reset_prefix_cache())
-
-        async def pair(long: Any = long, short: Any = short, sampling: dict[str, Any] = sampling) -> RolloutBatch:
-            both = [live.engine.generate([r], max_tokens=m, **sampling) for r, m in ((long, 48), (short, 20))]
-            return (await asyncio.gather(*both))[0]
-
         at, accepted = undrafted, {}
-        for drafted, taken in live.run(pair()).rollouts[0].verification_steps:
+        for drafted, taken in live.run(in_one_batch(live, pair)).rollouts[0].verification_steps:
             if drafted == K:
                 accepted[at] = taken
             at += taken + 1
         found.append(accepted)
     return found
+
+
+async def in_one_batch(live: LiveEngine, requests: list[RolloutRequest]) -> RolloutBatch:
+    """Greedy; all requests begin in the same engine step, however long it takes to hand them over."""
+    vllm = live.engine._engine
+    await vllm.pause_generation(mode="keep", clear_cache=False)
+    task = asyncio.create_task(live.engine.generate(requests, tap=False, temperature=0.0, seed=None))
+    await asyncio.sleep(0.1)
+    await vllm.resume_generation()
+    return await task
 
 
 def share_equal(found: list[dict[int, int]], reference: list[dict[int, int]]) -> tuple[float, int]:
