@@ -10,7 +10,7 @@ from cotrain.alarm_config import AlarmConfig
 from cotrain.drafting.gate_config import GateConfig
 from cotrain.lossless.monitor_config import MonitorConfig
 from cotrain.rollout.speculation_config import SpeculationConfig
-from drafters.config import Eagle3Config, ObjectiveConfig, Section
+from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
 
 
 class OptimizerConfig(Section):
@@ -220,7 +220,7 @@ class DrafterOptimizerConfig(OptimizerConfig):
 class DrafterConfig(Section):
     """The drafter and how it is trained."""
 
-    model: Eagle3Config
+    model: DrafterModelConfig
     """Kind and shape of the drafter."""
 
     init: str | None = None

@@ -104,15 +104,6 @@ def a_whole_rollout_fits_the_tap(rollout: RolloutConfig) -> Iterator[Problem]:
         )
 
 
-def aux_layers_ascend(run: RunConfig) -> Iterator[Problem]:
-    layers = run.drafter.model.aux_layers if run.drafter else None
-    if layers is not None and (list(layers) != sorted(set(layers)) or layers[0] < 1):
-        yield Problem(
-            "drafter.model.aux_layers",
-            f"must be ascending, different and at least 1, got {list(layers)}; for example [2, 6, 9] for 12 layers",
-        )
-
-
 def name_is_a_folder_name(run: RunConfig) -> Iterator[Problem]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run.name):
         yield Problem("name", f"{run.name!r} is no folder name; use letters, digits, '.', '_' and '-'")
@@ -272,7 +263,6 @@ POLICY = (model_is_named, clip_low_leaves_the_ratio_positive, clip_high_is_not_b
 ROLLOUT = (vllm_arguments_are_not_cotrains, stop_strings_are_not_empty, a_whole_rollout_fits_the_tap)
 RUN = (
     name_is_a_folder_name,
-    aux_layers_ascend,
     samples_of_a_prompt_differ,
     truncated_sampling_recomputes_log_probs,
     rollouts_divide_evenly,

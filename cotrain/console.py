@@ -55,12 +55,18 @@ class Console:
         """One message on lines of its own."""
         self._rich.print(text)
 
-    def banner(self, config: RunConfig, run_dir: RunDir, devices: Mapping[str, str], ui_hint: str) -> None:
-        """What starts, where, and how to watch it. `devices`: role -> devices, for example {"policy": "cuda:0"}."""
+    def banner(
+        self, config: RunConfig, run_dir: RunDir, devices: Mapping[str, str], ui_hint: str, native_head: bool = False
+    ) -> None:
+        """What starts, where, and how to watch it.
+
+        devices: role -> devices, for example {"policy": "cuda:0"}. native_head: the policy brings a drafter.
+        """
         rollouts = f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples"
         lines = [("run", str(run_dir.path)), ("policy", config.policy.model), ("steps", f"{config.steps} ({rollouts})")]
         if config.drafter:
-            lines.append(("drafter", f"{config.drafter.model.type} from {config.drafter.init or 'random init'}"))
+            first = config.drafter.init or ("the policy's own head" if native_head else "random init")
+            lines.append(("drafter", f"{config.drafter.model.type} from {first}"))
         lines += [(f"{role} on", device) for role, device in devices.items()]
         lines += [
             ("log", f"tail -f {run_dir.logs}/*.log"),

@@ -305,6 +305,7 @@ def _rollout_metrics(batch: RolloutBatch, rollouts: list[ScoredRollout], config:
             "rollout/tapped_rollouts": stats["num_rollouts"],
             "rollout/feature_holes": stats["num_holes"] / tapped,
             "rollout/tap_overhead": stats["record_seconds"] / batch.seconds,
+            "rollout/feature_bytes_per_token": sum(shard.num_bytes for shard in batch.features) / tapped,
         }
     return metrics
 

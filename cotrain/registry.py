@@ -15,7 +15,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from cotrain.mlflow_store import MlflowClient, MlflowException, connect, first_line, sqlite_file
+from cotrain.mlflow_store import MlflowClient, MlflowException, absolute_uri, connect, first_line, sqlite_file
+from cotrain.models import native_head
 
 # isort: split
 from mlflow.artifacts import download_artifacts
@@ -143,6 +144,34 @@ def resolve_drafter_init(uri: str, init: str, folder: Path) -> tuple[Path, str]:
     if missing := [name for name in FILES if not (Path(init) / name).is_file()]:
         raise ValueError(f"drafter.init: {init} has no {' and no '.join(missing)}; give a drafter checkpoint folder")
     return Path(init), init
+
+
+NATIVE = "native"
+"""What a user calls the MTP head that came with a policy."""
+
+
+def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
+    """Folder of the drafter that `spec` names: a folder, a models:/ URI (pulled into `folder`) or "native".
+
+    Raises ValueError when there is none.
+    """
+    if spec == NATIVE:
+        head = native_head(model)
+        if head is None:
+            raise ValueError(f"{model} came with no MTP head; give a drafter's folder")
+        return head
+    if spec.startswith("models:/"):
+        pull_drafter(absolute_uri(uri), spec, folder)
+        return folder
+    return Path(spec)
+
+
+def first_drafter(uri: str, init: str | None, model: Path, folder: Path) -> Path | None:
+    """Folder of the drafter that a run starts with: drafter.init, or else the MTP head that came with the policy.
+
+    None starts from random weights. Raises ValueError naming drafter.init.
+    """
+    return resolve_drafter_init(uri, init, folder)[0] if init is not None else native_head(model)
 
 
 @dataclass

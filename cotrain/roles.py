@@ -26,7 +26,7 @@ from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.engine import EngineSpec
 from cotrain.rollout.gain_check import combined
 from cotrain.rollout.payload import WeightUpdateRefused
-from drafters.base import Sampler
+from drafters.base import Sampler, Serving
 
 
 class RolloutEngines:
@@ -225,7 +225,7 @@ def engine_specs(
     config: RunConfig,
     model_path: Path,
     drafter_folder: Path | None,
-    aux_layers: tuple[int, ...],
+    serving: Serving | None,
     scratch: Path,
     versions: Versions,
 ) -> list[EngineSpec]:
@@ -234,7 +234,7 @@ def engine_specs(
         rollout=config.rollout,
         model_path=str(model_path),
         drafter_folder=None if drafter_folder is None else str(drafter_folder),
-        aux_layers=aux_layers,
+        serving=serving,
         seed=config.seed,
         scratch="",
         versions=versions,

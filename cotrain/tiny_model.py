@@ -39,14 +39,14 @@ def build_tiny_model(folder: Path, architecture: str, seed: int = 0) -> None:
     The same seed gives the same weights on the same machine. Random state and thread count of the process are
     left as they were.
     """
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             shallow = _random_model(architecture, num_layers=2)
-            _train(shallow, tokenizer, torch.Generator().manual_seed(seed))
+            train_on_chain(shallow, tokenizer, torch.Generator().manual_seed(seed))
             model = _random_model(architecture, num_layers=8)
             _deepen(shallow, model)
     finally:
@@ -77,7 +77,7 @@ def _random_model(architecture: str, num_layers: int) -> PreTrainedModel:
     return model_class(config)
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Special tokens first, then one token for each of the 256 bytes; ids above stay unused."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *symbols])}
@@ -90,7 +90,7 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) -> None:
+def train_on_chain(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) -> None:
     """Fit chat-formatted sequences: a random prompt of the alphabet, then a response of the chain."""
     letters = torch.tensor(tokenizer(ALPHABET).input_ids)
     header = torch.tensor(tokenizer("<|im_end|>\n<|im_start|>assistant\n").input_ids)

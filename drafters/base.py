@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: how many there are, how many a token goes through, and how wide they are."""
+
+    number: int
+    per_token: int
+    size: int
+    shared_size: int  # of the expert that all tokens go through
+    normed: bool  # the weights of the chosen experts sum to 1
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,9 @@ class TargetSpec:
     rope_theta: float
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()  # always in the draft vocabulary
+    rope_type: str = "default"
+    partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated
+    experts: Experts | None = None  # of layer 0, where they stand for the MLP
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "TargetSpec":
@@ -56,6 +70,7 @@ class TargetSpec:
 
         heads = required("num_attention_heads")
         eos = config.get("eos_token_id")
+        rope = rope_parameters(config)
         return cls(
             model_type=required("model_type"),
             vocab_size=required("vocab_size"),
@@ -66,11 +81,37 @@ class TargetSpec:
             head_dim=config.get("head_dim") or required("hidden_size") // heads,
             intermediate_size=required("intermediate_size"),
             rms_norm_eps=required("rms_norm_eps"),
-            # transformers 5 nests rope_theta; older configs keep it at the top level.
-            rope_theta=(config.get("rope_parameters") or {}).get("rope_theta") or required("rope_theta"),
+            rope_theta=rope.get("rope_theta") or required("rope_theta"),
             max_position_embeddings=required("max_position_embeddings"),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            rope_type=rope.get("rope_type", rope.get("type", "default")),
+            partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
+            experts=_experts(config),
         )
+
+
+def _experts(config: dict[str, Any]) -> Experts | None:
+    sparse = config.get("num_experts") and config.get("decoder_sparse_step", 1) == 1
+    if not sparse or 0 in (config.get("mlp_only_layers") or ()):
+        return None
+    return Experts(
+        number=config["num_experts"],
+        per_token=config.get("num_experts_per_tok", 1),
+        size=config.get("moe_intermediate_size", 0),
+        shared_size=config.get("shared_expert_intermediate_size", 0),
+        normed=config.get("norm_topk_prob", True),
+    )
+
+
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """Facts about rotary positions in a config.json, under any of the names they have had.
+
+    transformers 5 nests all of them; older configs keep rope_theta and partial_rotary_factor at the top level.
+    """
+    found = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
+    for field in ("rope_scaling", "rope_parameters"):
+        found |= config.get(field) or {}
+    return found
 
 
 @dataclass(frozen=True)
@@ -129,23 +170,92 @@ class Drafts:
     eos_token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Serving:
+    """What an engine must know of a drafter before it loads the drafter's folder."""
+
+    method: str  # vLLM's name for this kind of speculation
+    aux_layers: tuple[int, ...] = ()  # target layers read, ascending; the final hidden state is read in any case
+    target_overrides: tuple[tuple[str, object], ...] = ()  # fields of the target's config that the drafter's code reads
+
+
 class Drafter(nn.Module, ABC):
     """A trainable drafter for one target. Parameters and buffers are exactly what is saved."""
 
-    @property
     @abstractmethod
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers read, ascending; id k = Hugging Face hidden_states[k]."""
+    def __init__(self, shape: Any) -> None:
+        """shape: everything that fixes the tensors; a frozen dataclass with trained_depth and max_position_embeddings."""
+        super().__init__()
+        self.shape = shape
+
+    @classmethod
+    def from_config(cls, config: Any, target: TargetSpec, seed: int) -> Self:
+        """A new drafter in float32 with random weights. Raises ValueError when it cannot fit the target."""
+        # Without memory first, so that torch's own initialisation neither costs time nor moves the global seed.
+        with torch.device("meta"):
+            drafter = cls(cls.shape_of(config, target))
+        drafter.to_empty(device="cpu")
+        drafter.initialise(torch.Generator().manual_seed(seed))
+        return drafter
+
+    @classmethod
+    def from_checkpoint(cls, folder: str | Path, target: TargetSpec, depth_if_unstated: int | None = None) -> Self:
+        """The drafter of a folder, in float32. Raises ValueError when it is broken or for another target.
+
+        depth_if_unstated: draft positions trained, for a checkpoint that does not say.
+        """
+        shape, tensors = cls.read(folder, target, depth_if_unstated)
+        with torch.device("meta"):
+            drafter = cls(shape)
+        drafter.check_tensors(tensors, folder)
+        drafter.load_state_dict(tensors, assign=True)
+        drafter = drafter.float()
+        if problems := drafter.overflowing():
+            raise ValueError(f"{folder} has weights that no engine can serve: {'; '.join(problems)}")
+        return drafter
+
+    @classmethod
+    @abstractmethod
+    def shape_of(cls, config: Any, target: TargetSpec) -> Any:
+        """Shape of a new drafter. Raises ValueError with all `shape_problems`."""
+
+    @classmethod
+    @abstractmethod
+    def read(
+        cls, folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Shape and tensors of a checkpoint folder; arguments and errors as of `from_checkpoint`."""
+
+    @abstractmethod
+    def initialise(self, generator: torch.Generator) -> None:
+        """Fill parameters and buffers that hold no numbers yet, the same for the same generator."""
+
+    @classmethod
+    @abstractmethod
+    def shape_problems(cls, config: Any, target: TargetSpec) -> list[str]:
+        """Why a configuration does not fit the target, by field; empty when it does."""
 
     @property
     @abstractmethod
+    def serving(self) -> Serving:
+        """How an engine serves it. aux_layers: id k = Hugging Face hidden_states[k]."""
+
+    @property
     def trained_depth(self) -> int:
         """Draft positions unrolled in training."""
+        depth: int = self.shape.trained_depth
+        return depth
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of prompt, response and draft together beyond which an engine does not draft."""
+        positions: int = self.shape.max_position_embeddings
+        return positions
 
     @property
     @abstractmethod
-    def max_positions(self) -> int:
-        """Tokens of prompt, response and draft together beyond which an engine does not draft."""
+    def draft_to_target(self) -> Tensor:
+        """Target token ids [V_draft] that it can propose, ascending."""
 
     @abstractmethod
     def drafts(self, batch: DraftBatch, alignment: "Alignment", target: TargetWeights) -> Drafts:
@@ -157,7 +267,7 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
-        """Pick the draft vocabulary from counts [V] and set the head's rows from the target's.
+        """Pick the draft vocabulary from counts [V] and take over from the target what begins as the target's.
 
         Only before the first optimizer step. Returns the share of counted tokens that is covered.
         """
@@ -176,6 +286,10 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def serving_config(self) -> dict[str, object]:
         """Contents of config.json of a checkpoint folder."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, object]:
+        """What the fields of its configuration (drafter.model) are for this drafter."""
 
     def save(self, folder: str | Path, dtype: torch.dtype) -> None:
         """Write config.json and model.safetensors; stock vLLM serves the folder as it is.

@@ -3,39 +3,81 @@
 from pathlib import Path
 
 from drafters.base import Drafter, TargetSpec, read_config
-from drafters.config import Eagle3Config
-from drafters.eagle3.checkpoint import default_aux_layers
+from drafters.config import Eagle3Config, MtpConfig
 from drafters.eagle3.model import Eagle3Drafter
+from drafters.mtp.formats import FORMATS
+from drafters.mtp.model import MtpDrafter
+from drafters.mtp.native import has_native_head, stitch, write_head, write_policy
 
-__all__ = ["DRAFTERS", "build_drafter", "default_aux_layers", "load_drafter"]
+__all__ = [
+    "DRAFTERS",
+    "build_drafter",
+    "drafter_config",
+    "has_native_head",
+    "kind_of",
+    "load_drafter",
+    "shape_problems",
+    "stitch",
+    "write_head",
+    "write_policy",
+]
 
-DRAFTERS: dict[str, type[Eagle3Drafter]] = {
-    "eagle3": Eagle3Drafter,
-}
+DRAFTERS: dict[str, type[Drafter]] = {"eagle3": Eagle3Drafter, "mtp": MtpDrafter}
 
-ARCHITECTURES = {
-    "LlamaForCausalLMEagle3": "eagle3",
+CONFIGS: dict[str, type[Eagle3Config] | type[MtpConfig]] = {"eagle3": Eagle3Config, "mtp": MtpConfig}
+
+ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3"} | {
+    architecture: "mtp" for known in FORMATS.values() for architecture in known.architectures
 }
 """Type of a checkpoint, by the architecture in its config.json."""
 
 
-def build_drafter(config: Eagle3Config, target: TargetSpec, seed: int) -> Drafter:
+def drafter_config(kind: str, **fields: object) -> Eagle3Config | MtpConfig:
+    """Configuration of a kind of drafter; of the fields those that it has."""
+    known = CONFIGS[kind].model_fields
+    return CONFIGS[kind].model_validate({"type": kind} | {name: v for name, v in fields.items() if name in known})
+
+
+def build_drafter(config: Eagle3Config | MtpConfig, target: TargetSpec, seed: int) -> Drafter:
     """A new drafter with random weights, the same for the same seed. Raises ValueError when it cannot fit the target."""
     return DRAFTERS[config.type].from_config(config, target, seed)
 
 
-def load_drafter(folder: str | Path, target: TargetSpec, num_positions: int | None = None) -> Drafter:
-    """The drafter of a checkpoint folder, in float32.
+def shape_problems(config: Eagle3Config | MtpConfig, target: TargetSpec) -> list[str]:
+    """Why a drafter of this configuration does not fit the target; empty when it does."""
+    return DRAFTERS[config.type].shape_problems(config, target)
 
-    num_positions: positions that the engine is started with (longest prompt and response, and the draft after them);
-    None when the drafter is not going to be served. Raises ValueError when the folder holds no known drafter, one made
-    for another target or for fewer positions, or broken tensors.
-    """
+
+def kind_of(folder: str | Path) -> str:
+    """Type of the drafter in a checkpoint folder. Raises ValueError when it holds no known one."""
     architectures = read_config(folder).get("architectures") or [None]
     if architectures[0] not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"{folder} holds {architectures[0]}, not a drafter that can be trained ({known})")
-    drafter = DRAFTERS[ARCHITECTURES[architectures[0]]].from_checkpoint(folder, target)
+    return ARCHITECTURES[architectures[0]]
+
+
+def load_drafter(
+    folder: str | Path,
+    target: TargetSpec,
+    num_positions: int | None = None,
+    config: Eagle3Config | MtpConfig | None = None,
+) -> Drafter:
+    """The drafter of a checkpoint folder, in float32.
+
+    num_positions: positions that the engine is started with (longest prompt and response, and the draft after them);
+    None when the drafter is not going to be served. config: the drafter that is wanted; None takes any. Raises
+    ValueError when the folder holds no known drafter, one of another kind or with other settings than wanted, one made
+    for another target or for fewer positions, or broken tensors.
+    """
+    kind = kind_of(folder)
+    if config is not None and config.type != kind:
+        raise ValueError(
+            f'{folder} is a drafter of type "{kind}", but drafter.model.type is "{config.type}"; '
+            "take over its type, or choose another drafter.init"
+        )
+    depth = None if config is None else config.trained_depth
+    drafter = DRAFTERS[kind].from_checkpoint(folder, target, depth_if_unstated=depth)
     if num_positions is not None and drafter.max_positions < num_positions:
         raise ValueError(
             f"{folder} has {drafter.max_positions} positions (max_position_embeddings), but {num_positions} are needed "
@@ -43,4 +85,18 @@ def load_drafter(folder: str | Path, target: TargetSpec, num_positions: int | No
             "the whole batch. Lower rollout.max_prompt_tokens or rollout.max_new_tokens; or, if it was trained on such "
             "lengths, raise max_position_embeddings in its config.json"
         )
+    if config is not None:
+        _check_settings(drafter, config, folder)
     return drafter
+
+
+def _check_settings(drafter: Drafter, config: Eagle3Config | MtpConfig, folder: str | Path) -> None:
+    """The shape of a loaded drafter is that of its checkpoint; a configuration that says otherwise is refused."""
+    loaded = drafter.settings()
+    wrong = [
+        f"drafter.model.{name} is {wanted}, the checkpoint has {loaded[name]}"
+        for name, wanted in config.model_dump(exclude={"type"}).items()
+        if wanted is not None and wanted != loaded[name]
+    ]
+    if wrong:
+        raise ValueError(f"drafter.init {folder} was made with other settings; take them over: " + "; ".join(wrong))

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
@@ -37,6 +38,30 @@ class Eagle3Config(Section):
 
     norm_before_residual: bool = False
     """Use the normed hidden state as the residual. False is the layout that every engine serves."""
+
+    @field_validator("aux_layers")
+    @classmethod
+    def _ascend(cls, layers: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
+        if layers is not None and (list(layers) != sorted(set(layers)) or layers[0] < 1):
+            raise PydanticCustomError("ascending", "must be ascending, different and at least 1; for example [2, 6, 9]")
+        return layers
+
+
+class MtpConfig(Section):
+    """MTP: one decoder layer over the target's final hidden state; embedding and head are always the target's.
+    A policy that brings such a head of its own starts with that one; all others start from random weights."""
+
+    type: Literal["mtp"]
+    """Kind of drafter."""
+
+    trained_depth: PositiveInt = 3
+    """Draft positions unrolled in training, each through the same layer. Serve no more draft tokens than this."""
+
+
+NATIVE_HEAD_ARCHITECTURES = ("MiMoForCausalLM", "Qwen3NextForCausalLM")
+"""Policies that may bring an MTP head of their own, by the architecture in their config.json."""
+
+DrafterModelConfig = Annotated[Eagle3Config | MtpConfig, Field(discriminator="type")]
 
 
 class ObjectiveConfig(Section):

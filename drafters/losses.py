@@ -47,6 +47,8 @@ class Teacher:
 
     def of_draft_vocabulary(self, logits: Tensor, normaliser: Tensor) -> Tensor:
         """`probabilities` from `processed_logits`, which stay as they are."""
+        if len(self.draft_to_target) == logits.shape[1]:
+            return logits.sub(normaliser).exp_()
         return logits[:, self.draft_to_target].sub_(normaliser).exp_()
 
     def drawn_draft_ids(self, rows: Tensor) -> Tensor:
@@ -191,7 +193,9 @@ class _DraftLoss(torch.autograd.Function):
         drawn_accepted = acceptance.clone()
         weights = draft_head.new_zeros(depth, dtype=precision)
         loss = draft_head.new_zeros((), dtype=precision)
-        gradients = [torch.zeros_like(tensor) for tensor in (draft_head, *hidden)] if with_gradients else []
+        of_hidden = [torch.zeros_like(tensor) for tensor in hidden] if with_gradients else []
+        # A head that is the target's own is not trained; its gradient would be as large as the head.
+        of_head = torch.zeros_like(draft_head) if with_gradients and ctx.needs_input_grad[4] else None
 
         for chunk in _chunks(alignment, objective.chunk_tokens):
             p = teacher.probabilities(chunk.rows)
@@ -215,17 +219,18 @@ class _DraftLoss(torch.autograd.Function):
                 per_position[k] += result.loss.sum() / num_starts[k]
                 if result.gradient is not None:
                     gradient = result.gradient.mul_(weight[:, None]).to(draft_head.dtype)
-                    gradients[0].addmm_(gradient.T, states)
-                    gradients[1 + k][starts] = gradient @ draft_head
+                    if of_head is not None:
+                        of_head.addmm_(gradient.T, states)
+                    of_hidden[k][starts] = gradient @ draft_head
 
         total = weights.sum().clamp(min=torch.finfo(precision).tiny)
-        ctx.save_for_backward(*(gradient.div_(total) for gradient in gradients))
+        ctx.save_for_backward(*(None if g is None else g.div_(total) for g in (of_head, *of_hidden)))
         ctx.mark_non_differentiable(per_position, acceptance, drawn_accepted)
         return loss / total, per_position, acceptance, drawn_accepted
 
     @staticmethod
     def backward(ctx, loss_gradient, *_):
-        return (None,) * 4 + tuple(gradient * loss_gradient for gradient in ctx.saved_tensors)
+        return (None,) * 4 + tuple(None if g is None else g * loss_gradient for g in ctx.saved_tensors)
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

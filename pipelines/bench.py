@@ -34,6 +34,7 @@ from pipelines.bench_report import ADAPTIVE, NO_SPECULATION, Arm, Measurement, S
 
 if TYPE_CHECKING:
     from cotrain.rollout.engine import RolloutEngine
+    from drafters.base import Serving
 
 METHODS = ("none", "ngram", "greedy", "probabilistic", ADAPTIVE)
 DRAFTED = ("greedy", "probabilistic", ADAPTIVE)
@@ -54,7 +55,7 @@ class Bench:
     seed: int
     model: Path
     drafter: Path | None
-    aux_layers: tuple[int, ...]
+    serving: "Serving | None"
     rollout: RolloutConfig
     prompts: list[list[int]]
     threads: int
@@ -102,7 +103,7 @@ class Bench:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `cotrain bench`."""
     parser.add_argument("--model", required=True, help="folder, hub id, or bundled:smollm2-135m-instruct")
-    parser.add_argument("--drafter", help="checkpoint folder or models:/NAME@serving; without one: none and ngram only")
+    parser.add_argument("--drafter", help="checkpoint folder, models:/NAME@serving or native; without: none, ngram")
     parser.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="MLflow of models:/... (default %(default)s)")
     parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3], help="draft lengths (default 1 2 3)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="batch sizes (default 1 4 16)")
@@ -215,14 +216,14 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Bench:
             f"--tokens: the longest prompt has {longest} tokens, with {args.tokens} more and {longest_draft} drafted "
             f"it is over the {target.max_position_embeddings} positions of {args.model}; lower --tokens"
         )
-    drafter, aux_layers = _drafter(args, target, positions, pulled, notes) if drafted else (None, ())
+    drafter, serving = _drafter(args, model, target, positions, pulled, notes) if drafted else (None, None)
     rollout = _rollout_config(args, target, batches[-1], longest, positions)
     if gpus:
         share = 0.9 / (1 + (drafted and any(arm.method == "ngram" for arm in arms)))
         rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"gpu_memory_utilization": share}})
     num_threads = args.threads or threads.num_cores()
     return Bench(
-        arms, batches, args.rounds, args.groups, args.seed, model, drafter, aux_layers, rollout, prompts, num_threads,
+        arms, batches, args.rounds, args.groups, args.seed, model, drafter, serving, rollout, prompts, num_threads,
         args.breakdown, notes, args.drain,
     )  # fmt: skip
 
@@ -244,19 +245,14 @@ def choose_arms(
 
 
 def _drafter(
-    args: argparse.Namespace, target: Any, positions: int, pulled: Path, notes: list[str]
-) -> tuple[Path, tuple[int, ...]]:
-    """(checkpoint folder, aux layers), after a look at whether it was made for this target and as many positions."""
+    args: argparse.Namespace, model: Path, target: Any, positions: int, pulled: Path, notes: list[str]
+) -> tuple[Path, "Serving"]:
+    """(checkpoint folder, how it is served), after a look at whether it was made for this target and as many positions."""
+    from cotrain.registry import drafter_folder
     from drafters.build import load_drafter
 
-    folder = Path(args.drafter)
     try:
-        if args.drafter.startswith("models:/"):
-            from cotrain.mlflow_store import absolute_uri
-            from cotrain.registry import pull_drafter
-
-            folder = pulled
-            pull_drafter(absolute_uri(args.uri), args.drafter, folder)
+        folder = drafter_folder(args.uri, args.drafter, model, pulled)
         drafter = load_drafter(folder, target, positions)
     except ValueError as error:
         raise ValueError(f"--drafter: {error}") from error
@@ -264,7 +260,7 @@ def _drafter(
         notes.append(
             f"k = {max(args.k)} is beyond the {drafter.trained_depth} draft positions the drafter was trained for"
         )
-    return folder, drafter.aux_layers
+    return folder, drafter.serving
 
 
 def _prompts(task_config: Any, seed: int, model: Path, count: int) -> list[list[int]]:
@@ -319,7 +315,7 @@ async def _run(bench: Bench, console: TextIO) -> tuple[list[Measurement], list[S
                 rollout=bench.rollout,
                 model_path=str(bench.model),
                 drafter_folder=str(bench.drafter) if bench.drafter and speculation == "drafter" else None,
-                aux_layers=bench.aux_layers,
+                serving=bench.serving,
                 seed=bench.seed,
                 scratch=str(scratch / speculation),
                 speculation="ngram" if speculation == "ngram" else "drafter",

@@ -28,6 +28,7 @@ OWN_PARSER = {
     "init": OwnParser("pipelines.initialise", "train a drafter on the policy's own rollouts, before RL"),
     "ablate": OwnParser("pipelines.ablate", "run a study: arms x seeds, and one table"),
     "report": OwnParser("pipelines.report", "write the report of a run or a study"),
+    "export": OwnParser("pipelines.export", "write a run's policy and drafter as folders that stock vLLM serves"),
     "verify": OwnParser("pipelines.verify", "test whether speculation leaves the sampled distribution alone"),
     "bench": OwnParser("pipelines.bench", "measure speculation arms side by side on one engine"),
 }
@@ -188,7 +189,7 @@ def _plan(config: RunConfig) -> list[str]:
             f"{drafter.updates_per_step} updates every {drafter.train_every} steps" if drafter.train else "frozen"
         )
         lines.append(
-            f"drafter  1 x trainer {devices['drafter']}; {drafter.model.type} from {drafter.init or 'random weights'}, "
+            f"drafter  1 x trainer {devices['drafter']}; {drafter.model.type} from {drafter.init or 'the head that the policy brings, or random weights'}, "
             f"{training}"
         )
     return [*lines, f"mlflow   {config.tracking.uri or f'sqlite in {config.run_root}'}"]

@@ -25,6 +25,7 @@ from cotrain.drafting.rollout_sources import Source, open_source, sampling
 from cotrain.engine_output import engine_output_to
 from cotrain.load_config import load_config, read_config, to_toml, write_config
 from cotrain.metrics import MetricsWriter, read_metrics
+from cotrain.models import native_head
 from cotrain.preflight import check_init, init_problems, quick_problems
 from cotrain.provenance import machine, write_provenance
 from cotrain.records import RolloutRequest, Versions
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from cotrain.drafting.trainer import DrafterTrainer
     from cotrain.rollout.engine import RolloutEngine
     from cotrain.tracking import Tracker
+    from drafters.base import Serving
 
 DESCRIPTION = "Train a drafter on rollouts of the policy, before RL: in-domain initialisation."
 EPILOG = """\
@@ -149,7 +151,7 @@ class Initialisation:
         self.fingerprints, self.source = fingerprints, source
         self.console, self.stop_requested = console, stop_requested
         self.target = TargetSpec.from_pretrained(model)
-        self._aux_layers: tuple[int, ...] = ()
+        self._serving: Serving | None = None
 
     async def run(self) -> bool:
         """All stages; False when it was asked to stop early."""
@@ -197,12 +199,12 @@ class Initialisation:
         trainer = self._trainer(total_updates=1)
         folder = scratch / "untrained"
         trainer.save_checkpoint(folder, self._dtype())
-        self._aux_layers = trainer.drafter.aux_layers
+        self._serving = trainer.drafter.serving
         return EngineSpec(
             rollout=self.config.rollout,
             model_path=str(self.model),
             drafter_folder=str(folder),
-            aux_layers=self._aux_layers,
+            serving=self._serving,
             seed=self.config.seed,
             scratch=str(scratch / "engine"),
         )
@@ -216,19 +218,20 @@ class Initialisation:
         from cotrain.cluster import place
         from cotrain.drafting.trainer import DrafterTrainer
         from cotrain.mlflow_store import tracking_uri
-        from cotrain.registry import resolve_drafter_init
+        from cotrain.registry import first_drafter
 
         torch.set_num_threads(_threads(self.config.cluster.learner_threads))
         init, folder = self.drafter.init, self.run_dir.path / "drafter_init"
-        if init is not None and not folder.exists():
-            folder, _ = resolve_drafter_init(tracking_uri(self.config), init, folder)
+        first: Path | None = folder
+        if not folder.exists():
+            first = first_drafter(tracking_uri(self.config), init, self.model, folder)
         # One "step" of the trainer's schedule is one update here.
         schedule = {"updates_per_step": 1, "train_every": 1, "holdout": self.config.init.holdout}
         return DrafterTrainer(
             config=self.drafter.model_copy(update=schedule),
             rollout=self.config.rollout,
             model_path=str(self.model),
-            init_folder=None if init is None else str(folder),
+            init_folder=None if first is None else str(first),
             total_steps=total_updates,
             seed=self.config.seed,
             device=place(self.config, len(machine()["gpus"])).device,
@@ -273,12 +276,12 @@ class Initialisation:
         plan = plan_training(self.config, training, self._feature_bytes())
         trainer = self._trainer(plan.num_updates)
         trainer.set_target_weights(str(self.model), 0)
-        keep = self.drafter.init is not None
+        keep = self.drafter.init is not None or native_head(self.model) is not None
         coverage = choose_vocabulary(trainer, self.target.vocab_size, training, holdout, keep)
         say(f"{len(training):,} rollouts to train on, {len(holdout):,} held out")
         say(f"the draft vocabulary covers {coverage:.2%} of the held-out response tokens")
         cache = int(self.config.init.cache_gib * GIB)
-        store = FeatureStore(engine, self.run_dir.path / "features", cache, trainer.drafter.aux_layers, say)
+        store = FeatureStore(engine, self.run_dir.path / "features", cache, trainer.drafter.serving.aux_layers, say)
         with self.console.phase("features of the hold-out"):
             held = trainer.hold_out(await store.load("holdout", holdout))
         if held < len(holdout):
@@ -299,7 +302,8 @@ class Initialisation:
 
     def _feature_bytes(self) -> int:
         """Of one token in the trainer's memory: hidden states, token id and mask."""
-        width = (len(self._aux_layers) + 1) * self.target.hidden_size
+        aux_layers = self._serving.aux_layers if self._serving else ()
+        width = (len(aux_layers) + 1) * self.target.hidden_size
         return width * {"float32": 4, "bfloat16": 2}[self.config.rollout.dtype] + 9
 
     # -- result ------------------------------------------------------------------------------------------------------

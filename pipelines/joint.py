@@ -26,11 +26,11 @@ from cotrain.failures import RunFailure
 from cotrain.greedy_check import GreedyCheck, check_greedy
 from cotrain.load_config import write_config
 from cotrain.metrics import MetricsWriter, read_metrics
-from cotrain.models import resolve_model
+from cotrain.models import native_head, resolve_model
 from cotrain.prompts import PromptEncoder
 from cotrain.provenance import write_provenance
 from cotrain.records import RolloutRequest, Versions
-from cotrain.registry import resolve_drafter_init
+from cotrain.registry import first_drafter
 from cotrain.report.run import write_run_report
 from cotrain.roles import PolicyRanks, RolloutEngines, engine_specs
 from cotrain.run_dir import RunDir
@@ -39,6 +39,7 @@ from cotrain.stop_signal import two_stage_stop
 from cotrain.tasks.base import build_task
 from cotrain.tasks.sampling import PromptSampler
 from cotrain.tracking import Tracker
+from drafters.base import Serving
 
 GREEDY_PROMPTS = 8
 GREEDY_TOKENS = 32
@@ -89,7 +90,8 @@ def train(config: RunConfig, resume: bool) -> int:
             with console.phase("timing of draft lengths"):
                 timed = [prompts.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
                 roles.engines.time_draft_lengths(timed)
-        console.banner(config, run_dir, _devices(config, placement, cluster), tracker.ui_hint())
+        own_head = native_head(model_path) is not None
+        console.banner(config, run_dir, _devices(config, placement, cluster), tracker.ui_hint(), own_head)
         controller = Controller(
             config, run_dir, roles, task, prompts, sampler, tracker, metrics, decisions, console, scratch, versions,
             fingerprints, step,
@@ -182,19 +184,16 @@ def _start_roles(
     versions = state.versions if state else Versions(0, 0)
     drafter: DrafterTraining | None = None
     drafter_folder: Path | None = None
-    aux_layers: tuple[int, ...] = ()
+    serving: Serving | None = None
     if config.drafter is not None:
-        init = config.drafter.init
-        init_folder = None
-        if init is not None:
-            init_folder, _ = resolve_drafter_init(tracking_uri, init, run_dir.path / "drafter_init")
+        init_folder = first_drafter(tracking_uri, config.drafter.init, model_path, run_dir.path / "drafter_init")
         drafter = DrafterTraining(cluster, config, model_path, init_folder, placement)
         if checkpoint is not None:
             drafter.load(checkpoint / "drafter")
-        drafter_folder, aux_layers = run_dir.drafter(versions.drafter), drafter.aux_layers()
+        drafter_folder, serving = run_dir.drafter(versions.drafter), drafter.serving()
         # Written anew on a resume too: a run that was killed may have left half of it.
         drafter.save_checkpoint(drafter_folder, config.rollout.dtype, versions.drafter)
-    specs = engine_specs(config, model_path, drafter_folder, aux_layers, scratch, versions)
+    specs = engine_specs(config, model_path, drafter_folder, serving, scratch, versions)
     engines = RolloutEngines(cluster, config, specs, placement)
     policy.wait_until_started()
     if checkpoint is not None:

@@ -35,7 +35,6 @@ from cotrain.run_dir import write_json
 from cotrain.scratch import scratch_folder
 from drafters.base import Drafter, Sampler, TargetSpec
 from drafters.build import load_drafter
-from drafters.vocabulary import to_tokens
 from pipelines import verify_checks as checks
 from pipelines.verify_checks import TWO_SAMPLE_PROMPTS, Laws, Plan
 from pipelines.verify_report import Outcome, markdown, to_json
@@ -76,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `cotrain verify`."""
     parser.add_argument("--config", metavar="CONFIG", help="model, prompts, sampling, k and dtype of this run")
     parser.add_argument("--model", help="folder, hub id, or bundled:smollm2-135m-instruct (default: of --config)")
-    parser.add_argument("--drafter", required=True, help="checkpoint folder or models:/NAME@serving")
+    parser.add_argument("--drafter", required=True, help="checkpoint folder, models:/NAME@serving or native")
     parser.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="MLflow of models:/... (default %(default)s)")
     parser.add_argument("--prompts", metavar="CONFIG", help="prompts of this configuration's task (default: chain_sum)")
     parser.add_argument("--num-prompts", type=int, default=64, help="different prompts (default %(default)s)")
@@ -171,7 +170,7 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Verification:
             f"--tokens: the longest prompt has {longest} tokens, with {args.tokens} more and the drafts it is over "
             f"the {target.max_position_embeddings} positions of {model_name}; lower --tokens"
         )
-    folder, drafter = _drafter(args, target, positions, pulled)
+    folder, drafter = _drafter(args, model, target, positions, pulled)
     vocabulary = _draft_vocabulary(drafter, target.vocab_size)
     plan = plan_of(args, k, dtype, _samplers(args, config), prompts, num_orders=2 if vocabulary else 1)
     vllm = config.rollout.vllm if config else {}
@@ -252,16 +251,14 @@ def _samplers(args: argparse.Namespace, config: RunConfig | None) -> tuple[Sampl
     return (Sampler(parameters["temperature"], parameters["top_p"], parameters["top_k"], ""),)
 
 
-def _drafter(args: argparse.Namespace, target: TargetSpec, positions: int, pulled: Path) -> tuple[Path, Drafter]:
+def _drafter(
+    args: argparse.Namespace, model: Path, target: TargetSpec, positions: int, pulled: Path
+) -> tuple[Path, Drafter]:
     """(checkpoint folder, drafter), after a look at whether it was made for this target and as many positions."""
-    folder = Path(args.drafter)
-    try:
-        if args.drafter.startswith("models:/"):
-            from cotrain.mlflow_store import absolute_uri
-            from cotrain.registry import pull_drafter
+    from cotrain.registry import drafter_folder
 
-            folder = pulled
-            pull_drafter(absolute_uri(args.uri), args.drafter, folder)
+    try:
+        folder = drafter_folder(args.uri, args.drafter, model, pulled)
         return folder, load_drafter(folder, target, positions)
     except ValueError as error:
         raise ValueError(f"--drafter: {error}") from error
@@ -269,11 +266,8 @@ def _drafter(args: argparse.Namespace, target: TargetSpec, positions: int, pulle
 
 def _draft_vocabulary(drafter: Drafter, vocab_size: int) -> list[int] | None:
     """Target ids that can be drafted; None when that is all of them."""
-    offsets = drafter.state_for_serving().get("d2t")
-    if offsets is None or len(offsets) == vocab_size:
-        return None
-    ids: list[int] = to_tokens(offsets).tolist()
-    return ids
+    ids: list[int] = drafter.draft_to_target.tolist()
+    return ids if len(ids) < vocab_size else None
 
 
 def _prompts(args: argparse.Namespace, config: RunConfig | None, model: Path) -> list[list[int]]:
@@ -329,7 +323,7 @@ async def _run(verification: Verification, console: TextIO) -> Outcome:
             rollout=verification.rollout,
             model_path=str(verification.model),
             drafter_folder=str(verification.drafter_folder),
-            aux_layers=verification.drafter.aux_layers,
+            serving=verification.drafter.serving,
             seed=verification.plan.seed,
             scratch=str(scratch),
         )

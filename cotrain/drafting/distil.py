@@ -18,7 +18,7 @@ from cotrain.drafting.features import FeatureRecord
 from cotrain.drafting.trainer import DrafterTrainer, vocabulary_counts
 from cotrain.records import Versions
 from cotrain.run_dir import RunDir
-from drafters.vocabulary import coverage, to_tokens
+from drafters.vocabulary import coverage
 
 EXPECTED = "drafter/expected_acceptance_length"
 SECONDS_BETWEEN_LINES = 15.0
@@ -262,7 +262,4 @@ def choose_vocabulary(
     counts = torch.zeros(vocab_size, dtype=torch.float64)
     for rollout in holdout:
         counts += torch.tensor(rollout.token_ids).bincount(minlength=vocab_size)
-    served = trainer.state_for_serving()
-    if "d2t" not in served:  # the draft vocabulary is the target's
-        return 1.0
-    return coverage(counts, to_tokens(served["d2t"]).cpu())
+    return coverage(counts, trainer.drafter.draft_to_target.cpu())

@@ -192,7 +192,8 @@ def _parse_metadata(metadata: dict[str, str]) -> tuple[int, Sampler, tuple[int, 
         top_k=int(required("top_k")),
         draft_sample_method=required("draft_sample_method"),
     )
-    return int(required("policy_version")), sampler, tuple(int(k) for k in required("aux_layers").split(","))
+    aux_layers = tuple(int(layer) for layer in required("aux_layers").split(",") if layer)
+    return int(required("policy_version")), sampler, aux_layers
 
 
 def _check_tensors(tensors: dict[str, Tensor], num_aux_layers: int) -> None:

@@ -11,6 +11,7 @@ from cotrain.cluster import Cluster, Placement
 from cotrain.config import RunConfig
 from cotrain.drafting.trainer import DrafterTrainer, FreshScores
 from cotrain.records import FeatureShard, WeightPayload
+from drafters.base import Serving
 
 
 class DrafterActor:
@@ -32,9 +33,9 @@ class DrafterActor:
         """Publications so far."""
         return self._trainer.drafter_version
 
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers the drafter reads."""
-        return self._trainer.drafter.aux_layers
+    def serving(self) -> Serving:
+        """How engines serve the drafter."""
+        return self._trainer.drafter.serving
 
     def take_in(
         self, shards: list[FeatureShard], serving: int, keep: Collection[int]
@@ -87,9 +88,9 @@ class DrafterTraining:
         )
         cluster.get(self._actor.start.remote())
 
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers the drafter reads."""
-        return self._cluster.get(self._actor.aux_layers.remote())
+    def serving(self) -> Serving:
+        """How engines serve the drafter."""
+        return self._cluster.get(self._actor.serving.remote())
 
     def take_in(
         self, shards: list[FeatureShard], serving: int, keep: Collection[int]

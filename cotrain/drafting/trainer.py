@@ -78,8 +78,7 @@ class DrafterTrainer:
         if init_folder is None:
             drafter = build_drafter(config.model, self._target, seed)
         else:
-            drafter = load_drafter(init_folder, self._target, rollout.num_positions)
-            _check_fits_config(drafter, config, init_folder)
+            drafter = load_drafter(init_folder, self._target, rollout.num_positions, config.model)
         if rollout.draft_tokens > drafter.trained_depth and not rollout.allow_draft_beyond_trained_depth:
             raise ValueError(
                 f"rollout.draft_tokens is {rollout.draft_tokens}, but the drafter is trained for "
@@ -304,7 +303,7 @@ class DrafterTrainer:
             )
         for name, theirs, ours in [
             ("sampler", first.sampler, self._sampler),
-            ("aux layers", first.aux_layers, self.drafter.aux_layers),
+            ("aux layers", first.aux_layers, self.drafter.serving.aux_layers),
             ("hidden size", first.final_hidden.shape[1], self._target.hidden_size),
         ]:
             if theirs != ours:
@@ -416,15 +415,3 @@ def vocabulary_counts(rollouts: Iterable[tuple[Tensor, Tensor]], vocab_size: int
         counts += response.bincount(minlength=vocab_size)
         counts += PROMPT_TOKEN_WEIGHT * prompt.bincount(minlength=vocab_size)
     return counts
-
-
-def _check_fits_config(drafter: Drafter, config: DrafterConfig, folder: str) -> None:
-    """The shape of a loaded drafter is that of its checkpoint; a configuration that says otherwise is refused."""
-    loaded = drafter.serving_config() | {"aux_layers": drafter.aux_layers, "trained_depth": drafter.trained_depth}
-    wrong = [
-        f"drafter.model.{name} is {wanted}, the checkpoint has {loaded[name]}"
-        for name, wanted in config.model.model_dump(exclude={"type"}).items()
-        if wanted is not None and wanted != loaded[name]
-    ]
-    if wrong:
-        raise ValueError(f"drafter.init {folder} was made with other settings; take them over: " + "; ".join(wrong))

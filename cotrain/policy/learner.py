@@ -155,8 +155,9 @@ class PolicyLearner:
                 raise ValueError(f"aux layer {layer} is not one of 0..{num_layers - 1} of the policy")
         tokens = torch.tensor([token_ids], device=self._accelerator.device)
         output = self._policy.last_hidden(tokens, output_hidden_states=True)
-        aux = torch.cat([output.hidden_states[layer][0] for layer in layers], dim=-1)
-        return aux.float().cpu(), output.last_hidden_state[0].float().cpu()
+        final = output.last_hidden_state[0]
+        aux = torch.cat([final[:, :0], *(output.hidden_states[layer][0] for layer in layers)], dim=-1)
+        return aux.float().cpu(), final.float().cpu()
 
     def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
         """Response tokens of each rollout under the laws of the current weights, in float32."""

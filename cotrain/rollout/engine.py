@@ -32,6 +32,7 @@ from cotrain.rollout.lossless_guard import environment_problems
 from cotrain.rollout.payload import WeightUpdateRefused
 from cotrain.rollout.speculation import SpeculationController
 from cotrain.rollout.step_timing import TimedRequests, room_for, time_steps
+from drafters.base import Serving
 
 POLICY_READBACK_COLUMNS = 32
 """Input columns of each packed policy matrix read back after an update. Drafters are read back whole."""
@@ -52,7 +53,8 @@ class EngineSpec:
     model_path: str
     drafter_folder: str | None
     """Checkpoint folder of the first serving drafter; None runs without a drafter."""
-    aux_layers: tuple[int, ...]
+    serving: Serving | None
+    """How that drafter is served; None without one."""
     seed: int
     scratch: str
     """Folder in shared memory for features and weights of this engine."""
@@ -102,6 +104,10 @@ class RolloutEngine:
         )
         tap = self.spec.rollout.features.model_dump() if self.spec.drafter_folder else None
         return await self._call("cotrain_start", tap)
+
+    @property
+    def _aux_layers(self) -> tuple[int, ...]:
+        return self.spec.serving.aux_layers if self.spec.serving else ()
 
     @property
     def speculates(self) -> bool:
@@ -201,7 +207,7 @@ class RolloutEngine:
         """
         shards: list[FeatureShard] = []
         bytes_per_value = {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype]
-        width = (len(self.spec.aux_layers) + 1) * self._engine.model_config.get_hidden_size()
+        width = (len(self._aux_layers) + 1) * self._engine.model_config.get_hidden_size()
         for group in within_bounds(sequences, self.spec.rollout.features, row_bytes(width, bytes_per_value)):
             self._batches += 1
             names = [f"b{self._batches}r{i}" for i in range(len(group))]
@@ -275,7 +281,7 @@ class RolloutEngine:
             "top_p": repr(rollout.top_p),
             "top_k": str(rollout.top_k),
             "draft_sample_method": rollout.draft_sample_method,
-            "aux_layers": ",".join(map(str, self.spec.aux_layers)),
+            "aux_layers": ",".join(map(str, self._aux_layers)),
             "final_norm_applied": "true",
         }
         wanted = [(name, *sequence) for name, sequence in zip(names, sequences, strict=True)]

@@ -42,9 +42,11 @@ def engine_arguments(spec: "EngineSpec", controller: SpeculationController | Non
     arguments |= rollout.vllm
     if spec.speculation == "ngram":
         arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": k, **PROMPT_LOOKUP}
-    elif spec.drafter_folder is not None:
+    elif spec.drafter_folder is not None and spec.serving is not None:
+        if spec.serving.target_overrides:
+            arguments["hf_overrides"] = dict(spec.serving.target_overrides)
         arguments["speculative_config"] = {
-            "method": "eagle3",
+            "method": spec.serving.method,
             "model": spec.drafter_folder,
             "num_speculative_tokens": k,
             "draft_sample_method": rollout.draft_sample_method,

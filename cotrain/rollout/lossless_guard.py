@@ -169,7 +169,7 @@ SPECULATIVE_ALLOWED = _names(
     "disable_eagle_block_drop use_local_argmax_reduction"
 )
 SPECULATIVE_VALUES: dict[str, tuple[Any, ...]] = {
-    "method": ("eagle3", "ngram"),
+    "method": ("eagle3", "mtp", "ngram"),
     "rejection_sample_method": ("standard",),
     "draft_sample_method": ("greedy", "probabilistic"),
 }

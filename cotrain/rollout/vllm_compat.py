@@ -232,6 +232,7 @@ def _served_tensors(
 
     A tied weight comes once for each module that uses it: each may hold a packed copy of its own.
     """
+    by_served_name = _by_served_name(model, names)
     first_names: dict[int, str] = {}
     for prefix, module in model.named_modules():
         for leaf, parameter in module.named_parameters(prefix="", recurse=False):
@@ -246,9 +247,28 @@ def _served_tensors(
                 views.append(_unpack(module, columns, seed))
             for tensor, chosen in views:
                 for name, part in _unfused(full_name, module, tensor):
-                    match = name if name in names else _checkpoint_name(name)
-                    if match in names:
-                        yield match, part, chosen
+                    if name in by_served_name:
+                        yield by_served_name[name], part, chosen
+
+
+def _by_served_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Checkpoint name of each tensor, by the name it has in the model.
+
+    Renaming is the model's own, less the fusing of projections, which `_unfused` takes back. Drafters may leave out
+    `model.`, and Qwen3-Next's MTP head renames `mtp.` in its load_weights.
+    """
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    mapper = getattr(model, "hf_to_vllm_mapper", None) or WeightsMapper()
+    renaming = WeightsMapper(
+        orig_to_new_substr=mapper.orig_to_new_substr,
+        orig_to_new_prefix={**mapper.orig_to_new_prefix, "mtp.": "model."},
+    )
+    found: dict[str, str] = {}
+    for name in names:
+        served = renaming.apply_list([name])[0]
+        found |= {served: name, f"model.{served}": name}
+    return found
 
 
 def _unpack(module: Any, columns: int | None, seed: int) -> tuple[Tensor, Tensor | None]:

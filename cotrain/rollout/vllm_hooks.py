@@ -56,10 +56,10 @@ def hook_drafting(
                 attention.query_start_loc_cpu.tolist(),
                 model_runner._get_positions(total).to("cpu", copy=True),
                 model_runner.input_ids.gpu[:total].to("cpu", torch.int64),
-                torch.cat([h[:total] for h in (*aux_hidden, hidden)], dim=-1).cpu(),
+                torch.cat([h[:total] for h in (*(aux_hidden or ()), hidden)], dim=-1).cpu(),
             )
 
-        if aux_hidden is not None and is_tapping():
+        if is_tapping():
             on_verified(rows)
         off = scheduler_output.num_spec_tokens_to_schedule == 0 and torch.is_tensor(sampled)
         reading = reads_prompts()
@@ -194,9 +194,13 @@ def time_phases(model_runner: Any) -> list[dict[str, float]]:
         timed(model_runner, "propose_draft_token_ids", "draft")
     draft_model = getattr(getattr(model_runner, "drafter", None), "model", None)
     if draft_model is not None:
-        timed(draft_model, "combine_hidden_states", "draft_model")
         timed(draft_model, "forward", "draft_model")
-        timed(draft_model.logits_processor, "forward", "draft_model")
+        if hasattr(draft_model, "combine_hidden_states"):
+            timed(draft_model, "combine_hidden_states", "draft_model")
+        if hasattr(draft_model, "draft_id_to_target_id"):  # its head is used without compute_logits: vllm_compat.py
+            timed(draft_model.logits_processor, "forward", "draft_model")
+        else:
+            timed(draft_model, "compute_logits", "draft_model")
 
     execute = model_runner.execute_model
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drafters.base import TargetSpec, read_config, read_tensors
+from drafters.base import TargetSpec, read_config, read_tensors, rope_parameters
 from drafters.eagle3.layer import Eagle3Shape
 
 UNSUPPORTED_FLAGS = ("norm_before_fc", "norm_output", "attention_bias")
@@ -66,7 +66,9 @@ def to_config(shape: Eagle3Shape) -> dict[str, object]:
     }
 
 
-def from_config(config: dict[str, Any], target: TargetSpec, source: str | Path) -> Eagle3Shape:
+def from_config(
+    config: dict[str, Any], target: TargetSpec, source: str | Path, depth_if_unstated: int | None
+) -> Eagle3Shape:
     """Shape of a checkpoint's config.json. Raises ValueError when it is not for this target, or of another variant.
 
     The position limit stays the checkpoint's own, because engines stop drafting there: see `load_drafter`.
@@ -100,12 +102,12 @@ def from_config(config: dict[str, Any], target: TargetSpec, source: str | Path) 
         num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden_size // heads,
         rms_norm_eps=required("rms_norm_eps"),
-        rope_theta=(config.get("rope_parameters") or {}).get("rope_theta") or required("rope_theta"),
+        rope_theta=rope_parameters(config).get("rope_theta") or required("rope_theta"),
         max_position_embeddings=required("max_position_embeddings"),
         eos_token_ids=target.eos_token_ids,
         draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
         aux_layers=check_aux_layers(config.get("eagle_aux_hidden_state_layer_ids"), target, f"{source}/config.json"),
-        trained_depth=_trained_depth(config, source),
+        trained_depth=_trained_depth(config, source, depth_if_unstated),
         fc_norm=bool(config.get("fc_norm", False)),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
     )
@@ -140,10 +142,8 @@ def default_aux_layers(target: TargetSpec) -> tuple[int, int, int]:
 
 
 def _check_rope_type(config: dict[str, Any], source: str | Path) -> None:
-    """Raise ValueError for scaled rotary positions, under any of the names they have had."""
-    rope: dict[str, Any] = {}
-    for field in ("rope_scaling", "rope_parameters"):
-        rope |= config.get(field) or {}
+    """Raise ValueError for scaled rotary positions."""
+    rope = rope_parameters(config)
     found = rope.get("rope_type", rope.get("type", "default"))
     if found != "default":
         raise ValueError(
@@ -152,9 +152,9 @@ def _check_rope_type(config: dict[str, Any], source: str | Path) -> None:
         )
 
 
-def _trained_depth(config: dict[str, Any], source: str | Path) -> int:
+def _trained_depth(config: dict[str, Any], source: str | Path, depth_if_unstated: int | None) -> int:
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    depth = methods[0].get("speculative_tokens")
+    depth = methods[0].get("speculative_tokens") or depth_if_unstated
     if depth is None:
         raise ValueError(
             f"{source}/config.json does not say how many draft positions were trained; add "
@@ -163,12 +163,14 @@ def _trained_depth(config: dict[str, Any], source: str | Path) -> int:
     return depth
 
 
-def read_checkpoint(folder: str | Path, target: TargetSpec) -> tuple[Eagle3Shape, dict[str, Tensor]]:
+def read_checkpoint(
+    folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
+) -> tuple[Eagle3Shape, dict[str, Tensor]]:
     """Shape and tensors of a folder, in layers.0.* names. Raises ValueError as `from_config` and `read_tensors` do.
 
     An embedding in the file is left out: the drafter always reads the target's, of the newest policy version.
     """
-    shape = from_config(read_config(folder), target, folder)
+    shape = from_config(read_config(folder), target, folder, depth_if_unstated)
     tensors = {
         name.replace("midlayer.", "layers.0.", 1): tensor
         for name, tensor in read_tensors(folder).items()

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from drafters.attention import MLP, Attention, AttentionShape
 
 
 @dataclass(frozen=True)
@@ -34,50 +35,6 @@ class Eagle3Shape:
     norm_before_residual: bool
 
 
-class Attention(nn.Module):
-    """Projections of grouped-query attention over the concatenated embedding and hidden state [R, 2H]."""
-
-    def __init__(self, shape: Eagle3Shape) -> None:
-        super().__init__()
-        width, size = 2 * shape.hidden_size, shape.head_dim
-        self.q_proj = nn.Linear(width, shape.num_attention_heads * size, bias=False)
-        self.k_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=False)
-        self.v_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=False)
-        self.o_proj = nn.Linear(shape.num_attention_heads * size, shape.hidden_size, bias=False)
-        self.head_dim = size
-        self.rope_theta = shape.rope_theta
-
-    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[R, heads, D], rotated to positions [R]."""
-        return self._rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), positions)
-
-    def keys_and_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, kv heads, D] each; keys rotated to positions [R]."""
-        keys = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        return self._rotate(keys, positions), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding in the neox layout: dimension i is paired with i + D/2."""
-        exponents = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float32) / self.head_dim
-        angles = (positions[:, None].float() * self.rope_theta**-exponents)[:, None]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, shape: Eagle3Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class DecoderLayer(nn.Module):
     """One layer, cut in two where attention mixes rows."""
 
@@ -85,18 +42,34 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(
+            AttentionShape(
+                input_size=2 * shape.hidden_size,
+                hidden_size=shape.hidden_size,
+                num_heads=shape.num_attention_heads,
+                num_kv_heads=shape.num_key_value_heads,
+                head_dim=shape.head_dim,
+                rope_theta=shape.rope_theta,
+                rotary_dim=shape.head_dim,
+                rms_norm_eps=shape.rms_norm_eps,
+            )
+        )
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.mlp = MLP(shape)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
         self.norm_before_residual = shape.norm_before_residual
 
-    def attention_input(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Input of the projections [R, 2H], embedding first, and the residual [R, H]."""
+    @property
+    def attention(self) -> Attention:
+        """Its projections, under the name that drafters/unroll.py knows."""
+        return self.self_attn
+
+    def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Input of the projections [R, 2H], embedding first, and the residual [R, H]. All positions are alike."""
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         return x, normed if self.norm_before_residual else hidden
 
-    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
+    def finish(self, attended: Tensor, residual: Tensor, x: Tensor) -> Tensor:
         """Output [R, H] before the final norm, from what each row's heads attended to [R, heads, D]."""
-        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
+        hidden = residual + self.self_attn.output(attended, x)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment
-from drafters.base import DraftBatch, Drafter, DraftLoss, Drafts, Sampler, TargetSpec, TargetWeights
+from drafters.base import DraftBatch, Drafter, DraftLoss, Drafts, Sampler, Serving, TargetSpec, TargetWeights
+from drafters.bounds import overflowing
 from drafters.config import Eagle3Config, ObjectiveConfig
-from drafters.eagle3.bounds import overflowing
+from drafters.eagle3.bounds import activation_bounds
 from drafters.eagle3.checkpoint import check_aux_layers, read_checkpoint, to_config
 from drafters.eagle3.layer import DecoderLayer, Eagle3Shape
-from drafters.eagle3.unroll import unroll
 from drafters.losses import drafter_loss
+from drafters.unroll import unroll
 from drafters.vocabulary import choose_tokens, coverage, to_maps, to_tokens
 
 
@@ -27,8 +28,7 @@ class Eagle3Drafter(Drafter):
     t2d: Tensor
 
     def __init__(self, shape: Eagle3Shape) -> None:
-        super().__init__()
-        self.shape = shape
+        super().__init__(shape)
         num_layers = len(shape.aux_layers)
         if shape.fc_norm:
             norms = [nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps) for _ in range(num_layers)]
@@ -44,14 +44,10 @@ class Eagle3Drafter(Drafter):
             self.register_buffer("t2d", t2d)
 
     @classmethod
-    def from_config(cls, config: Eagle3Config, target: TargetSpec, seed: int) -> "Eagle3Drafter":
-        """A new drafter in float32. Raises ValueError when the configuration does not fit the target."""
-        if config.draft_vocab_size > target.vocab_size:
-            raise ValueError(
-                f"drafter.model.draft_vocab_size {config.draft_vocab_size} is above the target's vocabulary of "
-                f"{target.vocab_size} tokens"
-            )
-        shape = Eagle3Shape(
+    def shape_of(cls, config: Eagle3Config, target: TargetSpec) -> Eagle3Shape:
+        if problems := cls.shape_problems(config, target):
+            raise ValueError("; ".join(problems))
+        return Eagle3Shape(
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
             intermediate_size=config.intermediate_size or target.intermediate_size,
@@ -68,41 +64,33 @@ class Eagle3Drafter(Drafter):
             fc_norm=config.fc_norm,
             norm_before_residual=config.norm_before_residual,
         )
-        # Without memory first, so that torch's own initialisation neither costs time nor moves the global seed.
-        with torch.device("meta"):
-            drafter = cls(shape)
-        drafter.to_empty(device="cpu")
-        drafter._initialise(torch.Generator().manual_seed(seed))
-        return drafter
 
     @classmethod
-    def from_checkpoint(cls, folder: str | Path, target: TargetSpec) -> "Eagle3Drafter":
-        """The drafter of a folder, in float32. Raises ValueError when it is broken or for another target."""
-        shape, tensors = read_checkpoint(folder, target)
-        with torch.device("meta"):
-            drafter = cls(shape)
-        drafter.check_tensors(tensors, folder)
-        drafter.load_state_dict(tensors, assign=True)
-        drafter = drafter.float()
-        if problems := drafter.overflowing():
-            raise ValueError(f"{folder} has weights that no engine can serve: {'; '.join(problems)}")
-        return drafter
+    def shape_problems(cls, config: Eagle3Config, target: TargetSpec) -> list[str]:
+        problems = []
+        if config.draft_vocab_size > target.vocab_size:
+            problems.append(
+                f"drafter.model.draft_vocab_size: {config.draft_vocab_size} is above the target's vocabulary of "
+                f"{target.vocab_size} tokens; lower it"
+            )
+        try:
+            check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers")
+        except ValueError as error:
+            problems.append(str(error))
+        return problems
+
+    @classmethod
+    def read(
+        cls, folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
+    ) -> tuple[Eagle3Shape, dict[str, Tensor]]:
+        return read_checkpoint(folder, target, depth_if_unstated)
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.shape.aux_layers
-
-    @property
-    def trained_depth(self) -> int:
-        return self.shape.trained_depth
-
-    @property
-    def max_positions(self) -> int:
-        return self.shape.max_position_embeddings
+    def serving(self) -> Serving:
+        return Serving("eagle3", self.shape.aux_layers)
 
     @property
     def draft_to_target(self) -> Tensor:
-        """Target token ids [V_draft] of the head's rows, ascending."""
         if self.shape.draft_vocab_size == self.shape.vocab_size:
             return torch.arange(self.shape.vocab_size, device=self.lm_head.weight.device)
         return to_tokens(self.d2t)
@@ -120,7 +108,10 @@ class Eagle3Drafter(Drafter):
             raise ValueError(f"{source}: d2t and t2d do not name the same ascending token ids")
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> Drafts:
-        hidden = unroll(self.fuse, cast(DecoderLayer, self.layers[0]), self.norm, batch, alignment, target.embedding)
+        layer = cast(DecoderLayer, self.layers[0])
+        hidden = unroll(
+            self.fuse, layer, self.norm, batch.aux_hidden, batch, alignment, target.embedding, recycles_normed=False
+        )
         return Drafts(hidden, self.lm_head.weight, self.draft_to_target, self.shape.eos_token_ids)
 
     def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
@@ -138,13 +129,17 @@ class Eagle3Drafter(Drafter):
         return {name: tensor for name, tensor in self.state_dict().items() if name != "t2d"}
 
     def overflowing(self) -> list[str]:
-        return overflowing(self.shape, cast(DecoderLayer, self.layers[0]), self.state_dict())
+        state = self.state_dict()
+        return overflowing(state, activation_bounds(self.shape, cast(DecoderLayer, self.layers[0]), state))
 
     def serving_config(self) -> dict[str, object]:
         return to_config(self.shape)
 
+    def settings(self) -> dict[str, object]:
+        return {name: getattr(self.shape, name) for name in Eagle3Config.model_fields if name != "type"}
+
     @torch.no_grad()
-    def _initialise(self, generator: torch.Generator) -> None:
+    def initialise(self, generator: torch.Generator) -> None:
         """Normal(0, 0.02) matrices and unit norms, as Llama starts; the head's rows come from the target later on.
 
         With fc_norm, fc passes the highest aux state through. Without, that state's outliers would drown the rest.

@@ -105,7 +105,7 @@ def test_rules_of_independent_sections_come_together_with_field_errors() -> None
         ("zzz=1", "zzz: unknown field; the top level has name, steps, seed,"),
         ("task.instructon=x", "task.instructon: unknown field; did you mean task.instruction?"),
         ("task.type=reasoning_gim", "task.type: 'reasoning_gim' is not one of reasoning_gym, dataset; did you mean"),
-        ("drafter.model.type=eagle", "drafter.model.type: must be 'eagle3', got 'eagle'; did you mean eagle3?"),
+        ("drafter.model.type=eagle", "drafter.model.type: 'eagle' is not one of eagle3, mtp; did you mean eagle3?"),
         ("policy.advantage=group_men", "got 'group_men'; did you mean group_mean?"),
         ("rollout.temperature=hot", "rollout.temperature: must be a valid number, unable to parse"),
         ("policy.optimizer.learning_rate=inf", "policy.optimizer.learning_rate: must be a finite number, got inf"),

@@ -82,7 +82,7 @@ def test_all_problems_come_together(build, tmp_path: Path) -> None:
     assert found[0].startswith("name: run 'first' is already in")
     assert "chain_sun" in found[1]
     assert found[2].startswith("rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 253, with draft_tokens")
-    assert found[3].startswith("drafter.model.draft_vocab_size: 65 is above the 64 tokens of")
+    assert found[3].startswith("drafter.model.draft_vocab_size: 65 is above the target's vocabulary of 64 tokens")
 
 
 def test_used_name_is_refused_unless_resumed(build, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_dataset_without_the_column_lists_the_columns(build, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("layers", "message"),
-    [("[2, 4, 8]", "drafter.model.aux_layers: [2, 4, 8] must be below 8, the layers of"), ("[1, 2, 7]", None)],
+    [("[2, 4, 8]", "drafter.model.aux_layers: aux layers [2, 4, 8] are not all between 1 and 7"), ("[1, 2, 7]", None)],
 )
 def test_aux_layers_lie_inside_the_target(build, layers: str, message: str | None) -> None:
     config = build(f"drafter.model.aux_layers={layers}")
@@ -127,6 +127,9 @@ def test_default_aux_layers_that_collide_are_refused(build, tmp_path: Path) -> N
     assert line.startswith("drafter.model.aux_layers: the default")
 
 
+ITS_SETTINGS = ("drafter.model.aux_layers=[1, 3, 5]", "drafter.model.trained_depth=2", "rollout.draft_tokens=2")
+
+
 @pytest.fixture
 def drafter(build, tmp_path: Path, model: Path) -> Path:
     """A checkpoint folder for the target."""
@@ -136,13 +139,13 @@ def drafter(build, tmp_path: Path, model: Path) -> Path:
     from drafters.build import build_drafter
 
     folder = tmp_path / "drafter"
-    config = build("drafter.model.aux_layers=[1, 3, 5]", "drafter.model.trained_depth=2", "rollout.draft_tokens=1")
+    config = build(*ITS_SETTINGS)
     build_drafter(config.drafter.model, TargetSpec.from_pretrained(model), seed=0).save(folder, torch.float32)
     return folder
 
 
 def test_drafter_of_this_target_passes(build, drafter: Path) -> None:
-    check_run(build(f"drafter.init={drafter}", "rollout.draft_tokens=2"))
+    check_run(build(f"drafter.init={drafter}", *ITS_SETTINGS))
 
 
 @pytest.mark.parametrize(
@@ -156,15 +159,21 @@ def test_drafter_of_this_target_passes(build, drafter: Path) -> None:
 )
 def test_drafter_of_another_target_is_refused(build, drafter: Path, tmp_path: Path, change: dict, message: str) -> None:
     other = write_model(tmp_path / "other", **change)
-    config = build(f"policy.model={other}", f"drafter.init={drafter}", "rollout.draft_tokens=2")
+    config = build(f"policy.model={other}", f"drafter.init={drafter}", *ITS_SETTINGS)
     with pytest.raises(ConfigError, match=message):
         check_run(config)
 
 
 def test_drafter_of_another_shape_than_configured_is_refused(build, drafter: Path) -> None:
-    layers, depth = problems(build(f"drafter.init={drafter}", "drafter.model.aux_layers=[1, 3, 6]"))
-    assert layers.startswith("drafter.model.aux_layers: [1, 3, 6] differ from [1, 3, 5] of drafter.init")
-    assert depth.startswith("rollout.draft_tokens: 3 is above the 2 positions that drafter.init")
+    [line] = problems(build(f"drafter.init={drafter}", *ITS_SETTINGS, "drafter.model.aux_layers=[1, 3, 6]"))
+    assert "drafter.model.aux_layers is (1, 3, 6), the checkpoint has (1, 3, 5)" in line
+
+
+def test_a_drafter_trained_for_fewer_positions_than_are_served_is_refused(build, drafter: Path) -> None:
+    beyond = (f"drafter.init={drafter}", *ITS_SETTINGS, "rollout.draft_tokens=3")
+    [line] = problems(build(*beyond, "rollout.allow_draft_beyond_trained_depth=true", "drafter.model.trained_depth=3"))
+    assert "drafter.model.trained_depth is 3, the checkpoint has 2" in line
+    check_run(build(*beyond, "rollout.allow_draft_beyond_trained_depth=true"))
 
 
 def test_truncated_drafter_is_refused(build, drafter: Path) -> None:

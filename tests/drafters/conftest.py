@@ -1,10 +1,15 @@
-"""A tiny target with grouped-query attention, and packed rollouts of random numbers."""
+"""Tiny targets with grouped-query attention, a drafter of every kind for them, and packed rollouts of random numbers."""
+
+import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from drafters.base import DraftBatch, Sampler, TargetSpec, TargetWeights
-from drafters.config import Eagle3Config
+from drafters.base import DraftBatch, Drafter, Experts, Sampler, TargetSpec, TargetWeights
+from drafters.build import build_drafter
+from drafters.config import Eagle3Config, MtpConfig
 from drafters.eagle3.model import Eagle3Drafter
 
 TARGET = TargetSpec(
@@ -21,6 +26,67 @@ TARGET = TargetSpec(
     max_position_embeddings=512,
     eos_token_ids=(2,),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of drafter, and a target that it is for."""
+
+    name: str
+    target: TargetSpec
+    config: Eagle3Config | MtpConfig
+    other: tuple[tuple[str, object], ...]  # settings that are not those of `config`
+
+    def configured(self, **changes) -> Eagle3Config | MtpConfig:
+        """`config` with other settings."""
+        return type(self.config)(**(self.config.model_dump() | changes))
+
+    def make(self, seed: int = 0, **changes) -> Drafter:
+        """A drafter in float64 whose every weight matters: norms and projections are far from their initial values."""
+        drafter = build_drafter(self.configured(**changes), self.target, seed).double()
+        generator = torch.Generator().manual_seed(seed + 1)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+        return drafter
+
+
+EAGLE3 = Kind(
+    name="eagle3",
+    target=TARGET,
+    config=Eagle3Config(type="eagle3", draft_vocab_size=20, aux_layers=(2, 4, 5)),
+    other=(("trained_depth", 5), ("draft_vocab_size", 40), ("norm_before_residual", True), ("fc_norm", False)),
+)
+MIMO = Kind("mtp mimo", TARGET, MtpConfig(type="mtp"), (("trained_depth", 5),))
+QWEN3_NEXT = dataclasses.replace(
+    MIMO,
+    name="mtp qwen3_next",
+    target=dataclasses.replace(
+        TARGET,
+        model_type="qwen3_next",
+        head_dim=8,
+        partial_rotary_factor=0.5,
+        experts=Experts(number=4, per_token=2, size=12, shared_size=20, normed=True),
+    ),
+)
+KINDS = (EAGLE3, MIMO, QWEN3_NEXT)
+MTP_KINDS = (MIMO, QWEN3_NEXT)
+
+
+def kind_name(kind: Kind) -> str:
+    """For pytest."""
+    return kind.name
+
+
+@pytest.fixture(params=KINDS, ids=kind_name)
+def kind(request) -> Kind:
+    """Of every drafter that keeps the contract."""
+    return request.param
+
+
+def make_drafter(seed: int = 0, **config) -> Eagle3Drafter:
+    """An EAGLE-3 drafter as `Kind.make` makes it."""
+    return EAGLE3.make(seed, **config)
 
 
 def make_batch(*documents: tuple[int, int, int], seed: int = 0, dtype: torch.dtype = torch.float64) -> DraftBatch:
@@ -52,15 +118,32 @@ def make_batch(*documents: tuple[int, int, int], seed: int = 0, dtype: torch.dty
     )
 
 
-def make_drafter(seed: int = 0, **config) -> Eagle3Drafter:
-    """A drafter in float64 whose every weight matters: norms and projections are far from their initial values."""
-    defaults = {"type": "eagle3", "draft_vocab_size": 20, "aux_layers": (2, 4, 5), "trained_depth": 3}
-    drafter = Eagle3Drafter.from_config(Eagle3Config(**(defaults | config)), TARGET, seed).double()
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
-    return drafter
+def edit_config(folder: Path, **changes) -> None:
+    """Change config.json of a checkpoint folder."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def assert_same_state(actual: Drafter, expected: Drafter) -> None:
+    """The same tensors to the last bit, under the same names."""
+    theirs = expected.state_dict()
+    assert actual.state_dict().keys() == theirs.keys()
+    for name, tensor in actual.state_dict().items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+
+
+def unnoticed(drafter: Drafter, value: float) -> list[str]:
+    """Parameters one of whose numbers can become `value` without being found to overflow."""
+    names = []
+    for name, parameter in drafter.named_parameters():
+        element = parameter.detach().view(-1)[3:4]
+        before = element.clone()
+        element.fill_(value)
+        if not drafter.overflowing():
+            names.append(name)
+        element.copy_(before)
+    assert drafter.overflowing() == []
+    return names
 
 
 @pytest.fixture

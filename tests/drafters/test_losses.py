@@ -162,6 +162,42 @@ def test_acceptance_is_what_rejection_sampling_accepts(method, target_weights):
     assert abs(accepted.double().mean() - acceptance[0, 0]) < 5 * (0.25 / samples) ** 0.5
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_the_whole_vocabulary_is_read_without_an_index(sampler, target_weights):
+    batch = make_batch((2, 9, 0))
+    rows = align(batch, 1).target_rows(0)
+    everything = dataclasses.replace(
+        teacher_of(batch, target_weights, sampler), draft_to_target=torch.arange(TARGET.vocab_size)
+    )
+    p = everything.probabilities(rows)
+    torch.testing.assert_close(p.sum(-1), torch.ones(len(rows), dtype=torch.float64))
+    indexed = teacher_of(batch, target_weights, sampler).probabilities(rows)
+    torch.testing.assert_close(p[:, DRAFT_TOKENS], indexed, rtol=1e-12, atol=0)
+    assert torch.equal(everything.drawn_draft_ids(rows), batch.token_ids[rows + 1])
+    logits, normaliser = everything.processed_logits(rows)
+    before = logits.clone()
+    everything.of_draft_vocabulary(logits, normaliser)
+    assert torch.equal(logits, before)  # the next drafter reads them too
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: f"{objective.type} {objective.depth_weights}")
+def test_a_head_that_is_not_trained_gets_no_gradient_and_changes_no_other(objective, target_weights, sampler):
+    batch = make_batch((3, 9, 0), (5, 6, 4))
+    generator = torch.Generator().manual_seed(1)
+    head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64)
+    hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
+    results = []
+    for own in (head.clone().requires_grad_(), head):
+        losses = draft_loss(hidden, own, teacher_of(batch, target_weights, sampler), align(batch, DEPTH), objective)
+        losses.loss.backward()
+        results.append([losses.loss.detach(), *(tensor.grad for tensor in hidden)])
+        for tensor in hidden:
+            tensor.grad = None
+        assert (own.grad is not None) == own.requires_grad
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert all(gradient.abs().max() > 0 for gradient in results[0][1:])
+
+
 def test_truncation_keeps_ties_and_at_least_one_token():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0]])
     assert truncate(logits, 2, 1.0).isfinite().tolist() == [[False, True, True, True]]

@@ -18,12 +18,13 @@ from cotrain.records import RolloutBatch, RolloutRequest, SwapReport
 from cotrain.rollout.engine import EngineSpec, RolloutEngine
 from cotrain.rollout.payload import write_payload
 from cotrain.scratch import scratch_folder
-from drafters.base import DraftBatch, Drafter, Sampler, TargetSpec, TargetWeights
+from drafters.base import DraftBatch, Drafter, Sampler, Serving, TargetSpec, TargetWeights
 from drafters.build import build_drafter
-from drafters.config import Eagle3Config, ObjectiveConfig
+from drafters.config import Eagle3Config, MtpConfig, ObjectiveConfig
 
 AUX_LAYERS = (2, 4, 5)
 DRAFT_VOCABULARY = 128
+SERVING = Serving("eagle3", AUX_LAYERS)
 
 
 class LiveEngine:
@@ -90,17 +91,23 @@ def target_state(target_folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def moved_target_state(target_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The policy after it moved: noise on every matrix, as large as the matrix itself on the head."""
+    return moved(target_state)
+
+
+def moved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A policy after it moved: noise on every matrix, as large as the matrix itself on the head."""
     generator = torch.Generator().manual_seed(7)
 
-    def moved(name: str, t: torch.Tensor) -> torch.Tensor:
+    def moved_tensor(name: str, t: torch.Tensor) -> torch.Tensor:
         scale = 1.0 if name == "lm_head.weight" else 0.25
         return t + scale * t.std() * torch.randn(t.shape, generator=generator) if t.dim() == 2 else t
 
-    return {name: moved(name, t) for name, t in target_state.items()}
+    return {name: moved_tensor(name, t) for name, t in state.items()}
 
 
-def features_of(model: Any, token_ids: list[int], prompt_length: int, document: int) -> DraftBatch:
+def features_of(
+    model: Any, token_ids: list[int], prompt_length: int, document: int, aux_layers: tuple[int, ...] = AUX_LAYERS
+) -> DraftBatch:
     """Features by a plain Hugging Face forward."""
     with torch.no_grad():
         states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
@@ -109,7 +116,7 @@ def features_of(model: Any, token_ids: list[int], prompt_length: int, document: 
     mask[-1] = False
     return DraftBatch(
         token_ids=torch.tensor(token_ids),
-        aux_hidden=torch.cat([states[layer][0] for layer in AUX_LAYERS], -1),
+        aux_hidden=torch.cat([torch.empty(n, 0), *(states[layer][0] for layer in aux_layers)], -1),
         final_hidden=states[-1][0],
         feature_mask=mask,
         response_mask=torch.arange(n) >= prompt_length,
@@ -126,8 +133,7 @@ def joined(batches: list[DraftBatch]) -> DraftBatch:
 
 @pytest.fixture(scope="session")
 def untrained_drafter(target_folder: Path) -> Drafter:
-    config = Eagle3Config(type="eagle3", draft_vocab_size=DRAFT_VOCABULARY, aux_layers=AUX_LAYERS)
-    return build_drafter(config, TargetSpec.from_pretrained(target_folder), seed=0)
+    return build_drafter(eagle3(), TargetSpec.from_pretrained(target_folder), seed=0)
 
 
 @pytest.fixture(scope="session")
@@ -140,31 +146,39 @@ def drafter_folder(untrained_drafter: Drafter, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def sampled_text(target_model: Any) -> DraftBatch:
-    """Rollouts sampled from the tiny target, with their features."""
+    return text_of(target_model, AUX_LAYERS)
+
+
+def text_of(model: Any, aux_layers: tuple[int, ...]) -> DraftBatch:
+    """Rollouts sampled from a tiny target, with their features."""
     generator = torch.Generator().manual_seed(3)
     prompts = torch.randint(40, 120, (48, 12), generator=generator)
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        rollouts = target_model.generate(prompts, do_sample=True, max_new_tokens=48, eos_token_id=None, pad_token_id=0)
-    return joined([features_of(target_model, row, 12, i) for i, row in enumerate(rollouts.tolist())])
+        rollouts = model.generate(prompts, do_sample=True, max_new_tokens=48, eos_token_id=None, pad_token_id=0)
+    return joined([features_of(model, row, 12, i, aux_layers) for i, row in enumerate(rollouts.tolist())])
 
 
 @pytest.fixture(scope="session")
 def target_weights(target_state: dict[str, torch.Tensor]) -> TargetWeights:
-    return TargetWeights(target_state["model.embed_tokens.weight"], target_state["lm_head.weight"], 0)
+    return weights_of(target_state)
+
+
+def weights_of(state: dict[str, torch.Tensor]) -> TargetWeights:
+    embedding = state["model.embed_tokens.weight"]
+    return TargetWeights(embedding, state.get("lm_head.weight", embedding), 0)
+
+
+def eagle3(**settings: int) -> Eagle3Config:
+    defaults = {"draft_vocab_size": DRAFT_VOCABULARY, "aux_layers": AUX_LAYERS}
+    return Eagle3Config.model_validate({"type": "eagle3", **defaults, **settings})
 
 
 def distilled(
-    data: DraftBatch,
-    target: TargetWeights,
-    target_folder: Path,
-    trained_depth: int = 3,
-    draft_vocab_size: int = DRAFT_VOCABULARY,
+    data: DraftBatch, target: TargetWeights, target_folder: Path, config: Eagle3Config | MtpConfig | None = None
 ) -> Drafter:
-    """A drafter that has learnt from `data` for a few seconds."""
-    config = Eagle3Config(
-        type="eagle3", draft_vocab_size=draft_vocab_size, aux_layers=AUX_LAYERS, trained_depth=trained_depth
-    )
+    """A drafter (EAGLE-3 unless given) that has learnt from `data` for a few seconds."""
+    config = config or eagle3()
     drafter = build_drafter(config, TargetSpec.from_pretrained(target_folder), seed=1)
     drafter.choose_vocabulary(torch.bincount(data.token_ids, minlength=target.head.shape[0]), target)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
@@ -196,9 +210,7 @@ def engine(
     rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveEngine]:
     with scratch_folder("test") as scratch:
-        live = LiveEngine(
-            EngineSpec(rollout_config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch))
-        )
+        live = LiveEngine(EngineSpec(rollout_config, str(target_folder), str(drafter_folder), SERVING, 0, str(scratch)))
         yield live
         live.stop()
 

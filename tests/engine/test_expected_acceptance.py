@@ -14,7 +14,7 @@ from cotrain.scratch import scratch_folder
 from drafters.acceptance import StartAcceptance, acceptance_rates
 from drafters.base import DraftBatch, Drafter, Sampler, TargetWeights
 from drafters.config import ObjectiveConfig
-from tests.engine.conftest import AUX_LAYERS, LiveEngine, distilled, make_requests
+from tests.engine.conftest import SERVING, LiveEngine, distilled, eagle3, make_requests
 
 pytestmark = pytest.mark.engine
 
@@ -26,7 +26,7 @@ TOLERANCE = 0.03
 
 @pytest.fixture(scope="module")
 def deep_drafter(sampled_text: DraftBatch, target_weights: TargetWeights, target_folder: Path) -> Drafter:
-    return distilled(sampled_text, target_weights, target_folder, trained_depth=K)
+    return distilled(sampled_text, target_weights, target_folder, eagle3(trained_depth=K))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def deep_engine(
 ) -> Iterator[LiveEngine]:
     config = rollout_config.model_copy(update={"prompts_per_step": REQUESTS, "draft_tokens": K})
     with scratch_folder("test-expected") as scratch:
-        live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch)))
+        live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), SERVING, 0, str(scratch)))
         live.send_drafter(deep_drafter.state_for_serving())
         yield live
         live.stop()

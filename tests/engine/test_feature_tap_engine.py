@@ -15,7 +15,7 @@ from cotrain.rollout.engine import EngineSpec
 from cotrain.scratch import scratch_folder
 from cotrain.self_check import check_features, relative_error
 from drafters.base import Drafter
-from tests.engine.conftest import AUX_LAYERS, LiveEngine, make_requests, tokens
+from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, make_requests, tokens
 
 pytestmark = pytest.mark.engine
 
@@ -101,7 +101,7 @@ def cramped(rollout_config: RolloutConfig, target_folder: Path, drafter_folder: 
         }
     )
     with scratch_folder("test-cramped") as scratch:
-        live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch)))
+        live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), SERVING, 0, str(scratch)))
         yield live
         live.stop()
 

@@ -15,7 +15,7 @@ from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.engine import EngineSpec
 from cotrain.scratch import scratch_folder
 from drafters.base import Drafter
-from tests.engine.conftest import AUX_LAYERS, LiveEngine, make_requests, tokens
+from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +32,7 @@ def sampler(
     """An engine with large synchronous batches and a drafter whose drafts are worth verifying."""
     config = rollout_config.model_copy(update={"prompts_per_step": 256, "synchronous_batches": True, "draft_tokens": K})
     with scratch_folder("test-sampling") as scratch:
-        live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch)))
+        live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), SERVING, 0, str(scratch)))
         live.send_drafter(fitted_drafter.state_for_serving())
         yield live
         live.stop()

@@ -20,7 +20,7 @@ from cotrain.rollout.speculation import SpeculationController
 from cotrain.rollout.speculation_config import SpeculationConfig
 from cotrain.scratch import scratch_folder
 from drafters.base import Drafter
-from tests.engine.conftest import AUX_LAYERS, LiveEngine, make_requests, tokens
+from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +38,7 @@ def adaptive(
     vllm = {"per_request_spec_decode_metrics": "detailed"}
     config = rollout_config.model_copy(update={"speculation": speculation, "draft_tokens": K, "vllm": vllm})
     with scratch_folder("test-speculation") as scratch:
-        live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), AUX_LAYERS, 0, str(scratch)))
+        live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), SERVING, 0, str(scratch)))
         live.send_drafter(fitted_drafter.state_for_serving())
         yield live
         live.stop()

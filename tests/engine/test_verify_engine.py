@@ -26,7 +26,7 @@ from drafters.vocabulary import to_tokens
 from pipelines import verify_checks
 from pipelines.verify_checks import Laws, Plan, Progress, target_laws
 from tests.engine import planted_bugs
-from tests.engine.conftest import AUX_LAYERS, LiveEngine, distilled, make_requests
+from tests.engine.conftest import SERVING, LiveEngine, distilled, eagle3, make_requests
 from tests.engine.planted_bugs import WHERE, K
 
 pytestmark = pytest.mark.engine
@@ -42,7 +42,7 @@ SMALL_VOCABULARY = 10
 
 @pytest.fixture(scope="module")
 def small_drafter(sampled_text: DraftBatch, target_weights: TargetWeights, target_folder: Path) -> Drafter:
-    return distilled(sampled_text, target_weights, target_folder, draft_vocab_size=SMALL_VOCABULARY)
+    return distilled(sampled_text, target_weights, target_folder, eagle3(draft_vocab_size=SMALL_VOCABULARY))
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,7 @@ def planting(rollout_config: RolloutConfig, target_folder: Path, small_drafter_f
     }
     config = rollout_config.model_copy(update={"draft_tokens": K, "vllm": vllm})
     with scratch_folder("test-verify") as scratch:
-        live = LiveEngine(
-            EngineSpec(config, str(target_folder), str(small_drafter_folder), AUX_LAYERS, 0, str(scratch))
-        )
+        live = LiveEngine(EngineSpec(config, str(target_folder), str(small_drafter_folder), SERVING, 0, str(scratch)))
         yield live
         live.stop()
 

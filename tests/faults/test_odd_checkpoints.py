@@ -24,7 +24,7 @@ from cotrain.self_check import check_features
 from drafters.base import Drafter, TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
-from tests.engine.conftest import AUX_LAYERS, LiveEngine, make_requests
+from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, make_requests
 from tests.engine.test_feature_tap_engine import HuggingFace
 from tests.faults.conftest import Fault, promise_of
 from tests.faults.runs import truncate
@@ -61,7 +61,7 @@ def odd(
     shifted = [layer + 1 for layer in AUX_LAYERS]
     edit_config(folder, eagle_aux_hidden_state_layer_ids=shifted)
     with scratch_folder("odd") as scratch:
-        live = LiveEngine(EngineSpec(rollout_config, str(target_folder), str(folder), AUX_LAYERS, 0, str(scratch)))
+        live = LiveEngine(EngineSpec(rollout_config, str(target_folder), str(folder), SERVING, 0, str(scratch)))
         yield live
         live.stop()
 
@@ -92,7 +92,7 @@ def test_12_rollouts_beyond_the_drafters_positions(
     fitted_drafter.save(tmp_path / "drafter", torch.float32)
     edit_config(tmp_path / "drafter", max_position_embeddings=POSITIONS)
     with scratch_folder("short") as scratch:
-        spec = EngineSpec(rollout_config, str(target_folder), str(tmp_path / "drafter"), AUX_LAYERS, 0, str(scratch))
+        spec = EngineSpec(rollout_config, str(target_folder), str(tmp_path / "drafter"), SERVING, 0, str(scratch))
         live = LiveEngine(spec)
         try:
             within = live.generate(make_requests(8))

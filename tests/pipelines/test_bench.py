@@ -13,7 +13,7 @@ import torch
 from cotrain.config import RolloutConfig
 from cotrain.models import resolve_model
 from cotrain.records import RolloutBatch, RolloutRequest
-from drafters.base import TargetSpec
+from drafters.base import Serving, TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
 from pipelines import bench as bench_module
@@ -33,7 +33,7 @@ def options(*arguments: str) -> argparse.Namespace:
 def small_bench(**changes: Any) -> Bench:
     fields: dict[str, Any] = {
         "arms": [NO_SPECULATION, NGRAM, GREEDY, Arm("probabilistic", 2)], "batches": [1, 2], "rounds": 3, "groups": 1,
-        "seed": 7, "model": Path("model"), "drafter": Path("drafter"), "aux_layers": (1, 2, 3), "rollout": RolloutConfig(),
+        "seed": 7, "model": Path("model"), "drafter": Path("drafter"), "serving": Serving("eagle3", (1, 2, 3)), "rollout": RolloutConfig(),
         "prompts": [[i] for i in range(6)], "threads": 1, "breakdown": False, "notes": [],
     }  # fmt: skip
     return Bench(**fields | changes)
@@ -125,7 +125,7 @@ def test_drafting_beyond_the_trained_depth_is_said(tmp_path: Path) -> None:
     build_drafter(config, target, seed=0).save(tmp_path / "drafter", torch.float32)
     prepared = prepare(options("--drafter", str(tmp_path / "drafter"), "--k", "2", "3"), tmp_path / "pulled")
     assert prepared.notes == ["k = 3 is beyond the 2 draft positions the drafter was trained for"]
-    assert (prepared.aux_layers, prepared.speculations) == ((2, 4, 5), ["drafter", "ngram"])
+    assert (prepared.serving, prepared.speculations) == (Serving("eagle3", (2, 4, 5)), ["drafter", "ngram"])
 
 
 def test_the_whole_batch_is_prefilled_in_one_step(tmp_path: Path) -> None:

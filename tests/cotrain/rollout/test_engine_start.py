@@ -11,6 +11,7 @@ from cotrain.rollout.engine import EngineSpec, RolloutEngine
 from cotrain.rollout.engine_arguments import engine_arguments
 from cotrain.rollout.speculation import SpeculationController
 from cotrain.rollout.speculation_config import SpeculationConfig
+from drafters.base import Serving
 
 K = 2
 
@@ -19,7 +20,7 @@ def spec_of(folder: Path, drafter: str | None = "drafter", **rollout: object) ->
     config = RolloutConfig.model_validate(
         {"draft_tokens": K, "prompts_per_step": 2, "samples_per_prompt": 4, **rollout}
     )
-    return EngineSpec(config, "model", drafter, (1, 2, 3), 0, str(folder))
+    return EngineSpec(config, "model", drafter, Serving("eagle3", (1, 2, 3)), 0, str(folder))
 
 
 @pytest.mark.parametrize("drafter", ["drafter", None])

@@ -132,7 +132,7 @@ def test_all_problems_are_told() -> None:
         ({"synthetic_acceptance_length": 3.0}, "not the target's distribution"),
         ({"enable_adaptive_verification": True}, "biases"),
         ({"posterior_threshold": 0.09}, "not known"),  # typical acceptance of other versions and forks
-        ({"method": "custom_class"}, "'eagle3' or 'ngram'"),
+        ({"method": "custom_class"}, "'eagle3' or 'mtp' or 'ngram'"),
     ],
 )
 def test_lossy_or_unknown_speculation_is_refused(config: dict, words: str) -> None:

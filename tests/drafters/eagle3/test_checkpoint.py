@@ -1,21 +1,18 @@
-"""Checkpoint folders: what goes out comes back, and what is broken or foreign is refused."""
+"""EAGLE-3 checkpoint folders: what engines find in them, and what only they can have wrong."""
 
 import dataclasses
-import importlib
-import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from drafters.base import TargetSpec
-from drafters.build import build_drafter, default_aux_layers, load_drafter
+from drafters.build import build_drafter, load_drafter, shape_problems
 from drafters.config import Eagle3Config
-from tests.drafters.conftest import TARGET, make_drafter
+from drafters.eagle3.checkpoint import default_aux_layers
+from drafters.eagle3.model import Eagle3Drafter
+from tests.drafters.conftest import TARGET, assert_same_state, edit_config, make_drafter
 
 
 @pytest.fixture
@@ -31,35 +28,9 @@ def folder(drafter, tmp_path):
     return tmp_path / "drafter"
 
 
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def edit_tensors(folder, edit):
     tensors = load_file(folder / "model.safetensors")
     save_file(edit(tensors), folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("draft_vocab_size", [20, TARGET.vocab_size])
-def test_roundtrip(dtype, draft_vocab_size, tmp_path):
-    drafter = make_drafter(draft_vocab_size=draft_vocab_size, norm_before_residual=True, trained_depth=5).float()
-    drafter.save(tmp_path, dtype)
-    loaded = load_drafter(tmp_path, TARGET)
-    assert loaded.shape == drafter.shape
-    for name, tensor in drafter.state_dict().items():
-        expected = tensor.to(dtype).float() if tensor.is_floating_point() else tensor
-        torch.testing.assert_close(loaded.state_dict()[name], expected, rtol=0, atol=0)
-    assert all(parameter.requires_grad for parameter in loaded.parameters())
-
-
-def test_loading_into_a_drafter(drafter, folder):
-    other = build_drafter(Eagle3Config(type="eagle3", draft_vocab_size=20, aux_layers=(2, 4, 5)), TARGET, seed=9)
-    parameter = other.fc.weight
-    other.load(folder)
-    assert other.fc.weight is parameter  # an optimizer keeps holding it
-    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in drafter.state_dict().items())
 
 
 def test_files_are_what_engines_read(folder):
@@ -85,28 +56,30 @@ def test_older_names_and_an_embedding_are_read(drafter, folder):
         return renamed | {"embed_tokens.weight": torch.zeros(TARGET.vocab_size, TARGET.hidden_size)}
 
     edit_tensors(folder, older)
-    loaded = load_drafter(folder, TARGET).state_dict()
-    assert loaded.keys() == drafter.state_dict().keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in drafter.state_dict().items())
+    assert_same_state(load_drafter(folder, TARGET), drafter)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_size": 32}, "another target: its hidden size is 16, this target's is 32"),
-        ({"vocab_size": 41}, "another target: its vocabulary is 40, this target's is 41"),
-        ({"num_layers": 5}, "aux layers [2, 4, 5] are not all between 1 and 4"),
-    ],
-)
-def test_a_drafter_for_another_target_is_refused(folder, change, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        load_drafter(folder, dataclasses.replace(TARGET, **change))
+def test_a_drafter_that_reads_layers_the_target_has_not_is_refused(folder):
+    with pytest.raises(ValueError, match=re.escape("aux layers [2, 4, 5] are not all between 1 and 4")):
+        load_drafter(folder, dataclasses.replace(TARGET, num_layers=5))
+
+
+def test_a_checkpoint_of_another_target_is_refused(folder):
+    edit_config(folder, target_hidden_size=32)
+    with pytest.raises(ValueError, match="another target: its hidden size is 32, this target's is 16"):
+        load_drafter(folder, TARGET)
+
+
+def test_depth_is_the_checkpoints_own_unless_it_says_none(folder):
+    assert Eagle3Drafter.from_checkpoint(folder, TARGET, depth_if_unstated=5).trained_depth == 3
+    edit_config(folder, speculators_config=None)
+    config = Eagle3Config(type="eagle3", draft_vocab_size=20, trained_depth=5)
+    assert load_drafter(folder, TARGET, config=config).trained_depth == 5
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "holds LlamaForCausalLM, not a drafter"),
         ({"norm_output": True}, "variant with norm_output"),
         ({"num_hidden_layers": 2}, "has 2 layers"),
         ({"rms_norm_eps": None}, "has no rms_norm_eps"),
@@ -124,127 +97,15 @@ def test_a_config_that_does_not_fit_is_refused(folder, changes, message):
         load_drafter(folder, TARGET)
 
 
-def test_a_drafter_keeps_its_own_position_limit_and_is_refused_where_it_is_too_short(folder, tmp_path):
-    edit_config(folder, max_position_embeddings=128)
-    drafter = load_drafter(folder, TARGET, num_positions=128)
-    assert drafter.max_positions == 128 < TARGET.max_position_embeddings
-    drafter.save(tmp_path / "again", torch.float32)
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["max_position_embeddings"] == 128
-    with pytest.raises(ValueError, match=r"has 128 positions .* but 129 are needed"):
-        load_drafter(folder, TARGET, num_positions=129)
-
-
-class Killed(BaseException):
-    """What a process that is killed raises nowhere: no handler of ours may mend the folder."""
-
-
-@pytest.mark.parametrize("in_use", [False, True], ids=["new folder", "folder in use"])
-def test_a_kill_at_any_moment_leaves_a_whole_drafter_or_none(drafter, tmp_path, monkeypatch, in_use):
-    folder, moments = tmp_path / "v1", 0
-    newer = make_drafter(seed=7).float()
-    monkeypatch.setattr("drafters.base.shutil.rmtree", lambda *_, **__: None)  # a dead process tidies nothing up
-    for moment in range(20):
-        for path in (folder, tmp_path / ".v1.partial"):
-            for file in path.glob("*"):
-                file.unlink()
-            if path.exists():
-                path.rmdir()
-        if in_use:
-            drafter.save(folder, torch.float32)
-        if not kill_while_saving(newer, folder, moment, monkeypatch):
-            break
-        moments += 1
-        try:
-            found = load_drafter(folder, TARGET)
-        except ValueError as error:
-            assert "config.json does not exist" in str(error)
-        else:
-            assert any(torch.equal(found.fc.weight, whole.fc.weight) for whole in (drafter, newer))
-    assert moments >= 6
-    assert torch.equal(load_drafter(folder, TARGET).fc.weight, newer.fc.weight)
-
-
-def kill_while_saving(drafter, folder, moment, monkeypatch):
-    """Save, and die before the moment-th call that touches the disk; False when there are fewer."""
-    calls = 0
-
-    def dying(function):
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls > moment:
-                raise Killed
-            return function(*args, **kwargs)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        for name in ("drafters.base.save_file", "drafters.base.os.replace", "drafters.base.os.fsync"):
-            module, _, attribute = name.rpartition(".")
-            patch.setattr(
-                name, dying(getattr(importlib.import_module("os" if module.endswith("os") else module), attribute))
-            )
-        patch.setattr("drafters.base.Path.unlink", dying(Path.unlink))
-        try:
-            drafter.save(folder, torch.float32)
-        except Killed:
-            return True
-    return False
-
-
-def test_a_full_disk_leaves_the_drafter_that_was_there(drafter, folder, monkeypatch):
-    def full(*_, **__):
-        raise SafetensorError("I/O error: No space left on device")
-
-    monkeypatch.setattr("drafters.base.save_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        make_drafter(seed=7).save(folder, torch.float32)
-    assert torch.equal(load_drafter(folder, TARGET).fc.weight, drafter.fc.weight)
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-def without(name):
-    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (without("fc.weight"), "missing fc.weight"),
-        (without("d2t"), "missing d2t"),
-        (lambda tensors: tensors | {"fc.bias": torch.zeros(16)}, "unexpected fc.bias"),
-        (lambda tensors: tensors | {"norm.weight": torch.zeros(17)}, "norm.weight is [17], expected [16]"),
-        (lambda tensors: tensors | {"d2t": tensors["d2t"] + 1}, "d2t and t2d"),
-        (lambda tensors: tensors | {"d2t": tensors["d2t"].flip(0)}, "d2t and t2d"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(drafter, folder, edit, message):
-    edit_tensors(folder, edit)
-    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+@pytest.mark.parametrize("edit", [lambda d2t: d2t + 1, lambda d2t: d2t.flip(0)], ids=["shifted", "reversed"])
+def test_maps_that_contradict_each_other_are_refused(drafter, folder, edit):
+    edit_tensors(folder, lambda tensors: tensors | {"d2t": edit(tensors["d2t"]), "norm.weight": torch.zeros(16)})
+    before = make_drafter().float()
+    before.load_state_dict(drafter.state_dict())
     for load in (lambda: load_drafter(folder, TARGET), lambda: drafter.load(folder)):
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with pytest.raises(ValueError, match="d2t and t2d"):
             load()
-    assert all(torch.equal(drafter.state_dict()[name], tensor) for name, tensor in before.items())
-
-
-@pytest.mark.parametrize("size", [0, 4, 200, -8])
-def test_a_truncated_file_is_refused(folder, size):
-    path = folder / "model.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(content[:size])
-    with pytest.raises(ValueError, match="truncated or corrupt"):
-        load_drafter(folder, TARGET)
-
-
-def test_missing_and_broken_files_are_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match=re.escape("nowhere/config.json does not exist")):
-        load_drafter(tmp_path / "nowhere", TARGET)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=re.escape("model.safetensors does not exist")):
-        load_drafter(folder, TARGET)
-    (folder / "config.json").write_text('{"model_type": ')
-    with pytest.raises(ValueError, match="is not JSON"):
-        load_drafter(folder, TARGET)
+    assert_same_state(drafter, before)
 
 
 def test_default_aux_layers():
@@ -258,45 +119,19 @@ def test_default_aux_layers():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"draft_vocab_size": 41}, "drafter.model.draft_vocab_size 41 is above the target's vocabulary of 40"),
+        ({"draft_vocab_size": 41}, "drafter.model.draft_vocab_size: 41 is above the target's vocabulary of 40"),
         ({"aux_layers": (2, 4, 8)}, "drafter.model.aux_layers: aux layers [2, 4, 8] are not all between 1 and 7"),
-        ({"aux_layers": (4, 2, 5)}, "must be ascending"),
-        ({"aux_layers": (0, 2, 5)}, "not all between 1 and 7"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(fields, message):
     config = Eagle3Config(**({"type": "eagle3", "draft_vocab_size": 20} | fields))
     with pytest.raises(ValueError, match=re.escape(message)):
         build_drafter(config, TARGET, seed=0)
+    (problem,) = shape_problems(config, TARGET)
+    assert message in problem
 
 
-HF_CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 512,
-    "eos_token_id": [2, 7],
-}
-
-
-@pytest.mark.parametrize("rope", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}])
-def test_target_spec_from_a_model_folder(tmp_path, rope):
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | rope))
-    spec = TargetSpec.from_pretrained(tmp_path)
-    assert spec.rope_theta == 5e5
-    assert spec.head_dim == 4
-    assert spec.eos_token_ids == (2, 7)
-    assert spec.num_layers == 8
-
-
-@pytest.mark.parametrize("field", ["vocab_size", "num_attention_heads", "rope_theta"])
-def test_a_target_without_a_needed_field_is_refused(tmp_path, field):
-    config = {key: value for key, value in (HF_CONFIG | {"rope_theta": 1e4}).items() if key != field}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=f"has no {field}"):
-        TargetSpec.from_pretrained(tmp_path)
+@pytest.mark.parametrize("layers", [(4, 2, 5), (2, 2, 5), (0, 2, 5)])
+def test_layers_out_of_order_are_refused(layers):
+    with pytest.raises(ValueError, match="must be ascending, different and at least 1"):
+        Eagle3Config(type="eagle3", aux_layers=layers)

@@ -6,14 +6,15 @@ That is a causal block and k scores a row, never a mask of rows x rows(1 + k).
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from drafters.alignment import Alignment
+from drafters.attention import Attention
 from drafters.base import DraftBatch
-from drafters.eagle3.layer import DecoderLayer
 
 MAX_SCORES = 2**24
 """Attention scores in memory at once, over all heads (64 MiB in float32)."""
@@ -22,43 +23,59 @@ MAX_STARTS = 2048
 """Starts whose intermediate tensors are in memory at once."""
 
 
+class DraftLayer(Protocol):
+    """A decoder layer that is run again for every draft position, cut in two where attention mixes rows."""
+
+    @property
+    def attention(self) -> Attention: ...
+
+    def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What queries, keys and values are projected from, and the residual [R, H]."""
+
+    def finish(self, attended: Tensor, residual: Tensor, x: Tensor) -> Tensor:
+        """Output [R, H] before the final norm, from what each row's heads attended to [R, heads, D]."""
+
+
 def unroll(
     fuse: Callable[[Tensor], Tensor],
-    layer: DecoderLayer,
-    norm: nn.RMSNorm,
+    layer: DraftLayer,
+    norm: Callable[[Tensor], Tensor],
+    features: Tensor,
     batch: DraftBatch,
     alignment: Alignment,
     embedding: Tensor,
+    recycles_normed: bool,
 ) -> list[Tensor]:
     """States [S, H] that the head reads for each start, one tensor for each draft position.
 
-    fuse: aux hidden states [R, A*H] -> first hidden state [R, H]. The true tokens are fed at every position (teacher
-    forcing); the hidden state fed back is the layer's own output before the final norm.
+    fuse: the target's hidden states, rows of features [N, F] -> first hidden state [R, H]. The true tokens are fed at
+    every position (teacher forcing); the hidden state fed back is the layer's own output, before the final norm or
+    (recycles_normed) after it.
     """
+    dtype = layer.attention.o_proj.weight.dtype
     start_positions = batch.positions[alignment.start_rows]
 
     def embed(rows: Tensor) -> Tensor:
-        return embedding[batch.token_ids[rows]].to(norm.weight.dtype)
+        return embedding.detach()[batch.token_ids[rows]].to(dtype)
 
-    def read_context(aux_hidden: Tensor) -> tuple[Tensor, ...]:
-        hidden = fuse(aux_hidden)
-        x, _ = layer.attention_input(embed(alignment.context_rows + 1), hidden)
-        return hidden[alignment.starts_in_context], *layer.self_attn.keys_and_values(
-            x, batch.positions[alignment.context_rows]
-        )
+    def read_context(features: Tensor) -> tuple[Tensor, ...]:
+        hidden, positions = fuse(features), batch.positions[alignment.context_rows]
+        x, _ = layer.attention_input(embed(alignment.context_rows + 1), hidden, positions)
+        return hidden[alignment.starts_in_context], *layer.attention.keys_and_values(x, positions)
 
     def draft(
         position: int, starts: slice, hidden: Tensor, context: tuple[Tensor, Tensor], *own: Tensor
     ) -> tuple[Tensor, ...]:
-        x, residual = layer.attention_input(embed(alignment.input_rows(position)[starts]), hidden)
         positions = start_positions[starts] + position
+        x, residual = layer.attention_input(embed(alignment.input_rows(position)[starts]), hidden, positions)
         # At draft position 0 a start's own key is the last one it sees of the context.
-        own = own + layer.self_attn.keys_and_values(x, positions) if position else ()
-        queries = layer.self_attn.queries(x, positions)
-        hidden = layer.finish(attend(queries, *context, own[::2], own[1::2], alignment, starts), residual)
-        return hidden, norm(hidden), *own[-2:]
+        own = own + layer.attention.keys_and_values(x, positions) if position else ()
+        queries = layer.attention.queries(x, positions)
+        hidden = layer.finish(attend(queries, *context, own[::2], own[1::2], alignment, starts), residual, x)
+        normed = norm(hidden)
+        return normed if recycles_normed else hidden, normed, *own[-2:]
 
-    hidden, *context = _recomputed(read_context, batch.aux_hidden[alignment.context_rows].to(norm.weight.dtype))
+    hidden, *context = _recomputed(read_context, features[alignment.context_rows].to(dtype))
     num_starts = len(alignment.start_rows)
     # Without any start, one empty chunk keeps the shapes.
     chunks = [slice(at, min(at + MAX_STARTS, num_starts)) for at in range(0, max(num_starts, 1), MAX_STARTS)]

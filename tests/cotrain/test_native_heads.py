@@ -1,0 +1,171 @@
+"""Policies with an MTP head of their own: split on load, stitched on export, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from cotrain.config import RunConfig
+from cotrain.config_errors import ConfigError
+from cotrain.load_config import load_config
+from cotrain.models import native_head, resolve_model
+from cotrain.preflight import check_run
+from drafters.base import Experts, TargetSpec
+from drafters.build import build_drafter, has_native_head, load_drafter, stitch, write_head, write_policy
+from drafters.config import NATIVE_HEAD_ARCHITECTURES, Eagle3Config, MtpConfig
+from drafters.mtp.formats import NATIVE_ARCHITECTURES
+from tests.native_models import mimo_model, qwen3_next_model, write_native
+
+MAKERS = {"MiMoForCausalLM": mimo_model, "Qwen3NextForCausalLM": qwen3_next_model}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return write_native(tmp_path_factory.mktemp("native") / "whole", MAKERS[request.param](), request.param)
+
+
+@pytest.fixture
+def mimo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A policy to damage, and an empty cache."""
+    monkeypatch.setenv("COTRAIN_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    return write_native(tmp_path / "mimo", mimo_model(), "MiMoForCausalLM")
+
+
+def parts(whole: Path, tmp_path: Path) -> tuple[Path, Path]:
+    policy, head = tmp_path / "policy", tmp_path / "head"
+    for folder, write in ((policy, write_policy), (head, write_head)):
+        folder.mkdir()
+        write(whole, folder)
+    return policy, head
+
+
+def test_both_lists_of_architectures_are_one() -> None:
+    assert tuple(NATIVE_ARCHITECTURES) == NATIVE_HEAD_ARCHITECTURES
+
+
+def test_split_and_stitched_is_what_it_was(whole: Path, tmp_path: Path) -> None:
+    policy, head = parts(whole, tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    stitch(policy, head, head, out)
+    weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    stitched = {name: load_file(out / file)[name] for name, file in weight_map.items()}
+    original = load_file(whole / "model.safetensors")
+    assert stitched.keys() == original.keys()
+    assert all(torch.equal(stitched[name], tensor) for name, tensor in original.items())
+    of_original, of_stitched = (json.loads((folder / "config.json").read_text()) for folder in (whole, out))
+    assert of_stitched.pop("torch_dtype") == of_original.pop("dtype") == "float32"
+    assert of_stitched == of_original
+
+
+def test_a_sharded_checkpoint_is_split_shard_by_shard(whole: Path, tmp_path: Path) -> None:
+    tensors = load_file(whole / "model.safetensors")
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    (sharded / "config.json").write_text((whole / "config.json").read_text())
+    names = sorted(tensors)
+    weight_map = {}
+    for i in range(3):
+        file = f"model-{i}.safetensors"
+        save_file({name: tensors[name] for name in names[i::3]}, sharded / file)
+        weight_map |= dict.fromkeys(names[i::3], file)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    from_one, from_three = parts(whole, tmp_path / "whole"), parts(sharded, tmp_path / "parts")
+    heads = [load_file(head / "model.safetensors") for _, head in (from_one, from_three)]
+    assert heads[0].keys() == heads[1].keys()
+    index = json.loads((from_three[0] / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == load_file(from_one[0] / "model.safetensors").keys()
+
+
+def test_the_head_is_a_drafter_and_the_policy_has_none_of_it(whole: Path, tmp_path: Path) -> None:
+    """What the learner optimises and what the drafter trainer optimises have no tensor in common."""
+    policy, head = parts(whole, tmp_path)
+    assert has_native_head(whole) and not has_native_head(policy)
+    drafter = load_drafter(head, TargetSpec.from_pretrained(policy), config=MtpConfig(type="mtp", trained_depth=2))
+    assert drafter.trained_depth == 2
+    learner = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    ours, theirs = dict(drafter.named_parameters()), dict(learner.named_parameters())
+    assert not ours.keys() & theirs.keys()
+    assert not [name for name in theirs if "mtp" in name]
+    original = load_file(whole / "model.safetensors")
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter.detach(), original[name], rtol=0, atol=0)
+    kept = load_file(policy / "model.safetensors")
+    assert kept.keys() | ours.keys() == original.keys()
+    assert all(torch.equal(tensor, original[name]) for name, tensor in kept.items())
+
+
+def test_a_trained_head_of_another_format_is_not_stitched_in(whole: Path, tmp_path: Path) -> None:
+    policy, head = parts(whole, tmp_path)
+    target = TargetSpec.from_pretrained(policy)
+    other = {"model_type": "llama", "experts": None}
+    if target.model_type != "qwen3_next":
+        other = {"model_type": "qwen3_next", "experts": Experts(2, 1, 16, 16, True)}
+    foreign = build_drafter(MtpConfig(type="mtp"), replace(target, **other), seed=0)
+    foreign.save(tmp_path / "foreign", torch.float32)
+    with pytest.raises(ValueError, match="does not belong into a"):
+        stitch(policy, tmp_path / "foreign", head, tmp_path)
+
+
+def config(mimo: Path, *overrides: str) -> RunConfig:
+    mtp = () if any(text.startswith("drafter.model.type") for text in overrides) else ("drafter.model.type=mtp",)
+    root = mimo.parent / "runs"
+    return load_config(["configs/smoke.toml"], [f"policy.model={mimo}", f"run_root={root}", *mtp, *overrides])
+
+
+def problems(run: RunConfig) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        check_run(run)
+    return error.value.problems
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_native_head_is_split_off_once_and_found_again(mimo: Path) -> None:
+    model = resolve_model(str(mimo))
+    head = native_head(model)
+    assert model != mimo and head is not None and resolve_model(str(mimo)) == model
+    assert json.loads((model / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    assert (model / "tokenizer.json").is_file()
+    check_run(config(mimo))
+
+
+def test_an_eagle3_beside_a_native_head_is_refused(mimo: Path) -> None:
+    eagle3 = ("drafter.model.type=eagle3", "drafter.model.aux_layers=[1, 2, 3]", "drafter.model.draft_vocab_size=256")
+    line, *_ = problems(config(mimo, *eagle3))
+    assert line.startswith("drafter.model.type: ") and "brings a drafter of its own, of type" in line
+    assert 'beside one of type "eagle3" would go stale as the policy moves; set type = "mtp", which trains it' in line
+
+
+def test_several_heads_are_refused(mimo: Path) -> None:
+    edit(mimo, num_nextn_predict_layers=2)
+    [line] = problems(config(mimo))
+    assert line.startswith("policy.model: ") and "has 2 MTP heads (num_nextn_predict_layers)" in line
+
+
+def test_a_head_of_another_model_is_refused(mimo: Path, tmp_path: Path) -> None:
+    target = TargetSpec.from_pretrained(resolve_model("tiny:llama"))
+    build_drafter(MtpConfig(type="mtp"), target, seed=0).save(tmp_path / "other", torch.float32)
+    edit(tmp_path / "other", intermediate_size=512)
+    [line] = problems(config(mimo, f"drafter.init={tmp_path}/other"))
+    assert "is the MTP head of another model: its intermediate_size is 512, this target's is 256" in line
+
+
+def test_a_drafter_of_another_kind_is_refused(mimo: Path, tmp_path: Path) -> None:
+    target = TargetSpec.from_pretrained(resolve_model("tiny:llama"))
+    eagle3 = Eagle3Config(type="eagle3", draft_vocab_size=64, aux_layers=(1, 2, 3))
+    build_drafter(eagle3, target, seed=0).save(tmp_path / "eagle3", torch.float32)
+    [line] = problems(config(mimo, f"drafter.init={tmp_path}/eagle3"))
+    assert 'is a drafter of type "eagle3", but drafter.model.type is "mtp"' in line

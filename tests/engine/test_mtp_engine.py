@@ -1,0 +1,167 @@
+"""An MTP head from scratch beside dense targets, on a real engine: what it reads, what is served, what it accepts."""
+
+import asyncio
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cotrain.config import RolloutConfig
+from cotrain.drafting.buffer import batches_of
+from cotrain.drafting.features import read_shard
+from cotrain.models import resolve_model
+from cotrain.rollout.engine import EngineSpec
+from cotrain.rollout.payload import WeightUpdateRefused, digest
+from cotrain.scratch import scratch_folder
+from drafters.acceptance import acceptance_rates
+from drafters.base import DraftBatch, Drafter, Sampler, TargetSpec, TargetWeights
+from drafters.build import build_drafter
+from drafters.config import MtpConfig, ObjectiveConfig
+from tests.engine.conftest import LiveEngine, distilled, features_of, make_requests, moved, text_of, tokens, weights_of
+
+pytestmark = pytest.mark.engine
+
+MTP = MtpConfig(type="mtp")
+SAMPLER = Sampler(1.0, 1.0, 0, "probabilistic")
+
+
+@dataclass
+class Target:
+    """A tiny policy, a head that was never trained and one that has learnt from its text, and an engine."""
+
+    model: AutoModelForCausalLM
+    state: dict[str, torch.Tensor]
+    untrained: Drafter
+    trained: Drafter
+    live: LiveEngine
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def target(
+    request: pytest.FixtureRequest, rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Target]:
+    folder = resolve_model(f"tiny:{request.param}")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    state = load_file(folder / "model.safetensors")
+    untrained = build_drafter(MTP, TargetSpec.from_pretrained(folder), seed=0)
+    trained = distilled(text_of(model, ()), weights_of(state), folder, MTP)
+    checkpoint: Path = tmp_path_factory.mktemp("mtp") / "v0"
+    untrained.save(checkpoint, torch.float32)
+    with scratch_folder("test-mtp") as scratch:
+        spec = EngineSpec(rollout_config, str(folder), str(checkpoint), untrained.serving, 0, str(scratch))
+        live = LiveEngine(spec)
+        yield Target(model, state, untrained, trained, live)
+        live.stop()
+
+
+@pytest.fixture
+def live(target: Target) -> LiveEngine:
+    """The engine with the first policy and the trained head, whatever the test before did to it."""
+    target.live.send_policy(target.state)
+    target.live.send_drafter(target.trained.state_for_serving())
+    target.live.run(target.live.engine.set_draft_tokens(3))
+    return target.live
+
+
+def test_acceptance_rises_after_a_swap_and_greedy_output_stays(target: Target, live: LiveEngine) -> None:
+    live.send_drafter(target.untrained.state_for_serving())
+    before = live.greedy(make_requests(16))
+    live.send_drafter(target.trained.state_for_serving())
+    after = live.greedy(make_requests(16))
+    assert before.speculation.acceptance_length < 1.3
+    assert after.speculation.acceptance_length > before.speculation.acceptance_length + 0.5
+    assert tokens(after) == tokens(before)
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 2, 3])
+def test_greedy_output_is_identical_without_speculation(target: Target, live: LiveEngine, draft_tokens: int) -> None:
+    live.run(live.engine.set_draft_tokens(draft_tokens))
+    speculated = live.greedy(make_requests(16))
+    live.run(live.engine.set_draft_tokens(0))
+    plain = live.greedy(make_requests(16))
+    assert (plain.speculation.num_drafts, speculated.speculation.num_drafts > 0) == (0, True)
+    assert tokens(plain) == tokens(speculated)
+
+
+def test_a_swap_in_mid_generation_changes_no_token(target: Target, live: LiveEngine) -> None:
+    reference = tokens(live.greedy(make_requests(8)))
+    states = [target.untrained.state_for_serving(), target.trained.state_for_serving()]
+
+    async def generate_and_swap() -> tuple[list[list[int]], int]:
+        task = asyncio.create_task(live.engine.generate(make_requests(8), temperature=0.0, seed=None))
+        swaps = 0
+        while not task.done():
+            await live.engine.update_drafter(live.payload(states[swaps % 2]), live.engine.versions.drafter + 1)
+            swaps += 1
+        return tokens(await task), swaps
+
+    generated, swaps = live.run(generate_and_swap())
+    assert swaps >= 3 and generated == reference
+
+
+def test_what_is_served_is_what_was_trained(target: Target, live: LiveEngine) -> None:
+    state = target.trained.state_for_serving()
+    served = live.run(live.engine.served_digests(list(state), draft=True))
+    assert served == {name: digest(tensor) for name, tensor in state.items()}
+
+
+def test_the_tap_takes_the_final_hidden_state_and_nothing_else(target: Target, live: LiveEngine) -> None:
+    batch = live.generate(make_requests(4))
+    record = read_shard(batch.features[0].path)[0]
+    expected = features_of(target.model, record.token_ids.tolist(), record.prompt_length, 0, ())
+    kept = record.feature_mask
+    assert record.aux_hidden.shape == (record.num_tokens, 0) and kept.sum() == record.num_tokens - 1
+    torch.testing.assert_close(record.final_hidden[kept], expected.final_hidden[kept], rtol=1e-3, atol=1e-3)
+
+
+def test_embedding_and_head_are_refused_in_an_update(target: Target, live: LiveEngine) -> None:
+    reference = tokens(live.greedy(make_requests(4)))
+    good = target.trained.state_for_serving()
+    for name, source in (
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("lm_head.weight", "model.embed_tokens.weight"),
+    ):
+        with pytest.raises(WeightUpdateRefused, match=f"not expected: .'{name}"):
+            live.send_drafter(good | {name: target.state[source] * 2})
+    assert tokens(live.greedy(make_requests(4))) == reference
+
+
+def expected_rates(
+    drafter: Drafter, batches: list[DraftBatch], weights: TargetWeights, draft_tokens: int
+) -> list[float]:
+    with torch.no_grad():
+        starts = [drafter.loss(batch, weights, SAMPLER, ObjectiveConfig()).acceptance for batch in batches]
+    return acceptance_rates(starts, draft_tokens)
+
+
+def test_a_policy_update_refreshes_embedding_and_head_of_the_drafter(target: Target, live: LiveEngine) -> None:
+    """On a policy that moved, the served acceptance is that of its own two matrices, not that of the old ones."""
+    update = moved(target.state)
+    live.send_policy(update)
+    shared = ["model.embed_tokens.weight", "lm_head.weight"]
+    of_drafter = live.run(live.engine.served_digests(shared, draft=True))
+    fresh, stale = weights_of(update), weights_of(target.state)
+    assert of_drafter == {shared[0]: digest(fresh.embedding), shared[1]: digest(fresh.head)}
+
+    batch = live.generate(make_requests(128, seed=11))
+    batches = batches_of([record for shard in batch.features for record in read_shard(shard.path)], 4096)
+    served = batch.speculation
+    rates = expected_rates(target.trained, batches, fresh, 3)
+    for rate, accepted in zip(rates, served.accepted_per_position, strict=True):
+        assert rate == pytest.approx(accepted / served.num_drafts, abs=0.03)
+    with_the_old_ones = copy.deepcopy(target.trained)
+    with_the_old_ones.drafts = lambda batch, alignment, _: target.trained.drafts(batch, alignment, stale)
+    assert expected_rates(with_the_old_ones, batches, fresh, 1)[0] < rates[0] - 0.05
+
+
+def test_expected_acceptance_is_served(target: Target, live: LiveEngine) -> None:
+    batch = live.generate(make_requests(128, seed=12))
+    batches = batches_of([record for shard in batch.features for record in read_shard(shard.path)], 4096)
+    rates = expected_rates(target.trained, batches, weights_of(target.state), 3)
+    assert batch.speculation.acceptance_length > 1.5
+    assert 1 + sum(rates) == pytest.approx(batch.speculation.acceptance_length, rel=0.04)

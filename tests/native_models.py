@@ -1,0 +1,51 @@
+"""Tiny policies that bring an MTP head of their own, as their makers store them; the head is random."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+
+from cotrain.tiny_model import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer, train_on_chain
+from drafters.base import TargetSpec
+from drafters.build import build_drafter
+from drafters.config import MtpConfig
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False, "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID, "pad_token_id": PAD_ID,
+}  # fmt: skip
+
+
+def mimo_model() -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, num_hidden_layers=4))
+
+
+def qwen3_next_model() -> PreTrainedModel:
+    """Two layers of gated linear attention and two of full attention, four experts in each."""
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **SIZES, num_hidden_layers=4, head_dim=64, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=64, shared_expert_intermediate_size=64,
+            layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=1, linear_num_value_heads=2,
+            linear_key_head_dim=128, linear_value_head_dim=128,
+        )
+    )  # fmt: skip
+
+
+def write_native(folder: Path, model: PreTrainedModel, architecture: str, trained: bool = False) -> Path:
+    """The model and a random head as one checkpoint, which says that it is an `architecture`."""
+    tokenizer = byte_tokenizer()
+    if trained:
+        train_on_chain(model, tokenizer, torch.Generator().manual_seed(0))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    head = build_drafter(MtpConfig(type="mtp"), TargetSpec.from_pretrained(folder), seed=3).state_dict()
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, **head}, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": [architecture], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
