@@ -28,6 +28,9 @@ class ArmConfig(Section):
     """First weights of the drafter: a name of [inits], "none" (random), a checkpoint folder (relative to the study
     file), or a models:/ URI."""
 
+    model: dict[str, Any] | None = None
+    """Fields of drafter.model that differ from the shared configuration; with another `type`, all of them."""
+
     online: bool | None = None
     """Co-train the drafter (true), or freeze it (false)."""
 
@@ -45,13 +48,16 @@ class ArmConfig(Section):
 
 
 ABLATED = tuple(name for name in ArmConfig.model_fields if name != "name")
-DRAFTING = ("init", "online", "draft_tokens", "objective")
+DRAFTING = ("init", "model", "online", "draft_tokens", "objective")
 
 
 class GridConfig(Section):
     """Every combination of these values becomes an arm; a list that is left out is the shared configuration's value."""
 
     init: tuple[str, ...] = ()
+    """As in an arm."""
+
+    model: tuple[dict[str, Any], ...] = ()
     """As in an arm."""
 
     online: tuple[bool, ...] = ()
@@ -78,6 +84,9 @@ class StudyConfig(Section):
 
     seeds: tuple[NonNegativeInt, ...] = (0,)
     """Every arm runs once with each."""
+
+    keep_checkpoints: bool = False
+    """Keep the checkpoints of finished runs, to export or measure their policies."""
 
     folder: Path = Path("runs")
     """Folder of the study's folder, relative to the working directory."""
@@ -148,9 +157,8 @@ def _word(name: str, value: Any) -> str:
         return f"{value} policy"
     if name == "draft_tokens":
         return f"k {value}"
-    return (
-        " ".join(f"{key} {field}" if key != "type" else str(field) for key, field in value.items()) or "base objective"
-    )
+    words = " ".join(f"{key} {field}" if key != "type" else str(field) for key, field in value.items())
+    return words or f"base {name}"
 
 
 def _read_arm(number: int, raw: Any, problems: list[str]) -> ArmConfig | None:

@@ -137,14 +137,17 @@ def _needed_inits(study: Study, selected: Sequence[Arm]) -> list[str]:
 def _check(study: Study, selected: Sequence[Arm]) -> None:
     """What can be checked before a model loads, for the study and for drafters given by the user."""
     from cotrain.models import resolve_model
-    from cotrain.preflight import check_drafter_init, check_run
+    from cotrain.preflight import check_drafter_init, check_drafter_shape, check_run
 
     check_run(study.shared, resume=True)  # a name of its own it does not need
     model, problems = resolve_model(study.shared.policy.model), []
     for arm in selected:
-        if arm.config.drafter is not None and arm.config.drafter.init is not None and arm.init not in study.inits:
+        if arm.config.drafter is None:
+            continue
+        made_here = arm.config.drafter.init is None or arm.init in study.inits
+        for check in (check_drafter_shape, *(() if made_here else (check_drafter_init,))):
             try:
-                check_drafter_init(arm.config, model)
+                check(arm.config, model)
             except ValueError as error:
                 lines = error.problems if isinstance(error, ConfigError) else [str(error)]
                 problems += [f"arm {arm.name!r}: {line}" for line in lines]
@@ -239,7 +242,8 @@ class _Ablation:
         folder = job.config.run_root / job.config.name
         if status == 0 and steps_done(folder) == job.config.steps:
             self.folder.set_status(arm, seed, "finished")
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes that nothing reads any more
+            if not self.study.keep_checkpoints:
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes that nothing reads any more
             self.arm_seconds.append(seconds)
             eta = self.left * sum(self.arm_seconds) / len(self.arm_seconds) / self.parallel
             more = f", eta {duration(eta)}" if self.left else ""

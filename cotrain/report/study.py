@@ -12,6 +12,7 @@ from pathlib import Path
 from cotrain.report import paper
 from cotrain.report.figures import Line, line_figure, range_figure
 from cotrain.report.page import REPORT, Fact, Page, Plot, Section, Table, markdown_table, write_page
+from cotrain.report.study_costs import cost_sections
 from cotrain.report.study_record import (
     GENERIC,
     IN_DOMAIN,
@@ -71,6 +72,7 @@ def study_page(study: Study) -> Page:
             [] if drafting else ["No arm with a drafter has finished a run."],
             plots=[_positions(study, group, _of_group(drafting, group)) for group in groups],
         ),
+        *cost_sections(study, drafting),
         *_problems(study),
         Section("Beside it: the published ablation", [paper.SETTING], [paper.TABLE]),
         Section("Runs", tables=[_runs(study)], folded=True),
@@ -113,7 +115,8 @@ def _identity(arm: Arm) -> tuple[str, ...]:
     if not arm.speculation:
         return (NONE, "no speculation", NONE, NONE, arm.policy)
     init = "none (random)" if arm.init == "none" else arm.init
-    return (init, "co-trained" if arm.online else "frozen", str(arm.draft_tokens), arm.objective, arm.policy)
+    drafter = f"{arm.model} {'co-trained' if arm.online else 'frozen'}".lstrip()
+    return (init, drafter, str(arm.draft_tokens), arm.objective, arm.policy)
 
 
 def _measured(study: Study, record: ArmRecord) -> tuple[Spread | None, ...]:

@@ -29,6 +29,8 @@ class Arm(BaseModel):
     name: str
     init: str
     """none (random), a name of the study's [inits] such as generic or in-domain, or the checkpoint given."""
+    model: str = ""
+    """Type of the drafter, and its fields that differ from the shared configuration."""
     online: bool
     """The drafter is co-trained; False: frozen."""
     policy: Literal["moving", "frozen"]

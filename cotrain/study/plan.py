@@ -1,7 +1,7 @@
 """From a study file to whole configurations: one for every arm, seed and initialisation, all checked in one pass."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from cotrain.config_errors import ConfigError, did_you_mean
 from cotrain.load_config import Table, load_config, merge, parse_config
 from cotrain.provenance import FREE_FIELDS, flatten
 from cotrain.study_config import ABLATED, NO_INIT, ArmConfig, GridConfig, StudyConfig, grid_arms, read_study
+from drafters.config import Section
 
 REGISTRY = "models:/"
 DATA_FILES = (".json", ".jsonl", ".parquet")
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 INIT_SECTIONS = ("init", "task", "rollout", "drafter", "tracking")
-"""What an initialisation may set. It shares policy and drafter.model with the arms, or its drafter would not fit."""
+"""What an initialisation may set. It shares the policy with the arms, and must make the drafter that they start from."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Arm:
     name: str
     init: str
     """A name of [inits], none, or a checkpoint folder or models:/ URI as the study file has it."""
+    model: str
+    """Type of the drafter, and what differs from the shared configuration; none without speculation."""
     online: bool
     policy: str
     """moving or frozen."""
@@ -59,6 +62,8 @@ class Study:
     """How each differs from the shared configuration, as the study file has it."""
     left_out: tuple[str, ...]
     """Combinations of the grid that are no arms."""
+    keep_checkpoints: bool
+    """Keep those of finished runs."""
 
     def run_config(self, arm: Arm, seed: int) -> RunConfig:
         """What `cotrain train` runs for an arm and a seed."""
@@ -74,6 +79,7 @@ class Study:
             drafter = arm.config.drafter
             arms[arm.name] = {name: getattr(arm, name) for name in ABLATED}
             arms[arm.name]["objective"] = drafter.objective.model_dump(mode="json") if drafter else None
+            arms[arm.name]["model"] = drafter.model.model_dump(mode="json") if drafter else None
         return {"seeds": list(self.seeds), "shared": shared, "inits": self.init_changes, "arms": arms}
 
 
@@ -108,11 +114,17 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
                 arms.append(arm)
     except ConfigError as error:
         problems += error.problems
-    problems += [*_twins(arms), *([] if arms or problems else ["arms: the study has none; add [[arms]] or a [grid]"])]
+    problems += [
+        *_twins(arms),
+        *_other_drafters(arms, inits),
+        *([] if arms or problems else ["arms: the study has none; add [[arms]] or a [grid]"]),
+    ]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     changes = {name: flatten(given) for name, given in config.inits.items()}
-    return Study(config.name, folder, config.seeds, shared, tuple(arms), inits, changes, tuple(left_out))
+    return Study(
+        config.name, folder, config.seeds, shared, tuple(arms), inits, changes, tuple(left_out), config.keep_checkpoints
+    )
 
 
 @dataclass(frozen=True)
@@ -172,7 +184,7 @@ def _arm(context: _Context, given: ArmConfig, problems: list[str]) -> Arm | None
         # Not merged as other tables are: there a new `type` would take the other fields back to their defaults.
         objective = shared.drafter.objective.model_dump(mode="json") | (given.objective or {})
         online = shared.drafter.train if given.online is None else given.online
-        changes["drafter"] = {"init": source, "train": online, "objective": objective}
+        changes["drafter"] = {"init": source, "train": online, "objective": objective, "model": given.model or {}}
         if given.draft_tokens is not None:
             changes["rollout"] = {"draft_tokens": given.draft_tokens}
     try:
@@ -183,6 +195,7 @@ def _arm(context: _Context, given: ArmConfig, problems: list[str]) -> Arm | None
     return Arm(
         name=given.name,
         init=init,
+        model=_model_text(config, shared),
         online=config.drafter.train if config.drafter else False,
         policy="moving" if config.policy.train else "frozen",
         draft_tokens=config.rollout.draft_tokens if config.drafter else 0,
@@ -190,6 +203,21 @@ def _arm(context: _Context, given: ArmConfig, problems: list[str]) -> Arm | None
         speculation=given.speculation,
         config=config,
     )
+
+
+def _other_drafters(arms: Sequence[Arm], inits: Mapping[str, RunConfig]) -> Iterator[str]:
+    """Arms whose drafter is not the one that their initialisation makes."""
+    for arm in arms:
+        made = inits[arm.init].drafter if arm.init in inits else None
+        if made is not None and arm.config.drafter is not None and made.model != arm.config.drafter.model:
+            yield (
+                f"arm {arm.name!r}: init: inits.{arm.init} makes a drafter with {_shown(made.model)}, the arm has "
+                f"{_shown(arm.config.drafter.model)}; give both the same drafter.model"
+            )
+
+
+def _shown(model: Section) -> str:
+    return ", ".join(f"{name} = {value!r}" for name, value in model.model_dump(exclude_none=True).items())
 
 
 def nested_under(config: RunConfig, parent_run: str) -> RunConfig:
@@ -219,6 +247,15 @@ def init_drafter(folder: Path, name: str) -> Path:
     return folder / "inits" / name / "drafter"
 
 
+def _model_text(config: RunConfig, shared: RunConfig) -> str:
+    if config.drafter is None:
+        return "none"
+    fields = config.drafter.model.model_dump(mode="json")
+    base = shared.drafter.model.model_dump(mode="json") if shared.drafter else {}
+    changed = [f"{name} {fields[name]}" for name in fields if name != "type" and fields[name] != base.get(name)]
+    return ", ".join([str(fields["type"]), *(changed if fields["type"] == base.get("type") else [])])
+
+
 def _objective_text(config: RunConfig, shared: RunConfig) -> str:
     if config.drafter is None or shared.drafter is None:
         return "none"
@@ -240,7 +277,7 @@ def _init_config(context: _Context, name: str, problems: list[str]) -> RunConfig
     refused = [
         path
         for path in flatten(changes)
-        if path.partition(".")[0] not in INIT_SECTIONS or path.startswith(("drafter.model.", "drafter.init"))
+        if path.partition(".")[0] not in INIT_SECTIONS or path.startswith("drafter.init")
     ]
     problems += [
         f"{where}: {path}: an initialisation shares this with the arms; put {path} in the shared config"

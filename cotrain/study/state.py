@@ -103,7 +103,7 @@ def study_json(study: Study, record: Record) -> dict[str, Any]:
             status, error = run_status(record, study, arm, seed)
             folder = f"runs/{study.run_config(arm, seed).name}"
             runs.append({"seed": seed, "folder": folder, "status": status, "error": error})
-        fields = ("name", "init", "online", "policy", "draft_tokens", "objective", "speculation")
+        fields = ("name", "init", "model", "online", "policy", "draft_tokens", "objective", "speculation")
         arms.append({name: getattr(arm, name) for name in fields} | {"runs": runs})
     return {"name": study.name, "steps": study.shared.steps, "seeds": list(study.seeds), "arms": arms}
 

@@ -48,8 +48,8 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, t
     state = json.loads((folder / "study.json").read_text())
     assert state["steps"] == 3 and state["seeds"] == [0, 1]
     assert state["arms"][0] == {
-        "name": "generic, frozen", "init": "generic", "online": False, "policy": "moving", "draft_tokens": 3,
-        "objective": "lk_hybrid", "speculation": True,
+        "name": "generic, frozen", "init": "generic", "model": "eagle3", "online": False, "policy": "moving",
+        "draft_tokens": 3, "objective": "lk_hybrid", "speculation": True,
         "runs": [
             {"seed": seed, "folder": f"runs/generic-frozen-s{seed}", "status": "finished", "error": None}
             for seed in (0, 1)
@@ -69,6 +69,14 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, t
 
     assert main([str(study_file)], PROGRAM) == 0
     assert calls() == []
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_checkpoints_of_finished_runs_are_kept_only_when_asked_for(study_file, calls, no_page, tmp_path, keep):
+    folder = tmp_path / "studies/first/runs/no-speculation-s0/checkpoints"
+    arguments = [str(study_file), "seeds=[0]", f"keep_checkpoints={str(keep).lower()}", "--only", "no speculation"]
+    assert main(arguments, PROGRAM) == 0
+    assert folder.exists() == keep
 
 
 def test_a_failing_arm_does_not_stop_the_others_and_is_run_again(

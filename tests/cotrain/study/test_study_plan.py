@@ -65,7 +65,7 @@ def test_a_grid_leaves_out_frozen_random_drafters(study_file):
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        (arms("name='x', policy.lr=1e-5"), "arm 'x': policy.lr: arms may differ only in init, online, policy, "
+        (arms("name='x', policy.lr=1e-5"), "arm 'x': policy.lr: arms may differ only in init, model, online, policy, "
          "draft_tokens, objective, speculation; put policy.lr in the shared config"),
         (arms("name='x', onlin=true"), "did you mean online?"),
         (arms("name='x', speculation=false, online=true"), "arm 'x': online: an arm without speculation has no drafter"),
@@ -103,3 +103,16 @@ def test_all_problems_are_found_in_one_pass(study_file):
 def test_a_fingerprint_is_plain_data(study_file):
     fingerprint = load_study(study_file).fingerprint()
     assert json.loads(json.dumps(fingerprint)) == fingerprint
+
+
+def test_an_arm_may_have_another_drafter_and_then_needs_one_of_its_kind(study_file):
+    mtp = "name='mtp', model={type='mtp'}, init='none'"
+    [arm] = load_study(study_file, [arms(mtp)]).arms
+    assert arm.model == "mtp" and arm.config.drafter.model.type == "mtp"
+    [narrow] = load_study(study_file, [arms("name='x', model={draft_vocab_size=64}, init='none'")]).arms
+    assert narrow.model == "eagle3, draft_vocab_size 64" and narrow.config.drafter.model.trained_depth == 3
+    [line] = problems(study_file, arms("name='mtp', model={type='mtp'}, init='generic'"))
+    assert line.startswith("arm 'mtp': init: inits.generic makes a drafter with type = 'eagle3', draft_vocab_size")
+    fitting = "inits.other={'init.source.type'='policy', 'drafter.model.type'='mtp'}"
+    study = load_study(study_file, [arms("name='mtp', model={type='mtp'}, init='other'"), fitting])
+    assert study.inits["other"].drafter.model == study.arms[0].config.drafter.model
