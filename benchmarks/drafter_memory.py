@@ -1,6 +1,6 @@
 """Peak memory of one drafter step: forward, backward and AdamW, in a fresh process.
 
-    python benchmarks/drafter_memory.py [--tokens 8192] [--draft-vocab 32000] [--depth 7]
+    python benchmarks/drafter_memory.py [--tokens 8192] [--draft-vocab 32000] [--depth 7] [--type mtp]
 
 The peak is VmHWM of the process minus its size after the imports, so it includes the drafter, its gradients and
 AdamW's moments, the target's embedding and head, and the features. Linux only.
@@ -29,8 +29,8 @@ def measure(args: argparse.Namespace) -> None:
 
     from cotrain.drafting.host_memory import return_freed_blocks
     from drafters.base import DraftBatch, Sampler, TargetSpec, TargetWeights
-    from drafters.build import build_drafter
-    from drafters.config import Eagle3Config, ObjectiveConfig
+    from drafters.build import build_drafter, drafter_config
+    from drafters.config import ObjectiveConfig
 
     return_freed_blocks()
     baseline = status_bytes("VmRSS")
@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace) -> None:
         rope_theta=1e6,
         max_position_embeddings=32_768,
     )
-    config = Eagle3Config(type="eagle3", draft_vocab_size=args.draft_vocab, trained_depth=args.depth)
+    config = drafter_config(args.type, draft_vocab_size=args.draft_vocab, trained_depth=args.depth)
     drafter = build_drafter(config, target, seed=0)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4)
     embedding = torch.randn(args.vocab, args.hidden) * 0.1
@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace) -> None:
     rows = torch.arange(args.tokens)
     batch = DraftBatch(
         token_ids=torch.randint(args.vocab, (args.tokens,)),
-        aux_hidden=torch.randn(args.tokens, 3 * args.hidden),
+        aux_hidden=torch.randn(args.tokens, len(drafter.serving.aux_layers) * args.hidden),
         final_hidden=torch.randn(args.tokens, args.hidden),
         feature_mask=(rows + 1) % args.document != 0,
         response_mask=rows % args.document >= 32,
@@ -81,16 +81,17 @@ def measure(args: argparse.Namespace) -> None:
     print(f"  target embedding and head {borrowed / MIB:5.0f} MiB")
     print(f"  features                  {features / MIB:5.0f} MiB")
     print(f"  activations and logits    {(peak - 4 * trained - borrowed - features) / MIB:5.0f} MiB")
-    print(
-        f"one [tokens, V_draft] matrix for each depth would be {args.tokens * args.draft_vocab * args.depth * 4 / MIB:.0f} MiB"
-    )
+    draft_vocab = len(drafter.draft_to_target)
+    whole = args.tokens * draft_vocab * args.depth * 4 / MIB
+    print(f"one [tokens, {draft_vocab}] matrix of logits for each depth would be {whole:.0f} MiB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--type", choices=["eagle3", "mtp"], default="eagle3", help="kind of drafter")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens in the step")
     parser.add_argument("--document", type=int, default=1024, help="tokens in one rollout")
-    parser.add_argument("--draft-vocab", type=int, default=32_000, help="size of the draft vocabulary")
+    parser.add_argument("--draft-vocab", type=int, default=32_000, help="size of the draft vocabulary (eagle3)")
     parser.add_argument("--vocab", type=int, default=64_000, help="size of the target's vocabulary")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size of the target")
     parser.add_argument("--depth", type=int, default=7, help="draft positions unrolled")

@@ -1,6 +1,6 @@
 """Training throughput of a drafter against the policy's own forward pass of the same tokens, on CPU.
 
-    python benchmarks/drafter_throughput.py [--model bundled:smollm2-135m-instruct] [--threads 1] [--rounds 5]
+    python benchmarks/drafter_throughput.py [--model bundled:smollm2-135m-instruct] [--threads 1] [--rounds 5] [--type mtp]
 
 Both take turns on the same packed rollouts. The drafter's step is loss, backward and AdamW; the policy's forward is
 what a learner needs for log-probs: hidden states and logits of the response tokens, no gradient.
@@ -15,12 +15,13 @@ from statistics import median
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct", help="default %(default)s")
+    parser.add_argument("--type", choices=["eagle3", "mtp"], default="eagle3", help="kind of drafter")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of either (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default %(default)s)")
     parser.add_argument("--rollouts", type=int, default=16, help="rollouts in a step (default %(default)s)")
     parser.add_argument("--prompt", type=int, default=48, help="prompt tokens of each (default %(default)s)")
     parser.add_argument("--response", type=int, default=80, help="response tokens of each (default %(default)s)")
-    parser.add_argument("--draft-vocab", type=int, default=8192, help="size of the draft vocabulary")
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="size of the draft vocabulary (eagle3)")
     parser.add_argument("--depth", type=int, nargs="+", default=[1, 3, 5], help="trained depths (default 1 3 5)")
     args = parser.parse_args()
 
@@ -30,8 +31,8 @@ def main() -> None:
     from cotrain.drafting.target_weights import read_target_weights
     from cotrain.models import resolve_model
     from drafters.base import DraftBatch, Sampler, TargetSpec
-    from drafters.build import build_drafter, default_aux_layers
-    from drafters.config import Eagle3Config, ObjectiveConfig
+    from drafters.build import build_drafter, drafter_config
+    from drafters.config import ObjectiveConfig
 
     torch.set_num_threads(args.threads)
     folder = resolve_model(args.model)
@@ -43,10 +44,13 @@ def main() -> None:
     tokens = torch.randint(spec.vocab_size, (args.rollouts, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         states = policy(tokens, output_hidden_states=True, logits_to_keep=1).hidden_states
+    aux_layers = build_drafter(drafter_config(args.type), spec, seed=0).serving.aux_layers
     rows = torch.arange(tokens.numel())
     batch = DraftBatch(
         token_ids=tokens.flatten(),
-        aux_hidden=torch.cat([states[layer] for layer in default_aux_layers(spec)], -1).flatten(0, 1),
+        aux_hidden=torch.cat([torch.empty(*tokens.shape, 0), *(states[layer] for layer in aux_layers)], -1).flatten(
+            0, 1
+        ),
         final_hidden=states[-1].flatten(0, 1),
         feature_mask=rows % length != length - 1,
         response_mask=rows % length >= args.prompt,
@@ -60,7 +64,7 @@ def main() -> None:
         policy(tokens, logits_to_keep=args.response)
 
     def drafter_step(depth: int) -> Callable[[], None]:
-        config = Eagle3Config(type="eagle3", draft_vocab_size=args.draft_vocab, trained_depth=depth)
+        config = drafter_config(args.type, draft_vocab_size=args.draft_vocab, trained_depth=depth)
         drafter = build_drafter(config, spec, seed=0)
         drafter.choose_vocabulary(torch.bincount(batch.token_ids, minlength=spec.vocab_size).double(), weights)
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=True)
@@ -83,7 +87,7 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - started)
     forward = median(seconds["policy forward"])
     print(f"{args.rollouts} rollouts of {args.prompt} + {args.response} tokens, {args.threads} threads, float32, "
-          f"V_draft {args.draft_vocab}, median of {args.rounds} turns")  # fmt: skip
+          f"{args.type}, median of {args.rounds} turns")  # fmt: skip
     for name, times in seconds.items():
         rate = tokens.numel() / median(times)
         print(f"{name:<24} {rate:7.0f} tokens/s   {median(times) / forward:5.2f} x the policy's forward")

@@ -103,11 +103,11 @@ async def generate(config: RunConfig, drafter: Path, num_steps: int, seed: int) 
     from drafters.build import load_drafter
 
     model = resolve_model(config.policy.model)
-    aux_layers = load_drafter(drafter, TargetSpec.from_pretrained(model)).aux_layers
+    serving = load_drafter(drafter, TargetSpec.from_pretrained(model)).serving
     os.environ.update(threads.engine_environment(threads.num_cores(), config.rollout.kv_cache_gib))
     steps = []
     with scratch_folder("gate-decisions") as scratch:
-        engine = RolloutEngine(EngineSpec(config.rollout, str(model), str(drafter), aux_layers, seed, str(scratch)))
+        engine = RolloutEngine(EngineSpec(config.rollout, str(model), str(drafter), serving, seed, str(scratch)))
         await engine.start()
         try:
             for number, requests in enumerate(requests_of(config, model, seed, num_steps), 1):

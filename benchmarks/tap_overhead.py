@@ -42,7 +42,7 @@ async def measure(args: argparse.Namespace, scratch: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(100, target.vocab_size, (args.batch, 40), generator=generator).tolist()
     requests = [RolloutRequest(f"p{i}", 0, prompt, None) for i, prompt in enumerate(prompts)]
-    spec = EngineSpec(rollout, str(model), str(scratch / "drafter"), drafter.aux_layers, 0, str(scratch / "rollout"))
+    spec = EngineSpec(rollout, str(model), str(scratch / "drafter"), drafter.serving, 0, str(scratch / "rollout"))
     engine = RolloutEngine(spec)
     await engine.start()
     await engine.generate(requests)
