@@ -12,6 +12,7 @@ from cotrain.config_help import SectionHelp, help_text, variants, walk_sections
 from cotrain.load_config import ConfigError, load_config, parse_config
 from cotrain.study.plan import load_study
 from cotrain.study_config import ArmConfig, GridConfig, StudyConfig, is_study
+from cotrain.tasks.base import build_task
 from drafters.config import Section
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +44,17 @@ def test_there_are_configurations() -> None:
 def test_configuration_loads_and_round_trips(path: Path) -> None:
     config = load_config([path])
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_the_reward_of_the_study_of_drift_pays_for_different_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config([ROOT / "configs" / "studies" / "drift" / "base.toml"])
+    task = build_task(config.task, seed=0)
+    prompt = task.prompt(0)
+    assert len(task) >= config.steps * config.rollout.prompts_per_step
+    assert task.score(prompt, "") == 0
+    assert task.score(prompt, "The the THE sum") == 2 / 24
+    assert task.score(prompt, " ".join(map(str, range(40)))) == 1
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: str(path.relative_to(ROOT)))
