@@ -1,7 +1,7 @@
 """`cotrain bench`: speculation arms side by side on the same prompts, taking turns.
 
-One EAGLE-3 engine serves no speculation and every drafted arm, switched at run time; n-gram look-up needs a second
-engine, which waits without using the CPU. In the adaptive arm the engine's speculation controller chooses the draft
+One engine with the drafter serves no speculation and every drafted arm, switched at run time; n-gram look-up needs a
+second engine, which waits without using the CPU. In the adaptive arm the engine's speculation controller chooses the draft
 length. In every round all arms run once, each round starting with another arm, and each is compared with the same
 round's no-speculation arm, so that a machine that slows down slows all of them alike.
 """
