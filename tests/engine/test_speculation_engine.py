@@ -256,7 +256,10 @@ def test_all_draft_lengths_are_timed_within_the_time(timed: tuple[LiveEngine, in
     assert controller.choosing
     step_seconds = controller._cost.seconds()
     assert (step_seconds > 1e-4).all() and (step_seconds < 1.0).all()
-    assert step_seconds[K, 0] > step_seconds[0, 0], "a drafter's passes take time"
+    timed_batches = np.array(BATCH_SIZES) - 1
+    ratios = step_seconds[K, timed_batches] / step_seconds[0, timed_batches]
+    # 1.3 to 2.2 on two cores; the median, since other programs can double the time of a single batch size's few steps.
+    assert np.median(ratios) > 1, f"a drafter's passes take time: {ratios}"
     assert "gain" in controller.describe() or "off" in controller.describe()
 
 
