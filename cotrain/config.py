@@ -214,8 +214,8 @@ class DrafterOptimizerConfig(OptimizerConfig):
     """AdamW, with a default for a drafter."""
 
     learning_rate: PositiveFloat = 1e-3
-    """Peak learning rate. The default suits random weights; a drafter trained before (drafter.init, a native head) keeps
-    its acceptance better with about 3e-4."""
+    """Peak learning rate. The default suits random weights. A drafter that was trained before (drafter.init) may want less:
+    docs/studies/drafters.md has a case in which 3e-4 holds acceptance and the default does not."""
 
 
 class DrafterConfig(Section):
