@@ -18,6 +18,8 @@ BIN := .venv/bin
 LOG := .venv/setup.log
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 STAMP := .venv/.complete
+# Free space that setup asks for: .venv with the CPU build is 4.6 GiB, the tests' folders and compiled headers 1.5 more.
+SETUP_GIB := 7
 
 help: ## this list
 	awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +60,11 @@ export CHECK_CPU
 $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 	if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then
 		echo 'cotrain needs Python 3.11 to 3.14: install one, or name it with make setup PYTHON=/path/to/python'
+		exit 1
+	fi
+	free_gib=$$(($$(df -Pk . | awk 'NR == 2 { print $$4 }') / 1048576))
+	if [ ! -d .venv/lib ] && [ $$free_gib -lt $(SETUP_GIB) ]; then
+		echo "setup needs $(SETUP_GIB) GiB of disk space and $$free_gib are free in $$PWD: make room, or clone to another disk"
 		exit 1
 	fi
 	phase() {  # phase TITLE COMMAND...: one line on the console, the rest in the log
