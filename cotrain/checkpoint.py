@@ -89,7 +89,7 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int, expected_by
             errno.ENOSPC,
             f"disk full while saving step {state.step}: needs about {_mib(max(expected_bytes, written))}, free are "
             f"{_mib(shutil.disk_usage(run_dir.path).free)} in {run_dir.path}. Earlier checkpoints are intact. Make "
-            f"room (checkpoint.keep_last=1 keeps fewer) and continue with --resume {run_dir.name}",
+            f"room (checkpoint.keep_last=1 keeps fewer) and continue with {run_dir.resume}",
         ) from error
     _prune(run_dir, keep_last)
 

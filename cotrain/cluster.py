@@ -68,15 +68,13 @@ def free_port() -> int:
 class Cluster:
     """Ray, started or joined, and the actors of one run."""
 
-    def __init__(
-        self, config: ClusterConfig, logs: Path, run_name: str | None = None, hang_after_s: float = HANG_AFTER_S
-    ):
+    def __init__(self, config: ClusterConfig, logs: Path, resume: str = "--resume", hang_after_s: float = HANG_AFTER_S):
         """Start a private Ray on loopback, or join config.address. Raises ValueError when it does not answer.
 
-        run_name is what messages tell the user to resume.
+        resume: the arguments that continue the run, for messages.
         """
         self._logs = logs
-        self._resume = f"--resume {run_name}" if run_name else "--resume"
+        self._resume = resume
         self._cores = threads.num_cores()
         self._config = config
         self._hang_after_s = hang_after_s

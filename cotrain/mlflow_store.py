@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -20,25 +19,9 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from cotrain.config import RunConfig
+from cotrain.store_uri import sqlite_file
 
 HEALTH_TIMEOUT_S = 5.0
-SQLITE = "sqlite:///"
-
-
-def tracking_uri(config: RunConfig) -> str:
-    """The run's MLflow: tracking.uri, or sqlite in the run root. sqlite paths come out absolute."""
-    return absolute_uri(config.tracking.uri or f"{SQLITE}{config.run_root / 'mlflow.db'}")
-
-
-def absolute_uri(uri: str) -> str:
-    """The same URI, valid from any working directory."""
-    return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).resolve()}" if uri.startswith(SQLITE) else uri
-
-
-def sqlite_file(uri: str) -> Path | None:
-    """The database file of a sqlite URI; None for a server."""
-    return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) else None
 
 
 def artifact_location(uri: str, experiment: str) -> str | None:

@@ -22,6 +22,8 @@ from cotrain.config_errors import ConfigError, did_you_mean
 from cotrain.models import native_head, resolve_model, safetensors_header, weight_files
 from cotrain.provenance import machine
 from cotrain.rollout.lossless_guard import environment_problems
+from cotrain.run_dir import resume_arguments
+from cotrain.store_uri import tracking_uri
 
 CONNECT_TIMEOUT_S = 3.0
 GIB = 2**30
@@ -111,8 +113,8 @@ def _problems(check: Callable[..., Any], *arguments: Any) -> list[str]:
 def check_name_is_free(config: RunConfig) -> None:
     if (config.run_root / config.name).exists():
         raise ValueError(
-            f"name: run {config.name!r} is already in {config.run_root}; continue it with --resume {config.name}, or "
-            "choose another name=..."
+            f"name: run {config.name!r} is already in {config.run_root}; continue it with "
+            f"{resume_arguments(config.run_root, config.name)}, or choose another name=..."
         )
 
 
@@ -136,7 +138,7 @@ def check_ray(config: RunConfig) -> None:
 def check_tracking(config: RunConfig) -> None:
     # MLflow takes 2 s to import, so the default (sqlite in the run root) is left to check_memory_and_disk.
     if config.tracking.uri is not None:
-        from cotrain.mlflow_store import check_uri, tracking_uri
+        from cotrain.mlflow_store import check_uri
 
         check_uri(tracking_uri(config))
 
@@ -262,7 +264,6 @@ def check_drafter_shape(config: RunConfig, model: Path) -> None:
 
 def check_drafter_init(config: RunConfig, model: Path) -> None:
     """The first drafter is whole, was made for this target, and has the shape that the configuration asks for."""
-    from cotrain.mlflow_store import tracking_uri
     from cotrain.registry import first_drafter
     from drafters.base import TargetSpec
     from drafters.build import load_drafter

@@ -15,8 +15,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from cotrain.mlflow_store import MlflowClient, MlflowException, absolute_uri, connect, first_line, sqlite_file
+from cotrain.mlflow_store import MlflowClient, MlflowException, connect, first_line
 from cotrain.models import native_head
+from cotrain.store_uri import absolute_uri, sqlite_file
 
 # isort: split
 from mlflow.artifacts import download_artifacts

@@ -12,10 +12,13 @@ import difflib
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
+
+from cotrain.config import RunConfig
 
 
 class RunDir:
@@ -47,7 +50,8 @@ class RunDir:
             if not root.is_dir():
                 raise ValueError(f"run_root: {root} is a file; give a folder") from None
             raise ValueError(
-                f"name: run {name!r} is already in {root}; continue it with --resume {name} or choose another name=..."
+                f"name: run {name!r} is already in {root}; continue it with {resume_arguments(root, name)} or choose "
+                "another name=..."
             ) from None
         except OSError as error:
             raise ValueError(f"run_root: cannot create {root / name} ({error.strerror}); set run_root=...") from None
@@ -74,6 +78,11 @@ class RunDir:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @property
+    def resume(self) -> str:
+        """The arguments of `cotrain train` and `cotrain init` that continue this run."""
+        return resume_arguments(self.path.parent, self.name)
 
     @property
     def _pid_file(self) -> Path:
@@ -134,6 +143,12 @@ class RunDir:
         link.symlink_to(attempt.name)
         os.replace(link, logs / "latest")
         return attempt
+
+
+def resume_arguments(root: Path, name: str) -> str:
+    """The arguments that continue a run: its name, and the run root where that is not the default."""
+    default = RunConfig.model_fields["run_root"].default
+    return f"--resume {name}" if root == default else f"--resume {name} run_root={shlex.quote(str(root))}"
 
 
 def list_runs(root: Path) -> list[str]:

@@ -20,12 +20,12 @@ from cotrain.mlflow_store import (  # first of MLflow: sets its environment
     connect,
     experiment_id,
     first_line,
-    sqlite_file,
-    tracking_uri,
 )
 from cotrain.provenance import config_hash, flatten
 from cotrain.records import Versions
 from cotrain.registry import Registration, find_version, model_id_of, set_acceptance_length
+from cotrain.run_dir import resume_arguments
+from cotrain.store_uri import sqlite_file, tracking_uri
 
 # isort: split
 from mlflow.entities import LoggedModelOutput, Metric, Param
@@ -146,7 +146,8 @@ class Tracker:
         if self._rows or self._uploads:
             self._say(
                 f"MLflow did not take {len(self._rows)} steps and {len(self._uploads)} drafter records. Nothing is "
-                f"lost: steps are in metrics.jsonl (--resume {self._config.name} sends them), drafters in drafters/"
+                f"lost: steps are in metrics.jsonl ({resume_arguments(self._config.run_root, self._config.name)} sends "
+                "them), drafters in drafters/"
             )
 
     def __enter__(self) -> Self:

@@ -15,6 +15,7 @@ from cotrain.config import RunConfig
 from cotrain.config_errors import ConfigError
 from cotrain.failures import RunFailure
 from cotrain.load_config import load_config, to_toml
+from cotrain.store_uri import DEFAULT_URI, absolute_uri, sqlite_file
 
 
 class OwnParser(NamedTuple):
@@ -34,8 +35,6 @@ OWN_PARSER = {
 }
 
 OWN_PACKAGES = ("cotrain", "drafters", "pipelines")
-SQLITE = "sqlite:///"
-DEFAULT_URI = f"{SQLITE}runs/mlflow.db"
 UI_PORT = 5000
 
 TRAIN_EPILOG = """\
@@ -196,7 +195,6 @@ def _plan(config: RunConfig) -> list[str]:
 
 
 def _list_drafters(parsed: argparse.Namespace) -> int:
-    from cotrain.mlflow_store import absolute_uri
     from cotrain.registry import list_drafters, print_drafters
 
     print_drafters(list_drafters(absolute_uri(parsed.uri)), sys.stdout)
@@ -204,7 +202,6 @@ def _list_drafters(parsed: argparse.Namespace) -> int:
 
 
 def _pull_drafter(parsed: argparse.Namespace) -> int:
-    from cotrain.mlflow_store import absolute_uri
     from cotrain.registry import pull_drafter
 
     row = pull_drafter(absolute_uri(parsed.uri), parsed.name, parsed.folder)
@@ -221,12 +218,9 @@ def _ui(parsed: argparse.Namespace) -> int:
     if parsed.uri.startswith(("http://", "https://")):
         print(f"{parsed.uri.rstrip('/')}/{page}")
         return 0
-    uri = parsed.uri
-    if uri.startswith(SQLITE):
-        database = Path(uri.removeprefix(SQLITE)).resolve()
-        if not database.exists():
-            raise ValueError(f"--uri: {database} does not exist yet; a run writes it, or give the URI of another store")
-        uri = f"{SQLITE}{database}"
+    uri = absolute_uri(parsed.uri)
+    if (database := sqlite_file(uri)) and not database.exists():
+        raise ValueError(f"--uri: {database} does not exist yet; a run writes it, or give the URI of another store")
     print(f"mlflow server --backend-store-uri {uri} --workers 1 --port {UI_PORT}")
     print(f"then open http://127.0.0.1:{UI_PORT}/{page}")
     return 0

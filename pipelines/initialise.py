@@ -116,7 +116,7 @@ def initialise(config: RunConfig, resume: bool = False) -> int:
         run = Initialisation(config, run_dir, model, fingerprints, source, console, stop)
         finished = asyncio.run(run.run())
         if not finished:
-            console.say(f"Stopped; everything up to here is saved. Go on with: cotrain init --resume {config.name}")
+            console.say(f"Stopped; everything up to here is saved. Go on with: cotrain init {run_dir.resume}")
     return 0
 
 
@@ -217,8 +217,8 @@ class Initialisation:
 
         from cotrain.cluster import place
         from cotrain.drafting.trainer import DrafterTrainer
-        from cotrain.mlflow_store import tracking_uri
         from cotrain.registry import first_drafter
+        from cotrain.store_uri import tracking_uri
 
         torch.set_num_threads(_threads(self.config.cluster.learner_threads))
         init, folder = self.drafter.init, self.run_dir.path / "drafter_init"

@@ -33,9 +33,10 @@ from cotrain.records import RolloutRequest, Versions
 from cotrain.registry import first_drafter
 from cotrain.report.run import write_run_report
 from cotrain.roles import PolicyRanks, RolloutEngines, engine_specs
-from cotrain.run_dir import RunDir
+from cotrain.run_dir import RunDir, resume_arguments
 from cotrain.scratch import scratch_folder
 from cotrain.stop_signal import two_stage_stop
+from cotrain.store_uri import uri_argument
 from cotrain.tasks.base import build_task
 from cotrain.tasks.sampling import PromptSampler
 from cotrain.tracking import Tracker
@@ -79,7 +80,7 @@ def train(config: RunConfig, resume: bool) -> int:
                 )
             )
         scratch = stack.enter_context(scratch_folder(config.name))
-        cluster = Cluster(config.cluster, run_dir.logs, config.name, config.cluster.hang_after_s)
+        cluster = Cluster(config.cluster, run_dir.logs, run_dir.resume, config.cluster.hang_after_s)
         stack.callback(cluster.stop)
         placement = place(config, cluster.num_gpus)
         with console.phase("policy learner, drafter trainer and rollout engine"):
@@ -131,8 +132,8 @@ def _run(controller: Controller, run_dir: RunDir) -> bool:
         if "--resume" in str(failure):
             raise
         raise RunFailure(
-            f"{failure}\n  Look into {run_dir.logs}. What was saved is whole: continue with cotrain train --resume "
-            f"{run_dir.name}"
+            f"{failure}\n  Look into {run_dir.logs}. What was saved is whole: continue with cotrain train "
+            f"{run_dir.resume}"
         ) from failure
 
 
@@ -258,13 +259,14 @@ def _drafter_uri(config: RunConfig, tracker: Tracker, controller: Controller) ->
 
 def _next_commands(config: RunConfig, tracker: Tracker, finished: bool) -> list[tuple[str, str]]:
     if not finished:
-        return [("go on", f"cotrain train --resume {config.name}")]
-    commands = [("look at the curves", "cotrain ui")]
+        return [("go on", f"cotrain train {resume_arguments(config.run_root, config.name)}")]
+    store = uri_argument(tracker.uri)
+    commands = [("look at the curves", f"cotrain ui{store}")]
     if config.drafter is not None and config.tracking.log_drafters:
         name = tracker.registered_model
         commands += [
-            ("list drafter versions", "cotrain drafters list"),
-            ("get the drafter for stock vLLM", f"cotrain drafters pull {name}@serving my-drafter"),
+            ("list drafter versions", f"cotrain drafters list{store}"),
+            ("get the drafter for stock vLLM", f"cotrain drafters pull {name}@serving my-drafter{store}"),
             ("measure its speed", f"cotrain bench --model {config.policy.model} --drafter my-drafter"),
             ("test that it changes no output", f"cotrain verify --model {config.policy.model} --drafter my-drafter"),
         ]

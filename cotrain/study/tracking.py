@@ -9,9 +9,9 @@ from cotrain.mlflow_store import (  # first of MLflow: sets its environment
     connect,
     experiment_id,
     first_line,
-    tracking_uri,
 )
 from cotrain.provenance import flatten
+from cotrain.store_uri import tracking_uri
 from cotrain.study.plan import Study
 
 # isort: split

@@ -1,6 +1,7 @@
 """Files, overrides and messages: what a user writes and what a user reads back."""
 
 import json
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from cotrain.config import RunConfig
 from cotrain.load_config import ConfigError, load_config, merge, parse_config, read_config, to_toml, write_config
+from cotrain.run_dir import RunDir
 
 FULL = [
     "name=first",
@@ -197,6 +199,19 @@ def test_resume_starts_from_the_saved_configuration(tmp_path: Path) -> None:
         ConfigError, match=r"--resume firts: no such run in .* \(it holds first\); did you mean first\?"
     ):
         load_config([], [f"run_root={root}"], resume="firts")
+
+
+@pytest.mark.parametrize("root", ["runs", "other runs"])
+def test_the_arguments_that_messages_give_continue_the_run(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = load_config([], [*FULL, f"run_root={root}"])
+    with RunDir.create(saved.run_root, "first") as run:
+        write_config(saved, run.config)
+        option, name, *overrides = shlex.split(run.resume)
+    assert option == "--resume" and len(overrides) == (root != "runs")
+    assert load_config([], overrides, resume=name) == saved
 
 
 def test_a_partial_section_keeps_the_other_defaults() -> None:

@@ -88,7 +88,7 @@ def test_all_problems_come_together(build, tmp_path: Path) -> None:
 def test_used_name_is_refused_unless_resumed(build, tmp_path: Path) -> None:
     (tmp_path / "runs" / "first").mkdir(parents=True)
     [line] = problems(build())
-    assert "continue it with --resume first, or choose another name=..." in line
+    assert f"continue it with --resume first run_root={tmp_path}/runs, or choose another name=..." in line
     check_run(build(), resume=True)
 
 

@@ -22,7 +22,9 @@ def test_paths_of_a_run(tmp_path):
 
 def test_a_used_name_is_refused_with_both_ways_on(tmp_path):
     RunDir.create(tmp_path, "a").close()
-    with pytest.raises(ValueError, match=r"name: run 'a' is already in .*--resume a or choose another name="):
+    with pytest.raises(
+        ValueError, match=r"name: run 'a' is already in .*--resume a run_root=.* or choose another name="
+    ):
         RunDir.create(tmp_path, "a")
 
 

@@ -1,5 +1,6 @@
 """Real MLflow on sqlite; only the outage is planted."""
 
+import shlex
 import socket
 import time
 from pathlib import Path
@@ -8,9 +9,10 @@ import pytest
 
 from cotrain import mlflow_store
 from cotrain.drafting.decisions import DecisionLog, DrafterEvent, read_decisions
-from cotrain.mlflow_store import MlflowClient, MlflowException, check_uri, tracking_uri
+from cotrain.mlflow_store import MlflowClient, MlflowException, check_uri
 from cotrain.records import Versions
 from cotrain.registry import model_id_of
+from cotrain.store_uri import tracking_uri, uri_argument
 from cotrain.tracking import Tracker, registered_name
 
 TAGS = {"init": "random", "data_fingerprint": "abc"}
@@ -226,6 +228,13 @@ def test_the_default_store_is_an_absolute_sqlite_path_in_the_run_root(run_config
     monkeypatch.chdir(tmp_path)
     assert tracking_uri(run_config(run_root="runs")) == f"sqlite:///{tmp_path}/runs/mlflow.db"
     assert tracking_uri(run_config(tracking={"uri": "sqlite:///my.db"})) == f"sqlite:///{tmp_path}/my.db"
+
+
+def test_a_store_that_is_not_the_default_is_named_in_commands(run_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert uri_argument(tracking_uri(run_config(run_root="runs"))) == ""
+    other = f"sqlite:///{tmp_path}/my runs/mlflow.db"
+    assert shlex.split(uri_argument(tracking_uri(run_config(run_root="my runs")))) == ["--uri", other]
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from cotrain.drafting.corpus import Corpus
 from cotrain.drafting.features import read_shard
 from cotrain.drafting.served import serve
-from cotrain.mlflow_store import absolute_uri
 from cotrain.registry import list_drafters
 from cotrain.rollout.payload import WeightUpdateRefused, digest
 from cotrain.self_check import relative_error
+from cotrain.store_uri import absolute_uri
 from drafters.base import Drafter
 from tests.engine.conftest import LiveEngine, make_requests
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cotrain.mlflow_store import absolute_uri
 from cotrain.registry import list_drafters, pull_drafter
+from cotrain.store_uri import absolute_uri
 from tests.engine.test_runs import train
 from tests.native_models import mimo_model, write_native
 

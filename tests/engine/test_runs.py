@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cotrain.mlflow_store import absolute_uri
 from cotrain.registry import list_drafters, pull_drafter
+from cotrain.store_uri import absolute_uri
 from tests.engine.conftest import make_requests
 
 pytestmark = pytest.mark.engine
@@ -98,6 +98,7 @@ def test_a_run_ends_with_a_summary(straight: str, root: Path) -> None:
     assert "speculation  k=3 at every batch size (fixed)" in straight
     assert "prompts identical" in straight and "DIFFERS" not in straight
     assert f"  report       {root / 'straight/report/report.html'}" in straight
+    assert re.search(rf"cotrain drafters list --uri sqlite:///{root}/mlflow\.db$", straight, re.MULTILINE)
     assert (root / "straight" / "report" / "acceptance_length.png").is_file()
     rows = metrics_of(root, "straight")
     assert [row["versions/policy"] for row in rows] == [0, 1, 2, 3, 4, 5]
@@ -134,7 +135,7 @@ def test_ctrl_c_finishes_the_step_saves_and_leaves_nothing(root: Path) -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert "stopping after this step" in output and "--resume stopped" in output
+    assert "stopping after this step" in output and f"--resume stopped run_root={root}" in output
     last = metrics_of(root, "stopped")[-1]["step"]
     assert (root / "stopped" / f"checkpoints/step_{last:06d}" / "COMPLETE").exists()
     assert_nothing_left("COTRAIN_TEST_MARKER=stopped-run")
