@@ -86,8 +86,11 @@ def _without_head(folder: Path) -> Path:
     """The folder itself, or where its policy is once its MTP head has been split off."""
     if not (folder / "config.json").is_file():
         return folder
-    if (_read_config(folder).get("architectures") or [""])[0] not in NATIVE_HEAD_ARCHITECTURES:
+    architecture = _architecture(folder)
+    if architecture not in NATIVE_HEAD_ARCHITECTURES:
         return folder
+    if NATIVE_HEAD_ARCHITECTURES[architecture] not in SUPPORTED_ARCHITECTURES:
+        raise ValueError(f"{_unsupported(folder)}. Its MTP head alone can be trained: docs/drafters.md")
     from drafters.build import has_native_head, write_head, write_policy
 
     if not has_native_head(folder):
@@ -109,10 +112,8 @@ def check_model(folder: Path) -> None:
     """Raise ValueError, naming policy.model and the fix, when the folder cannot be trained and served by cotrain."""
     prefix = f"policy.model: {folder}"
     config = _read_config(folder)
-    architectures = config.get("architectures") or ["none"]
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise ValueError(f"{prefix}: architecture {architectures[0]} is not supported; supported are {supported}")
+    if _architecture(folder) not in SUPPORTED_ARCHITECTURES:
+        raise ValueError(_unsupported(folder))
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method", "unknown method")
         raise ValueError(f"{prefix}: the weights are quantized ({method}); training needs an unquantized model")
@@ -124,6 +125,16 @@ def check_model(folder: Path) -> None:
         raise ValueError(
             f"{prefix}: the tokenizer has no chat template; put one into the folder as chat_template.jinja"
         )
+
+
+def _architecture(folder: Path) -> str:
+    return (_read_config(folder).get("architectures") or ["none"])[0]
+
+
+def _unsupported(folder: Path) -> str:
+    with_heads = (whole for whole, policy in NATIVE_HEAD_ARCHITECTURES.items() if policy in SUPPORTED_ARCHITECTURES)
+    supported = ", ".join((*SUPPORTED_ARCHITECTURES, *with_heads))
+    return f"policy.model: {folder}: architecture {_architecture(folder)} is not supported; supported are {supported}"
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -58,8 +58,8 @@ class MtpConfig(Section):
     """Draft positions unrolled in training, each through the same layer. Serve no more draft tokens than this."""
 
 
-NATIVE_HEAD_ARCHITECTURES = ("MiMoForCausalLM", "Qwen3NextForCausalLM")
-"""Policies that may bring an MTP head of their own, by the architecture in their config.json."""
+NATIVE_HEAD_ARCHITECTURES = {"MiMoForCausalLM": "Qwen2ForCausalLM", "Qwen3NextForCausalLM": "Qwen3NextForCausalLM"}
+"""Policies that may bring an MTP head of their own, by the architecture in their config.json, and without it."""
 
 DrafterModelConfig = Annotated[Eagle3Config | MtpConfig, Field(discriminator="type")]
 

@@ -47,7 +47,8 @@ def parts(whole: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_both_lists_of_architectures_are_one() -> None:
-    assert tuple(NATIVE_ARCHITECTURES) == NATIVE_HEAD_ARCHITECTURES
+    split = {name: known.policy_config.get("architectures", [name])[0] for name, known in NATIVE_ARCHITECTURES.items()}
+    assert split == NATIVE_HEAD_ARCHITECTURES
 
 
 def test_split_and_stitched_is_what_it_was(whole: Path, tmp_path: Path) -> None:
@@ -147,6 +148,17 @@ def test_an_eagle3_beside_a_native_head_is_refused(mimo: Path) -> None:
     line, *_ = problems(config(mimo, *eagle3))
     assert line.startswith("drafter.model.type: ") and "brings a drafter of its own, of type" in line
     assert 'beside one of type "eagle3" would go stale as the policy moves; set type = "mtp", which trains it' in line
+
+
+def test_a_policy_that_cannot_be_trained_is_refused_before_it_is_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTRAIN_CACHE", str(tmp_path / "cache"))
+    folder = write_native(tmp_path / "next", qwen3_next_model(), "Qwen3NextForCausalLM")
+    [line] = problems(config(folder))
+    assert line.startswith(f"policy.model: {folder}: architecture Qwen3NextForCausalLM is not supported")
+    assert "Qwen3ForCausalLM, MiMoForCausalLM. Its MTP head alone can be trained: docs/drafters.md" in line
+    assert not (tmp_path / "cache").exists()
 
 
 def test_several_heads_are_refused(mimo: Path) -> None:
