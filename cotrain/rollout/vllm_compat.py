@@ -1,21 +1,16 @@
-"""vLLM's internals (0.32): patches of its own faults, and access to the weights as they are served.
+"""vLLM's internals (0.32): patches of its own faults.
 
-This file and `vllm_hooks.py` are the only ones that touch them in vLLM's worker processes, and everything in them names
-its end condition; `scheduling.py` is their counterpart in the engine core.
+This file, `vllm_hooks.py` and `vllm_weights.py` are the only ones that touch them in vLLM's worker processes, and
+everything in them names its end condition; `scheduling.py` is their counterpart in the engine core.
 """
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 SUPPORTED_VERSION = "0.32"
-
-# ---------------------------------------------------------------------------------------------------------------
-# Patches
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def apply_patches() -> list[str]:
@@ -31,11 +26,15 @@ def apply_patches() -> list[str]:
         patch_sampling_without_draft_tokens()
         patch_samples_thrown_away()
         patch_sampling_in_target_vocabulary()
+        patch_updates_of_experts()
+        patch_short_drafts_of_linear_attention()
         applied += [
             "sampling_parameters_of_draft_tokens",
             "sampling_without_draft_tokens",
             "samples_thrown_away",
             "sampling_in_target_vocabulary",
+            "updates_of_experts",
+            "short_drafts_of_linear_attention",
         ]
     return applied
 
@@ -143,165 +142,99 @@ def sample_in_draft_vocabulary(proposer: Any, hidden: Tensor, sampling_metadata:
     return token_ids, probs.index_copy_(1, targets, draft_probs)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Weights as they are served
-# ---------------------------------------------------------------------------------------------------------------
+def patch_updates_of_experts() -> None:
+    """Pack the experts of a mixture after every update, not after the first load only.
 
-
-def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:
-    """Load a whole state dict the way vLLM's own update session does (layer-wise reload).
-
-    A plain load_weights fails on CPU, where linear weights live in packed form only. `finalize` runs whatever
-    happens: without it the model is left on the meta device and the next step kills the engine.
+    The CPU build packs them when their kernel is made. An update then puts plain weights where the kernel reads packed
+    ones, and every token is computed with shuffled experts, silently. Goes when _setup_kernel of the pinned version's
+    unquantized_fused_moe_method.py packs in both cases (GPU kernels: https://github.com/vllm-project/vllm/issues/42821).
     """
-    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    initialize_layerwise_reload(model)
-    try:
-        with disable_mtp_completeness_check():
-            model.load_weights(iter(tensors.items()))
-    finally:
-        finalize_layerwise_reload(model, model_config)
-        _repack_tied_weights(model)
+    original = UnquantizedFusedMoEMethod._setup_kernel
+    if getattr(original, "packs_updates", False):
+        return
+
+    @wraps(original)
+    def setup(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+        is_update = method.moe_kernel is not None
+        original(method, layer, w13, w2)
+        if is_update:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    setup.packs_updates = True  # type: ignore[attr-defined]
+    UnquantizedFusedMoEMethod._setup_kernel = setup
 
 
-def _repack_tied_weights(model: nn.Module) -> None:
-    """Pack again what shares its parameter with another module: the output head of a model with tied embeddings.
+def patch_short_drafts_of_linear_attention() -> None:
+    """Let linear attention (gated delta nets) draft fewer tokens than the most it may.
 
-    The layer-wise reload packs what it loads. Nothing is loaded into a tied head, so on CPU it would go on multiplying
-    by its packed copy of the first weights. Ends when vLLM 0.32's layerwise.py is replaced by one that does this.
+    The CPU build keeps the inputs of each request's convolution in a row, and appends those of a step where they belong
+    only if as many tokens as possible were drafted. After a shorter step the convolution reads rejected tokens: other
+    output, silently, or the engine dies. Goes when _spec_forward of the pinned version's
+    layers/mamba/ops/cpu/gdn_attention.py appends after the width - 2 inputs before.
     """
-    packed: set[int] = set()
-    for module in model.modules():
-        if hasattr(module, "cpu_linear") and module.weight.numel():
-            if id(module.weight) in packed:
-                module.quant_method.process_weights_after_loading(module)
-            packed.add(id(module.weight))
+    import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as gdn
+
+    original = gdn._spec_forward
+    if getattr(original, "drafts_fewer", False):
+        return
+
+    @wraps(original)
+    def forward(layer: Any, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *caches: Any) -> Tensor:
+        inputs, states, width, most_inputs = caches
+        count = metadata.num_spec_decodes
+        starts = metadata.spec_query_start_loc[: count + 1]
+        if (starts.diff() == most_inputs - width + 2).all():
+            return original(layer, metadata, mixed_qkv, b, a, *caches)
+        slots, accepted = metadata.spec_state_indices_tensor[:count], metadata.num_accepted_tokens[:count]
+        weight, bias = gdn._unpacked_conv_weight(layer), layer.conv1d.bias
+        convolved = convolve(mixed_qkv, starts, inputs, slots[:, 0], accepted, weight, bias, layer.activation == "silu")
+        query, key, value = layer.rearrange_mixed_qkv(convolved)
+        return gdn.ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
+            A_log=layer.A_log,
+            dt_bias=layer.dt_bias,
+            q=query.squeeze(0),
+            k=key.squeeze(0),
+            v=value.squeeze(0),
+            a=a,
+            b=b,
+            initial_state_source=states,
+            spec_state_indices=slots.to(torch.int32).contiguous(),
+            num_accepted_tokens=accepted.to(torch.int32).contiguous(),
+            cu_seqlens=starts.to(torch.int32).contiguous(),
+            use_qk_l2norm_in_kernel=True,
+        )
+
+    forward.drafts_fewer = True  # type: ignore[attr-defined]
+    gdn._spec_forward = forward
 
 
-def load_safetensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of one file, in memory of their own."""
-    from safetensors.torch import load_file
+def convolve(
+    rows: Tensor,
+    starts: Tensor,
+    inputs: Tensor,
+    slots: Tensor,
+    accepted: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+) -> Tensor:
+    """Causal convolution of a step's rows [N, D]; those of request i of R are starts[i]:starts[i+1], starts [R+1].
 
-    return {name: tensor.clone() for name, tensor in load_file(str(path)).items()}
-
-
-def modules_shared_with_target(draft_model: nn.Module, target_model: nn.Module) -> list[str]:
-    """Checkpoint-name suffixes of the drafter's modules that are the target's own.
-
-    An update that carried them would overwrite the target through the drafter.
+    inputs [S, D, width - 1 + most draft tokens]: row slots[i] begins with the width - 2 inputs before the step before,
+    then come that step's, of which the first accepted[i] count. It is brought up to this step. weight [D, width], bias
+    [D] or None. Returns [N, D], after SiLU where `silu`.
     """
-    targets = {id(module) for module in target_model.modules()}
-    names = [name for name, module in draft_model.named_modules() if id(module) in targets and name]
-    return [f"{_checkpoint_name(name)}.weight" for name in names]
-
-
-def _checkpoint_name(name: str) -> str:
-    """Drafter checkpoints carry no `model.` prefix (except models that are whole checkpoints, matched by suffix)."""
-    return name.removeprefix("model.")
-
-
-def differing_tensors(
-    model: nn.Module, expected: dict[str, Tensor], columns: int | None = None, seed: int = 0
-) -> list[str]:
-    """Names of tensors that the model does not serve exactly as `expected`.
-
-    columns: compare only that many input columns (drawn by `seed`) of matrices that exist in packed form only; None
-    compares all. Names that the model does not serve at all are reported too.
-    """
-    unseen = set(expected)
-    differing = []
-    for name, served, chosen in _served_tensors(model, set(expected), columns, seed):
-        wanted = expected[name] if chosen is None else expected[name][:, chosen]
-        if not torch.equal(served.cpu().to(wanted.dtype), wanted):
-            differing.append(name)
-        unseen.discard(name)
-    return sorted({*differing, *unseen})
-
-
-def served_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The named tensors exactly as served, in checkpoint names."""
-    return {name: tensor for name, tensor, _ in _served_tensors(model, set(names), None, 0)}
-
-
-def _served_tensors(
-    model: nn.Module, names: set[str], columns: int | None, seed: int
-) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """(checkpoint name, tensor, chosen columns or None) for each of `names` that the model holds.
-
-    A tied weight comes once for each module that uses it: each may hold a packed copy of its own.
-    """
-    by_served_name = _by_served_name(model, names)
-    first_names: dict[int, str] = {}
-    for prefix, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(prefix="", recurse=False):
-            full_name = f"{prefix}.{leaf}" if prefix else leaf
-            if parameter.numel():
-                full_name = first_names.setdefault(id(parameter), full_name)
-            packed = leaf == "weight" and hasattr(module, "cpu_linear")
-            views: list[tuple[Tensor, Tensor | None]] = []
-            if parameter.numel():
-                views.append((parameter.detach(), None))
-            if packed:
-                views.append(_unpack(module, columns, seed))
-            for tensor, chosen in views:
-                for name, part in _unfused(full_name, module, tensor):
-                    if name in by_served_name:
-                        yield by_served_name[name], part, chosen
-
-
-def _by_served_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Checkpoint name of each tensor, by the name it has in the model.
-
-    Renaming is the model's own, less the fusing of projections, which `_unfused` takes back. Drafters may leave out
-    `model.`, and Qwen3-Next's MTP head renames `mtp.` in its load_weights.
-    """
-    from vllm.model_executor.models.utils import WeightsMapper
-
-    mapper = getattr(model, "hf_to_vllm_mapper", None) or WeightsMapper()
-    renaming = WeightsMapper(
-        orig_to_new_substr=mapper.orig_to_new_substr,
-        orig_to_new_prefix={**mapper.orig_to_new_prefix, "mtp.": "model."},
-    )
-    found: dict[str, str] = {}
-    for name in names:
-        served = renaming.apply_list([name])[0]
-        found |= {served: name, f"model.{served}": name}
-    return found
-
-
-def _unpack(module: Any, columns: int | None, seed: int) -> tuple[Tensor, Tensor | None]:
-    """Read a oneDNN-packed matrix back by multiplying it with unit vectors, which is exact.
-
-    Returns ([out, in], None) or ([out, chosen], chosen).
-    """
-    width = next(
-        getattr(module, name)
-        for name in ("embedding_dim", "input_size_per_partition", "input_size")
-        if hasattr(module, name)
-    )
-    chosen = None
-    if columns is not None and columns < width:
-        generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randperm(width, generator=generator)[:columns].sort().values
-    units = torch.eye(width, dtype=module.weight.dtype)
-    if chosen is not None:
-        units = units[chosen]
-    return module.cpu_linear(units, module.weight, None).t(), chosen
-
-
-def _unfused(name: str, module: Any, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Split vLLM's fused projections into the checkpoint's tensors and drop vocabulary padding."""
-    if ".qkv_proj." in name:
-        heads, kv_heads, size = module.total_num_heads, module.total_num_kv_heads, module.head_size
-        parts = tensor.split([heads * size, kv_heads * size, kv_heads * size])
-        return [(name.replace(".qkv_proj.", f".{p}_proj."), part) for p, part in zip("qkv", parts, strict=True)]
-    if ".gate_up_proj." in name:
-        parts = tensor.chunk(2)
-        return [(name.replace(".gate_up_proj.", f".{p}_proj."), t) for p, t in zip(("gate", "up"), parts, strict=True)]
-    if name.endswith("draft_id_to_target_id"):
-        return [("d2t", tensor)]
-    if hasattr(module, "org_vocab_size"):
-        return [(name, tensor[: module.org_vocab_size])]
-    return [(name, tensor)]
+    width, convolved = weight.shape[1], torch.empty_like(rows)
+    bounds = starts.tolist()
+    for i, (slot, valid) in enumerate(zip(slots.tolist(), accepted.tolist(), strict=True)):
+        own = slice(bounds[i], bounds[i + 1])
+        if own.start == own.stop:
+            continue
+        before = inputs[slot][:, valid - 1 : valid + width - 2]
+        known = torch.cat([before, rows[own].t().to(inputs.dtype)], dim=1)
+        result = torch.nn.functional.conv1d(known[None], weight[:, None], bias, groups=len(weight))[0]
+        convolved[own] = (torch.nn.functional.silu(result) if silu else result).t().to(rows.dtype)
+        inputs[slot][:, : known.shape[1] - 1] = known[:, 1:]
+    return convolved

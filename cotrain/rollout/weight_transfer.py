@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from cotrain.models import weight_files
-from cotrain.rollout import vllm_compat
+from cotrain.rollout import vllm_weights
 from cotrain.rollout.payload import Manifest, WeightUpdateRefused, read_manifest, read_payload
 
 BACKEND = "cotrain"
@@ -81,7 +81,7 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         link = self._link(update_info.path)  # it can fail, so it comes before the model is touched
         try:
-            vllm_compat.reload_weights(self.model, self.model_config, tensors)
+            vllm_weights.reload_weights(self.model, self.model_config, tensors)
             self._check_served(tensors, update_info)
         except Exception as error:
             self._restore()
@@ -91,7 +91,7 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         os.replace(link, self._kept())
 
     def _check_served(self, tensors: dict[str, torch.Tensor], update_info: UpdateInfo) -> None:
-        differing = vllm_compat.differing_tensors(
+        differing = vllm_weights.differing_tensors(
             self.model, tensors, update_info.readback_columns, update_info.readback_seed
         )
         if differing:
@@ -107,7 +107,7 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """What an update must carry: the tensors of the checkpoint the engine started from, less the shared ones."""
         shared = ["rotary_emb.inv_freq"]
         if self._is_draft():
-            shared += ["t2d", *vllm_compat.modules_shared_with_target(self.model, self._default_model)]
+            shared += ["t2d", *vllm_weights.modules_shared_with_target(self.model, self._default_model)]
         elif getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             shared += ["lm_head.weight"]
         return read_manifest(self._checkpoint_folder(), self.model_config.dtype, without=shared)
@@ -137,8 +137,8 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         expected = self._expected()
         tensors: dict[str, Any] = {}
         for file in files:
-            tensors |= {n: t for n, t in vllm_compat.load_safetensors(file).items() if n in expected}
-        vllm_compat.reload_weights(self.model, self.model_config, tensors)
+            tensors |= {n: t for n, t in vllm_weights.load_safetensors(file).items() if n in expected}
+        vllm_weights.reload_weights(self.model, self.model_config, tensors)
 
 
 def register() -> None:

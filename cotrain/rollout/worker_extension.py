@@ -13,7 +13,7 @@ import torch
 from cotrain.config import FeatureTapConfig
 from cotrain.drafting.features import write_shard
 from cotrain.orphans import die_with_parent, leave_terminal_group
-from cotrain.rollout import vllm_compat, vllm_hooks, weight_transfer
+from cotrain.rollout import vllm_compat, vllm_hooks, vllm_weights, weight_transfer
 from cotrain.rollout.feature_tap import FeatureTap
 from cotrain.rollout.payload import digest
 
@@ -115,5 +115,5 @@ class CotrainWorker:
     def cotrain_served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Checksums of the named tensors exactly as served (packed matrices are read back whole)."""
         model = self.get_draft_model() if draft else self.get_model()  # type: ignore[attr-defined]
-        served = vllm_compat.served_tensors(model, names)
+        served = vllm_weights.served_tensors(model, names)
         return {name: digest(tensor) for name, tensor in served.items()}

@@ -1,5 +1,6 @@
 """vLLM's own models, loaded in this process without an engine, from random checkpoints of four layers."""
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,9 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from cotrain import threads
+from cotrain.rollout import vllm_compat
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
@@ -29,12 +39,26 @@ SHAPE = {
     "head_dim": 32,
     "max_position_embeddings": 64,
 }
+
+
+def qwen3_next(moe_intermediate_size: int) -> Qwen3NextConfig:
+    """vLLM's CPU kernels compute with experts whose size is a multiple of 32."""
+    return Qwen3NextConfig(
+        **SHAPE | {"head_dim": 64}, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=moe_intermediate_size, shared_expert_intermediate_size=64,
+        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=1, linear_num_value_heads=2,
+        linear_key_head_dim=128, linear_value_head_dim=128,
+    )  # fmt: skip
+
+
 ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "llama, tied embeddings": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, tie_word_embeddings=False),
     "qwen2, with biases": Qwen2Config(**SHAPE, tie_word_embeddings=False),
     "qwen3, with query and key norms": Qwen3Config(**SHAPE, tie_word_embeddings=False),
+    "qwen3-next, with linear attention and experts": qwen3_next(moe_intermediate_size=64),
+    "qwen3-next, with experts that are padded": qwen3_next(moe_intermediate_size=48),
 }
 
 
@@ -107,6 +131,20 @@ def serve(vllm_process: None, tmp_path_factory: pytest.TempPathFactory) -> Calla
         return Served(model, config.model_config, config, state)
 
     return build
+
+
+@pytest.fixture
+def experts_as_shipped(vllm_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates of experts as vLLM ships them, for one test, whatever another test has patched."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Method
+
+    monkeypatch.setattr(Method, "_setup_kernel", inspect.unwrap(Method._setup_kernel))
+
+
+@pytest.fixture
+def experts_are_packed(experts_as_shipped: None) -> None:
+    """The patch of updates of experts, for one test."""
+    vllm_compat.patch_updates_of_experts()
 
 
 @pytest.fixture(scope="package")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from cotrain.rollout import vllm_compat
+from cotrain.rollout import vllm_compat, vllm_weights
 
 ROWS = 4
 
@@ -25,7 +25,7 @@ def proposer(target_and_drafter: Any) -> Any:
 
     proposer = object.__new__(EagleProposer)
     proposer.model = target_and_drafter[1].model
-    vllm_compat.reload_weights(proposer.model, target_and_drafter[1].model_config, target_and_drafter[1].state)
+    vllm_weights.reload_weights(proposer.model, target_and_drafter[1].model_config, target_and_drafter[1].state)
     proposer.use_local_argmax_reduction = proposer.use_heterogeneous_vocab = proposer.use_fp64_gumbel = False
     proposer._enable_probabilistic_draft_probs = True
     return proposer

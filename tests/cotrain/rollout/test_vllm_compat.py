@@ -3,6 +3,7 @@
 A test of the first kind that fails means that vLLM has changed, and that its patch may go.
 """
 
+import inspect
 import json
 import os
 import subprocess
@@ -14,16 +15,11 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-from torch import nn
 
 from cotrain import threads
-from cotrain.rollout import vllm_compat
+from cotrain.rollout import vllm_compat, vllm_weights
 from tests.cotrain.rollout.conftest import moved
 from tests.cotrain.rollout.sampling_faults import NUM_REQUESTS, TEMPERATURES, VOCAB
-
-# ---------------------------------------------------------------------------------------------------------------
-# Patches of the sampler
-# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -124,154 +120,94 @@ def test_another_vllm_is_refused(monkeypatch):
         vllm_compat.apply_patches()
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Weights as they are served
-# ---------------------------------------------------------------------------------------------------------------
+def test_vllm_serves_shuffled_experts_after_an_update_with_their_own_weights(serve, experts_as_shipped):
+    served = serve("qwen3-next, with linear attention and experts", "bfloat16")
+    assert vllm_weights.differing_tensors(served.model, served.state) == []
+    vllm_weights.reload_weights(served.model, served.model_config, served.state)
+    differing = vllm_weights.differing_tensors(served.model, served.state)
+    assert differing == sorted(name for name in served.state if ".mlp.experts." in name)
 
 
-SERVED = {
-    "llama": "bfloat16",
-    "llama, tied embeddings": "float32",
-    "mistral": "float32",
-    "qwen2, with biases": "bfloat16",
-    "qwen3, with query and key norms": "float32",
-}
+def test_with_the_patch_it_serves_what_was_sent(serve, experts_are_packed):
+    served = serve("qwen3-next, with linear attention and experts", "bfloat16")
+    for seed in (1, 2):
+        update = moved(served.state, seed)
+        vllm_weights.reload_weights(served.model, served.model_config, update)
+        assert vllm_weights.differing_tensors(served.model, update) == []
 
 
-@pytest.mark.parametrize(("architecture", "dtype"), SERVED.items())
-def test_a_reload_is_served_and_read_back_exactly(serve, architecture, dtype):
-    served = serve(architecture, dtype)
-    assert vllm_compat.differing_tensors(served.model, served.state) == []
-    update = moved(served.state)
-    assert vllm_compat.differing_tensors(served.model, update) == sorted(update)
-    vllm_compat.reload_weights(served.model, served.model_config, update)
-    assert vllm_compat.differing_tensors(served.model, update) == []
-    assert vllm_compat.differing_tensors(served.model, update, columns=5, seed=3) == []
-    read = vllm_compat.served_tensors(served.model, update)
-    assert {name: tensor.shape for name, tensor in read.items()} == {n: t.shape for n, t in update.items()}
-    assert all(torch.equal(read[name], update[name]) for name in update)
+WIDTH, CHANNELS, MOST_DRAFTED = 3, 5, 4
 
 
-@pytest.fixture(scope="module")
-def llama(serve):
-    return serve("llama", "float32")
+@pytest.fixture
+def gdn(vllm_process, monkeypatch):
+    """vLLM's linear attention on a CPU as shipped, without its recurrence: a step returns what it convolves."""
+    import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as gdn
+
+    monkeypatch.setattr(gdn, "_spec_forward", inspect.unwrap(gdn._spec_forward))
+    recurrence = "fused_sigmoid_gating_delta_rule_update_spec_cpu"
+    monkeypatch.setattr(gdn.ops, recurrence, lambda *, q, **rest: q, raising=False)
+    return gdn
 
 
-def test_plain_loading_fails_on_cpu_and_a_reload_repairs_what_it_left(llama):
-    update = moved(llama.state, seed=2)
-    with pytest.raises(AssertionError):
-        llama.model.load_weights(iter(update.items()))
-    vllm_compat.reload_weights(llama.model, llama.model_config, update)
-    assert vllm_compat.differing_tensors(llama.model, update) == []
+def convolve_while_drafting(gdn, lengths: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps of R requests with lengths[step][request] draft tokens, some of them accepted.
+
+    Returns what vLLM convolves, and the same convolution of each token with all that came before it: both [N, D].
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    weight, num = random(CHANNELS, WIDTH), len(lengths[0])
+    layer = SimpleNamespace(
+        conv1d=SimpleNamespace(weight=weight, bias=None), activation="silu", A_log=None, dt_bias=None,
+        rearrange_mixed_qkv=lambda rows: (rows[None],) * 3,
+    )  # fmt: skip
+    inputs = torch.full((num + 1, CHANNELS, WIDTH - 1 + MOST_DRAFTED), torch.nan)
+    texts = [random(WIDTH - 1, CHANNELS) for _ in range(num)]
+    slots = torch.arange(1, num + 1)[:, None].repeat(1, MOST_DRAFTED + 1)
+    for slot, text in enumerate(texts, 1):
+        inputs[slot, :, : WIDTH - 1] = text.t()  # as the prompt leaves it: the last of it counts as one accepted token
+    accepted, found, expected = torch.ones(num, dtype=torch.int32), [], []
+    for drafted in lengths:
+        rows = [random(1 + n, CHANNELS) for n in drafted]
+        starts = torch.tensor([0, *np.cumsum([1 + n for n in drafted]).tolist()], dtype=torch.int32)
+        metadata = SimpleNamespace(
+            num_spec_decodes=num, spec_state_indices_tensor=slots, spec_query_start_loc=starts,
+            num_accepted_tokens=accepted,
+        )  # fmt: skip
+        found.append(
+            gdn._spec_forward(
+                layer, metadata, torch.cat(rows), None, None, inputs, None, WIDTH, WIDTH - 1 + MOST_DRAFTED
+            )
+        )
+        for i, own in enumerate(rows):
+            text = torch.cat([texts[i][-(WIDTH - 1) :], own])
+            sums = [(text[at : at + WIDTH].t() * weight).sum(1) for at in range(len(own))]
+            expected.append(torch.nn.functional.silu(torch.stack(sums)))
+        accepted = torch.tensor([int(torch.randint(1, n + 2, (), generator=generator)) for n in drafted])
+        texts = [torch.cat([t, own[:n]]) for t, own, n in zip(texts, rows, accepted.tolist(), strict=True)]
+    return torch.cat(found), torch.cat(expected)
 
 
-def test_logits_of_a_tied_model_follow_the_embedding(serve):
-    """vLLM's reload alone leaves the packed copy of the head as it was."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    served = serve("llama, tied embeddings", "float32")
-    update = moved(served.state)
-    initialize_layerwise_reload(served.model)
-    served.model.load_weights(iter(update.items()))
-    finalize_layerwise_reload(served.model, served.model_config)
-    hidden = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
-
-    def logits() -> torch.Tensor:
-        return served.model.lm_head.cpu_linear(hidden, served.model.lm_head.weight, None)[:, :500]
-
-    def expected(state: dict) -> torch.Tensor:
-        return hidden @ state["model.embed_tokens.weight"].t()
-
-    torch.testing.assert_close(logits(), expected(served.state))
-    assert vllm_compat.differing_tensors(served.model, update) == ["model.embed_tokens.weight"]
-    vllm_compat.reload_weights(served.model, served.model_config, update)
-    torch.testing.assert_close(logits(), expected(update))
+FULL_LENGTH = [[MOST_DRAFTED] * 3] * 4
+SHORTER = [[1, 0, 2], [1, 0, 2], [1, 0, 1]]
+ANY_LENGTH = [[4, 4, 4], [0, 2, 4], [1, 1, 1], [4, 0, 3], [4, 4, 4], [2, 0, 0]]
 
 
-def test_layers_that_are_not_sent_keep_their_weights(llama):
-    vllm_compat.reload_weights(llama.model, llama.model_config, llama.state)
-    update = moved({name: t for name, t in llama.state.items() if ".layers.1." in name or name == "model.norm.weight"})
-    vllm_compat.reload_weights(llama.model, llama.model_config, update)
-    assert vllm_compat.differing_tensors(llama.model, llama.state | update) == []
+def test_vllm_convolves_rejected_tokens_after_a_step_with_fewer_drafts(gdn):
+    found, expected = convolve_while_drafting(gdn, FULL_LENGTH)
+    torch.testing.assert_close(found, expected)
+    found, expected = convolve_while_drafting(gdn, SHORTER)
+    assert not torch.allclose(found, expected)
+    with pytest.raises(RuntimeError, match="size"):
+        convolve_while_drafting(gdn, ANY_LENGTH)
 
 
-def test_a_failed_reload_leaves_a_model_that_can_be_loaded_again(llama):
-    broken = moved(llama.state) | {"model.layers.2.self_attn.o_proj.weight": torch.zeros(3, 3)}
-    with pytest.raises(Exception, match=r"3|shape|size"):
-        vllm_compat.reload_weights(llama.model, llama.model_config, broken)
-    assert not any(parameter.is_meta for parameter in llama.model.parameters())
-    vllm_compat.reload_weights(llama.model, llama.model_config, llama.state)
-    assert vllm_compat.differing_tensors(llama.model, llama.state) == []
-
-
-PACKED_IN_ONE = {
-    "a row of the fused q, k and v": ("model.layers.0.self_attn.k_proj.weight", (5, 7)),
-    "a row of the fused gate and up": ("model.layers.3.mlp.up_proj.weight", (95, 63)),
-    "the head, whose unpacked copy is served too": ("lm_head.weight", (499, 0)),
-    "a norm": ("model.layers.1.input_layernorm.weight", (2,)),
-}
-
-
-@pytest.mark.parametrize("case", PACKED_IN_ONE)
-def test_one_element_that_differs_is_found(llama, case):
-    name, index = PACKED_IN_ONE[case]
-    vllm_compat.reload_weights(llama.model, llama.model_config, llama.state)
-    changed = llama.state[name].clone()
-    changed[index] += 1e-6 + changed[index].abs() * 1e-6
-    assert vllm_compat.differing_tensors(llama.model, llama.state | {name: changed}) == [name]
-
-
-def test_the_seed_draws_the_columns_that_are_compared(llama):
-    name = "model.layers.0.mlp.down_proj.weight"
-    vllm_compat.reload_weights(llama.model, llama.model_config, llama.state)
-    changed = llama.state | {name: llama.state[name].clone()}
-    changed[name][:, 10] += 1.0
-    found = [bool(vllm_compat.differing_tensors(llama.model, changed, columns=24, seed=s)) for s in range(40)]
-    assert 2 <= sum(found) <= 20  # one of four in the mean
-
-
-def test_a_tensor_the_model_does_not_serve_is_named(llama):
-    assert vllm_compat.differing_tensors(llama.model, {"model.surprise.weight": torch.zeros(1)}) == [
-        "model.surprise.weight"
-    ]
-
-
-def test_a_drafter_is_read_back_with_its_vocabulary_map(target_and_drafter):
-    _, drafter = target_and_drafter
-    assert "d2t" in drafter.state
-    assert vllm_compat.differing_tensors(drafter.model, drafter.state) == []
-    update = moved(drafter.state) | {"d2t": drafter.state["d2t"] + 1}
-    vllm_compat.reload_weights(drafter.model, drafter.model_config, update)
-    assert vllm_compat.differing_tensors(drafter.model, update) == []
-    assert vllm_compat.differing_tensors(drafter.model, drafter.state) == sorted(drafter.state)
-    assert torch.equal(vllm_compat.served_tensors(drafter.model, ["d2t"])["d2t"], update["d2t"])
-
-
-def test_a_drafter_reload_leaves_the_target_alone(target_and_drafter):
-    target, drafter = target_and_drafter
-    vllm_compat.reload_weights(drafter.model, drafter.model_config, moved(drafter.state, seed=5))
-    assert vllm_compat.differing_tensors(target.model, target.state) == []
-
-
-def test_what_a_drafter_borrows_is_named_as_in_its_checkpoint(target_and_drafter):
-    target, drafter = target_and_drafter
-    shared = tuple(vllm_compat.modules_shared_with_target(drafter.model, target.model))
-    assert "embed_tokens.weight" in shared
-    assert not [name for name in drafter.state if name.endswith(shared)]
-
-
-def test_a_borrowed_head_is_named():
-    target, drafter = nn.Module(), nn.Module()
-    target.lm_head = drafter.lm_head = nn.Linear(2, 3)
-    drafter.fc = nn.Linear(2, 2)
-    assert vllm_compat.modules_shared_with_target(drafter, target) == ["lm_head.weight"]
-
-
-def test_loaded_tensors_outlive_their_file(tmp_path):
-    from safetensors.torch import save_file
-
-    path = tmp_path / "w.safetensors"
-    save_file({"w": torch.ones(1000)}, path)
-    tensors = vllm_compat.load_safetensors(path)
-    path.write_bytes(b"\xff" * path.stat().st_size)
-    assert torch.equal(tensors["w"], torch.ones(1000))
+def test_with_the_patch_it_convolves_what_came_before(gdn):
+    vllm_compat.patch_short_drafts_of_linear_attention()
+    for lengths in (FULL_LENGTH, SHORTER, ANY_LENGTH):
+        found, expected = convolve_while_drafting(gdn, lengths)
+        torch.testing.assert_close(found, expected)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cotrain.rollout import vllm_compat, weight_transfer
+from cotrain.rollout import vllm_weights, weight_transfer
 from cotrain.rollout.payload import WeightUpdateRefused, write_payload
 from cotrain.rollout.weight_transfer import BACKEND, InitInfo, TransactionalWeightTransfer, UpdateInfo
 from tests.cotrain.rollout.conftest import moved
@@ -36,7 +36,7 @@ class Session:
             self.engine.reset_weight_update_target()
 
     def serves(self, served, state) -> bool:
-        return vllm_compat.differing_tensors(served.model, state) == []
+        return vllm_weights.differing_tensors(served.model, state) == []
 
     def kept(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "kept").iterdir())
@@ -46,14 +46,14 @@ class Session:
 def session(target_and_drafter, tmp_path):
     """A session on models that serve their checkpoints."""
     for served in target_and_drafter:
-        vllm_compat.reload_weights(served.model, served.model_config, served.state)
+        vllm_weights.reload_weights(served.model, served.model_config, served.state)
     return Session(*target_and_drafter, tmp_path)
 
 
 @pytest.fixture
 def once_wrong(monkeypatch):
     """The next reload serves something else than it was given."""
-    reload, spoilt = vllm_compat.reload_weights, []
+    reload, spoilt = vllm_weights.reload_weights, []
 
     def reload_wrongly(model, model_config, tensors):
         if not spoilt:
@@ -61,7 +61,7 @@ def once_wrong(monkeypatch):
             tensors = tensors | {name: tensors[name] + 1.0}
         reload(model, model_config, tensors)
 
-    monkeypatch.setattr(vllm_compat, "reload_weights", reload_wrongly)
+    monkeypatch.setattr(vllm_weights, "reload_weights", reload_wrongly)
 
 
 def test_target_and_drafter_are_updated_apart(session):
@@ -95,7 +95,7 @@ def test_a_reload_that_goes_wrong_is_undone_to_the_last_update(session, draft, r
 
 
 def test_a_reload_that_fails_is_undone(session, monkeypatch):
-    reload, calls = vllm_compat.reload_weights, []
+    reload, calls = vllm_weights.reload_weights, []
 
     def fail_once(model, model_config, tensors):
         calls.append(len(tensors))
@@ -103,7 +103,7 @@ def test_a_reload_that_fails_is_undone(session, monkeypatch):
             tensors = dict(list(tensors.items())[:3]) | {"model.norm.weight": torch.zeros(1, 2, 3)}
         reload(model, model_config, tensors)
 
-    monkeypatch.setattr(vllm_compat, "reload_weights", fail_once)
+    monkeypatch.setattr(vllm_weights, "reload_weights", fail_once)
     with pytest.raises(WeightUpdateRefused, match="update undone"):
         session.send(moved(session.target.state))
     assert session.serves(session.target, session.target.state)
@@ -111,13 +111,13 @@ def test_a_reload_that_fails_is_undone(session, monkeypatch):
 
 def test_the_readback_can_be_bounded(session, once_wrong, monkeypatch):
     seen = []
-    differing = vllm_compat.differing_tensors
+    differing = vllm_weights.differing_tensors
 
     def watched(model, expected, columns=None, seed=0):
         seen.append((columns, seed))
         return differing(model, expected, columns, seed)
 
-    monkeypatch.setattr(vllm_compat, "differing_tensors", watched)
+    monkeypatch.setattr(vllm_weights, "differing_tensors", watched)
     with pytest.raises(WeightUpdateRefused, match="down_proj"):
         session.send(moved(session.target.state), readback_columns=4, readback_seed=9)
     assert seen[0] == (4, 9)

@@ -1,0 +1,225 @@
+"""vLLM's models (0.32): loading weights into them, and reading back what they serve.
+
+vLLM fuses projections and packs matrices; everything here speaks in the checkpoint's names and shapes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:
+    """Load a whole state dict the way vLLM's own update session does (layer-wise reload).
+
+    A plain load_weights fails on CPU, where linear weights live in packed form only. `finalize` runs whatever
+    happens: without it the model is left on the meta device and the next step kills the engine.
+    """
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    try:
+        with disable_mtp_completeness_check():
+            model.load_weights(iter(tensors.items()))
+    finally:
+        finalize_layerwise_reload(model, model_config)
+        _repack_tied_weights(model)
+
+
+def _repack_tied_weights(model: nn.Module) -> None:
+    """Pack again what shares its parameter with another module: the output head of a model with tied embeddings.
+
+    The layer-wise reload packs what it loads. Nothing is loaded into a tied head, so on CPU it would go on multiplying
+    by its packed copy of the first weights. Ends when vLLM 0.32's layerwise.py is replaced by one that does this.
+    """
+    packed: set[int] = set()
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            if id(module.weight) in packed:
+                module.quant_method.process_weights_after_loading(module)
+            packed.add(id(module.weight))
+
+
+def load_safetensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one file, in memory of their own."""
+    from safetensors.torch import load_file
+
+    return {name: tensor.clone() for name, tensor in load_file(str(path)).items()}
+
+
+def modules_shared_with_target(draft_model: nn.Module, target_model: nn.Module) -> list[str]:
+    """Checkpoint-name suffixes of the drafter's modules that are the target's own.
+
+    An update that carried them would overwrite the target through the drafter.
+    """
+    targets = {id(module) for module in target_model.modules()}
+    names = [name for name, module in draft_model.named_modules() if id(module) in targets and name]
+    return [f"{_checkpoint_name(name)}.weight" for name in names]
+
+
+def _checkpoint_name(name: str) -> str:
+    """Drafter checkpoints carry no `model.` prefix (except models that are whole checkpoints, matched by suffix)."""
+    return name.removeprefix("model.")
+
+
+def differing_tensors(
+    model: nn.Module, expected: dict[str, Tensor], columns: int | None = None, seed: int = 0
+) -> list[str]:
+    """Names of tensors that the model does not serve exactly as `expected`.
+
+    columns: compare only that many input columns (drawn by `seed`) of matrices that exist in packed form only; None
+    compares all. Names that the model does not serve at all are reported too.
+    """
+    unseen = set(expected)
+    differing = []
+    for name, served, chosen in _served_tensors(model, set(expected), columns, seed):
+        wanted = expected[name] if chosen is None else expected[name][:, chosen]
+        if not torch.equal(served.cpu().to(wanted.dtype), wanted):
+            differing.append(name)
+        unseen.discard(name)
+    return sorted({*differing, *unseen})
+
+
+def served_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """The named tensors exactly as served, in checkpoint names."""
+    return {name: tensor for name, tensor, _ in _served_tensors(model, set(names), None, 0)}
+
+
+def _served_tensors(
+    model: nn.Module, names: set[str], columns: int | None, seed: int
+) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """(checkpoint name, tensor, chosen columns or None) for each of `names` that the model holds.
+
+    A tied weight comes once for each module that uses it: each may hold a packed copy of its own.
+    """
+    by_served_name = _by_served_name(model, names)
+    first_names: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(prefix="", recurse=False):
+            full_name = f"{prefix}.{leaf}" if prefix else leaf
+            if parameter.numel():
+                full_name = first_names.setdefault(id(parameter), full_name)
+            packed = leaf == "weight" and hasattr(module, "cpu_linear")
+            views: list[tuple[Tensor, Tensor | None]] = []
+            if parameter.numel():
+                views += [(tensor, None) for tensor in _in_loaded_order(module, leaf, parameter.detach())]
+            if packed:
+                views.append(_unpack(module, columns, seed))
+            for tensor, chosen in views:
+                for name, part in _unfused(full_name, module, tensor):
+                    if name in by_served_name:
+                        yield by_served_name[name], part, chosen
+
+
+def _by_served_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Checkpoint name of each tensor, by the name it has in the model.
+
+    Renaming is the model's own, less the fusing of projections, which `_unfused` takes back. Drafters may leave out
+    `model.`, and Qwen3-Next's MTP head renames `mtp.` in its load_weights.
+    """
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    mapper = getattr(model, "hf_to_vllm_mapper", None) or WeightsMapper()
+    renaming = WeightsMapper(
+        orig_to_new_substr=mapper.orig_to_new_substr,
+        orig_to_new_prefix={**mapper.orig_to_new_prefix, "mtp.": "model."},
+    )
+    found: dict[str, str] = {}
+    for name in names:
+        served = renaming.apply_list([name])[0]
+        found |= {served: name, f"model.{served}": name}
+    return found
+
+
+def _unpack(module: Any, columns: int | None, seed: int) -> tuple[Tensor, Tensor | None]:
+    """Read a oneDNN-packed matrix back by multiplying it with unit vectors, which is exact.
+
+    Returns ([out, in], None) or ([out, chosen], chosen).
+    """
+    width = next(
+        getattr(module, name)
+        for name in ("embedding_dim", "input_size_per_partition", "input_size")
+        if hasattr(module, name)
+    )
+    chosen = None
+    if columns is not None and columns < width:
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(width, generator=generator)[:columns].sort().values
+    units = torch.eye(width, dtype=module.weight.dtype)
+    if chosen is not None:
+        units = units[chosen]
+    return module.cpu_linear(units, module.weight, None).t(), chosen
+
+
+def _in_loaded_order(module: Any, leaf: str, tensor: Tensor) -> list[Tensor]:
+    """A parameter as it was loaded; vLLM's CPU build moves the elements of experts and convolutions around.
+
+    A convolution packed for kernels with bfloat16 instructions is kept unpacked as well, for speculation: both come.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    plain = getattr(module, "_cpu_unpacked_conv_weight", None)
+    if leaf == "weight" and plain is not None:
+        packed = _before_packing(tensor, plain.shape, _custom_ops.causal_conv1d_weight_pack)
+        return [plain[:, None], packed[:, None]]
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    if leaf in ("w13_weight", "w2_weight") and isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
+
+        def pack(expert: Tensor) -> Tensor:
+            return _custom_ops.cpu_prepack_moe_weight(expert[None], experts.isa)[0]
+
+        return [torch.stack([_before_packing(expert, expert.shape, pack) for expert in tensor])]
+    return [tensor]
+
+
+def _before_packing(packed: Tensor, shape: torch.Size, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `pack` has made `packed` of, a tensor of `shape`. For packing that moves elements and changes none.
+
+    Where each element went is found by packing numbers, as many bits at a time as an element has.
+    """
+    bits = 8 * packed.element_size()
+    whole = {16: torch.int16, 32: torch.int32}[bits]
+    numbers = torch.arange(prod(shape)).view(shape)
+    order = torch.zeros(packed.numel(), dtype=torch.int64)
+    for shift in range(0, 32, bits):
+        digits = pack((numbers >> shift).to(whole).view(packed.dtype))
+        order += (digits.flatten().view(whole).long() & (2**bits - 1)) << shift
+    unpacked = torch.empty_like(packed).flatten()
+    unpacked[order] = packed.flatten()
+    return unpacked.view(shape)
+
+
+def _unfused(name: str, module: Any, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Split vLLM's fused projections into the checkpoint's tensors and drop vocabulary padding."""
+    if ".routed_experts." in name:
+        return _single_experts(name, module, tensor)
+    if ".qkv_proj." in name:
+        heads, kv_heads, size = module.total_num_heads, module.total_num_kv_heads, module.head_size
+        parts = tensor.split([heads * size, kv_heads * size, kv_heads * size])
+        return [(name.replace(".qkv_proj.", f".{p}_proj."), part) for p, part in zip("qkv", parts, strict=True)]
+    if ".gate_up_proj." in name:
+        parts = tensor.chunk(2)
+        return [(name.replace(".gate_up_proj.", f".{p}_proj."), t) for p, t in zip(("gate", "up"), parts, strict=True)]
+    if name.endswith("draft_id_to_target_id"):
+        return [("d2t", tensor)]
+    if hasattr(module, "org_vocab_size"):
+        return [(name, tensor[: module.org_vocab_size])]
+    return [(name, tensor)]
+
+
+def _single_experts(name: str, module: Any, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The checkpoint's matrices of E experts: tensor [E, 2I, H], gate above up, or [E, H, I], each I padded or not."""
+    size = module.moe_config.intermediate_size_per_partition
+    mixture, _, leaf = name.rpartition("routed_experts.")
+    if leaf == "w2_weight":
+        return [(f"{mixture}{i}.down_proj.weight", expert[:, :size]) for i, expert in enumerate(tensor)]
+    halves = [
+        (i, half) for i, expert in enumerate(tensor) for half in zip(("gate", "up"), expert.chunk(2), strict=True)
+    ]
+    return [(f"{mixture}{i}.{which}_proj.weight", half[:size]) for i, (which, half) in halves]

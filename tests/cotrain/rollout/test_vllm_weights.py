@@ -1,0 +1,157 @@
+"""Weights that vLLM's own models serve: loaded, read back exactly, and found when one element differs."""
+
+import pytest
+import torch
+from torch import nn
+
+from cotrain.rollout import vllm_weights
+from tests.cotrain.rollout.conftest import moved
+
+SERVED = {
+    "llama": "bfloat16",
+    "llama, tied embeddings": "float32",
+    "mistral": "float32",
+    "qwen2, with biases": "bfloat16",
+    "qwen3, with query and key norms": "float32",
+    "qwen3-next, with linear attention and experts": "bfloat16",
+    "qwen3-next, with experts that are padded": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), SERVED.items())
+def test_a_reload_is_served_and_read_back_exactly(serve, experts_are_packed, architecture, dtype):
+    served = serve(architecture, dtype)
+    assert vllm_weights.differing_tensors(served.model, served.state) == []
+    update = moved(served.state)
+    assert vllm_weights.differing_tensors(served.model, update) == sorted(update)
+    vllm_weights.reload_weights(served.model, served.model_config, update)
+    assert vllm_weights.differing_tensors(served.model, update) == []
+    assert vllm_weights.differing_tensors(served.model, update, columns=5, seed=3) == []
+    read = vllm_weights.served_tensors(served.model, update)
+    assert {name: tensor.shape for name, tensor in read.items()} == {n: t.shape for n, t in update.items()}
+    assert all(torch.equal(read[name], update[name]) for name in update)
+
+
+@pytest.fixture(scope="module")
+def llama(serve):
+    return serve("llama", "float32")
+
+
+def test_plain_loading_fails_on_cpu_and_a_reload_repairs_what_it_left(llama):
+    update = moved(llama.state, seed=2)
+    with pytest.raises(AssertionError):
+        llama.model.load_weights(iter(update.items()))
+    vllm_weights.reload_weights(llama.model, llama.model_config, update)
+    assert vllm_weights.differing_tensors(llama.model, update) == []
+
+
+def test_logits_of_a_tied_model_follow_the_embedding(serve):
+    """vLLM's reload alone leaves the packed copy of the head as it was."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    served = serve("llama, tied embeddings", "float32")
+    update = moved(served.state)
+    initialize_layerwise_reload(served.model)
+    served.model.load_weights(iter(update.items()))
+    finalize_layerwise_reload(served.model, served.model_config)
+    hidden = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+
+    def logits() -> torch.Tensor:
+        return served.model.lm_head.cpu_linear(hidden, served.model.lm_head.weight, None)[:, :500]
+
+    def expected(state: dict) -> torch.Tensor:
+        return hidden @ state["model.embed_tokens.weight"].t()
+
+    torch.testing.assert_close(logits(), expected(served.state))
+    assert vllm_weights.differing_tensors(served.model, update) == ["model.embed_tokens.weight"]
+    vllm_weights.reload_weights(served.model, served.model_config, update)
+    torch.testing.assert_close(logits(), expected(update))
+
+
+def test_layers_that_are_not_sent_keep_their_weights(llama):
+    vllm_weights.reload_weights(llama.model, llama.model_config, llama.state)
+    update = moved({name: t for name, t in llama.state.items() if ".layers.1." in name or name == "model.norm.weight"})
+    vllm_weights.reload_weights(llama.model, llama.model_config, update)
+    assert vllm_weights.differing_tensors(llama.model, llama.state | update) == []
+
+
+def test_a_failed_reload_leaves_a_model_that_can_be_loaded_again(llama):
+    broken = moved(llama.state) | {"model.layers.2.self_attn.o_proj.weight": torch.zeros(3, 3)}
+    with pytest.raises(Exception, match=r"3|shape|size"):
+        vllm_weights.reload_weights(llama.model, llama.model_config, broken)
+    assert not any(parameter.is_meta for parameter in llama.model.parameters())
+    vllm_weights.reload_weights(llama.model, llama.model_config, llama.state)
+    assert vllm_weights.differing_tensors(llama.model, llama.state) == []
+
+
+PACKED_IN_ONE = {
+    "a row of the fused q, k and v": ("model.layers.0.self_attn.k_proj.weight", (5, 7)),
+    "a row of the fused gate and up": ("model.layers.3.mlp.up_proj.weight", (95, 63)),
+    "the head, whose unpacked copy is served too": ("lm_head.weight", (499, 0)),
+    "a norm": ("model.layers.1.input_layernorm.weight", (2,)),
+}
+
+
+@pytest.mark.parametrize("case", PACKED_IN_ONE)
+def test_one_element_that_differs_is_found(llama, case):
+    name, index = PACKED_IN_ONE[case]
+    vllm_weights.reload_weights(llama.model, llama.model_config, llama.state)
+    changed = llama.state[name].clone()
+    changed[index] += 1e-6 + changed[index].abs() * 1e-6
+    assert vllm_weights.differing_tensors(llama.model, llama.state | {name: changed}) == [name]
+
+
+def test_the_seed_draws_the_columns_that_are_compared(llama):
+    name = "model.layers.0.mlp.down_proj.weight"
+    vllm_weights.reload_weights(llama.model, llama.model_config, llama.state)
+    changed = llama.state | {name: llama.state[name].clone()}
+    changed[name][:, 10] += 1.0
+    found = [bool(vllm_weights.differing_tensors(llama.model, changed, columns=24, seed=s)) for s in range(40)]
+    assert 2 <= sum(found) <= 20  # one of four in the mean
+
+
+def test_a_tensor_the_model_does_not_serve_is_named(llama):
+    assert vllm_weights.differing_tensors(llama.model, {"model.surprise.weight": torch.zeros(1)}) == [
+        "model.surprise.weight"
+    ]
+
+
+def test_a_drafter_is_read_back_with_its_vocabulary_map(target_and_drafter):
+    _, drafter = target_and_drafter
+    assert "d2t" in drafter.state
+    assert vllm_weights.differing_tensors(drafter.model, drafter.state) == []
+    update = moved(drafter.state) | {"d2t": drafter.state["d2t"] + 1}
+    vllm_weights.reload_weights(drafter.model, drafter.model_config, update)
+    assert vllm_weights.differing_tensors(drafter.model, update) == []
+    assert vllm_weights.differing_tensors(drafter.model, drafter.state) == sorted(drafter.state)
+    assert torch.equal(vllm_weights.served_tensors(drafter.model, ["d2t"])["d2t"], update["d2t"])
+
+
+def test_a_drafter_reload_leaves_the_target_alone(target_and_drafter):
+    target, drafter = target_and_drafter
+    vllm_weights.reload_weights(drafter.model, drafter.model_config, moved(drafter.state, seed=5))
+    assert vllm_weights.differing_tensors(target.model, target.state) == []
+
+
+def test_what_a_drafter_borrows_is_named_as_in_its_checkpoint(target_and_drafter):
+    target, drafter = target_and_drafter
+    shared = tuple(vllm_weights.modules_shared_with_target(drafter.model, target.model))
+    assert "embed_tokens.weight" in shared
+    assert not [name for name in drafter.state if name.endswith(shared)]
+
+
+def test_a_borrowed_head_is_named():
+    target, drafter = nn.Module(), nn.Module()
+    target.lm_head = drafter.lm_head = nn.Linear(2, 3)
+    drafter.fc = nn.Linear(2, 2)
+    assert vllm_weights.modules_shared_with_target(drafter, target) == ["lm_head.weight"]
+
+
+def test_loaded_tensors_outlive_their_file(tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.ones(1000)}, path)
+    tensors = vllm_weights.load_safetensors(path)
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    assert torch.equal(tensors["w"], torch.ones(1000))
