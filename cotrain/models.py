@@ -25,7 +25,13 @@ from filelock import FileLock
 
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3NextForCausalLM",
+)
 """Dense decoders whose checkpoint names equal the learner's and from which vLLM reads aux hidden states."""
 
 BUNDLED_MODEL = "bundled:smollm2-135m-instruct"
@@ -89,8 +95,6 @@ def _without_head(folder: Path) -> Path:
     architecture = _architecture(folder)
     if architecture not in NATIVE_HEAD_ARCHITECTURES:
         return folder
-    if NATIVE_HEAD_ARCHITECTURES[architecture] not in SUPPORTED_ARCHITECTURES:
-        raise ValueError(f"{_unsupported(folder)}. Its MTP head alone can be trained: docs/drafters.md")
     from drafters.build import has_native_head, write_head, write_policy
 
     if not has_native_head(folder):
@@ -113,7 +117,8 @@ def check_model(folder: Path) -> None:
     prefix = f"policy.model: {folder}"
     config = _read_config(folder)
     if _architecture(folder) not in SUPPORTED_ARCHITECTURES:
-        raise ValueError(_unsupported(folder))
+        supported = ", ".join(dict.fromkeys((*SUPPORTED_ARCHITECTURES, *NATIVE_HEAD_ARCHITECTURES)))
+        raise ValueError(f"{prefix}: architecture {_architecture(folder)} is not supported; supported are {supported}")
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method", "unknown method")
         raise ValueError(f"{prefix}: the weights are quantized ({method}); training needs an unquantized model")
@@ -129,12 +134,6 @@ def check_model(folder: Path) -> None:
 
 def _architecture(folder: Path) -> str:
     return (_read_config(folder).get("architectures") or ["none"])[0]
-
-
-def _unsupported(folder: Path) -> str:
-    with_heads = (whole for whole, policy in NATIVE_HEAD_ARCHITECTURES.items() if policy in SUPPORTED_ARCHITECTURES)
-    supported = ", ".join((*SUPPORTED_ARCHITECTURES, *with_heads))
-    return f"policy.model: {folder}: architecture {_architecture(folder)} is not supported; supported are {supported}"
 
 
 def weight_files(folder: Path) -> list[Path]:

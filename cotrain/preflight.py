@@ -19,6 +19,7 @@ from typing import Any
 from cotrain.cluster import place
 from cotrain.config import RunConfig
 from cotrain.config_errors import ConfigError, did_you_mean
+from cotrain.linear_attention import serving_problems, training_problems
 from cotrain.models import native_head, resolve_model, safetensors_header, weight_files
 from cotrain.provenance import machine
 from cotrain.rollout.lossless_guard import environment_problems
@@ -42,7 +43,7 @@ def check_run(config: RunConfig, resume: bool = False) -> None:
     except ValueError as error:
         problems.append(str(error))
     else:
-        checks: list[Callable[..., None]] = [check_lengths, check_memory_and_disk]
+        checks: list[Callable[..., None]] = [check_lengths, check_linear_attention, check_memory_and_disk]
         checks += [check_drafter_shape] if config.drafter else []
         first = config.drafter and (config.drafter.init or native_head(model))
         checks += [check_drafter_init] if first and not resume else []
@@ -62,7 +63,7 @@ def check_init(config: RunConfig, resume: bool = False) -> Path:
         model = resolve_model(config.policy.model)
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from error
-    checks: list[Callable[..., None]] = [check_lengths]
+    checks: list[Callable[..., None]] = [check_lengths, check_linear_attention]
     checks += [check_drafter_shape] if config.drafter else []
     first = config.drafter and (config.drafter.init or native_head(model))
     checks += [check_drafter_init] if first and not resume else []
@@ -209,6 +210,17 @@ def check_lengths(config: RunConfig, model: Path) -> None:
             f"1 = {rollout.draft_tokens + 1} spare positions, is above the {longest} of {config.policy.model}; lower one "
             "of them"
         )
+
+
+def check_linear_attention(config: RunConfig, model: Path) -> None:
+    """A policy with linear attention is trained and served in a way that it can be."""
+    here = config.cluster.address is None
+    on_cpu = here and (config.cluster.device == "cpu" or not machine()["gpus"])
+    rollout = config.rollout
+    problems = training_problems(model, config.policy.batching)
+    problems += serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm)
+    if problems:
+        raise ConfigError(problems)
 
 
 def check_memory_and_disk(config: RunConfig, model: Path) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from cotrain import threads
 from cotrain.config import FeatureTapConfig, ReasoningGymTask, RolloutConfig
 from cotrain.engine_output import engine_output_to
+from cotrain.linear_attention import serving_problems
 from cotrain.load_config import load_config
 from cotrain.models import resolve_model
 from cotrain.provenance import machine, package_versions
@@ -201,6 +202,8 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Bench:
         model = resolve_model(args.model)
     except ValueError as error:
         raise ValueError(str(error).replace("policy.model:", "--model:")) from error
+    if problems := serving_problems(model, not gpus, args.dtype, "--dtype", {}):
+        raise ValueError(problems[0])
 
     from drafters.base import TargetSpec
 

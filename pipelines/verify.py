@@ -23,6 +23,7 @@ import torch
 from cotrain import threads
 from cotrain.config import FeatureTapConfig, ReasoningGymTask, RolloutConfig, RunConfig
 from cotrain.engine_output import engine_output_to
+from cotrain.linear_attention import serving_problems
 from cotrain.load_config import load_config
 from cotrain.lossless.family import judge
 from cotrain.lossless.power import level_of_check, texts_for_two_sample, tokens_for_distance
@@ -161,6 +162,9 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Verification:
         model = resolve_model(model_name)
     except ValueError as error:
         raise ValueError(str(error).replace("policy.model:", "--model:")) from error
+    vllm = config.rollout.vllm if config else {}
+    if problems := serving_problems(model, not machine()["gpus"], dtype, "--dtype", vllm):
+        raise ValueError("; ".join(problems))
     target = TargetSpec.from_pretrained(model)
     prompts = _prompts(args, config, model)
     longest = max(map(len, prompts))
@@ -173,7 +177,6 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Verification:
     folder, drafter = _drafter(args, model, target, positions, pulled)
     vocabulary = _draft_vocabulary(drafter, target.vocab_size)
     plan = plan_of(args, k, dtype, _samplers(args, config), prompts, num_orders=2 if vocabulary else 1)
-    vllm = config.rollout.vllm if config else {}
     rollout = _rollout_config(plan, target, args.batch, longest, positions, vllm)
     notes = []
     if k > drafter.trained_depth:

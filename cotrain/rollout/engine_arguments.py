@@ -1,7 +1,9 @@
 """What vLLM is started with: cotrain's own arguments, then the user's, then those of speculation. Imports vLLM late."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cotrain.linear_attention import has_linear_attention
 from cotrain.rollout.lossless_guard import speculative_problems
 from cotrain.rollout.speculation import SpeculationController
 
@@ -23,7 +25,8 @@ def engine_arguments(spec: "EngineSpec", controller: SpeculationController | Non
     arguments: dict[str, Any] = {
         "max_num_seqs": rollout.max_num_seqs,
         "enforce_eager": True,
-        "enable_prefix_caching": True,
+        # vLLM copies the states of linear attention with Triton kernels only
+        "enable_prefix_caching": not has_linear_attention(Path(spec.model_path)),
         "async_scheduling": False,  # DraftLengthScheduler is the synchronous one
         "model": spec.model_path,
         "dtype": rollout.dtype,

@@ -150,15 +150,41 @@ def test_an_eagle3_beside_a_native_head_is_refused(mimo: Path) -> None:
     assert 'beside one of type "eagle3" would go stale as the policy moves; set type = "mtp", which trains it' in line
 
 
-def test_a_policy_that_cannot_be_trained_is_refused_before_it_is_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def qwen3_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COTRAIN_CACHE", str(tmp_path / "cache"))
-    folder = write_native(tmp_path / "next", qwen3_next_model(), "Qwen3NextForCausalLM")
-    [line] = problems(config(folder))
-    assert line.startswith(f"policy.model: {folder}: architecture Qwen3NextForCausalLM is not supported")
-    assert "Qwen3ForCausalLM, MiMoForCausalLM. Its MTP head alone can be trained: docs/drafters.md" in line
-    assert not (tmp_path / "cache").exists()
+    return write_native(tmp_path / "next", qwen3_next_model(), "Qwen3NextForCausalLM")
+
+
+IN_BFLOAT16 = "rollout.dtype=bfloat16"
+
+
+def test_a_policy_with_linear_attention_and_experts_is_split_too(qwen3_next: Path) -> None:
+    model = resolve_model(str(qwen3_next))
+    assert native_head(model) is not None
+    check_run(config(qwen3_next, IN_BFLOAT16))
+
+
+def test_what_linear_attention_cannot_be_served_or_trained_with_is_refused_at_once(qwen3_next: Path) -> None:
+    cached = "rollout.vllm.enable_prefix_caching=true"
+    found = problems(config(qwen3_next, "rollout.dtype=float32", "policy.batching=packed", cached))
+    assert found == [
+        'policy.batching: linear attention reads on from one packed rollout into the next; set "padded"',
+        "rollout.dtype: vLLM computes linear attention on a CPU in bfloat16 only; set it to bfloat16",
+        "rollout.vllm.enable_prefix_caching: for linear attention it needs a GPU; leave it out",
+    ]
+
+
+def test_packed_rollouts_of_linear_attention_would_read_each_other() -> None:
+    """The reason for the refusal: the second rollout's states depend on the first one's tokens."""
+    torch.manual_seed(0)
+    model = qwen3_next_model().eval().base_model
+    first, second = torch.randint(500, (1, 20)), torch.randint(500, (1, 15))
+    positions = torch.cat([torch.arange(20), torch.arange(15)])[None]
+    with torch.no_grad():
+        packed = model(torch.cat([first, second], 1), position_ids=positions, use_cache=False).last_hidden_state
+        alone = model(second, use_cache=False).last_hidden_state
+    assert (packed[:, 20:] - alone).abs().max() > 0.01
 
 
 def test_several_heads_are_refused(mimo: Path) -> None:

@@ -21,6 +21,7 @@ from cotrain.scratch import scratch_folder
 from drafters.base import DraftBatch, Drafter, Sampler, Serving, TargetSpec, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config, MtpConfig, ObjectiveConfig
+from tests.native_models import mimo_model, qwen3_next_model, write_native
 
 AUX_LAYERS = (2, 4, 5)
 DRAFT_VOCABULARY = 128
@@ -36,6 +37,7 @@ class LiveEngine:
         self.loop = asyncio.new_event_loop()
         self.report = self.run(self.engine.start())
         self.scratch = Path(spec.scratch)
+        self.dtype = getattr(torch, spec.rollout.dtype)
         self.sent = 0
 
     def run(self, coroutine: Any) -> Any:
@@ -47,9 +49,9 @@ class LiveEngine:
     def greedy(self, requests: list[RolloutRequest], **options: Any) -> RolloutBatch:
         return self.generate(requests, temperature=0.0, seed=None, **options)
 
-    def payload(self, state: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> Any:
+    def payload(self, state: dict[str, torch.Tensor]) -> Any:
         self.sent += 1
-        return write_payload(state, self.scratch / f"sent_{self.sent}.safetensors", dtype)
+        return write_payload(state, self.scratch / f"sent_{self.sent}.safetensors", self.dtype)
 
     def send_drafter(self, state: dict[str, torch.Tensor]) -> SwapReport:
         version = self.engine.versions.drafter + 1
@@ -72,6 +74,21 @@ def make_requests(num: int, length: int = 12, seed: int = 0, first: int = 0) -> 
 
 def tokens(batch: RolloutBatch) -> list[list[int]]:
     return [rollout.token_ids for rollout in batch.rollouts]
+
+
+@pytest.fixture(scope="session")
+def mimo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained policy and a random head as one checkpoint of MiMo's format."""
+    torch.manual_seed(0)
+    return write_native(tmp_path_factory.mktemp("mimo") / "whole", mimo_model(), "MiMoForCausalLM", trained=True)
+
+
+@pytest.fixture(scope="session")
+def qwen3_next_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in Qwen3-Next's format."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("next") / "whole"
+    return write_native(folder, qwen3_next_model(), "Qwen3NextForCausalLM", trained=True)
 
 
 @pytest.fixture(scope="session")

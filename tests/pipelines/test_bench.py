@@ -19,6 +19,7 @@ from drafters.config import Eagle3Config
 from pipelines import bench as bench_module
 from pipelines.bench import Bench, add_arguments, choose_arms, main, prepare, take_turns
 from pipelines.bench_report import ADAPTIVE, NO_SPECULATION, Arm, Measurement, StepTimes, markdown, plot, results
+from tests.native_models import qwen3_next_model, write_native
 
 GREEDY = Arm("greedy", 2)
 NGRAM = Arm("ngram", 2)
@@ -101,6 +102,14 @@ def test_the_adaptive_arm_gives_the_choice_to_the_engine() -> None:
 def test_bad_options_are_refused_by_name(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(options(*arguments), tmp_path / "pulled")
+
+
+def test_linear_attention_in_float32_is_refused_by_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COTRAIN_CACHE", str(tmp_path / "cache"))
+    parsed = options("--dtype", "float32")
+    parsed.model = str(write_native(tmp_path / "next", qwen3_next_model(), "Qwen3NextForCausalLM"))
+    with pytest.raises(ValueError, match=r"^--dtype: vLLM computes linear attention on a CPU in bfloat16 only"):
+        prepare(parsed, tmp_path)
 
 
 def test_an_unknown_model_is_refused_by_the_option(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from pipelines.verify_checks import two_sample_checks as two_samples
 from pipelines.verify_report import Outcome, markdown, to_json
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
+from tests.native_models import qwen3_next_model, write_native
 
 ALPHA = 0.01
 K = 2
@@ -231,6 +232,14 @@ def test_bad_options_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(options("--drafter", str(drafter_folder), *arguments), tmp_path)
+
+
+def test_linear_attention_in_float32_is_refused_by_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COTRAIN_CACHE", str(tmp_path / "cache"))
+    parsed = options("--drafter", "native", "--dtype", "float32")
+    parsed.model = str(write_native(tmp_path / "next", qwen3_next_model(), "Qwen3NextForCausalLM"))
+    with pytest.raises(ValueError, match=r"^--dtype: vLLM computes linear attention on a CPU in bfloat16 only"):
+        prepare(parsed, tmp_path)
 
 
 @pytest.mark.parametrize(("bug", "num_alarms"), [(None, 0), ("recovered token from q", 2)])

@@ -20,7 +20,9 @@ def spec_of(folder: Path, drafter: str | None = "drafter", **rollout: object) ->
     config = RolloutConfig.model_validate(
         {"draft_tokens": K, "prompts_per_step": 2, "samples_per_prompt": 4, **rollout}
     )
-    return EngineSpec(config, "model", drafter, Serving("eagle3", (1, 2, 3)), 0, str(folder))
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text("{}")
+    return EngineSpec(config, str(folder), drafter, Serving("eagle3", (1, 2, 3)), 0, str(folder))
 
 
 @pytest.mark.parametrize("drafter", ["drafter", None])
@@ -55,3 +57,10 @@ def test_steps_are_recorded_one_by_one_when_asked_for(tmp_path: Path) -> None:
 def test_without_speculation_there_is_neither_controller_nor_file(tmp_path: Path) -> None:
     arguments = engine_arguments(spec_of(tmp_path, None), None)
     assert "speculative_config" not in arguments and "additional_config" not in arguments
+
+
+def test_states_of_linear_attention_are_not_cached_unless_asked_for(tmp_path: Path) -> None:
+    assert engine_arguments(spec_of(tmp_path), None)["enable_prefix_caching"]
+    (tmp_path / "config.json").write_text('{"linear_num_value_heads": 2}')
+    assert not engine_arguments(spec_of(tmp_path), None)["enable_prefix_caching"]
+    assert engine_arguments(spec_of(tmp_path, vllm={"enable_prefix_caching": True}), None)["enable_prefix_caching"]
