@@ -160,6 +160,10 @@ def _in_loaded_order(module: Any, leaf: str, tensor: Tensor) -> list[Tensor]:
 
     A convolution packed for kernels with bfloat16 instructions is kept unpacked as well, for speculation: both come.
     """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return [tensor]
     from vllm import _custom_ops
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -219,7 +223,8 @@ def _single_experts(name: str, module: Any, tensor: Tensor) -> list[tuple[str, T
     mixture, _, leaf = name.rpartition("routed_experts.")
     if leaf == "w2_weight":
         return [(f"{mixture}{i}.down_proj.weight", expert[:, :size]) for i, expert in enumerate(tensor)]
-    halves = [
-        (i, half) for i, expert in enumerate(tensor) for half in zip(("gate", "up"), expert.chunk(2), strict=True)
-    ]
-    return [(f"{mixture}{i}.{which}_proj.weight", half[:size]) for i, (which, half) in halves]
+    found = []
+    for i, expert in enumerate(tensor):
+        gate, up = expert.chunk(2)
+        found += [(f"{mixture}{i}.gate_proj.weight", gate[:size]), (f"{mixture}{i}.up_proj.weight", up[:size])]
+    return found

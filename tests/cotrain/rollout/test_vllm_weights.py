@@ -155,3 +155,16 @@ def test_loaded_tensors_outlive_their_file(tmp_path):
     tensors = vllm_weights.load_safetensors(path)
     path.write_bytes(b"\xff" * path.stat().st_size)
     assert torch.equal(tensors["w"], torch.ones(1000))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packing_of_more_elements_than_an_element_has_values_is_undone(dtype):
+    """More than 2^16 of them, for which 16 bits of a number are not enough."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(300, 257, generator=generator).to(dtype)
+    order = torch.randperm(weights.numel(), generator=generator)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flatten()[order].view(257, 300)
+
+    assert torch.equal(vllm_weights._before_packing(pack(weights), weights.shape, pack), weights)
