@@ -101,6 +101,20 @@ def test_one_element_that_differs_is_found(llama, case):
     assert vllm_weights.differing_tensors(llama.model, llama.state | {name: changed}) == [name]
 
 
+def test_a_convolution_is_compared_in_every_copy_that_is_served(serve):
+    """CPUs with bfloat16 instructions have a packed one, and one for speculation."""
+    served = serve("qwen3-next, with linear attention and experts", "bfloat16")
+    name = "model.layers.2.linear_attn.conv1d"
+    module = served.model.get_submodule(name)
+    copies = [module.weight.data, getattr(module, "_cpu_unpacked_conv_weight", module.weight.data)]
+    for copy in copies:
+        assert vllm_weights.differing_tensors(served.model, served.state) == []
+        first = copy.flatten()[0].clone()
+        copy.view(-1)[0] += 1
+        assert vllm_weights.differing_tensors(served.model, served.state) == [f"{name}.weight"]
+        copy.view(-1)[0] = first
+
+
 def test_the_seed_draws_the_columns_that_are_compared(llama):
     name = "model.layers.0.mlp.down_proj.weight"
     vllm_weights.reload_weights(llama.model, llama.model_config, llama.state)
