@@ -320,5 +320,5 @@ def _promised(drafting: DrafterLoop) -> dict[str, float]:
     """What the gate expects of the drafter just published."""
     if drafting.promise is None:
         return {}
-    rates = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(drafting.promise.rates, start=1)}
-    return {"drafter/expected_acceptance_length": drafting.promise.length.value} | rates
+    rates = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(drafting.promise.rates[-1], start=1)}
+    return {"drafter/expected_acceptance_length": drafting.promise.longest.value} | rates
