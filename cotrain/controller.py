@@ -244,7 +244,7 @@ class Controller:
         self.metrics.write(step, row)
         self.tracker.log_step(step, row)
         if served.drafter > 0 and "rollout/acceptance_length" in row:
-            self.tracker.log_served(served.drafter, row["rollout/acceptance_length"], step)
+            self.tracker.log_served(served.drafter, row, step)
         write_samples(self.run_dir.samples_file(step), rollouts, self.prompts, self.config.checkpoint.samples_per_step)
         drafting = self.roles.drafting
         events = drafting.events if drafting is not None else []

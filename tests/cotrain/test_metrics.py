@@ -62,6 +62,8 @@ def test_speculation_metrics_by_hand():
             "rollout/acceptance_rate_pos_1": 0.8,
             "rollout/acceptance_rate_pos_2": 0.4,
             "rollout/acceptance_rate_pos_3": 0.1,
+            "rollout/drafts_k3": 10,
+            "rollout/accepted_k3": 13,
         }
     )
 
