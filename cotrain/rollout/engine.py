@@ -35,7 +35,11 @@ from cotrain.rollout.step_timing import TimedRequests, room_for, time_steps
 from drafters.base import Serving
 
 POLICY_READBACK_COLUMNS = 32
-"""Input columns of each packed policy matrix read back after an update. Drafters are read back whole."""
+"""Input columns of each packed policy matrix read back after an update, others each time. Drafters are read back whole.
+
+An error that stays in one of n columns is found within ceil(n / 32) updates; an error in a share s of the columns is
+found at once with probability 1 - (1 - s)^32. For SmolLM2-135M in bfloat16 on 2 cores this takes 0.1 s an update, and all
+columns would take 0.85 s."""
 
 UPDATE_SECONDS = 1.0
 """Time between two looks of the speculation controller at the engine's steps. On a CPU each look takes a core from the
@@ -352,7 +356,7 @@ class RolloutEngine:
             "path": payload.path,
             "digests": payload.digests,
             "readback_columns": None if draft else POLICY_READBACK_COLUMNS,
-            "readback_seed": versions.policy,
+            "readback_turn": versions.policy,
         }
         await self._update_session(update, versions, draft)
 

@@ -39,7 +39,8 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One update. `readback_columns` bounds the read-back of a packed matrix to that many input columns.
+    """One update. `readback_columns` bounds the read-back of a packed matrix to that many input columns, others at each
+    `readback_turn`.
 
     check: read and check, and touch nothing. undo: go back to the state before the last update; no other field counts.
     """
@@ -47,7 +48,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     path: str = ""
     digests: dict[str, str] = field(default_factory=dict)
     readback_columns: int | None = None
-    readback_seed: int = 0
+    readback_turn: int = 0
     action: Literal["apply", "check", "undo"] = "apply"
 
 
@@ -92,7 +93,7 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _check_served(self, tensors: dict[str, torch.Tensor], update_info: UpdateInfo) -> None:
         differing = vllm_weights.differing_tensors(
-            self.model, tensors, update_info.readback_columns, update_info.readback_seed
+            self.model, tensors, update_info.readback_columns, update_info.readback_turn
         )
         if differing:
             raise WeightUpdateRefused(f"served weights differ from the update: {differing[:4]}")

@@ -109,18 +109,27 @@ def test_a_reload_that_fails_is_undone(session, monkeypatch):
     assert session.serves(session.target, session.target.state)
 
 
-def test_the_readback_can_be_bounded(session, once_wrong, monkeypatch):
-    seen = []
-    differing = vllm_weights.differing_tensors
+@pytest.mark.parametrize("column", [0, 31, 50, 95])
+def test_a_column_that_stays_wrong_is_found_within_the_stated_updates(session, monkeypatch, column):
+    """With 32 of 96 columns compared in each update that is 3 updates."""
+    reload = vllm_weights.reload_weights
+    name = next(n for n in session.target.state if n.endswith("down_proj.weight"))
 
-    def watched(model, expected, columns=None, seed=0):
-        seen.append((columns, seed))
-        return differing(model, expected, columns, seed)
+    def reload_wrongly(model, model_config, tensors):
+        wrong = tensors[name].clone()
+        wrong[:, column] += 1e-3
+        reload(model, model_config, tensors | {name: wrong})
 
-    monkeypatch.setattr(vllm_weights, "differing_tensors", watched)
-    with pytest.raises(WeightUpdateRefused, match="down_proj"):
-        session.send(moved(session.target.state), readback_columns=4, readback_seed=9)
-    assert seen[0] == (4, 9)
+    monkeypatch.setattr(vllm_weights, "reload_weights", reload_wrongly)
+    monkeypatch.setattr(session.engine, "_restore", lambda: reload(*_loaded(session)))
+    for first in (1, 5, 6):
+        with pytest.raises(WeightUpdateRefused, match=rf"served weights differ.*{name}"):
+            for version in range(first, first + 3):
+                session.send(session.target.state, readback_columns=32, readback_turn=version)
+
+
+def _loaded(session):
+    return session.target.model, session.target.model_config, session.target.state
 
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "model.embed_tokens.weight"])
