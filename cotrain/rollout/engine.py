@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cotrain.config import RolloutConfig
+from cotrain.failures import RunFailure
 from cotrain.records import (
     FeatureShard,
     Rollout,
@@ -29,7 +30,7 @@ from cotrain.rollout.engine_arguments import engine_arguments
 from cotrain.rollout.engine_death import death_in_words
 from cotrain.rollout.feature_tap import row_bytes, within_bounds
 from cotrain.rollout.lossless_guard import environment_problems
-from cotrain.rollout.payload import WeightUpdateRefused
+from cotrain.rollout.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
 from cotrain.rollout.speculation import SpeculationController
 from cotrain.rollout.step_timing import TimedRequests, room_for, time_steps
 from drafters.base import Serving
@@ -301,7 +302,8 @@ class RolloutEngine:
     async def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
         """Serve new policy weights. Requests in flight are preempted and recomputed under them.
 
-        Raises WeightUpdateRefused with the worker's reason; the old weights stay.
+        Raises WeightUpdateRefused with the worker's reason; the old weights stay. Raises RunFailure when they could not
+        be served again.
         """
         if policy_version < self.versions.policy:
             raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")
@@ -371,6 +373,8 @@ class RolloutEngine:
         except EngineDeadError:
             raise
         except Exception as error:  # vLLM sends a worker's exception as text in a bare Exception
+            if WEIGHTS_UNKNOWN in str(error):
+                raise RunFailure(f"a weight update failed, and {error}") from error
             raise WeightUpdateRefused(str(error)) from error
         await engine.finish_weight_update(str(versions))
         self.versions = versions
