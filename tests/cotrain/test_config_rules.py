@@ -101,7 +101,9 @@ def test_all_broken_rules_of_a_section_are_told_at_once() -> None:
     assert len(error.value.problems) == 3
 
 
-@pytest.mark.parametrize("other", ["policy.clip_low=2", "policy.optimizer.betas=[0.9, 'x']", "rollout.stop=['']", "stepz=3"])
+@pytest.mark.parametrize(
+    "other", ["policy.clip_low=2", "policy.optimizer.betas=[0.9, 'x']", "rollout.stop=['']", "stepz=3"]
+)
 def test_minibatches_beyond_the_rollouts_are_told_together_with_other_problems(other: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config([], [*BASE, "policy.minibatches=1000", other])
