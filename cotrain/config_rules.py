@@ -140,9 +140,9 @@ def rollouts_divide_evenly(run: RunConfig) -> Iterator[Problem]:
     if rollouts % parts:
         yield Problem(
             "rollout.prompts_per_step",
-            f"{run.rollout.prompts_per_step} prompts x {run.rollout.samples_per_prompt} samples = {rollouts} rollouts "
-            f"cannot be divided by policy.minibatches x policy.num_processes = {run.policy.minibatches} x "
-            f"{run.policy.num_processes}; change one of the four",
+            f"{run.rollout.prompts_per_step} prompts x {run.rollout.samples_per_prompt} samples "
+            f"(rollout.samples_per_prompt) = {rollouts} rollouts cannot be divided by policy.minibatches x "
+            f"policy.num_processes = {run.policy.minibatches} x {run.policy.num_processes}; change one of the four",
         )
 
 

@@ -30,6 +30,8 @@ CONNECT_TIMEOUT_S = 3.0
 GIB = 2**30
 TRAINING_BYTES = 12
 """Bytes a checkpoint keeps per policy parameter: float32 weight and two AdamW moments."""
+POLICY_UPDATES_HELD = 2
+"""Most policy updates in shared memory at once: what a failed one is taken back to, and the one that is written."""
 
 
 def check_run(config: RunConfig, resume: bool = False) -> None:
@@ -224,7 +226,7 @@ def check_linear_attention(config: RunConfig, model: Path) -> None:
 
 
 def check_memory_and_disk(config: RunConfig, model: Path) -> None:
-    """The run root can be written and holds the checkpoints; shared memory holds a policy update."""
+    """The run root can be written and holds the checkpoints; shared memory holds the policy updates."""
     root = next(
         folder for folder in (config.run_root.absolute(), *config.run_root.absolute().parents) if folder.exists()
     )
@@ -241,11 +243,12 @@ def check_memory_and_disk(config: RunConfig, model: Path) -> None:
             f"{needed / GIB:.1f}; lower checkpoint.keep_last, or set run_root to a larger disk"
         )
     shared = Path("/dev/shm")
-    update = parameters * {"float32": 4, "bfloat16": 2}[config.rollout.dtype]
+    update = POLICY_UPDATES_HELD * parameters * {"float32": 4, "bfloat16": 2}[config.rollout.dtype]
     if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free < update:
         problems.append(
-            f"policy.model: one policy update takes {update / GIB:.1f} GiB of shared memory, but {shared} has "
-            f"{shutil.disk_usage(shared).free / GIB:.1f} free; enlarge it (docker run --shm-size)"
+            f"policy.model: policy updates take {update / GIB:.1f} GiB of shared memory (the one that is served and the "
+            f"one that is written), but {shared} has {shutil.disk_usage(shared).free / GIB:.1f} free; enlarge it "
+            "(docker run --shm-size)"
         )
     if problems:
         raise ConfigError(problems)

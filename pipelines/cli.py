@@ -53,7 +53,7 @@ Fields of a configuration
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors of the user are printed without a traceback."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         if arguments and arguments[0] in OWN_PARSER:
             command = importlib.import_module(OWN_PARSER[arguments[0]].module)

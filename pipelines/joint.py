@@ -194,7 +194,8 @@ def _start_roles(
         drafter_folder, serving = run_dir.drafter(versions.drafter), drafter.serving()
         # Written anew on a resume too: a run that was killed may have left half of it.
         drafter.save_checkpoint(drafter_folder, config.rollout.dtype, versions.drafter)
-    specs = engine_specs(config, model_path, drafter_folder, serving, scratch, versions)
+    first_step = state.step if state else 0
+    specs = engine_specs(config, model_path, drafter_folder, serving, scratch, versions, first_step)
     engines = RolloutEngines(cluster, config, specs, placement)
     policy.wait_until_started()
     if checkpoint is not None:

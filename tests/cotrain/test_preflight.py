@@ -229,7 +229,22 @@ def test_too_little_disk_and_shared_memory_are_refused(build, monkeypatch: pytes
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 4000))
     disk, shared = problems(build())
     assert disk.startswith("run_root:") and "3 checkpoints of" in disk and "lower checkpoint.keep_last" in disk
-    assert shared.startswith("policy.model: one policy update takes") and "--shm-size" in shared
+    assert shared.startswith("policy.model: policy updates take") and "--shm-size" in shared
+
+
+def test_shared_memory_must_hold_two_policies(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has 64 x 32 parameters, and an update is in bfloat16."""
+    usage = namedtuple("usage", "total used free")
+
+    def shared_memory_of(free: int) -> None:
+        free_of = {Path("/dev/shm"): free}
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, free_of.get(Path(path), 10**9)))
+
+    shared_memory_of(2 * 64 * 32 * 2)
+    check_run(build())
+    shared_memory_of(2 * 64 * 32 * 2 - 1)
+    [line] = problems(build())
+    assert line.startswith("policy.model: policy updates take")
 
 
 def test_run_root_that_cannot_be_written_is_refused(build, tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ def test_help_names_the_commands_without_torch() -> None:
     assert all(command in result.stdout for command in ("train", "verify", "bench", "drafters", "ui"))
 
 
+def test_the_bare_command_prints_its_help() -> None:
+    bare, asked = cotrain(without_torch=True), cotrain("--help", without_torch=True)
+    assert (bare.returncode, bare.stdout, bare.stderr) == (asked.returncode, asked.stdout, "")
+
+
 def test_train_help_explains_every_section_in_an_instant() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = cotrain("train", "--help", without_torch=True)
