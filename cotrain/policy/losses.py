@@ -18,7 +18,7 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 Estimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
-"""Bound of |log pi_old - log pi_engine|, beyond which exp overflows in sums of squares and a weight says nothing more."""
+"""Bound of |log pi_old - log pi_engine|, so that the ratio of the two and its mean stay finite."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
 
 @dataclass(frozen=True)
 class BehaviourWeights:
-    """By how much the engine drew each of N tokens too rarely for the learner; none of it has a gradient."""
+    """How N tokens count that the engine drew and the learner would have drawn more or less often; has no gradient."""
 
     ratio: Tensor  # [N] pi_old / pi_engine
     weight: Tensor  # [N] what multiplies the loss of the token
@@ -139,8 +139,8 @@ def policy_loss(
     """Clipped surrogate plus KL penalty of one micro-batch; log_probs [N] and reference_log_probs [N] of its tokens.
 
     A behaviour correction multiplies the surrogate of each token by its weight. The denominators go on counting the
-    tokens whose weight is 0, because the others would grow with every token that is masked. The KL penalty keeps its
-    own.
+    tokens whose weight is 0, because the others would grow with every token that is masked. The KL penalty is not
+    weighted.
     """
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     ratio = importance_ratio(log_probs, old_log_probs, batch.sequence_ids, batch.lengths, config.importance_ratio)
