@@ -142,7 +142,7 @@ def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:
     lengths, tapped, tapped_per_call = [], [], []
     object.__setattr__(rollout, "features", bounds)
     try:
-        for call in range(4):
+        for call in range(8):
             batch = deep_engine.generate(make_requests(REQUESTS, seed=20 + call), stop_token_ids=stops)
             records = [record for shard in batch.features for record in read_shard(shard.path)]
             lengths += [len(r.token_ids) for r in batch.rollouts]
@@ -154,5 +154,5 @@ def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:
     mean, spread = statistics.mean(lengths), statistics.stdev(lengths)
     print(f"mean length of all {mean:.1f}, of {tapped_per_call} tapped {statistics.mean(tapped):.1f}")
     assert spread > mean / 3, "lengths that vary"
-    assert tapped_per_call == [REQUESTS // 4] * 4
-    assert statistics.mean(tapped) == pytest.approx(mean, abs=4 * spread / len(tapped) ** 0.5)
+    assert statistics.mean(tapped) == pytest.approx(mean, abs=3 * spread / len(tapped) ** 0.5)
+    assert tapped_per_call == [REQUESTS // 4] * 8
