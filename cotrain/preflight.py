@@ -65,7 +65,7 @@ def check_init(config: RunConfig, resume: bool = False) -> Path:
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from error
     checks: list[Callable[..., None]] = [check_lengths, check_linear_attention]
-    checks += [check_drafter_shape] if config.drafter else []
+    checks += [check_drafter_shape, check_tap] if config.drafter else []
     first = config.drafter and (config.drafter.init or native_head(model))
     checks += [check_drafter_init] if first and not resume else []
     for check in checks:
