@@ -89,13 +89,14 @@ class PolicyConfig(Section):
 
 
 class FeatureTapConfig(Section):
-    """Bounds of the hidden states kept inside the engine."""
+    """Bounds of the hidden states kept inside an engine. Which rollouts are tapped is drawn before they run, with room for
+    the longest response; the others of that step are generated but not tapped."""
 
     max_bytes: PositiveInt = 2 * 2**30
-    """Most bytes held in the engine; further rollouts of that step are generated but not tapped."""
+    """Most bytes held in the engine."""
 
     max_tokens_per_step: PositiveInt = 65_536
-    """Most tokens tapped in one step."""
+    """Most tokens tapped in one step, each rollout counted as prompt + max_new_tokens."""
 
     window: PositiveInt | None = None
     """Keep only this many latest positions of each rollout. Default: all."""
