@@ -243,6 +243,20 @@ def test_rollouts_of_another_law_are_an_alarm(start: Any, monkeypatch: pytest.Mo
         go(controller, 5)
 
 
+def test_steps_without_drafts_are_no_passed_look(start: Any) -> None:
+    """The first look waits for the first step in which speculation was on."""
+    world = World(GOOD)
+    controller = start(world, lossless={"every": 2, "max_share": 1.0})
+    world.draft_tokens = 0
+    rows = go(controller, 2)
+    assert all(row["rollout/generated_tokens"] > 500 and "rollout/num_drafts" not in row for row in rows)
+    assert not any(name.startswith("lossless/") for row in rows for name in row)
+    world.draft_tokens = 3
+    look = go(controller, 3)[-1]
+    assert (look["lossless/look"], look["lossless/passed"]) == (1.0, 1.0)
+    assert 100 <= look["lossless/speculated_tokens"] < look["lossless/tokens"]
+
+
 def test_log_probs_of_other_tokens_stop_the_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policy, "log_prob_gap", 1.3)
     with pytest.raises(SelfCheckFailed, match=r"differ from the learner's by 1\.300 nats"):
