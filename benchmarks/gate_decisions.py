@@ -193,16 +193,17 @@ class Scorer:
     @torch.no_grad()
     def __call__(self, drafter, records):
         from cotrain.drafting.buffer import batches_of
-        from drafters.acceptance import rollout_acceptance
+        from drafters.acceptance import rollout_acceptances
 
         batches = batches_of(records, self._config.batch_tokens)
         losses = [drafter.loss(batch, self._weights, self._sampler, self._config.objective) for batch in batches]
-        return rollout_acceptance([loss.acceptance for loss in losses], min(self._k, drafter.trained_depth))
+        return rollout_acceptances([loss.acceptance for loss in losses], min(self._k, drafter.trained_depth))
 
 
 def length_of(scored: Sequence) -> float:
     """Acceptance length over all rollouts."""
-    whole = [(s.steps[s.steps.isfinite()], s.accepted[s.steps.isfinite()]) for s in scored]
+    longest = [by_length[-1] for by_length in scored]
+    whole = [(s.steps[s.steps.isfinite()], s.accepted[s.steps.isfinite()]) for s in longest]
     return 1 + float(sum(accepted.sum() for _, accepted in whole) / sum(steps.sum() for steps, _ in whole))
 
 

@@ -13,7 +13,7 @@ from scipy.stats import betabinom
 
 from cotrain.alarm_config import AlarmConfig
 from cotrain.config import DrafterConfig
-from cotrain.drafting.gate import Promise, noise_bound, served_length
+from cotrain.drafting.expected import ExpectedAcceptance, noise_bound, served_length
 from cotrain.failures import RunFailure
 from cotrain.records import Rollout, SpeculationCounts, Versions
 from cotrain.rollout.acceptance_stats import total_counts
@@ -49,8 +49,8 @@ class StepRecord:
     rollouts: Sequence[Rollout]
     versions: Versions
     draft_length: int
-    """Longest draft that was asked of an engine in this step; 0 when speculation was off all the time."""
-    expected: Promise | None
+    """Longest draft of this step that an engine could verify; 0 when speculation was off all the time."""
+    expected: ExpectedAcceptance | None
     """Of the serving drafter, on rollouts it was not trained on. None while there are none, or while a canary watches
     it: then acceptance is not judged here."""
     lag_versions: int | None = None
@@ -108,36 +108,38 @@ def lag_limit(config: AlarmConfig, drafter: DrafterConfig) -> int:
     return config.max_lag_versions or 2 * drafter.train_every * drafter.publish_every
 
 
-def expected_at(expected: Promise, counts: SpeculationCounts) -> float:
-    """Acceptance length that is expected of drafts as long as these were, at least."""
-    return expected.length_at(counts.num_draft_tokens / counts.num_drafts)
-
-
-def shortfall_bound(expected: Promise, rollouts: Sequence[Rollout], tolerance: float, significance: float) -> float:
+def shortfall_bound(
+    expected: ExpectedAcceptance, rollouts: Sequence[Rollout], tolerance: float, significance: float
+) -> float:
     """A healthy drafter is served below this length with probability `significance` at most.
 
     (1 - tolerance) of the expected gain, less the noise of both lengths between prompts (Welch's t). Minus infinity
     with fewer than MIN_PROMPTS prompts on either side, whose noise is not known.
     """
     counts, served = total_counts(r.speculation for r in rollouts), served_length(rollouts)
-    if counts is None or served is None or min(served.num_groups, expected.length.num_groups) < MIN_PROMPTS:
+    if counts is None or served is None or min(served.num_groups, expected.num_groups) < MIN_PROMPTS:
         return -math.inf
-    gain = (1.0 - tolerance) * (expected_at(expected, counts) - 1.0)
-    return 1.0 + gain - noise_bound(expected.length, served, significance)
+    length = expected.at(counts.steps)
+    return 1.0 + (1.0 - tolerance) * (length.value - 1.0) - noise_bound(length, served, significance)
 
 
-def collapse_probability(expected: Promise, rollouts: Sequence[Rollout]) -> float:
+def collapse_probability(expected: ExpectedAcceptance, rollouts: Sequence[Rollout]) -> float:
     """Chance that a drafter as good as expected has not one draft token accepted in all these drafts.
 
     The first draft token of each verification step is a trial. Rollouts differ in its rate, by a beta law with the
     expected mean and ROLLOUT_CORRELATION, so that failures come together (beta-binomial law for each rollout). The
-    mean is taken at the lower bound of the expectation. 1.0 when that is no gain, as of a random drafter.
+    mean is taken at the lower bound of the expectation. 1.0 when that is no gain, as of a random drafter, and without
+    drafts.
     """
-    gain = sum(expected.rates)
-    lower = gain - LOWER_BOUND_ERRORS * expected.length.standard_error
+    counts = total_counts(r.speculation for r in rollouts)
+    if counts is None or not counts.num_drafts:
+        return 1.0
+    length, rates = expected.at(counts.steps), expected.rates_at(counts.steps)
+    gain = sum(rates)
+    lower = gain - LOWER_BOUND_ERRORS * length.standard_error
     if lower <= 0:
         return 1.0
-    rate = min(expected.rates[0] * lower / gain, 1.0 - 1e-9)
+    rate = min(rates[0] * lower / gain, 1.0 - 1e-9)
     concentration = 1.0 / ROLLOUT_CORRELATION - 1.0
     drafts = [r.speculation.num_drafts for r in rollouts if r.speculation is not None]
     return math.exp(betabinom.logpmf(0, drafts, rate * concentration, (1.0 - rate) * concentration).sum())
@@ -161,8 +163,8 @@ def _acceptance(record: StepRecord, config: AlarmConfig, significance: float) ->
             yield _below_expected(counts, expected, bound)
 
 
-def _collapsed(counts: SpeculationCounts, expected: Promise, chance: float) -> Alarm:
-    length = expected_at(expected, counts)
+def _collapsed(counts: SpeculationCounts, expected: ExpectedAcceptance, chance: float) -> Alarm:
+    length = expected.at(counts.steps).value
     return Alarm(
         "acceptance_collapsed",
         f"no draft token was accepted in {counts.num_drafts} verification steps, where an acceptance length of "
@@ -177,8 +179,8 @@ def _collapsed(counts: SpeculationCounts, expected: Promise, chance: float) -> A
     )
 
 
-def _below_expected(counts: SpeculationCounts, expected: Promise, bound: float) -> Alarm:
-    served, length = counts.acceptance_length, expected_at(expected, counts)
+def _below_expected(counts: SpeculationCounts, expected: ExpectedAcceptance, bound: float) -> Alarm:
+    served, length = counts.acceptance_length, expected.at(counts.steps).value
     return Alarm(
         "acceptance_below_expected",
         f"served acceptance length {served:.3f} is below {bound:.3f}, where {length:.3f} is expected",

@@ -33,6 +33,7 @@ OWNED_VLLM_ARGUMENTS = {
     "scheduler_cls": "cotrain's scheduler sets the draft length at run time",
     "async_scheduling": "the draft length is read by a synchronous scheduler",
     "disable_log_stats": "acceptance metrics need vLLM's statistics",
+    "per_request_spec_decode_metrics": "acceptance is counted by draft length, which needs every verification step",
     "tensor_parallel_size": "the read-back checksum covers unsharded engines; add replicas with rollout.num_engines",
 }
 """vLLM arguments that cotrain sets itself, and what to do instead."""

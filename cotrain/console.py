@@ -128,9 +128,11 @@ def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> st
     add("rollout/response_length", "len {:.0f}")
     add("rollout/acceptance_length", "accept {:.2f}")
     if (expected := metrics.get("rollout/expected_acceptance_length")) is not None:
-        # In brackets behind the served length when the step has both.
-        served = metrics.get("rollout/acceptance_length") is not None
-        parts[-1:] = [f"{parts[-1]} (exp {expected:.2f})"] if served else [parts[-1], f"accept (exp {expected:.2f})"]
+        # A step has an expected length at the draft lengths that it served.
+        parts[-1] += f" (exp {expected:.2f})"
+    longest = metrics.get("rollout/expected_acceptance_length_longest")
+    if longest is not None and not metrics.get("rollout/num_drafts"):
+        parts.append(f"no drafts (exp {longest:.2f} if drafted)")
     if metrics.get("rollout/num_drafts"):
         draft_length = (metrics["rollout/draft_tokens"] or 0) / (metrics["rollout/num_drafts"] or 1)
         parts.append(f"k {draft_length:.1f}".removesuffix(".0"))

@@ -244,7 +244,7 @@ class Controller:
         self.metrics.write(step, row)
         self.tracker.log_step(step, row)
         if served.drafter > 0 and "rollout/acceptance_length" in row:
-            self.tracker.log_served(served.drafter, row["rollout/acceptance_length"], step)
+            self.tracker.log_served(served.drafter, row, step)
         write_samples(self.run_dir.samples_file(step), rollouts, self.prompts, self.config.checkpoint.samples_per_step)
         drafting = self.roles.drafting
         events = drafting.events if drafting is not None else []
@@ -320,5 +320,5 @@ def _promised(drafting: DrafterLoop) -> dict[str, float]:
     """What the gate expects of the drafter just published."""
     if drafting.promise is None:
         return {}
-    rates = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(drafting.promise.rates, start=1)}
-    return {"drafter/expected_acceptance_length": drafting.promise.length.value} | rates
+    rates = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(drafting.promise.rates[-1], start=1)}
+    return {"drafter/expected_acceptance_length": drafting.promise.longest.value} | rates

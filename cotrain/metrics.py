@@ -9,6 +9,7 @@ from typing import Self
 
 from cotrain.records import SpeculationCounts
 from cotrain.row_file import RowFile, read_rows
+from cotrain.served_drafts import metrics_of
 
 
 class MetricsWriter:
@@ -58,6 +59,7 @@ def speculation_metrics(counts: SpeculationCounts | None, k: int) -> dict[str, f
     }
     if counts.num_drafts:
         metrics["rollout/acceptance_length"] = counts.acceptance_length
+        metrics |= metrics_of(counts)
         accepted = counts.accepted_per_position + (0,) * (k - len(counts.accepted_per_position))
         for position, steps_accepted in enumerate(accepted, start=1):
             metrics[f"rollout/acceptance_rate_pos_{position}"] = steps_accepted / counts.num_drafts

@@ -42,14 +42,30 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """Drafting of one rollout or one step, from vLLM's counters.
+    """Drafting of one rollout or one step, sorted by how many draft tokens a verification step verified, 1 to K.
 
-    accepted_per_position[i] counts verification steps in which draft position i+1 and all before it were accepted.
+    The draft length decides where verification steps begin, so that counts of one length say little about another.
     """
 
-    num_drafts: int
-    num_draft_tokens: int
-    accepted_per_position: tuple[int, ...]
+    steps: tuple[int, ...]
+    """[K] verification steps that verified k + 1 draft tokens."""
+    accepted: tuple[tuple[int, ...], ...]
+    """[K][K] of the steps that verified k + 1 draft tokens, those that accepted position i + 1 and all before it."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Verification steps with draft tokens."""
+        return sum(self.steps)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens verified."""
+        return sum(k * steps for k, steps in enumerate(self.steps, start=1))
+
+    @property
+    def accepted_per_position(self) -> tuple[int, ...]:
+        """[K] verification steps that accepted a draft position and all before it, whatever their draft length."""
+        return tuple(sum(column) for column in zip(*self.accepted, strict=True))
 
     @property
     def acceptance_length(self) -> float:
@@ -74,7 +90,7 @@ class Rollout:
     versions: Versions
     speculation: SpeculationCounts | None
     verification_steps: tuple[tuple[int, int], ...] = ()
-    """(draft tokens, accepted ones) of each verification step, where the engine records them one by one."""
+    """(draft tokens, accepted ones) of each verification step that verified any, in order."""
 
     @property
     def drafted_throughout(self) -> bool:
@@ -153,7 +169,7 @@ class GainReport:
     seconds: float
     """Of these steps together."""
     longest_draft: int
-    """Most draft tokens that a step asked for, trials included; 0: nothing was drafted in any of them."""
+    """Most draft tokens that a step asked for and that a later step could verify; 0: no step could verify any."""
 
     @property
     def disagreement(self) -> float | None:

@@ -1,7 +1,8 @@
 """Drafter checkpoints in the MLflow model registry: put one there, list them, pull one back.
 
 A drafter is a LoggedModel (files and metrics, linked to its run) and a version of `<policy>-drafter` with tags.
-Alias `serving` is the last published version, `best` the one with the longest acceptance length measured in serving.
+Alias `serving` is the last published version. `best` is the version of the run that served last which had the longest
+acceptance length in serving, pooled over its steps at the draft length that this run served most.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from cotrain.mlflow_store import MlflowClient, MlflowException, connect, first_line
 from cotrain.models import native_head
+from cotrain.served_drafts import Served
 from cotrain.store_uri import absolute_uri, sqlite_file
 
 # isort: split
@@ -38,7 +40,9 @@ class RegisteredDrafter:
     policy_version: int
     drafter_version: int
     acceptance_length: float | None
-    """Measured in serving; None until the version has served a step."""
+    """Over all steps that the version served, at draft_tokens; None until it has served a step."""
+    draft_tokens: int | None
+    """The draft length at which the version was served most."""
     run_name: str
     created: datetime
 
@@ -72,7 +76,7 @@ def print_drafters(rows: list[RegisteredDrafter], stream: TextIO) -> None:
         return
     table = Table("drafter", "version", "aliases", "policy", "drafter", "acceptance length", "run", "created")
     for row in rows:
-        acceptance = "-" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
+        acceptance = "-" if row.acceptance_length is None else f"{row.acceptance_length:.2f} at k={row.draft_tokens}"
         versions = (f"p{row.policy_version}", f"d{row.drafter_version}")
         created = row.created.strftime("%Y-%m-%d %H:%M")
         table.add_row(row.name, str(row.version), " ".join(row.aliases), *versions, acceptance, row.run_name, created)
@@ -246,13 +250,15 @@ def model_id_of(version: ModelVersion) -> str:
     return (version.source or "").removeprefix("models:/")
 
 
-def set_acceptance_length(client: MlflowClient, version: ModelVersion, acceptance_length: float) -> None:
-    """Tag a version with what it reached in serving, and move alias `best` when no other reached more."""
-    client.set_model_version_tag(version.name, str(version.version), "acceptance_length", f"{acceptance_length:.4f}")
-    versions = _all_pages(client.search_model_versions, filter_string=f"name = '{version.name}'")
-    measured = [row for row in versions if "acceptance_length" in row.tags]
-    best = max(measured, key=lambda row: float(row.tags["acceptance_length"]))
-    client.set_registered_model_alias(version.name, "best", str(best.version))
+def set_served(client: MlflowClient, version: ModelVersion, served: Served) -> None:
+    """Tag a version with what it has reached in serving, with the draft length and the number of verification steps."""
+    tags = {
+        "acceptance_length": f"{served.acceptance_length:.4f}",
+        "draft_tokens": str(served.draft_tokens),
+        "num_drafts": str(served.num_drafts),
+    }
+    for name, value in tags.items():
+        client.set_model_version_tag(version.name, str(version.version), name, value)
 
 
 def _versions_of_run(client: MlflowClient, run_id: str) -> list[ModelVersion]:
@@ -272,7 +278,8 @@ def _from_version(version: ModelVersion, aliases: tuple[str, ...]) -> Registered
         aliases=aliases,
         policy_version=int(tags["policy_version"]),
         drafter_version=int(tags["drafter_version"]),
-        acceptance_length=float(tags["acceptance_length"]) if "acceptance_length" in tags else None,
+        acceptance_length=float(tags["acceptance_length"]) if "draft_tokens" in tags else None,
+        draft_tokens=int(tags["draft_tokens"]) if "draft_tokens" in tags else None,
         run_name=tags["run_name"],
         created=datetime.fromtimestamp(version.creation_timestamp / 1000),
     )

@@ -23,8 +23,9 @@ from cotrain.mlflow_store import (  # first of MLflow: sets its environment
 )
 from cotrain.provenance import config_hash, flatten
 from cotrain.records import Versions
-from cotrain.registry import Registration, find_version, model_id_of, set_acceptance_length
+from cotrain.registry import Registration, find_version, model_id_of, set_served
 from cotrain.run_dir import resume_arguments
+from cotrain.served_drafts import Served, ServedDrafts
 from cotrain.store_uri import sqlite_file, tracking_uri
 
 # isort: split
@@ -70,6 +71,7 @@ class Tracker:
                 (metric.step for metric in self._client.get_metric_history(run_id, MARKER)), default=0
             )
             self._client.set_tag(run_id, "resumed_from_step", str(history[-1]["step"] if history else 0))
+        self._served = ServedDrafts()
         self._rows: deque[list[Metric]] = deque()
         self._uploads: deque[tuple[Callable[[], Any], Future]] = deque()
         self._wake = threading.Condition()
@@ -78,6 +80,7 @@ class Tracker:
         self._thread = threading.Thread(target=self._send_until_finished, name="mlflow", daemon=True)
         self._thread.start()
         for row in history:
+            self._served.add(int(row.get("versions/drafter") or 0), row)
             self.log_step(row["step"], {name: value for name, value in row.items() if name != "step"})
 
     @property
@@ -112,6 +115,7 @@ class Tracker:
             "drafter_version": str(versions.drafter),
             "config_hash": config_hash(self._config),
             "run_name": self._config.name,
+            "sampling": self._sampling(),
             **tags,
         }
         registration = Registration(
@@ -128,11 +132,16 @@ class Tracker:
         }
         self._enqueue(lambda: self._send_decisions(path, tags), Future())
 
-    def log_served(self, drafter_version: int, acceptance_length: float, step: int) -> Future[None]:
-        """Queue what a drafter reached in a step it served; `best` moves to the highest of all versions."""
+    def log_served(self, drafter_version: int, metrics: Mapping[str, Any], step: int) -> Future[None]:
+        """Queue what a drafter has reached since it is served, this step included; `best` moves to the best of the run.
+
+        metrics: the step's row, which holds its counts by draft length (served_drafts.metrics_of).
+        """
+        self._served.add(drafter_version, metrics)
+        served, best = self._served.of(drafter_version), self._served.best()
         future: Future[None] = Future()
-        if self._config.tracking.log_drafters:
-            self._enqueue(lambda: self._link_served(drafter_version, acceptance_length, step), future)
+        if self._config.tracking.log_drafters and served is not None:
+            self._enqueue(lambda: self._link_served(drafter_version, served, best, step), future)
         else:
             future.set_result(None)
         return future
@@ -165,6 +174,13 @@ class Tracker:
         if sqlite_file(self.uri) is None:
             return f"{self.uri.rstrip('/')}/{page}" if self.uri.startswith("http") else self.uri
         return f"mlflow server --backend-store-uri {self.uri} --workers 1, then http://127.0.0.1:5000/{page}"
+
+    def _sampling(self) -> str:
+        rollout = self._config.rollout
+        return (
+            f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k}, "
+            f"{rollout.draft_sample_method} drafts"
+        )
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -273,11 +289,13 @@ class Tracker:
             self._client.set_tag(self.run_id, name, value)
         self._client.log_artifact(self.run_id, str(path))
 
-    def _link_served(self, drafter_version: int, acceptance_length: float, step: int) -> None:
+    def _link_served(self, drafter_version: int, served: Served, best: int | None, step: int) -> None:
         version = find_version(self._client, self.run_id, drafter_version)
         if version is not None:
-            self._log_model_metrics(model_id_of(version), {"acceptance_length": acceptance_length}, step)
-            set_acceptance_length(self._client, version, acceptance_length)
+            self._log_model_metrics(model_id_of(version), {k: float(v) for k, v in served._asdict().items()}, step)
+            set_served(self._client, version, served)
+        if best is not None and (version := find_version(self._client, self.run_id, best)) is not None:
+            self._client.set_registered_model_alias(version.name, "best", str(version.version))
 
     def _log_model_metrics(self, model_id: str, metrics: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)

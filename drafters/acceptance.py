@@ -71,6 +71,11 @@ def rollout_acceptance(starts: Sequence[StartAcceptance], draft_tokens: int) -> 
     return RolloutAcceptance(steps, accepted, known)
 
 
+def rollout_acceptances(starts: Sequence[StartAcceptance], most: int) -> list[RolloutAcceptance]:
+    """`rollout_acceptance` at each draft length 1 to `most`: verification steps begin elsewhere at each of them."""
+    return [rollout_acceptance(starts, draft_tokens) for draft_tokens in range(1, most + 1)]
+
+
 def acceptance_rates(starts: Sequence[StartAcceptance], draft_tokens: int) -> list[float]:
     """For each draft position the share of verification steps that accept it and all before it, as vLLM counts.
 

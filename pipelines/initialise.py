@@ -31,6 +31,7 @@ from cotrain.provenance import machine, write_provenance
 from cotrain.records import RolloutRequest, Versions
 from cotrain.run_dir import RunDir, write_json
 from cotrain.scratch import scratch_folder
+from cotrain.served_drafts import metrics_of
 from cotrain.stop_signal import two_stage_stop
 from pipelines.initialise_report import Figures, summary
 
@@ -372,7 +373,7 @@ class Initialisation:
         tags = {"init": figures.source["type"], "data_fingerprint": figures.data_fingerprint}
         step = max(1, figures.updates)
         registered = tracker.log_drafter(folder, versions, step, metrics, tags)
-        tracker.log_served(DRAFTER_VERSION, figures.served.acceptance_length, step)
+        tracker.log_served(DRAFTER_VERSION, metrics_of(figures.served.counts), step)
         tracker.finish()
         return registered.result() if registered.done() else None
 

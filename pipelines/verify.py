@@ -47,7 +47,6 @@ DEFAULT_TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
 DESCRIPTION = "Is speculation on this engine lossless? Greedy identity and statistical tests of sampled tokens."
 KV_BLOCK = 128
 GIB = 2**30
-DETAILED = {"per_request_spec_decode_metrics": "detailed"}
 LEAST_TEXTS = 64
 """Of a prompt in each arm of a two-sample check: with fewer, most next tokens are too rare to be compared."""
 
@@ -305,7 +304,7 @@ def _rollout_config(
         allow_draft_beyond_trained_depth=True,
         kv_cache_gib=max(1, ceil(kv_bytes / GIB)),
         features=FeatureTapConfig(max_tokens_per_step=positions),
-        vllm=vllm | {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)} | DETAILED,
+        vllm=vllm | {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from math import isfinite, nan, sqrt
 from typing import Any
 
-from cotrain.drafting.gate import Estimate, Pace, noise_bound
+from cotrain.drafting.expected import Estimate, noise_bound
+from cotrain.drafting.gate import Pace
 from cotrain.drafting.gate_config import GateConfig
 
 SMOOTHING_STEPS = 4
@@ -58,10 +59,14 @@ class TrainTrigger:
         self._sessions = self._unpaid = 0
         self._pause = 0  # steps without training
 
-    def observe(self, expected: Estimate | None, served: Estimate | None) -> None:
-        """Acceptance lengths of the served drafter in this step: on held-out rollouts, and by the engines' counts."""
+    def observe(self, level: Estimate | None, expected: Estimate | None, served: Estimate | None) -> None:
+        """Acceptance lengths of the served drafter in this step.
+
+        level: expected at the same draft length in every step, so that levels of two steps can be compared. expected,
+        served: at the draft lengths of this step, by the trainer's scores and by the engines' counts.
+        """
         self._last = (expected, served)
-        if (present := expected or served) is None:
+        if (present := level or served) is None:
             return
         self._recent.append(present)
         num_steps = len(self._recent)

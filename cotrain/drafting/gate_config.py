@@ -24,7 +24,8 @@ class GateConfig(Section):
     """Least gain in acceptance length that is published: the lower bound of the gain must be above it."""
 
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
-    """Confidence of the lower bound of the gain."""
+    """Confidence of the lower bound of the gain, for each candidate. A run that judges N candidates without any gain
+    publishes at most (1 - confidence) N of them on average; each costs one swap and serves as well as the one before."""
 
     min_rollouts: PositiveInt = 16
     """Fewest rollouts a candidate is judged on: those of one step."""

@@ -17,9 +17,10 @@ from cotrain.config import RunConfig
 from cotrain.drafting.canary import Canary, CanaryDecision
 from cotrain.drafting.decisions import DrafterEvent, Kind
 from cotrain.drafting.drift import TrainTrigger
-from cotrain.drafting.gate import GateDecision, Promise, decide, expected_of, pace_of, served_length
+from cotrain.drafting.expected import ExpectedAcceptance, expected_of, served_length
+from cotrain.drafting.gate import GateDecision, decide, pace_of
 from cotrain.drafting.trainer import FreshScores
-from cotrain.records import FeatureShard, RolloutBatch, SwapReport, Versions, WeightPayload
+from cotrain.records import FeatureShard, RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.payload import WeightUpdateRefused
 
@@ -88,7 +89,7 @@ class DrafterLoop:
         """Of this step."""
         self.events: list[DrafterEvent] = []
         """Of this step."""
-        self.promise: Promise | None = None
+        self.promise: ExpectedAcceptance | None = None
         """Of the drafter that this step publishes."""
         self._outgoing: tuple[WeightPayload, int, GateDecision | CanaryDecision] | None = None
         self._train = False
@@ -107,11 +108,9 @@ class DrafterLoop:
         scores, metrics = self._trainer.take_in(batch.features, self._canary.serving, good)
         self.metrics |= metrics
         expected = expected_of(scores.serving, scores.prompts) if scores.prompts else None
-        if expected is not None:
-            self.metrics["rollout/expected_acceptance_length"] = expected.length.value
-            self.metrics |= {f"rollout/expected_rate_pos_{k}": rate for k, rate in enumerate(expected.rates, start=1)}
-        # A promise for fewer positions than are drafted says nothing of what is counted.
-        comparable = expected is not None and len(expected.rates) >= self._run.rollout.draft_tokens
+        self.metrics |= _expected_metrics(expected, batch.speculation)
+        # What is expected of fewer positions than are drafted says nothing of what is counted.
+        comparable = expected is not None and expected.draft_tokens >= self._run.rollout.draft_tokens
         judged_here = None if self._canary.watching or not comparable else expected
         whole = [r for r in batch.rollouts if r.drafted_throughout]
         counts = total_counts(r.speculation for r in whole)
@@ -149,11 +148,11 @@ class DrafterLoop:
         if self._outgoing is None:
             return None
         payload, version, decision = self._outgoing
-        promise = decision.promise if isinstance(decision, GateDecision) else None
-        if promise is not None and len(promise.rates) < self._run.rollout.draft_tokens:
+        promise = decision.expected if isinstance(decision, GateDecision) else None
+        if promise is not None and promise.draft_tokens < self._run.rollout.draft_tokens:
             promise = None  # for fewer positions than are drafted
         try:
-            report = self._engines.update_drafter(payload, version, None if promise is None else promise.rates)
+            report = self._engines.update_drafter(payload, version, None if promise is None else promise.rates[-1])
         except WeightUpdateRefused as error:
             self._offered_after = 0
             self._note(step, "refused", f"version {version} refused by the engines, all keep what they serve: {error}")
@@ -203,7 +202,9 @@ class DrafterLoop:
 
     # -- alarms --------------------------------------------------------------------------------------------------------
 
-    def _alarms(self, step: int, batch: RolloutBatch, versions: Versions, expected: Promise | None) -> list[Alarm]:
+    def _alarms(
+        self, step: int, batch: RolloutBatch, versions: Versions, expected: ExpectedAcceptance | None
+    ) -> list[Alarm]:
         alarms = self._config.alarms
         record = StepRecord(
             rollouts=batch.rollouts,
@@ -216,8 +217,12 @@ class DrafterLoop:
         return check_step(record, alarms, lag_limit(alarms, self._config), self._run.steps)
 
     def _longest_draft(self, batch: RolloutBatch) -> int:
-        """Draft tokens asked of an engine; the speculation controller may have asked for none."""
-        return self._run.rollout.draft_tokens if batch.gain is None else batch.gain.longest_draft
+        """Draft tokens that an engine could verify; the speculation controller may have asked for none in time."""
+        if batch.gain is None:
+            return self._run.rollout.draft_tokens
+        steps = batch.speculation.steps if batch.speculation else ()
+        verified = max((k for k, count in enumerate(steps, start=1) if count), default=0)
+        return max(batch.gain.longest_draft, verified)
 
     def _deliveries(self, step: int) -> Sequence[Delivery]:
         every = self._config.alarms.delivery_check_every
@@ -245,7 +250,7 @@ class DrafterLoop:
             return
         self._offered_after = sessions
         pace = pace_of(batch)
-        if not scores.prompts or pace is None or not scores.serving.known.any():
+        if not scores.prompts or pace is None or not scores.serving[-1].known.any():
             decision = self._unjudged()
         else:
             decision = decide(
@@ -255,7 +260,7 @@ class DrafterLoop:
         if decision.publish:
             payload, version = self._trainer.publish(self._scratch / "drafter.safetensors", self._run.rollout.dtype)
             self._outgoing = payload, version, decision
-        elif decision.promise is None:
+        elif decision.expected is None:
             self._note(step, "refused", decision.reason, decision.metrics())
         else:
             self._judged_on = self._policy_version
@@ -277,14 +282,21 @@ class DrafterLoop:
         payload, version = self._trainer.publish(path, self._run.rollout.dtype, canary.roll_back_to)
         self._outgoing = payload, version, canary
 
-    def _plan_training(self, step: int, scores: FreshScores, batch: RolloutBatch, expected: Promise | None) -> None:
+    def _plan_training(
+        self, step: int, scores: FreshScores, batch: RolloutBatch, expected: ExpectedAcceptance | None
+    ) -> None:
         lead = _lead(scores)
         if self._session_seconds is not None and self._lead is not None and lead is not None:
             self._trigger.record_session(lead - self._lead, self._session_seconds)
         self._session_seconds, self._lead = None, lead
-        drafted = batch.speculation is not None and batch.speculation.num_drafts
-        self._trigger.observe(None if expected is None else expected.length, served_length(batch.rollouts))
-        decision = self._trigger.decide(step, pace_of(batch) if drafted else None)
+        pace = pace_of(batch)
+        steps = _steps_expected(expected, total_counts(r.speculation for r in batch.rollouts if r.drafted_throughout))
+        self._trigger.observe(
+            None if expected is None else expected.longest,
+            None if expected is None or steps is None else expected.at(steps),
+            served_length(batch.rollouts),
+        )
+        decision = self._trigger.decide(step, pace if pace is not None and pace.drafts else None)
         self._train = decision.train
         if self._gate.train_when == "drift":
             self.metrics |= decision.metrics()
@@ -300,11 +312,30 @@ def _lead(scores: FreshScores) -> float | None:
     """Acceptance length of the candidate less that of the served drafter; None where no rollout has both."""
     if scores.candidate is None:
         return 0.0
-    whole = scores.candidate.steps.isfinite() & scores.serving.steps.isfinite()
+    candidate, serving = scores.candidate[-1], scores.serving[-1]
+    whole = candidate.steps.isfinite() & serving.steps.isfinite()
     if not whole.any():
         return None
     ours, theirs = (
-        float(drafter.accepted[whole].sum() / drafter.steps[whole].sum())
-        for drafter in (scores.candidate, scores.serving)
+        float(drafter.accepted[whole].sum() / drafter.steps[whole].sum()) for drafter in (candidate, serving)
     )
     return ours - theirs
+
+
+def _steps_expected(expected: ExpectedAcceptance | None, counts: SpeculationCounts | None) -> tuple[int, ...] | None:
+    """Verification steps by draft length; None without any, and where nothing is expected of some of them."""
+    if expected is None or counts is None or not counts.num_drafts or any(counts.steps[expected.draft_tokens :]):
+        return None
+    return counts.steps
+
+
+def _expected_metrics(expected: ExpectedAcceptance | None, counts: SpeculationCounts | None) -> dict[str, float]:
+    """Acceptance expected of the served drafter on these rollouts: at the draft lengths served, and at the longest."""
+    if expected is None:
+        return {}
+    metrics = {"rollout/expected_acceptance_length_longest": expected.longest.value}
+    if (steps := _steps_expected(expected, counts)) is not None:
+        metrics["rollout/expected_acceptance_length"] = expected.at(steps).value
+        rates = expected.rates_at(steps)
+        metrics |= {f"rollout/expected_rate_pos_{k}": rate for k, rate in enumerate(rates, start=1)}
+    return metrics

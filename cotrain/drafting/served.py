@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cotrain.records import RolloutRequest, WeightPayload
+from cotrain.records import RolloutRequest, SpeculationCounts, WeightPayload
 from cotrain.rollout.engine import RolloutEngine
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
@@ -21,6 +21,13 @@ class Served:
     tokens_per_s: float
     tokens_per_s_without: float
     """Of the same prompts at draft length 0."""
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        """All verification steps had as many draft tokens as there are rates."""
+        most = len(self.acceptance_rates)
+        accepted = tuple(round(rate * self.num_drafts) for rate in self.acceptance_rates)
+        return SpeculationCounts((0,) * (most - 1) + (self.num_drafts,), ((0,) * most,) * (most - 1) + (accepted,))
 
     @property
     def speedup(self) -> float:

@@ -22,7 +22,7 @@ from cotrain.drafting.target_weights import load_target_weights, read_target_wei
 from cotrain.failures import RunFailure
 from cotrain.optimizer import build_optimizer
 from cotrain.records import FeatureShard
-from drafters.acceptance import RolloutAcceptance, StartAcceptance, acceptance_rates, rollout_acceptance
+from drafters.acceptance import RolloutAcceptance, StartAcceptance, acceptance_rates, rollout_acceptances
 from drafters.base import DraftBatch, Drafter, DraftLoss, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
 from drafters.losses import acceptances
@@ -44,9 +44,10 @@ class FreshScores:
 
     prompts: list[str]
     """[R] which prompt each rollout is of."""
-    serving: RolloutAcceptance
-    candidate: RolloutAcceptance | None
-    """Of the trainer's weights; None while they are those of the last publication."""
+    serving: list[RolloutAcceptance]
+    """[K] of the served drafter at draft lengths 1 to K."""
+    candidate: list[RolloutAcceptance] | None
+    """[K] of the trainer's weights; None while they are those of the last publication."""
     sessions: int
     """Calls of `train` since that publication."""
 
@@ -150,7 +151,7 @@ class DrafterTrainer:
         drafters = [self._published[serving], *([self.drafter] if self._sessions else [])]
         parts = [self._acceptances(batch, drafters) for batch in batches]
         served_one, *candidate = (
-            rollout_acceptance([part[index] for part in parts], served) for index in range(len(drafters))
+            rollout_acceptances([part[index] for part in parts], served) for index in range(len(drafters))
         )
         return FreshScores(
             prompts=[record.prompt_key for record in scored],

@@ -124,7 +124,21 @@ def _facts(run: RunRecord) -> list[Fact]:
     if gain.value == NOT_MEASURED:
         gain = Fact(gain.label, gain.value, "cotrain bench or a study with a no-speculation arm measures it")
     facts.insert(1, length)
-    return [*facts, Fact("Drafter swaps", str(swaps), "drafters put into the running engine"), _agreement(run), gain]
+    return [*facts, Fact("Drafter swaps", str(swaps), _swap_note(run)), _agreement(run), gain]
+
+
+def _swap_note(run: RunRecord) -> str:
+    """How many of the swaps can be chance: the gate's confidence holds for each candidate, not for the run."""
+    note = "drafters put into the running engine"
+    judged, confidence = (
+        sum(v is not None for v in run.column("gate/lower_bound")),
+        run.setting("drafter.gate.confidence"),
+    )
+    if not judged or confidence is None or run.setting("drafter.gate.publish_when") == "always":
+        return note
+    return (
+        f"{note}; {judged} judged, of which chance alone publishes {(1 - confidence) * judged:.1f} at most on average"
+    )
 
 
 def _from_to(run: RunRecord, label: str, metric: str, parts: int, note: str) -> Fact:

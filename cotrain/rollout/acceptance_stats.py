@@ -7,20 +7,25 @@ from cotrain.records import SpeculationCounts
 
 
 def counts_of_request(metrics: Any) -> SpeculationCounts | None:
-    """metrics: vLLM's RequestSpecDecodeMetrics of one finished request, or None.
-
-    Its histogram counts verification steps by number of accepted draft tokens; position i was accepted in every step
-    that accepted more than i.
-    """
+    """metrics: vLLM's RequestSpecDecodeMetrics of one finished request with every step recorded, or None."""
     if metrics is None:
         return None
-    histogram = list(metrics.histogram)
-    accepted = tuple(sum(histogram[i + 1 :]) for i in range(len(histogram) - 1))
-    return SpeculationCounts(sum(histogram), metrics.num_draft_tokens, accepted)
+    return counts_of_steps(verification_steps(metrics), metrics.num_spec_tokens)
+
+
+def counts_of_steps(steps: Iterable[tuple[int, int]], most: int) -> SpeculationCounts:
+    """Counts of verification steps, (draft tokens, accepted ones) each, of at most `most` draft tokens."""
+    num_steps, accepted = [0] * most, [[0] * most for _ in range(most)]
+    for drafted, taken in steps:
+        if drafted:
+            num_steps[drafted - 1] += 1
+            for position in range(taken):
+                accepted[drafted - 1][position] += 1
+    return SpeculationCounts(tuple(num_steps), tuple(map(tuple, accepted)))
 
 
 def verification_steps(metrics: Any) -> tuple[tuple[int, int], ...]:
-    """(draft tokens, accepted ones) of each step that verified any; empty where vLLM keeps the summary alone."""
+    """(draft tokens, accepted ones) of each step that verified any."""
     if metrics is None:
         return ()
     return tuple(zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True))
@@ -31,9 +36,8 @@ def total_counts(counts: Iterable[SpeculationCounts | None]) -> SpeculationCount
     present = [c for c in counts if c is not None]
     if not present:
         return None
-    per_position = zip(*(c.accepted_per_position for c in present), strict=True)
+    by_length = zip(*(c.accepted for c in present), strict=True)
     return SpeculationCounts(
-        sum(c.num_drafts for c in present),
-        sum(c.num_draft_tokens for c in present),
-        tuple(sum(position) for position in per_position),
+        tuple(map(sum, zip(*(c.steps for c in present), strict=True))),
+        tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in by_length),
     )

@@ -57,5 +57,5 @@ def engine_arguments(spec: "EngineSpec", controller: SpeculationController | Non
     if "speculative_config" in arguments:
         for name, reason in speculative_problems(arguments["speculative_config"]):
             raise ValueError(f"speculative_config.{name}: {reason}")
-        arguments.setdefault("per_request_spec_decode_metrics", "summary")
+        arguments["per_request_spec_decode_metrics"] = "detailed"  # acceptance is judged at the lengths really drafted
     return arguments

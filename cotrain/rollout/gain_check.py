@@ -41,16 +41,24 @@ class GainCheck:
         self._num_steps = self._longest_draft = 0
 
     def observe(
-        self, step: np.void, chosen: int, expected_tokens: float, seconds_without: float, log_ratios: np.ndarray
+        self,
+        step: np.void,
+        drafted_before: int,
+        chosen: int,
+        expected_tokens: float,
+        seconds_without: float,
+        log_ratios: np.ndarray,
     ) -> None:
         """One log entry that is no prefill.
 
-        chosen: the table's draft length at this batch size. Of the model: tokens one request was expected to get in
-        such a step, seconds of it without speculation, log t_k / t_0 [K+1] at this batch size.
+        drafted_before: draft tokens that the step before asked for, which this step verifies if it goes on with the
+        same requests, as a step without prompts does. chosen: the table's draft length at this batch size. Of the
+        model: tokens one request was expected to get in such a step, seconds of it without speculation, log t_k / t_0
+        [K+1] at this batch size.
         """
         batch, k, seconds = int(step["batch"]), int(step["draft_tokens"]), float(step["seconds"])
         self._num_steps += 1
-        self._longest_draft = max(self._longest_draft, k)
+        self._longest_draft = max(self._longest_draft, drafted_before)
         self._seconds += seconds
         self._trial_seconds += seconds if step["trial"] else 0.0
         self._collect_check(step, chosen, log_ratios)

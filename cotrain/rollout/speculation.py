@@ -53,6 +53,7 @@ class SpeculationController:
         self._last_trial = np.zeros((max_draft_tokens + 1, max_batch), np.int64)
         self._decoded = np.zeros((max_batch, 2))  # tokens and seconds of steps without prompts, by batch size
         self._num_steps = 0
+        self._drafted_before = 0  # draft tokens that the newest step in the log asked for
         self._last_batch = 1
         self._trials_at_once = 0
         self._fixed: int | None = max_draft_tokens
@@ -152,6 +153,7 @@ class SpeculationController:
     def discard_steps(self) -> None:
         """Learn nothing from the engine steps since the last `update`: they are not like those to come."""
         self._take_steps()
+        self._drafted_before = 0
 
     def take_decoded(self) -> dict[int, tuple[int, float]]:
         """Tokens and seconds of the engine steps since the last call that computed no prompt, by batch size."""
@@ -239,7 +241,9 @@ class SpeculationController:
                 self._num_steps += 1
                 if not step["prefill"]:
                     chosen, expected = self.draft_tokens[entry], float(tokens[k, entry])
-                    self._check.observe(step, chosen, expected, float(seconds[0, entry]), log_ratios[:, entry])
+                    of_model = (expected, float(seconds[0, entry]), log_ratios[:, entry])
+                    self._check.observe(step, self._drafted_before, chosen, *of_model)
+                self._drafted_before = k
                 if step["trial"]:
                     octave = batch.bit_length()
                     self._last_trial[k, 2 ** (octave - 1) - 1 : 2**octave - 1] = self._num_steps

@@ -14,15 +14,16 @@ from cotrain.alarms import (
     StepRecord,
     check_step,
     collapse_probability,
-    expected_at,
     lag_limit,
     respond,
     shortfall_bound,
 )
 from cotrain.config import DrafterConfig
-from cotrain.drafting.gate import Estimate, Promise, served_length
-from cotrain.records import Rollout, SpeculationCounts, Versions
+from cotrain.drafting.expected import ExpectedAcceptance, served_length
+from cotrain.records import Rollout, Versions
 from cotrain.rollout.acceptance_stats import total_counts
+from tests.speculation_counts import counts as counts_of
+from tests.speculation_counts import expected as expected_acceptance
 
 K = 3
 VERSIONS = Versions(7, 5)
@@ -31,7 +32,7 @@ STEPS = 1000
 
 def rollout(prompt: str, sample: int, num_drafts: int, accepted: tuple[int, ...], paused: int = 0) -> Rollout:
     """Drafting was off for `paused` of its tokens."""
-    counts = SpeculationCounts(num_drafts, K * num_drafts, accepted) if num_drafts else None
+    counts = counts_of(num_drafts, K, accepted) if num_drafts else None
     tokens = 1 + num_drafts + sum(accepted) + paused
     return Rollout(prompt, sample, [1, 2], [3] * tokens, [0.0] * tokens, "", "stop", VERSIONS, counts)
 
@@ -56,15 +57,16 @@ def generated(rng, rate: float, prompts: int = 8, samples: int = 8, spread: floa
     return out
 
 
-def promised(rollouts: list[Rollout]) -> Promise:
+def promised(rollouts: list[Rollout]) -> ExpectedAcceptance:
     """What a hold-out with these counts would promise."""
     counts, length = total_counts(r.speculation for r in rollouts), served_length(rollouts)
     assert counts is not None and length is not None
-    return Promise(length, tuple(accepted / counts.num_drafts for accepted in counts.accepted_per_position))
+    rates = [accepted / counts.num_drafts for accepted in counts.accepted_per_position]
+    return expected_acceptance(rates, length.standard_error, length.num_groups)
 
 
-PROMISE = Promise(Estimate(1.7, 0.03, 8), (0.4, 0.2, 0.1))
-RANDOM_DRAFTER = Promise(Estimate(1.0006, 0.0004, 8), (0.0005, 0.0001, 0.0))
+PROMISE = expected_acceptance((0.4, 0.2, 0.1), 0.03, 8)
+RANDOM_DRAFTER = expected_acceptance((0.0005, 0.0001, 0.0), 0.0004, 8)
 
 
 def record(rollouts: list[Rollout], **changes) -> StepRecord:
@@ -113,7 +115,7 @@ def test_zero_acceptance_in_a_handful_of_drafts_can_be_chance() -> None:
 
 def test_chance_of_zero_acceptance_is_that_of_a_simulation() -> None:
     """Rollouts that are as much alike as assumed: the law is exact."""
-    rng, few = np.random.default_rng(1), Promise(Estimate(1.1, 0.0, 8), (0.1, 0.0, 0.0))
+    rng, few = np.random.default_rng(1), expected_acceptance((0.1, 0.0, 0.0), 0.0, 8)
     rates = rng.beta(0.1 * 4, 0.9 * 4, size=(100_000, 3))  # intraclass correlation 1 / (4 + 1)
     nothing = (rng.binomial(5, rates) == 0).all(axis=1).mean()
     chance = collapse_probability(few, dead(num_drafts=5, prompts=3, samples=1))
@@ -128,20 +130,33 @@ def test_served_far_below_expected_is_an_alarm_and_within_tolerance_none() -> No
 
 def test_few_prompts_say_too_little_about_noise() -> None:
     few = [r for r in healthy(0.15) if r.prompt_id in ("p0", "p1", "p2")]
-    held_out = replace(PROMISE, length=replace(PROMISE.length, num_groups=3))
+    held_out = expected_acceptance((0.4, 0.2, 0.1), 0.03, 3)
     assert shortfall_bound(PROMISE, few, 0.0, 0.1) == -math.inf
     assert shortfall_bound(held_out, healthy(0.15), 0.0, 0.1) == -math.inf
     assert alarms_of(record(few)) == []
     assert shortfall_bound(PROMISE, healthy(0.15), 0.0, 0.1) > 1
 
 
-def test_shorter_drafts_are_expected_to_accept_less() -> None:
-    def at(tokens: int) -> float:
-        return expected_at(PROMISE, SpeculationCounts(100, tokens, (0, 0, 0)))
-
-    assert [at(300), at(100)] == pytest.approx([1.7, 1.4])
-    assert at(200) == pytest.approx(1.55)  # half 1, half 3; all 2 would be 1.6
-    assert expected_at(Promise(Estimate(1.4, 0.0, 2), (0.4,)), SpeculationCounts(9, 9, (0,))) == pytest.approx(1.4)
+def test_drafts_are_judged_by_what_is_expected_at_their_own_length() -> None:
+    """Text of two easy tokens and a hard one: position 1 is accepted 0.96 of the time at k = 3, 0.53 at k = 1."""
+    periodic = ExpectedAcceptance(
+        ((0.526, 0.0, 0.0), (0.94, 0.9, 0.0), (0.96, 0.92, 0.0)), ((0.526,) * 8, (1.84,) * 8, (1.88,) * 8)
+    )
+    short = [
+        replace(
+            rollout(f"p{p}", s, 40, (0, 0, 0), paused=0),
+            token_ids=[3] * 62,
+            log_probs=[0.0] * 62,
+            speculation=counts_of(40, 1, (21,), K),
+        )
+        for p in range(8)
+        for s in range(4)
+    ]
+    assert alarms_of(record(short, expected=periodic)) == []
+    worse = [replace(r, speculation=counts_of(40, 1, (4,), K), token_ids=[3] * 45, log_probs=[0.0] * 45) for r in short]
+    assert alarms_of(record(worse, expected=periodic)) == ["acceptance_below_expected"]
+    long = [replace(r, speculation=counts_of(40, 3, (21, 0, 0), K)) for r in short]
+    assert alarms_of(record(long, expected=periodic)) == ["acceptance_below_expected"]
 
 
 @pytest.mark.parametrize("significance", [0.01, 0.05])

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from cotrain.metrics import MetricsWriter, read_metrics, speculation_metrics
-from cotrain.records import SpeculationCounts
+from tests.speculation_counts import counts
 
 
 def test_rows_are_on_disk_at_once_and_read_back(tmp_path):
@@ -53,7 +53,7 @@ def test_a_new_run_does_not_keep_rows(tmp_path):
 
 def test_speculation_metrics_by_hand():
     # 10 verification steps drafted 30 tokens; 8, 4 and 1 of them got as far as position 1, 2 and 3.
-    metrics = speculation_metrics(SpeculationCounts(10, 30, (8, 4, 1)), k=3)
+    metrics = speculation_metrics(counts(10, 3, (8, 4, 1)), k=3)
     assert metrics == pytest.approx(
         {
             "rollout/draft_tokens": 30,
@@ -62,13 +62,15 @@ def test_speculation_metrics_by_hand():
             "rollout/acceptance_rate_pos_1": 0.8,
             "rollout/acceptance_rate_pos_2": 0.4,
             "rollout/acceptance_rate_pos_3": 0.1,
+            "rollout/drafts_k3": 10,
+            "rollout/accepted_k3": 13,
         }
     )
 
 
 def test_no_acceptance_is_claimed_where_nothing_was_drafted():
     assert speculation_metrics(None, k=3) == {}
-    assert speculation_metrics(SpeculationCounts(0, 0, (0, 0, 0)), k=3) == {
+    assert speculation_metrics(counts(0, 3, (0, 0, 0)), k=3) == {
         "rollout/draft_tokens": 0,
         "rollout/num_drafts": 0,
     }

@@ -8,7 +8,9 @@ import pytest
 from cotrain.config import RunConfig
 from cotrain.records import Versions
 from cotrain.registry import list_drafters, print_drafters, pull_drafter, resolve_drafter_init
+from cotrain.served_drafts import metrics_of
 from cotrain.tracking import Tracker
+from tests.speculation_counts import counts
 
 NAME = "smollm2-135m-instruct-drafter"
 
@@ -26,14 +28,14 @@ def store(empty_mlflow_database, tmp_path_factory):
         task={"type": "reasoning_gym", "name": "chain_sum"},
     )
     with Tracker(config) as tracker:
-        for version, acceptance in ((1, 2.0), (2, 1.5)):
+        for version, accepted in ((1, (60, 40)), (2, (30, 20))):
             folder = root / f"v{version}"
             folder.mkdir()
             (folder / "config.json").write_text(f'{{"version": {version}}}')
             (folder / "model.safetensors").write_bytes(b"weights" * version)
             tags = {"init": "random", "data_fingerprint": "abc"}
             tracker.log_drafter(folder, Versions(10 + version, version), version, {}, tags).result(10)
-            tracker.log_served(version, acceptance, version + 1).result(10)
+            tracker.log_served(version, metrics_of(counts(100, 2, accepted)), version + 1).result(10)
     return root
 
 
@@ -48,11 +50,11 @@ def test_list(uri):
         (2, ("serving",), 12, 2),
         (1, ("best",), 11, 1),
     ]
-    assert [row.acceptance_length for row in rows] == [1.5, 2.0]
+    assert [(row.acceptance_length, row.draft_tokens) for row in rows] == [(1.5, 2), (2.0, 2)]
     stream = io.StringIO()
     print_drafters(rows, stream)
     line = next(line for line in stream.getvalue().splitlines() if "best" in line)
-    for text in (NAME, "p11", "d1", "2.00", "first"):
+    for text in (NAME, "p11", "d1", "2.00 at k=2", "first"):
         assert text in line
 
 

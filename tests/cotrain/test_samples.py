@@ -7,6 +7,7 @@ import pytest
 
 from cotrain.records import Prompt, Rollout, ScoredRollout, SpeculationCounts, Versions
 from cotrain.samples import write_samples
+from tests.speculation_counts import counts
 
 
 def scored(i: int, speculation: SpeculationCounts | None = None) -> ScoredRollout:
@@ -25,8 +26,8 @@ def rows(path) -> list[dict]:
 
 def test_the_first_rollouts_are_written_one_a_line(tmp_path):
     path = tmp_path / "samples" / "step_000004.jsonl"
-    counts = SpeculationCounts(2, 6, (2, 1, 0))
-    write_samples(path, [scored(0, counts), scored(1), scored(2)], prompts("42"), num_samples=2)
+    drafted = counts(2, 3, (2, 1, 0))
+    write_samples(path, [scored(0, drafted), scored(1), scored(2)], prompts("42"), num_samples=2)
     first, second = rows(path)
     assert first == {
         "prompt": "prompt [1, 0]",

@@ -12,8 +12,10 @@ from cotrain.drafting.decisions import DecisionLog, DrafterEvent, read_decisions
 from cotrain.mlflow_store import MlflowClient, MlflowException, check_uri
 from cotrain.records import Versions
 from cotrain.registry import model_id_of
+from cotrain.served_drafts import metrics_of
 from cotrain.store_uri import tracking_uri, uri_argument
 from cotrain.tracking import Tracker, registered_name
+from tests.speculation_counts import counts
 
 TAGS = {"init": "random", "data_fingerprint": "abc"}
 
@@ -151,8 +153,8 @@ def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, 
         first = tracker.log_drafter(drafter_folder(b"1"), Versions(3, 1), 3, {"expected_acceptance_length": 1.5}, TAGS)
         second = tracker.log_drafter(drafter_folder(b"2"), Versions(5, 2), 5, {}, TAGS)
         assert (first.result(10), second.result(10)) == (1, 2)
-        tracker.log_served(1, 1.8, 4)
-        tracker.log_served(2, 1.4, 6).result(10)
+        tracker.log_served(1, metrics_of(counts(100, 1, (80,))), 4)
+        tracker.log_served(2, metrics_of(counts(100, 1, (40,))), 6).result(10)
     name = "smollm2-135m-instruct-drafter"
     tags = client.get_model_version(name, "2").tags
     expected = TAGS | {"policy_version": "5", "drafter_version": "2", "parent_version": "1", "run_name": "first"}
@@ -164,9 +166,42 @@ def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, 
     assert {(metric.key, metric.value, metric.step) for metric in model.metrics} == {
         ("expected_acceptance_length", 1.5, 3),
         ("acceptance_length", 1.8, 4),
+        ("draft_tokens", 1.0, 4),
+        ("num_drafts", 100.0, 4),
     }
     outputs = client.get_run(tracker.run_id).outputs.model_outputs
     assert sorted(output.step for output in outputs) == [3, 5]
+
+
+def test_best_is_the_best_of_one_run_at_one_draft_length(run_config, client, drafter_folder):
+    """Not the longest length of any step: k = 3 accepts more tokens than k = 1, and one good step is no good version."""
+
+    def version_of(alias):
+        return int(client.get_model_version_by_alias("smollm2-135m-instruct-drafter", alias).version)
+
+    short = {
+        k: metrics_of(counts(drafts, 1, (taken,), 3)) for k, (drafts, taken) in enumerate([(200, 120), (200, 150)])
+    }
+    long, few = metrics_of(counts(60, 3, (50, 40, 30))), metrics_of(counts(10, 1, (10,), 3))
+    with Tracker(run_config()) as tracker:
+        for number in (1, 2, 3):
+            tracker.log_drafter(drafter_folder(bytes([number])), Versions(number, number), number, {}, TAGS)
+        tracker.log_served(1, long, 1)  # 3.00 at k = 3, 1.60 at k = 1
+        tracker.log_served(1, short[0], 2)
+        tracker.log_served(2, short[1], 3)  # 1.75 at k = 1
+        tracker.log_served(3, few, 4).result(10)  # 2.00 at k = 1, in ten drafts
+    assert version_of("best") == 2
+    tags = client.get_model_version("smollm2-135m-instruct-drafter", "1").tags
+    assert (tags["acceptance_length"], tags["draft_tokens"], tags["num_drafts"]) == ("1.6000", "1", "200")
+    assert tags["sampling"] == "temperature 1, top_p 1, top_k 0, probabilistic drafts"
+    history = [{"step": 2, "versions/drafter": 1, **short[0]}, {"step": 3, "versions/drafter": 2, **short[1]}]
+    with Tracker(run_config(), run_id=tracker.run_id, history=history) as resumed:
+        resumed.log_served(2, metrics_of(counts(200, 1, (50,), 3)), 4).result(10)
+    assert version_of("best") == 1, "200 of 400 now: a resumed run goes on counting"
+    with Tracker(run_config(name="second")) as second:
+        second.log_drafter(drafter_folder(b"other run"), Versions(1, 1), 1, {}, TAGS)
+        second.log_served(1, metrics_of(counts(200, 1, (20,), 3)), 2).result(10)
+    assert version_of("best") == version_of("serving") == 4, "versions of another run are not compared"
 
 
 def test_a_resumed_run_registers_an_equal_drafter_once_and_another_anew(run_config, client, drafter_folder):
@@ -177,7 +212,7 @@ def test_a_resumed_run_registers_an_equal_drafter_once_and_another_anew(run_conf
         assert resumed.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS).result(10) == 1
         assert int(client.get_model_version_by_alias(resumed.registered_model, "serving").version) == 1
         assert resumed.log_drafter(drafter_folder(b"new"), Versions(2, 2), 2, {}, TAGS).result(10) == 3
-        resumed.log_served(2, 1.5, 3).result(10)
+        resumed.log_served(2, metrics_of(counts(100, 1, (50,))), 3).result(10)
     assert int(client.get_model_version_by_alias(resumed.registered_model, "best").version) == 3
 
 
@@ -208,7 +243,7 @@ def test_decisions_are_an_artifact_and_the_last_one_a_tag(run_config, client, tm
 def test_drafters_are_not_stored_when_switched_off(run_config, client, drafter_folder):
     with Tracker(run_config(tracking={"log_drafters": False})) as tracker:
         assert tracker.log_drafter(drafter_folder(), Versions(1, 1), 1, {}, TAGS).result(10) is None
-        assert tracker.log_served(1, 1.5, 2).result(10) is None
+        assert tracker.log_served(1, metrics_of(counts(100, 1, (50,))), 2).result(10) is None
     assert client.search_registered_models() == []
 
 

@@ -57,7 +57,6 @@ def planting(rollout_config: RolloutConfig, target_folder: Path, small_drafter_f
     """An engine whose worker takes bugs, and records verification steps one by one."""
     vllm = {
         "worker_extension_cls": f"{planted_bugs.__name__}.PlantingWorker",
-        "per_request_spec_decode_metrics": "detailed",
         "max_num_seqs": 64,
         "max_num_batched_tokens": 8192,
     }

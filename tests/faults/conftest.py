@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cotrain.drafting.gate import Promise, served_length
+from cotrain.drafting.expected import ExpectedAcceptance, served_length
 from cotrain.records import RolloutBatch
 from tests.engine.conftest import (  # noqa: F401
     drafter_folder,
@@ -25,6 +25,7 @@ from tests.engine.conftest import (  # noqa: F401
 )
 from tests.engine.test_runs import TIMEOUT_S
 from tests.faults.runs import REPEATABLE, start
+from tests.speculation_counts import expected
 
 NUM_FAULTS = 15
 COLUMNS = ("fault", "what was done", "caught by", "steps", "tokens lost")
@@ -56,11 +57,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "undisturbed"
 
 
-def promise_of(batch: RolloutBatch) -> Promise:
+def promise_of(batch: RolloutBatch) -> ExpectedAcceptance:
     """What a healthy drafter was served at, as the expectation for the steps after it."""
     length, counts = served_length(batch.rollouts), batch.speculation
     assert length is not None and counts is not None
-    return Promise(length, tuple(accepted / counts.num_drafts for accepted in counts.accepted_per_position[:3]))
+    rates = [accepted / counts.num_drafts for accepted in counts.accepted_per_position[:3]]
+    return expected(rates, length.standard_error, length.num_groups)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,7 +7,8 @@ import pytest
 from cotrain.alarm_config import AlarmConfig
 from cotrain.alarms import StepRecord, check_step
 from cotrain.drafting.drift import TrainTrigger
-from cotrain.drafting.gate import Pace, served_length
+from cotrain.drafting.expected import served_length
+from cotrain.drafting.gate import pace_of
 from cotrain.drafting.gate_config import GateConfig
 from cotrain.records import Rollout, RolloutBatch, Versions
 from drafters.base import Drafter
@@ -17,11 +18,6 @@ from tests.faults.conftest import Fault
 pytestmark = pytest.mark.engine
 
 WARM_UP_STEPS, LAG_LIMIT = 4, 2
-
-
-def pace_of(batch: RolloutBatch) -> Pace:
-    assert batch.speculation is not None
-    return Pace(batch.num_generated_tokens, batch.seconds / batch.speculation.num_drafts)
 
 
 def test_5_the_drafter_is_forgotten(
@@ -37,7 +33,7 @@ def test_5_the_drafter_is_forgotten(
 
     def step(seed: int) -> bool:
         batch = fresh.generate(make_requests(16, seed=seed))
-        trigger.observe(None, served_length(batch.rollouts))
+        trigger.observe(None, None, served_length(batch.rollouts))
         return trigger.decide(seed, pace_of(batch)).train
 
     assert not any(step(seed) for seed in range(WARM_UP_STEPS))

@@ -209,7 +209,6 @@ def test_a_runs_configuration_gives_model_sampling_and_draft_length(drafter_fold
     assert verification.plan.draft_tokens == 2
     assert verification.rollout.dtype == "float32"
     assert verification.plan.settings[1].samplers == (Sampler(0.8, 1.0, 0, ""),)
-    assert verification.rollout.vllm["per_request_spec_decode_metrics"] == "detailed"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from cotrain.records import SpeculationCounts
-from drafters.acceptance import RolloutAcceptance, StartAcceptance, rollout_acceptance
+from drafters.acceptance import RolloutAcceptance, StartAcceptance, rollout_acceptances
+from tests.speculation_counts import counts
 
 DRAFT_TOKENS = 3
 SHORTEST, LONGEST = 12, 48
@@ -49,8 +50,8 @@ def acceptance_table(rollouts: Rollouts, skill: float, rng: np.random.Generator,
     return np.stack([1 / (1 + np.exp(DEPTH_COST * k - logit[:, k : k + LONGEST])) for k in range(DRAFT_TOKENS)], 1)
 
 
-def score(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2) -> RolloutAcceptance:
-    """What a forward pass over the rollouts knows of a drafter."""
+def score(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2) -> list[RolloutAcceptance]:
+    """What a forward pass over the rollouts knows of a drafter, at each draft length."""
     table = acceptance_table(rollouts, skill, rng, own)
     lucky = np.stack([rollouts.luck[:, k : k + LONGEST] for k in range(DRAFT_TOKENS)], 1)
     offsets = np.arange(LONGEST)
@@ -64,10 +65,12 @@ def score(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float
         torch.from_numpy(rows),
         torch.from_numpy(columns),
     )
-    return rollout_acceptance([start], DRAFT_TOKENS)
+    return rollout_acceptances([start], DRAFT_TOKENS)
 
 
-def serve(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2) -> SpeculationCounts:
+def serve(
+    rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2, draft_tokens: int = DRAFT_TOKENS
+) -> SpeculationCounts:
     """What an engine counts that generates these rollouts with a drafter."""
     table = acceptance_table(rollouts, skill, rng, own)
     num_drafts, accepted = 0, [0] * DRAFT_TOKENS
@@ -76,15 +79,15 @@ def serve(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float
         while start < length:
             num_drafts += 1
             k = 0
-            while k < DRAFT_TOKENS and rollouts.luck[row, start + k] < table[row, k, start]:
+            while k < draft_tokens and rollouts.luck[row, start + k] < table[row, k, start]:
                 accepted[k] += 1
                 k += 1
             start += 1 + k
-    return SpeculationCounts(num_drafts, num_drafts * DRAFT_TOKENS, tuple(accepted))
+    return counts(num_drafts, draft_tokens, accepted, DRAFT_TOKENS)
 
 
 def true_length(skill: float, own: float = 0.2) -> float:
     """Of a drafter on all rollouts of the policy."""
     rng = np.random.default_rng(1)
-    scored = score(sample_rollouts(rng, 2000, 1), skill, rng, own)
+    scored = score(sample_rollouts(rng, 2000, 1), skill, rng, own)[-1]
     return 1 + float(scored.accepted.sum() / scored.steps.sum())

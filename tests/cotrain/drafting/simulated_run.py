@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 
 from cotrain.drafting.trainer import FreshScores
-from cotrain.records import Rollout, RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
+from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
+from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.payload import WeightUpdateRefused
 from tests.cotrain.drafting.simulated import DRAFT_TOKENS, acceptance_table, sample_rollouts, score
+from tests.speculation_counts import counts
 
 RANDOM, GOOD = -8.0, 1.0  # acceptance lengths 1.00 and 2.2
 PROMPTS, SAMPLES = 8, 4
@@ -45,18 +47,12 @@ class World:
                     accepted[k] += 1
                     k += 1
                 start += 1 + k
-            counts = SpeculationCounts(num_drafts, DRAFT_TOKENS * num_drafts, tuple(accepted)) if num_drafts else None
+            found = counts(num_drafts, DRAFT_TOKENS, accepted) if num_drafts else None
             versions = Versions(step - 1, self.serving)
             prompt, response = str(self.rollouts.prompts[row]), [3] * int(length)
-            out.append(Rollout(prompt, row, [1, 2], response, [0.0] * len(response), "", "stop", versions, counts))
-        drafted = [r.speculation for r in out if r.speculation]
-        total = SpeculationCounts(
-            sum(c.num_drafts for c in drafted),
-            sum(c.num_draft_tokens for c in drafted),
-            tuple(sum(c.accepted_per_position[k] for c in drafted) for k in range(DRAFT_TOKENS)),
-        )
+            out.append(Rollout(prompt, row, [1, 2], response, [0.0] * len(response), "", "stop", versions, found))
         num_tokens = int(self.rollouts.lengths.sum())
-        return RolloutBatch(out, [], total if drafted else None, num_tokens * 0.05, num_tokens)
+        return RolloutBatch(out, [], total_counts(r.speculation for r in out), num_tokens * 0.05, num_tokens)
 
     # the trainer
 

@@ -4,26 +4,30 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from cotrain.drafting.canary import Canary
-from cotrain.drafting.gate import Estimate, Pace, Promise, decide
+from cotrain.drafting.expected import expected_of
 from cotrain.drafting.gate_config import GateConfig
 from cotrain.records import SpeculationCounts
+from cotrain.rollout.acceptance_stats import counts_of_steps
+from drafters.acceptance import StartAcceptance, rollout_acceptances
 from tests.cotrain.drafting.simulated import sample_rollouts, score, serve
+from tests.speculation_counts import counts, expected
 
-PROMISE = Promise(Estimate(2.2, 0.05, 10), (0.6, 0.4, 0.2))
-KEPT = SpeculationCounts(100, 300, (60, 40, 20))
-BROKEN = SpeculationCounts(100, 300, (2, 0, 0))
+PROMISE = expected((0.6, 0.4, 0.2))
+KEPT = counts(100, 3, (60, 40, 20))
+BROKEN = counts(100, 3, (2, 0, 0))
 SKILL, COLLAPSED = 1.3, -5.0  # acceptance lengths 2.41 and 1.02
 
 
 def first_alarms(config: GateConfig, served_skill: float, count: int, prompts: int, samples: int = 2) -> list[int]:
     """Step of each roll-back, 0 for none. 24 held-out rollouts, those of `prompts` served in a step."""
-    rng, pace = np.random.default_rng(0), Pace(2000, 0.02)
+    rng = np.random.default_rng(0)
     alarms = []
     for _ in range(count):
         held_out = sample_rollouts(rng, 24 // samples, samples)
-        promise = decide(score(held_out, SKILL, rng), None, held_out.names, pace, 1, 0.0, config).promise
+        promise = expected_of(score(held_out, SKILL, rng), held_out.names)
         assert promise is not None
         canary = Canary(config, version=0)
         canary.published(1, promise)
@@ -70,7 +74,7 @@ def test_counts_of_all_steps_since_the_publication_are_judged_together():
     canary = Canary(GateConfig(), version=0)
     canary.published(1, PROMISE)
     canary.observe(KEPT, 8)
-    decision = canary.observe(SpeculationCounts(300, 900, (150, 90, 60)), 8)
+    decision = canary.observe(counts(300, 3, (150, 90, 60)), 8)
     assert (decision.served_length, decision.num_drafts, decision.look) == (2.05, 400, 2)
 
 
@@ -91,37 +95,71 @@ def test_a_version_without_a_promise_is_not_watched():
     assert (canary.serving, canary.last_good, canary.watching) == (1, 1, False)
 
 
-@pytest.mark.parametrize("counts", [None, SpeculationCounts(0, 0, (0, 0, 0))])
-def test_a_step_without_drafts_proves_nothing(counts):
+@pytest.mark.parametrize("nothing", [None, counts(0, 3, (0, 0, 0))])
+def test_a_step_without_drafts_proves_nothing(nothing):
     canary = Canary(GateConfig(canary_steps=1), version=0)
     canary.published(1, PROMISE)
-    assert canary.observe(counts, 8).verdict == "no look"
+    assert canary.observe(nothing, 8).verdict == "no look"
     assert canary.watching
     canary.published(2, PROMISE)
     assert canary.last_good == 0
 
 
 def test_shorter_drafts_are_held_against_what_they_can_accept():
-    for counts in (SpeculationCounts(1000, 1000, (600,)), SpeculationCounts(1000, 2000, (600, 300))):
+    mixed = SpeculationCounts((500, 0, 500), ((300, 0, 0), (0, 0, 0), (300, 200, 100)))
+    for served in (counts(1000, 1, (600,), 3), mixed):
         canary = Canary(GateConfig(), version=0)
         canary.published(1, PROMISE)
-        decision = canary.observe(counts, 8)
+        decision = canary.observe(served, 8)
         assert decision.verdict == "watching"
         assert decision.promised_length == pytest.approx(decision.served_length)
-    assert canary.observe(SpeculationCounts(1000, 2000, (100, 0, 0)), 8).verdict == "roll back"
+    assert canary.observe(counts(1000, 2, (100, 0), 3), 8).verdict == "roll back"
+
+
+def periodic(rollouts: int, easy: float = 0.96) -> list[StartAcceptance]:
+    """Texts of two easy tokens and one that no draft gets right, over and over, 60 tokens each."""
+    tokens = np.arange(60 + 3)
+    easy_at = np.where(tokens % 3 == 2, 0.0, easy)
+    table = np.stack([easy_at[k : k + 60] for k in range(3)])
+    rows = np.repeat(np.arange(rollouts), 60)
+    chances = torch.from_numpy(np.tile(table, rollouts))
+    return [StartAcceptance(chances, chances, torch.from_numpy(rows), torch.arange(60).repeat(rollouts))]
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 2, 3])
+def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(draft_tokens):
+    """The first draft token is accepted in 0.96 of the steps at k = 3, and in 0.53 at k = 1: fewer, not as many."""
+    promise = expected_of(rollout_acceptances(periodic(24), 3), [str(i % 8) for i in range(24)])
+    assert promise is not None
+    rng, steps = np.random.default_rng(0), []
+    for _ in range(32):
+        start = 0
+        while start < 60:
+            taken = 0
+            while taken < draft_tokens and rng.random() < (0.0 if (start + taken) % 3 == 2 else 0.96):
+                taken += 1
+            steps.append((draft_tokens, taken))
+            start += 1 + taken
+    served = counts_of_steps(steps, 3)
+    canary = Canary(GateConfig(canary_tolerance=0), version=0)
+    canary.published(1, promise)
+    decision = canary.observe(served, 8)
+    assert decision.verdict == "watching", decision.reason
+    assert decision.promised_length == pytest.approx(served.acceptance_length, rel=0.03)
+    assert promise.rates[0][0] < 0.6 < 0.9 < promise.rates[2][0]
 
 
 def test_little_evidence_is_no_proof_of_a_broken_promise():
     canary = Canary(GateConfig(), version=0)
     canary.published(1, PROMISE)
-    assert canary.observe(SpeculationCounts(3, 9, (0, 0, 0)), 8).verdict == "watching"
+    assert canary.observe(counts(3, 3, (0, 0, 0)), 8).verdict == "watching"
 
 
 def test_a_promise_less_certain_or_fewer_prompts_lower_the_bound():
     bounds = []
     for error, num_prompts in [(0.01, 8), (0.1, 8), (0.1, 2)]:
         canary = Canary(GateConfig(), version=0)
-        canary.published(1, Promise(Estimate(2.2, error, 10), PROMISE.rates))
+        canary.published(1, expected((0.6, 0.4, 0.2), error))
         bounds.append(canary.observe(KEPT, num_prompts).bound)
     assert bounds == sorted(bounds, reverse=True)
     assert len(set(bounds)) == 3
@@ -143,31 +181,27 @@ def test_versions_only_go_up(method):
         getattr(canary, method)(3, *([PROMISE] if method == "published" else []))
 
 
-@pytest.mark.parametrize(
-    ("rates", "message"),
-    [((), "rates of the promise are"), ((1.2,), "rates of the promise are"), ((0.5,), "its rates add up to 1.5"),
-     ((float("nan"),), "rates of the promise are")],
-)  # fmt: skip
-def test_a_promise_nobody_could_keep_is_refused(rates, message):
-    with pytest.raises(ValueError, match=message):
-        Canary(GateConfig(), version=0).published(1, Promise(Estimate(2.2, 0.05, 10), rates))
+@pytest.mark.parametrize("rates", [(), (1.2,), (float("nan"),), (-0.1,)])
+def test_an_expectation_nobody_could_have_is_refused(rates):
+    with pytest.raises(ValueError, match="they must be shares"):
+        expected(rates)
 
 
 @pytest.mark.parametrize(
-    ("counts", "message"),
+    ("found", "message"),
     [
-        (SpeculationCounts(10, 40, (5, 4, 3, 2)), "score candidates at the longest draft length served"),
-        (SpeculationCounts(10, 5, (5, 4, 3)), "num_draft_tokens is 5 in 10 verification steps"),
-        (SpeculationCounts(10, 30, (5, 6, 3)), "accepted_per_position is"),
-        (SpeculationCounts(10, 30, (11, 6, 3)), "accepted_per_position is"),
-        (SpeculationCounts(10, 30, (5, 4, -1)), "accepted_per_position is"),
+        (counts(10, 4, (5, 4, 3, 2)), "score candidates at the longest draft length served"),
+        (SpeculationCounts((10, 0, 0), ((5, 4, 0), (0, 0, 0), (0, 0, 0))), "verification steps of 1 draft tokens"),
+        (counts(10, 3, (5, 6, 3)), "accepted is"),
+        (counts(10, 3, (11, 6, 3)), "accepted is"),
+        (counts(10, 3, (5, 4, -1)), "accepted is"),
     ],
 )
-def test_counts_no_engine_can_have_are_refused(counts, message):
+def test_counts_no_engine_can_have_are_refused(found, message):
     canary = Canary(GateConfig(), version=0)
     canary.published(1, PROMISE)
     with pytest.raises(ValueError, match=message):
-        canary.observe(counts, 8)
+        canary.observe(found, 8)
     assert canary.observe(KEPT, 8).look == 1  # nothing of them was counted
 
 

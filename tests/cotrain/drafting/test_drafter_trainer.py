@@ -293,7 +293,7 @@ def test_each_publication_is_the_next_version(new_trainer):
 
 def lengths_of(scores):
     """(serving, candidate) acceptance lengths over all rollouts."""
-    drafters = (scores.serving, scores.candidate)
+    drafters = (by_length[-1] for by_length in (scores.serving, scores.candidate) if by_length)
     return [None if d is None else 1 + float(d.accepted.sum() / d.steps.sum()) for d in drafters]
 
 
@@ -302,14 +302,14 @@ def test_fresh_rollouts_score_the_served_drafter_and_the_candidate(new_trainer, 
     trainer.add_features([shard_of(target.rollouts(48, 1, seed=1, policy_version=0))])
     first = trainer.score_fresh(0, [0])
     assert first.candidate is None
-    assert len(set(first.prompts)) == len(first.prompts) == len(first.serving.steps) == 32, "gate.max_rollouts"
+    assert len(set(first.prompts)) == len(first.prompts) == len(first.serving[-1].steps) == 32, "gate.max_rollouts"
     trainer.train(1)
     trainer.add_features([shard_of(target.rollouts(12, 2, seed=2, policy_version=0))])
     scores = trainer.score_fresh(0, [0])
     serving, candidate = lengths_of(scores)
-    assert (scores.sessions, scores.candidate.accepted.shape) == (1, (24, 3))
+    assert (scores.sessions, [s.accepted.shape for s in scores.candidate]) == (1, [(24, 1), (24, 2), (24, 3)])
     assert candidate > serving + 0.04
-    assert not scores.serving.accepted.requires_grad
+    assert not scores.serving[-1].accepted.requires_grad
     assert trainer.publish() == 1
     assert trainer.score_fresh(1, [0]).candidate is None, "it is the published drafter itself"
     assert lengths_of(trainer.score_fresh(1, [0]))[0] == pytest.approx(candidate)

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 from cotrain.drafting.drift import TrainTrigger
-from cotrain.drafting.gate import Estimate, Pace
+from cotrain.drafting.expected import Estimate
+from cotrain.drafting.gate import Pace
 from cotrain.drafting.gate_config import GateConfig
 
 DRIFT = GateConfig(train_when="drift")
-PACE = Pace(tokens_per_step=2000, seconds_per_verification=0.02)  # a step takes 40 s / acceptance length
+PACE = Pace(
+    tokens_per_step=2000, seconds_per_verification=0.02, steps=(0, 0, 0, 900)
+)  # a step takes 40 s / acceptance length
 NOISE, NUM_PROMPTS, CEILING = 0.04, 8, 2.6
 
 
@@ -34,7 +37,7 @@ class Run:
             self.step += 1
             self.length = max(1.0, self.length - drift)
             expected, served = self.length + self.rng.normal(0, NOISE, 2) - [0, served_shortfall]
-            self.trigger.observe(estimate(expected), estimate(served))
+            self.trigger.observe(estimate(expected), estimate(expected), estimate(served))
             decision = self.trigger.decide(self.step, pace)
             if decision.train:
                 gain = self.learns * (CEILING - self.length)
@@ -143,8 +146,8 @@ def test_a_session_at_no_cost_needs_a_gain_all_the_same():
 def test_steps_without_held_out_rollouts_count_by_what_was_served():
     trigger = TrainTrigger(DRIFT, 1)
     for served in [2.6] * 10 + [1.5] * 4:
-        trigger.observe(None, estimate(served))
-    trigger.observe(None, None)
+        trigger.observe(None, None, estimate(served))
+    trigger.observe(None, None, None)
     for _ in range(3):
         trigger.record_session(0.0, 1.0)
     assert trigger.decide(15, PACE).gap == pytest.approx(1.1)
@@ -153,10 +156,10 @@ def test_steps_without_held_out_rollouts_count_by_what_was_served():
 def test_continues_exactly():
     run, saved = Run(), Run(seed=1)
     run.steps(25, drift=0.01)
-    saved.trigger.observe(estimate(9.0), None)  # forgotten on load
+    saved.trigger.observe(estimate(9.0), estimate(9.0), None)  # forgotten on load
     saved.trigger.load_state(json.loads(json.dumps(run.trigger.state())))
     for trigger in (run.trigger, saved.trigger):
-        trigger.observe(estimate(2.3), estimate(2.0))
+        trigger.observe(estimate(2.3), estimate(2.3), estimate(2.0))
     assert saved.trigger.decide(26, PACE) == run.trigger.decide(26, PACE)
     assert saved.trigger.state() == run.trigger.state()
 

@@ -189,7 +189,8 @@ def test_always_publishes_what_no_rollout_can_judge(new_loop: Any) -> None:
         run(loop, world, [1])
         world.sessions = 1
         nothing = score(sample_rollouts(np.random.default_rng(0), 8, 4), 0.0, np.random.default_rng(0))
-        nothing.steps[:], nothing.accepted[:], nothing.known[:] = float("nan"), float("nan"), 0
+        for scored in nothing:
+            scored.steps[:], scored.accepted[:], scored.known[:] = float("nan"), float("nan"), 0
         world.take_in = lambda *_, nothing=nothing: (FreshScores(["a"] * 32, nothing, nothing, 1), {})  # type: ignore[method-assign]
         [row] = run(loop, world, [2])
         assert row.serving == serving

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cotrain.lossless.target_law import target_log_probs
-from cotrain.records import Rollout, RolloutBatch, RolloutRequest, SpeculationCounts, Versions, WeightPayload
+from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Versions, WeightPayload
+from cotrain.rollout.acceptance_stats import counts_of_steps
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.simulated_sampler import VOCAB, Setting, draw, speculate
 
@@ -80,7 +81,7 @@ class MarkovEngine:
     def _rollout(
         self, request: RolloutRequest, tokens: list[int], log_probs: list[float], steps: list[tuple[int, int]]
     ) -> Rollout:
-        counts = SpeculationCounts(len(steps), len(steps) * self.draft_tokens, ()) if self.draft_tokens else None
+        counts = counts_of_steps(steps, self.draft_tokens) if self.draft_tokens else None
         return Rollout(
             request.prompt_id, request.sample_index, request.prompt_token_ids, tokens, log_probs, "", "length",
             self.versions, counts, tuple(steps) if self.draft_tokens else (),

@@ -65,6 +65,7 @@ class Tally:
     tokens: float = 0.0
     trial_seconds: float = 0.0
     without: float = 0.0
+    drafts: int = 0  # verification steps, over all requests
     chosen: list[int] = field(default_factory=list)
 
     @property
@@ -133,6 +134,7 @@ class SimulatedEngine:
         noisy = seconds * np.exp(self.noise * self.random.standard_normal())
         self.now += noisy * (5.0 if self.random.random() < self.outliers else 1.0)
         self._pending = drafted
+        tally.drafts += batch * (verified > 0)
         if not prefill:
             trial = drafted != self.controller.draft_tokens[batch - 1]
             tally.seconds += seconds

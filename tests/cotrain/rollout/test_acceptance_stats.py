@@ -5,19 +5,21 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from cotrain.records import Rollout, SpeculationCounts, Versions
 from cotrain.rollout.acceptance_stats import counts_of_request, total_counts, verification_steps
+from tests.speculation_counts import counts as counts_of
 
 
-def metrics_of(steps: list[tuple[int, int]], k: int = 3, detailed: bool = False) -> RequestSpecDecodeMetrics:
+def metrics_of(steps: list[tuple[int, int]], k: int = 3) -> RequestSpecDecodeMetrics:
     """steps: (draft tokens, accepted draft tokens) of each verification step."""
     metrics = RequestSpecDecodeMetrics.new(k)
     for drafted, accepted in steps:
-        metrics.observe(drafted, accepted, detailed)
+        metrics.observe(drafted, accepted, detailed=True)
     return metrics
 
 
 def test_a_position_counts_when_all_before_it_were_accepted():
     counts = counts_of_request(metrics_of([(3, 0), (3, 1), (3, 3), (2, 2)]))
-    assert counts == SpeculationCounts(4, 11, (3, 2, 1))
+    assert counts == SpeculationCounts((0, 1, 3), ((0, 0, 0), (1, 1, 0), (2, 1, 1)))
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.accepted_per_position) == (4, 11, (3, 2, 1))
     assert counts.acceptance_length == 1 + 6 / 4
 
 
@@ -28,7 +30,7 @@ def test_the_acceptance_length_is_vllms():
 
 def test_totals_are_sums_over_requests():
     requests = [metrics_of([(3, 3), (3, 1)]), None, metrics_of([(3, 0)])]
-    assert total_counts(counts_of_request(m) for m in requests) == SpeculationCounts(3, 9, (2, 1, 1))
+    assert total_counts(counts_of_request(m) for m in requests) == counts_of(3, 3, (2, 1, 1))
 
 
 def test_without_speculation_there_are_no_counts():
@@ -39,14 +41,13 @@ def test_without_speculation_there_are_no_counts():
 
 def test_a_request_that_was_never_drafted_for_has_length_one():
     counts = counts_of_request(metrics_of([]))
-    assert counts == SpeculationCounts(0, 0, (0, 0, 0))
+    assert counts == counts_of(0, 3, (0, 0, 0))
     assert counts.acceptance_length == 1.0
 
 
-def test_steps_one_by_one_where_vllm_keeps_them():
+def test_steps_one_by_one():
     steps = [(3, 0), (2, 2), (1, 1)]
-    assert verification_steps(metrics_of(steps, detailed=True)) == tuple(steps)
-    assert verification_steps(metrics_of(steps)) == ()
+    assert verification_steps(metrics_of(steps)) == tuple(steps)
     assert verification_steps(None) == ()
 
 

@@ -151,6 +151,25 @@ def test_a_model_that_is_wrong_shows_as_disagreement(tmp_path: Path) -> None:
     assert report.disagreement < -0.2
 
 
+def test_drafts_that_no_step_was_left_to_verify_do_not_count(tmp_path: Path) -> None:
+    """The first step of a trial only drafts. Where it is the last of a generate call, nothing could be verified: the
+    alarm for engines that draft nothing must not see a draft there, and must see one in every other call with drafts."""
+    engine = SimulatedEngine(tmp_path, CPU, BAD, max_batch=4)
+    engine.calibrate()
+    engine.run(4, 1, update=False)
+    engine.planner.idle(engine.now)
+    engine.controller.report()
+    random, drafted, in_vain = np.random.default_rng(0), 0, 0
+    for _ in range(1500):
+        tally = engine.drain(random.integers(2, 10, size=4).tolist(), update=False)
+        asked = any(step["draft_tokens"] for step in engine.controller._log.waiting())
+        report = engine.controller.report()
+        assert (report.longest_draft > 0) == (tally.drafts > 0)
+        drafted += tally.drafts > 0
+        in_vain += asked and not tally.drafts
+    assert drafted > 10 and in_vain > 0, "calls of both kinds"
+
+
 def test_without_speculation_the_speedup_is_one(tmp_path: Path) -> None:
     engine = SimulatedEngine(tmp_path, CPU, BAD, max_batch=16)
     engine.calibrate()

@@ -1,0 +1,28 @@
+"""Drafting counts and expectations of one draft length, for tests that need no more."""
+
+from collections.abc import Sequence
+
+from cotrain.drafting.expected import ExpectedAcceptance
+from cotrain.records import SpeculationCounts
+
+
+def counts(num_drafts: int, draft_tokens: int, accepted: Sequence[int], most: int | None = None) -> SpeculationCounts:
+    """Verification steps that all had `draft_tokens` draft tokens; accepted by position; K is `most` or as many."""
+    most = most or max(draft_tokens, len(accepted))
+    steps, rows = [0] * most, [(0,) * most for _ in range(most)]
+    steps[draft_tokens - 1] = num_drafts
+    rows[draft_tokens - 1] = (*accepted, *(0,) * (most - len(accepted)))
+    return SpeculationCounts(tuple(steps), tuple(rows))
+
+
+def expected(rates: Sequence[float], standard_error: float = 0.05, num_groups: int = 10) -> ExpectedAcceptance:
+    """A drafter whose positions do not depend on the draft length, known with one standard error at each of them."""
+    most = len(rates)
+    # Of G values without one prompt each, two lie apart and give the jackknife this standard error.
+    apart = standard_error * (num_groups / (num_groups - 1) / 2) ** 0.5
+    by_length, without = [], []
+    for k in range(1, most + 1):
+        by_length.append((*rates[:k], *(0.0,) * (most - k)))
+        length = sum(rates[:k])
+        without.append((length - apart, length + apart, *(length,) * (num_groups - 2)))
+    return ExpectedAcceptance(tuple(by_length), tuple(without))
