@@ -8,12 +8,14 @@ import pytest
 
 from cotrain.lossless.draws import Draws
 from cotrain.lossless.emitted import LOGIT_ERROR, response_draws
-from cotrain.lossless.monitor import LEAST_SPECULATED, Chosen, Look, LosslessMonitor
-from cotrain.lossless.monitor_config import MonitorConfig
+from cotrain.lossless.monitor import Chosen, Look, LosslessMonitor
+from cotrain.lossless.monitor_config import LEAST_SPECULATED, MonitorConfig
+from cotrain.lossless.power import detectable_distance, level_of_check
 from cotrain.lossless.setting import PLAIN
-from cotrain.records import Rollout, RolloutRequest, SpeculationCounts
+from cotrain.records import Rollout, RolloutRequest
 from drafters.base import Sampler
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
+from tests.speculation_counts import counts
 
 MODEL = MarkovModel()
 
@@ -67,6 +69,8 @@ def test_rollouts_that_were_not_speculated_are_no_pass() -> None:
     assert monitor.choose(rollouts[:2] + without_speculation(rollouts[2:])) is None
     look = look_at(monitor, 3, rollouts)
     assert look.number == 1 and look.speculated_tokens >= LEAST_SPECULATED
+    level = level_of_check(look.verdict.alpha * 6, num_checks=len(look.verdict.rows))  # of a first look
+    assert detectable_distance(LEAST_SPECULATED, level) == pytest.approx(0.26, abs=0.01)
 
 
 def test_the_choice_does_not_depend_on_what_was_speculated() -> None:
@@ -83,8 +87,8 @@ def test_of_a_response_cut_short_only_what_must_have_been_speculated_counts() ->
     rollout = rollouts_of(num=1)[0]
     tokens = rollout.token_ids * 10
     for emitted, counted in ((399, 249), (250, 100), (249, None), (0, None)):
-        counts = SpeculationCounts(emitted, emitted, (0,)) if emitted else None
-        long = replace(rollout, token_ids=tokens, log_probs=rollout.log_probs * 10, speculation=counts)
+        counted_steps = counts(emitted, 1, [0]) if emitted else None
+        long = replace(rollout, token_ids=tokens, log_probs=rollout.log_probs * 10, speculation=counted_steps)
         chosen = monitor_of(tokens=252).choose([long])
         assert (chosen and chosen.speculated_tokens) == counted
         assert chosen is None or len(chosen.rollouts[0].token_ids) == 250
