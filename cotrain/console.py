@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from rich.console import Console as RichConsole
 
 from cotrain.config import RunConfig
+from cotrain.lossless.monitor_config import LEAST_SPECULATED
 from cotrain.records import Versions
 from cotrain.run_dir import RunDir
 
@@ -186,8 +187,7 @@ def _drafter_lines(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: Ru
         k = config.rollout.draft_tokens
         lines.append(f"  acceptance   {acceptance}   (tokens per verification step; 1 is no gain, {k + 1} the most)")
     lines.append(f"  swaps        {_swaps(rows)}")
-    if lossless := _lossless(rows, run):
-        lines.append(f"  lossless     {lossless}")
+    lines.append(f"  lossless     {_lossless(config, rows, run)}")
     if run.speculation:
         lines.append(f"  speculation  {run.speculation}")
     if gain := _from_to(rows, "rollout/speedup_vs_no_speculation", span):
@@ -206,18 +206,26 @@ def _swaps(rows: Sequence[Mapping[str, Any]]) -> str:
     return text + (f", {back} times back to an earlier one" if back else "")
 
 
-def _lossless(rows: Sequence[Mapping[str, Any]], run: RunSummary) -> str:
-    """What was checked; empty when nothing was."""
-    found = []
-    if looks := [row for row in rows if row.get("lossless/look") is not None]:
-        tokens = sum(row.get("lossless/tokens") or 0 for row in looks)
-        failed = sum(not row.get("lossless/passed") for row in looks)
-        verdict = f"{failed} of {len(looks)} looks FAILED" if failed else f"verified on {tokens:,.0f} sampled tokens"
-        found.append(f"{verdict} ({len(looks)} {'look' if len(looks) == 1 else 'looks'} in this run)")
+def _lossless(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> str:
+    """What was checked, and on how much; a look at tokens that were not speculated says nothing of speculation."""
+    looks = [row for row in rows if row.get("lossless/look") is not None]
+    tokens, speculated = (
+        sum(row.get(f"lossless/{name}") or 0 for row in looks) for name in ("tokens", "speculated_tokens")
+    )
+    if failed := sum(not row.get("lossless/passed") for row in looks):
+        found = f"{failed} of {len(looks)} looks FAILED"
+    elif speculated:
+        number = "1 look" if len(looks) == 1 else f"{len(looks)} looks"
+        found = f"verified on {tokens:,.0f} sampled tokens, {speculated:,.0f} of them speculated ({number} in this run)"
+    elif config.lossless.enabled:
+        least = f"no look held {LEAST_SPECULATED} speculated tokens"
+        found = f"not checked in this run: {least} (cotrain verify checks the engine)"
+    else:
+        found = "not checked in this run: lossless.enabled is false"
     if run.greedy_identical is not None:
         same = "identical with and without speculation" if run.greedy_identical else "DIFFERS: please report this"
-        found.append(f"greedy output {same}")
-    return "; ".join(found)
+        found += f"; greedy output {same}"
+    return found
 
 
 def _acceptance(rows: Sequence[Mapping[str, Any]], span: int) -> str | None:

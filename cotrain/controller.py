@@ -184,10 +184,12 @@ class Controller:
         drafting, monitor = self.roles.drafting, self.monitor
         if drafting is None or not monitor.due(step, self.run_seconds):
             return {}
+        chosen = monitor.choose(batch.rollouts)
+        if chosen is None:
+            return {}
         started = time.perf_counter()
         with self._timed("lossless"):
-            chosen = monitor.choose(batch.rollouts)
-            draws = self.roles.policy.response_draws(chosen, self._sampler, monitor.logit_tolerance)
+            draws = self.roles.policy.response_draws(chosen.rollouts, self._sampler, monitor.logit_tolerance)
             look = monitor.look(step, chosen, draws, time.perf_counter() - started)
         if not look.passed:
             cause = "speculation is not lossless on this engine, or the engines serve other policy weights"

@@ -100,7 +100,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def alpha_of_look(alpha: float, look: int) -> float:
-    """Share of alpha for the look-th (1, 2, ...) verdict of a monitor; all looks of an endless run add up to alpha."""
+    """Share of alpha for the look-th (1, 2, ...) look that a monitor considers; those of an endless run add up to alpha."""
     if look < 1:
         raise ValueError(f"look is {look}; the first one is 1")
     return alpha / (look * (look + 1))

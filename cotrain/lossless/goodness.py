@@ -13,7 +13,7 @@ from cotrain.lossless.draws import BY_PROBABILITY, Draws, Floats
 from cotrain.lossless.family import CheckResult
 
 EDGE_SHARE = 0.01
-"""Largest share of tokens at which truncation may cut elsewhere than the law does: ties up to the error of a logit."""
+"""Largest chance that truncation cuts elsewhere than the law does at a token: ties up to the error of a logit."""
 
 
 def all_checks(draws: Draws, setting: str, rng: np.random.Generator) -> list[CheckResult]:
@@ -68,11 +68,13 @@ def log_prob_check(draws: Draws, setting: str) -> CheckResult:
 def returned_log_prob_check(
     returned: Floats, draws: Draws, setting: str, tolerance: float | Floats, edge: float | Floats = 0.0
 ) -> CheckResult:
-    """Log-probs the engine returned [N] are those of the law, up to the tolerance in nats. p is 0 or 1.
+    """Log-probs the engine returned [N] are those of the law, up to the tolerance in nats.
 
-    edge: how much more a log-prob may differ where truncation cuts at another token than the law; at most EDGE_SHARE
-    of all may need it. Both are one number, or one for each [N]. Effect: largest difference. Impossible outcomes are
-    left to `support_check`.
+    edge: how much more a log-prob may differ where truncation cuts at another token than the law. Both are one number,
+    or one for each [N]. A difference beyond both together is proof: p is 0. Otherwise p is the probability of at least
+    as many tokens beyond the tolerance when each is with probability EDGE_SHARE, whatever the others are. So a false
+    alarm needs a logit error beyond the one behind the tolerance, or cuts elsewhere more often than that; p bounds
+    neither. Effect: largest difference. Impossible outcomes are left to `support_check`.
     """
     if len(returned) != len(draws):
         raise ValueError(f"{len(returned)} returned log-probs for {len(draws)} tokens: give one for each")
@@ -80,9 +82,10 @@ def returned_log_prob_check(
     gaps = np.abs(returned - draws.log_prob)[possible]
     near, far = (np.broadcast_to(bound, len(draws))[possible] for bound in (tolerance, np.add(tolerance, edge)))
     largest = float(gaps.max(initial=0.0))
+    cut_elsewhere = int((gaps > near).sum())
     # Written so that NaN fails.
-    failed = not (gaps <= far).all() or (~(gaps <= near)).sum() > EDGE_SHARE * len(gaps)
-    return CheckResult("returned log-probs", setting, _count(draws), largest, largest, "nats", 0.0 if failed else 1.0)
+    p = float(stats.binom.sf(cut_elsewhere - 1, len(gaps), EDGE_SHARE)) if (gaps <= far).all() else 0.0
+    return CheckResult("returned log-probs", setting, _count(draws), largest, largest, "nats", p)
 
 
 def transformed(draws: Draws, rng: np.random.Generator, order: str = BY_PROBABILITY) -> Floats:

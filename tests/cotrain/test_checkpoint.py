@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 
@@ -89,6 +90,25 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(run, file, damage,
     else:
         assert latest_checkpoint(run) == run.checkpoint(1)
         assert reason in caplog.text
+
+
+def test_one_byte_in_the_middle_of_a_large_file_is_noticed(run, caplog):
+    save(run, 1)
+    save(run, 2, content=bytes(5 * 2**20))
+    with (run.checkpoint(2) / "policy" / "model.safetensors").open("r+b") as file:
+        file.seek(3 * 2**20)
+        file.write(b"\x01")
+    assert find_defect(run.checkpoint(2)) == "policy/model.safetensors has changed since it was saved"
+    assert latest_checkpoint(run) == run.checkpoint(1)
+    assert "policy/model.safetensors has changed since it was saved" in caplog.text
+
+
+def test_a_save_does_not_read_the_checkpoint_before_it(run):
+    """Its size is enough to know whether the disk can hold another one."""
+    save(run, 1)
+    with patch("cotrain.checkpoint.find_defect") as check:
+        save(run, 2)
+    assert not check.called
 
 
 def test_there_may_be_no_checkpoint(run):

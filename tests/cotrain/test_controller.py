@@ -1,6 +1,7 @@
 """Whole steps of the controller with simulated roles: what it writes, when it stops, and that a resume changes nothing."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,13 @@ from cotrain.drafting.loop import DrafterLoop
 from cotrain.failures import SelfCheckFailed
 from cotrain.lossless.draws import Draws
 from cotrain.metrics import MetricsWriter, read_metrics
-from cotrain.records import Prompt, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
+from cotrain.records import GainReport, Prompt, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
 from cotrain.run_dir import RunDir
 from cotrain.tasks.sampling import PromptSampler
 from tests.cotrain.drafting.simulated_run import GOOD, PROMPTS, SAMPLES, World
+
+NO_DRAFTS = GainReport(1.0, 1.0, None, None, 0, 0.0, num_steps=40, seconds=1.0, longest_draft=0)
+"""Of a step in which speculation would not have paid."""
 
 
 class Engines:
@@ -28,11 +32,12 @@ class Engines:
 
     def __init__(self, world: World):
         self.world = world
+        self.gain: GainReport | None = None
 
     def generate(self, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
         assert len(requests) == PROMPTS * SAMPLES
         self.tapped = tap
-        return self.world.generate(self.world.step + 1)
+        return replace(self.world.generate(self.world.step + 1), gain=self.gain)
 
     def update_policy(self, payload: WeightPayload, version: int) -> SwapReport:
         return SwapReport(0.2, 10, 1)
@@ -241,6 +246,20 @@ def test_rollouts_of_another_law_are_an_alarm(start: Any, monkeypatch: pytest.Mo
     go(controller, 4)
     with pytest.raises(DrafterAlarm, match="not_lossless: rollouts do not have the policy's distribution"):
         go(controller, 5)
+
+
+def test_steps_without_drafts_are_no_passed_look(start: Any) -> None:
+    """The first look waits for the first step in which speculation was on."""
+    world = World(GOOD)
+    controller = start(world, lossless={"every": 2, "max_share": 1.0})
+    world.draft_tokens, controller.roles.engines.gain = 0, NO_DRAFTS
+    rows = go(controller, 2)
+    assert all(row["rollout/generated_tokens"] > 500 and "rollout/num_drafts" not in row for row in rows)
+    assert [name for row in rows for name in row if name.startswith("lossless/")] == []
+    world.draft_tokens, controller.roles.engines.gain = 3, None
+    look = go(controller, 3)[-1]
+    assert (look["lossless/look"], look["lossless/passed"]) == (1.0, 1.0)
+    assert 100 <= look["lossless/speculated_tokens"] < look["lossless/tokens"]
 
 
 def test_log_probs_of_other_tokens_stop_the_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

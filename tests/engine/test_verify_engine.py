@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +165,17 @@ def test_the_monitor_sees_a_bug_in_rollouts_of_a_run(planting: LiveEngine, targe
     finally:
         plant(planting, None)
     assert monitor.due(1, 0.0)
+    assert monitor.choose([replace(rollout, speculation=None) for rollout in rollouts]) is None
     chosen = monitor.choose(rollouts)
+    assert chosen is not None
     draws = [
         response_draws(target_model, r.prompt_token_ids, r.token_ids, PLAIN, None, monitor.logit_tolerance)
-        for r in chosen
+        for r in chosen.rollouts
     ]
     look = monitor.look(1, chosen, draws, seconds=1.0)
     assert look.passed == (bug is None)
+    # Verification steps emit all tokens but the first of each response.
+    assert look.speculated_tokens == look.num_tokens - len(chosen.rollouts)
     assert not monitor.due(2, 1e6)
 
 

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 from cotrain.lossless.draws import Draws
-from cotrain.lossless.emitted import response_draws
-from cotrain.lossless.monitor import Look, LosslessMonitor
-from cotrain.lossless.monitor_config import MonitorConfig
+from cotrain.lossless.emitted import LOGIT_ERROR, response_draws
+from cotrain.lossless.monitor import Chosen, Look, LosslessMonitor
+from cotrain.lossless.monitor_config import LEAST_SPECULATED, MonitorConfig
+from cotrain.lossless.power import detectable_distance, level_of_check
 from cotrain.lossless.setting import PLAIN
 from cotrain.records import Rollout, RolloutRequest
 from drafters.base import Sampler
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
+from tests.speculation_counts import counts
 
 MODEL = MarkovModel()
 
@@ -25,14 +27,24 @@ def rollouts_of(bug: str | None = None, num: int = 64, seed: int = 0, sampler: S
     return asyncio.run(engine.generate(requests, tap=False, max_tokens=40, **parameters)).rollouts
 
 
-def laws(monitor: LosslessMonitor, chosen: list[Rollout], sampler: Sampler = PLAIN) -> list[Draws]:
+def without_speculation(rollouts: list[Rollout]) -> list[Rollout]:
+    return [replace(rollout, speculation=None) for rollout in rollouts]
+
+
+def chosen_by(monitor: LosslessMonitor, rollouts: list[Rollout]) -> Chosen:
+    chosen = monitor.choose(rollouts)
+    assert chosen is not None
+    return chosen
+
+
+def laws(monitor: LosslessMonitor, rollouts: list[Rollout], sampler: Sampler = PLAIN) -> list[Draws]:
     tolerance = monitor.logit_tolerance
-    return [response_draws(MODEL, r.prompt_token_ids, r.token_ids, sampler, None, tolerance) for r in chosen]
+    return [response_draws(MODEL, r.prompt_token_ids, r.token_ids, sampler, None, tolerance) for r in rollouts]
 
 
 def look_at(monitor: LosslessMonitor, step: int, rollouts: list[Rollout], seconds: float = 1.0) -> Look:
-    chosen = monitor.choose(rollouts)
-    return monitor.look(step, chosen, laws(monitor, chosen), seconds)
+    chosen = chosen_by(monitor, rollouts)
+    return monitor.look(step, chosen, laws(monitor, chosen.rollouts), seconds)
 
 
 def monitor_of(**fields: object) -> LosslessMonitor:
@@ -44,7 +56,64 @@ def test_a_clean_run_passes_and_says_how_much_was_seen() -> None:
     assert look.passed
     assert look.metrics()["lossless/passed"] == 1.0
     assert look.metrics()["lossless/tokens"] == look.num_tokens > 1500
-    assert f"{look.num_tokens} tokens, look 1" in look.message()
+    # All but the one token of a response that prefill samples.
+    assert 0.9 * look.num_tokens < look.speculated_tokens < look.num_tokens
+    assert look.metrics()["lossless/speculated_tokens"] == look.speculated_tokens
+    assert f"{look.num_tokens} tokens, {look.speculated_tokens} of them speculated, look 1" in look.message()
+
+
+def test_rollouts_that_were_not_speculated_are_no_pass() -> None:
+    monitor, rollouts = monitor_of(), rollouts_of()
+    assert monitor.choose(without_speculation(rollouts)) is None
+    assert monitor.num_looks == 0 and monitor.due(2, 0.0)
+    assert monitor.choose(rollouts[:2] + without_speculation(rollouts[2:])) is None
+    look = look_at(monitor, 3, rollouts)
+    assert look.number == 1 and look.speculated_tokens >= LEAST_SPECULATED
+    level = level_of_check(look.verdict.alpha * 6, num_checks=len(look.verdict.rows))  # of a first look
+    assert detectable_distance(LEAST_SPECULATED, level) == pytest.approx(0.26, abs=0.01)
+
+
+def test_the_choice_does_not_depend_on_what_was_speculated() -> None:
+    """A response that ends at once has no verification step: who takes only those with some sees too few ends."""
+    rollouts = rollouts_of(num=64)
+    half = rollouts[:32] + without_speculation(rollouts[32:])
+    whole, mixed = (chosen_by(monitor_of(tokens=600), batch) for batch in (rollouts, half))
+    assert [r.prompt_id for r in whole.rollouts] == [r.prompt_id for r in mixed.rollouts]
+    assert mixed.speculated_tokens < whole.speculated_tokens
+
+
+def test_of_a_response_cut_short_only_what_must_have_been_speculated_counts() -> None:
+    """Where its steps without drafts were is not known: they may all lie in the part that is looked at."""
+    rollout = rollouts_of(num=1)[0]
+    tokens = rollout.token_ids * 10
+    for emitted, counted in ((399, 249), (250, 100), (249, None), (0, None)):
+        counted_steps = counts(emitted, 1, [0]) if emitted else None
+        long = replace(rollout, token_ids=tokens, log_probs=rollout.log_probs * 10, speculation=counted_steps)
+        chosen = monitor_of(tokens=252).choose([long])
+        assert (chosen and chosen.speculated_tokens) == counted
+        assert chosen is None or len(chosen.rollouts[0].token_ids) == 250
+
+
+def test_a_step_that_was_considered_uses_up_its_share_of_the_rate() -> None:
+    """How many tokens were speculated depends on the tokens, so a look that does not take place is not free."""
+    monitor, rollouts = monitor_of(), rollouts_of()
+    for _ in range(2):
+        assert monitor.choose(without_speculation(rollouts)) is None
+    resumed = monitor_of()
+    resumed.load_state(monitor.state())
+    assert look_at(resumed, 3, rollouts).verdict.alpha == pytest.approx(0.01 / 12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_returned_log_prob_is_an_alarm_just_beyond_the_stated_logit_error(dtype: str) -> None:
+    """The bound of the false-alarm rate: it holds as long as no logit differs by more."""
+    monitor = LosslessMonitor(MonitorConfig(), PLAIN, dtype, seed=0)
+    allowed = 2 * LOGIT_ERROR[dtype] * (2 if dtype == "bfloat16" else 1)
+    for factor, passes in ((0.99, True), (1.01, False)):
+        chosen = chosen_by(monitor, rollouts_of())
+        shifted = [replace(r, log_probs=[p + factor * allowed for p in r.log_probs]) for r in chosen.rollouts]
+        look = monitor.look(1, replace(chosen, rollouts=shifted), laws(monitor, chosen.rollouts), 1.0)
+        assert look.passed == passes
 
 
 @pytest.mark.parametrize(
@@ -81,41 +150,42 @@ def test_false_alarms_of_a_run_stay_below_the_stated_rate() -> None:
 def test_looks_come_first_and_then_every_so_often() -> None:
     monitor = monitor_of(every=10)
     assert monitor.due(1, 0.0)
-    look_at(monitor, 1, rollouts_of(num=4), seconds=0.0)
+    look_at(monitor, 1, rollouts_of(num=8), seconds=0.0)
     assert next(step for step in range(2, 32) if monitor.due(step, 100.0)) == 11
     assert not monitor_of(enabled=False).due(1, 0.0)
 
 
 def test_looks_wait_until_they_can_be_afforded() -> None:
     monitor = monitor_of(every=1, max_share=0.01)
-    look_at(monitor, 1, rollouts_of(num=4), seconds=2.0)
+    look_at(monitor, 1, rollouts_of(num=8), seconds=2.0)
     assert not monitor.due(50, 399.0)
     assert monitor.due(50, 401.0)  # 2 s spent and 2 s to come are 1 % of 400 s
-    look_at(monitor, 50, rollouts_of(num=4), seconds=2.0)
+    look_at(monitor, 50, rollouts_of(num=8), seconds=2.0)
     assert not monitor.due(60, 599.0)
 
 
 def test_the_forward_pass_is_bounded_whatever_the_lengths() -> None:
     rollouts = rollouts_of(num=64)
-    chosen = monitor_of(tokens=100).choose(rollouts)
-    assert sum(len(r.prompt_token_ids) + len(r.token_ids) for r in chosen) <= 100
-    assert sum(len(r.token_ids) for r in chosen) >= 90
-    longer = [replace(r, prompt_token_ids=[1] * 500) for r in rollouts]
-    assert [len(r.token_ids) for r in monitor_of(tokens=100).choose(longer)] == [1]
+    chosen = chosen_by(monitor_of(tokens=200), rollouts).rollouts
+    assert sum(len(r.prompt_token_ids) + len(r.token_ids) for r in chosen) <= 200
+    assert sum(len(r.token_ids) for r in chosen) >= 180
+    assert monitor_of(tokens=100).choose(rollouts) is None
     assert all(len(r.log_probs) == len(r.token_ids) for r in chosen)
 
 
 def test_every_look_takes_other_rollouts_and_a_smaller_share_of_the_rate() -> None:
     monitor, rollouts = monitor_of(tokens=200, every=1), rollouts_of(num=64)
-    first = monitor.choose(rollouts)
-    looks = [look_at(monitor, step, rollouts, seconds=0.0) for step in (1, 2, 3)]
-    assert [r.prompt_id for r in monitor.choose(rollouts)] != [r.prompt_id for r in first]
+    chosen, looks = [], []
+    for step in (1, 2, 3):
+        chosen.append(chosen_by(monitor, rollouts))
+        looks.append(monitor.look(step, chosen[-1], laws(monitor, chosen[-1].rollouts), 0.0))
+    assert len({tuple(r.prompt_id for r in one.rollouts) for one in chosen}) == 3
     assert [look.verdict.alpha for look in looks] == pytest.approx([0.01 / 2, 0.01 / 6, 0.01 / 12])
 
 
 def test_a_resumed_monitor_goes_on_where_it_was() -> None:
     monitor = monitor_of(every=3)
-    look_at(monitor, 5, rollouts_of(num=4), seconds=1.5)
+    look_at(monitor, 5, rollouts_of(num=8), seconds=1.5)
     resumed = monitor_of(every=3)
     resumed.load_state(monitor.state())
     assert resumed.num_looks == 1
@@ -127,11 +197,11 @@ def test_a_resumed_monitor_goes_on_where_it_was() -> None:
 def test_greedy_rollouts_are_tested_for_impossible_tokens_alone() -> None:
     greedy = Sampler(0.0, 1.0, 0, "")
     monitor = LosslessMonitor(MonitorConfig(), greedy, "float32", seed=0)
-    chosen = monitor.choose(rollouts_of(sampler=greedy))
-    look = monitor.look(1, chosen, laws(monitor, chosen, greedy), 1.0)
+    chosen = chosen_by(monitor, rollouts_of(sampler=greedy))
+    look = monitor.look(1, chosen, laws(monitor, chosen.rollouts, greedy), 1.0)
     assert [row.result.check for row in look.verdict.rows] == ["support"] and look.passed
-    swapped = [replace(r, token_ids=[(t + 1) % 30 for t in r.token_ids]) for r in chosen]
-    assert not monitor.look(2, swapped, laws(monitor, swapped, greedy), 1.0).passed
+    swapped = [replace(r, token_ids=[(t + 1) % 30 for t in r.token_ids]) for r in chosen.rollouts]
+    assert not monitor.look(2, replace(chosen, rollouts=swapped), laws(monitor, swapped, greedy), 1.0).passed
 
 
 def test_wider_number_formats_are_given_more_room() -> None:
