@@ -418,7 +418,7 @@ class ClusterConfig(Section):
     """Which Ray cluster and which devices."""
 
     address: str | None = None
-    """Address of a running Ray cluster; None starts a private one on this machine."""
+    """Address of a running Ray cluster of this machine alone; None starts a private one."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and learners run; auto takes a GPU when there is one."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cotrain.failures import RunFailure
 from cotrain.records import GainReport, RolloutBatch, SwapReport, Versions, WeightPayload
 from cotrain.roles import RolloutEngines, _merge, engine_specs
 from cotrain.rollout.payload import WeightUpdateRefused
@@ -15,8 +16,8 @@ PAYLOAD = WeightPayload("drafter.safetensors", 10, {"fc.weight": "00"})
 class Engine:
     """Serves a version number; refuses in a check or in the update."""
 
-    def __init__(self, refuses: str = "", choice: str = "k=2"):
-        self.refuses, self.choice = refuses, choice
+    def __init__(self, refuses: str = "", choice: str = "k=2", error: type[Exception] = WeightUpdateRefused):
+        self.refuses, self.choice, self.error = refuses, choice, error
         self.served, self.before = [0], 0
         self.log: list[str] = []
 
@@ -38,7 +39,7 @@ class Engine:
     def _note(self, what: str) -> None:
         self.log.append(what)
         if self.refuses == what:
-            raise WeightUpdateRefused(f"refused in {what}")
+            raise self.error(f"refused in {what}")
 
 
 class Remote:
@@ -101,6 +102,13 @@ def test_engines_that_had_switched_go_back_when_one_fails_late() -> None:
         engines_of(*engines).update_drafter(PAYLOAD, 3)
     assert [engine.served[-1] for engine in engines] == [0, 0, 0]
     assert [engine.log[-1] for engine in engines] == ["undo", "update", "undo"]
+
+
+def test_an_engine_whose_weights_are_unknown_is_no_refusal() -> None:
+    """A refusal is answered by going on with the old drafter."""
+    engines = [Engine(), Engine(refuses="update", error=RunFailure)]
+    with pytest.raises(RunFailure, match="refused in update"):
+        engines_of(*engines).update_drafter(PAYLOAD, 3)
 
 
 def test_engines_that_choose_differently_are_named() -> None:
