@@ -1,7 +1,9 @@
 """Which role runs where: the only code that starts Ray and places actors on it."""
 
+import logging
 import math
 import os
+import secrets
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from cotrain import threads
 from cotrain.config import ClusterConfig, RunConfig
 from cotrain.failures import RoleFailure, RunFailure
 from cotrain.orphans import start_reaper
+from cotrain.scratch import scratch_folder
 
 # Ray reads these when it is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -29,6 +32,9 @@ HANG_AFTER_S = 1800.0
 
 STARTING_FACTOR = 4
 """How many times as long a role's first answer may take: it loads a model."""
+
+JOIN_TIMEOUT_S = 60.0
+"""For a first task on a cluster that a run joins."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,9 @@ class Cluster:
     """Ray, started or joined, and the actors of one run."""
 
     def __init__(self, config: ClusterConfig, logs: Path, resume: str = "--resume", hang_after_s: float = HANG_AFTER_S):
-        """Start a private Ray on loopback, or join config.address. Raises ValueError when it does not answer.
+        """Start a private Ray that takes orders from this run alone, or join config.address.
 
+        Raises ValueError when that does not answer, or is not this machine alone.
         resume: the arguments that continue the run, for messages.
         """
         self._logs = logs
@@ -81,13 +88,16 @@ class Cluster:
         private = config.address is None
         self._reaper: subprocess.Popen[bytes] | None = None
         if private:
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; read at import
+            # Ray asks for a token by default. Without one in the environment it would write one for all of the user's
+            # runs into the home folder.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             self._reaper = start_reaper()
         import ray
 
         self._ray = ray
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         if private:
+            logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token
             ray.init(
                 address="local",
                 num_cpus=64,  # logical: the roles take turns on the cores, see threads.py
@@ -101,10 +111,30 @@ class Cluster:
                 ray.init(address=config.address, **common)
             except ConnectionError as error:
                 raise ValueError(f"cluster.address: no Ray cluster at {config.address} ({error})") from error
+            if problem := self._not_this_machine():
+                ray.shutdown()
+                raise ValueError(
+                    f"cluster.address: the Ray cluster at {config.address} {problem}, but weights and hidden states "
+                    "travel through the shared memory of one machine; join a cluster of this machine alone (ray start "
+                    "--head), or leave cluster.address out for a private one"
+                )
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
         self._actors: list[Any] = []
         self._log_files: dict[str, str] = {}  # by actor id
         self._answered: set[str] = set()  # actor ids
+
+    def _not_this_machine(self) -> str | None:
+        """Why files in shared memory would not reach every actor of the joined cluster; None when they do."""
+        nodes = sum(node["Alive"] for node in self._ray.nodes())
+        if nodes > 1:
+            return f"has {nodes} nodes"
+        look = self._ray.remote(lambda path: os.path.exists(path)).options(num_cpus=0)
+        with scratch_folder("join") as folder:
+            try:
+                seen = self._ray.get(look.remote(str(folder)), timeout=JOIN_TIMEOUT_S)
+            except self._ray.exceptions.GetTimeoutError:
+                return f"has not run a first task in {JOIN_TIMEOUT_S:.0f} s"
+        return None if seen else "does not see the shared memory of this process"
 
     def log_file(self, role: str) -> str:
         """Where a role's process writes."""

@@ -9,34 +9,9 @@ from cotrain import config_rules
 from cotrain.alarm_config import AlarmConfig
 from cotrain.drafting.gate_config import GateConfig
 from cotrain.lossless.monitor_config import MonitorConfig
+from cotrain.optimizer_config import OptimizerConfig
 from cotrain.rollout.speculation_config import SpeculationConfig
 from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
-
-
-class OptimizerConfig(Section):
-    """AdamW."""
-
-    learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's running-average coefficients."""
-
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
-
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up from zero."""
-
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after warm-up; cosine falls to a tenth at the end of the run."""
-
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are clipped to this norm."""
-
-    @model_validator(mode="after")
-    def _keeps_rules(self) -> Self:
-        return config_rules.check(self, config_rules.OPTIMIZER)
 
 
 class PolicyConfig(Section):
@@ -72,6 +47,17 @@ class PolicyConfig(Section):
     """Denominator of the importance ratio: the engine's behaviour log-probs, or the learner's own before its first
     minibatch. Truncated sampling (top_p < 1, top_k > 0) needs 'recomputed'."""
 
+    behaviour_correction: Literal["none", "truncate", "mask"] = "none"
+    """What is done about log-probs of the engine that differ from the learner's. Each token's loss is multiplied by their
+    ratio w (learner before its first minibatch over engine): truncate cuts w at behaviour_cap, mask leaves out tokens
+    whose w is outside behaviour_floor to behaviour_cap. Needs old_log_probs = "recomputed"."""
+
+    behaviour_cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest weight of a token under behaviour_correction."""
+
+    behaviour_floor: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Smallest weight that behaviour_correction = "mask" leaves in."""
+
     clip_low: PositiveFloat = 0.2
     """Ratio is clipped below at 1 - clip_low."""
 
@@ -103,13 +89,14 @@ class PolicyConfig(Section):
 
 
 class FeatureTapConfig(Section):
-    """Bounds of the hidden states kept inside the engine."""
+    """Bounds of the hidden states kept inside an engine. Which rollouts are tapped is drawn before they run, with room for
+    the longest response; the others of that step are generated but not tapped."""
 
     max_bytes: PositiveInt = 2 * 2**30
-    """Most bytes held in the engine; further rollouts of that step are generated but not tapped."""
+    """Most bytes held in the engine."""
 
     max_tokens_per_step: PositiveInt = 65_536
-    """Most tokens tapped in one step."""
+    """Most tokens tapped in one step, each rollout counted as prompt + max_new_tokens."""
 
     window: PositiveInt | None = None
     """Keep only this many latest positions of each rollout. Default: all."""

@@ -1,8 +1,9 @@
 """What a user reads when a configuration is wrong: one line a problem, with the field's path, the value and the fix."""
 
+import copy
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -33,6 +34,39 @@ def readable_problems(error: ValidationError, root: type[Section] = RunConfig) -
         else:
             problems.append(_readable_field(path, section, detail, root))
     return problems
+
+
+def problems_between_sections(fields: Mapping[str, Any], error: ValidationError) -> list[str]:
+    """Broken rules between sections, which pydantic does not check while a field has an error of its own.
+
+    They are checked on `fields` without the wrong ones. A rule whose message names a wrong field waits until that field
+    is mended.
+    """
+    rest, wrong = copy.deepcopy(dict(fields)), set()
+    for detail in error.errors(include_url=False):
+        path = _locate(detail["loc"], RunConfig)[0]
+        rules = detail["ctx"]["problems"] if detail["type"] == BROKEN_RULES else None
+        for field in [path] if rules is None else [f"{path}.{name}".lstrip(".") for name, _ in rules]:
+            wrong.add(_delete(rest, field.split(".")))
+    try:
+        RunConfig.model_validate(rest)
+    except ValidationError as second:
+        found = [detail for detail in second.errors() if detail["type"] == BROKEN_RULES and not detail["loc"]]
+        lines = [f"{field}: {message}" for detail in found for field, message in detail["ctx"]["problems"]]
+        return [line for line in lines if not any(name in line for name in wrong)]
+    return []
+
+
+def _delete(table: dict[str, Any], path: Sequence[str]) -> str:
+    """Take a field out of nested tables; a value that is no table is taken out whole. Returns its own name."""
+    *sections, _ = path
+    for depth, section in enumerate(sections):
+        if not isinstance(table.get(section), dict):
+            path = path[: depth + 1]
+            break
+        table = table[section]
+    table.pop(path[-1], None)
+    return path[-1]
 
 
 def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[str, type[Section] | None]:

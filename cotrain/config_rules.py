@@ -15,7 +15,8 @@ from pydantic_core import PydanticCustomError
 from cotrain.rollout.lossless_guard import engine_problems
 
 if TYPE_CHECKING:
-    from cotrain.config import OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
+    from cotrain.config import PolicyConfig, RolloutConfig, RunConfig
+    from cotrain.optimizer_config import OptimizerConfig
 
 BROKEN_RULES = "broken_rules"
 """Type of the pydantic error; its context holds `problems`."""
@@ -84,6 +85,36 @@ def clip_high_is_not_below_clip_low(policy: PolicyConfig) -> Iterator[Problem]:
         )
 
 
+def a_correction_has_what_it_corrects(policy: PolicyConfig) -> Iterator[Problem]:
+    correction = policy.behaviour_correction
+    if correction == "none":
+        return
+    if policy.old_log_probs != "recomputed":
+        yield Problem(
+            "behaviour_correction",
+            f"'{correction}' corrects the learner's own log-probs; set policy.old_log_probs = \"recomputed\", or leave "
+            "behaviour_correction out, since the importance ratio is to the engine's already",
+        )
+    if policy.importance_ratio == "sequence":
+        yield Problem(
+            "importance_ratio",
+            f'"sequence" does not go with policy.behaviour_correction = "{correction}", which weighs single tokens; '
+            'set importance_ratio = "token", or behaviour_correction = "none"',
+        )
+
+
+def behaviour_bounds_are_used(policy: PolicyConfig) -> Iterator[Problem]:
+    correction = policy.behaviour_correction
+    for name, users in (("behaviour_cap", ("truncate", "mask")), ("behaviour_floor", ("mask",))):
+        value = getattr(policy, name)
+        if value != type(policy).model_fields[name].default and correction not in users:
+            yield Problem(
+                name,
+                f'{value:g} has no effect with policy.behaviour_correction = "{correction}"; set that to '
+                f'"{users[-1]}", or leave {name} out',
+            )
+
+
 def vllm_arguments_are_not_cotrains(rollout: RolloutConfig) -> Iterator[Problem]:
     for key in rollout.vllm:
         if key in OWNED_VLLM_ARGUMENTS:
@@ -135,14 +166,25 @@ def truncated_sampling_recomputes_log_probs(run: RunConfig) -> Iterator[Problem]
         )
 
 
+def corrected_log_probs_are_of_one_law(run: RunConfig) -> Iterator[Problem]:
+    rollout, correction = run.rollout, run.policy.behaviour_correction
+    if correction != "none" and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield Problem(
+            "policy.behaviour_correction",
+            f"'{correction}' does not go with truncated sampling (top_p={rollout.top_p:g}, top_k={rollout.top_k}): the "
+            "engine's log-probs are then of another law than the learner's; set it to \"none\", or top_p = 1 and "
+            "top_k = 0",
+        )
+
+
 def rollouts_divide_evenly(run: RunConfig) -> Iterator[Problem]:
     rollouts, parts = run.rollout.rollouts_per_step, run.policy.minibatches * run.policy.num_processes
     if rollouts % parts:
         yield Problem(
             "rollout.prompts_per_step",
-            f"{run.rollout.prompts_per_step} prompts x {run.rollout.samples_per_prompt} samples = {rollouts} rollouts "
-            f"cannot be divided by policy.minibatches x policy.num_processes = {run.policy.minibatches} x "
-            f"{run.policy.num_processes}; change one of the four",
+            f"{run.rollout.prompts_per_step} prompts x {run.rollout.samples_per_prompt} samples "
+            f"(rollout.samples_per_prompt) = {rollouts} rollouts cannot be divided by policy.minibatches x "
+            f"policy.num_processes = {run.policy.minibatches} x {run.policy.num_processes}; change one of the four",
         )
 
 
@@ -260,12 +302,19 @@ def the_lag_limit_allows_the_cadence(run: RunConfig) -> Iterator[Problem]:
 
 
 OPTIMIZER = (betas_are_decay_rates,)
-POLICY = (model_is_named, clip_low_leaves_the_ratio_positive, clip_high_is_not_below_clip_low)
+POLICY = (
+    model_is_named,
+    clip_low_leaves_the_ratio_positive,
+    clip_high_is_not_below_clip_low,
+    a_correction_has_what_it_corrects,
+    behaviour_bounds_are_used,
+)
 ROLLOUT = (vllm_arguments_are_not_cotrains, stop_strings_are_not_empty, a_whole_rollout_fits_the_tap)
 RUN = (
     name_is_a_folder_name,
     samples_of_a_prompt_differ,
     truncated_sampling_recomputes_log_probs,
+    corrected_log_probs_are_of_one_law,
     rollouts_divide_evenly,
     a_whole_rollout_fits_a_micro_batch,
     served_depth_is_trained,

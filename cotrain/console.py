@@ -57,17 +57,25 @@ class Console:
         self._rich.print(text)
 
     def banner(
-        self, config: RunConfig, run_dir: RunDir, devices: Mapping[str, str], ui_hint: str, native_head: bool = False
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        devices: Mapping[str, str],
+        ui_hint: str,
+        native_head: bool = False,
+        tap: str | None = None,
     ) -> None:
         """What starts, where, and how to watch it.
 
-        devices: role -> devices, for example {"policy": "cuda:0"}. native_head: the policy brings a drafter.
+        devices: role -> devices, for example {"policy": "cuda:0"}. native_head: the policy brings a drafter. tap: what
+        is to be said of the feature tap.
         """
         rollouts = f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples"
         lines = [("run", str(run_dir.path)), ("policy", config.policy.model), ("steps", f"{config.steps} ({rollouts})")]
         if config.drafter:
             first = config.drafter.init or ("the policy's own head" if native_head else "random init")
             lines.append(("drafter", f"{config.drafter.model.type} from {first}"))
+        lines += [("tap", tap)] if tap else []
         lines += [(f"{role} on", device) for role, device in devices.items()]
         lines += [
             ("log", f"tail -f {run_dir.logs}/*.log"),

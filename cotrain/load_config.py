@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cotrain.config import RunConfig
-from cotrain.config_errors import ConfigError, did_you_mean, readable_problems
+from cotrain.config_errors import ConfigError, did_you_mean, problems_between_sections, readable_problems
 from cotrain.run_dir import list_runs, write_json
 
 Table = dict[str, Any]
@@ -48,7 +48,7 @@ def parse_config(fields: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError(readable_problems(error)) from None
+        raise ConfigError([*readable_problems(error), *problems_between_sections(fields, error)]) from None
 
 
 def merge(earlier: Table, later: Table) -> Table:

@@ -23,6 +23,7 @@ from cotrain.linear_attention import serving_problems, training_problems
 from cotrain.models import native_head, resolve_model, safetensors_header, weight_files
 from cotrain.provenance import machine
 from cotrain.rollout.lossless_guard import environment_problems
+from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
 from cotrain.run_dir import resume_arguments
 from cotrain.store_uri import tracking_uri
 
@@ -30,6 +31,8 @@ CONNECT_TIMEOUT_S = 3.0
 GIB = 2**30
 TRAINING_BYTES = 12
 """Bytes a checkpoint keeps per policy parameter: float32 weight and two AdamW moments."""
+POLICY_UPDATES_HELD = 2
+"""Most policy updates in shared memory at once: what a failed one is taken back to, and the one that is written."""
 
 
 def check_run(config: RunConfig, resume: bool = False) -> None:
@@ -44,7 +47,7 @@ def check_run(config: RunConfig, resume: bool = False) -> None:
         problems.append(str(error))
     else:
         checks: list[Callable[..., None]] = [check_lengths, check_linear_attention, check_memory_and_disk]
-        checks += [check_drafter_shape] if config.drafter else []
+        checks += [check_drafter_shape, check_tap] if config.drafter else []
         first = config.drafter and (config.drafter.init or native_head(model))
         checks += [check_drafter_init] if first and not resume else []
         for check in checks:
@@ -64,7 +67,7 @@ def check_init(config: RunConfig, resume: bool = False) -> Path:
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from error
     checks: list[Callable[..., None]] = [check_lengths, check_linear_attention]
-    checks += [check_drafter_shape] if config.drafter else []
+    checks += [check_drafter_shape, check_tap] if config.drafter else []
     first = config.drafter and (config.drafter.init or native_head(model))
     checks += [check_drafter_init] if first and not resume else []
     for check in checks:
@@ -94,8 +97,10 @@ def quick_problems(config: RunConfig, resume: bool = False) -> list[str]:
     problems = []
     if not resume:
         problems += _problems(check_name_is_free, config)
-    if Path(config.policy.model).expanduser().exists():
-        problems += _problems(resolve_model, config.policy.model)
+    local = Path(config.policy.model).expanduser()
+    if local.exists():
+        found = _problems(resolve_model, config.policy.model)
+        problems += found or (_problems(check_tap, config, local) if config.drafter else [])
     for check in (check_ray, check_tracking, check_devices, check_vllm_arguments, check_environment):
         problems += _problems(check, config)
     return problems
@@ -224,7 +229,7 @@ def check_linear_attention(config: RunConfig, model: Path) -> None:
 
 
 def check_memory_and_disk(config: RunConfig, model: Path) -> None:
-    """The run root can be written and holds the checkpoints; shared memory holds a policy update."""
+    """The run root can be written and holds the checkpoints; shared memory holds the policy updates."""
     root = next(
         folder for folder in (config.run_root.absolute(), *config.run_root.absolute().parents) if folder.exists()
     )
@@ -241,11 +246,12 @@ def check_memory_and_disk(config: RunConfig, model: Path) -> None:
             f"{needed / GIB:.1f}; lower checkpoint.keep_last, or set run_root to a larger disk"
         )
     shared = Path("/dev/shm")
-    update = parameters * {"float32": 4, "bfloat16": 2}[config.rollout.dtype]
+    update = POLICY_UPDATES_HELD * parameters * {"float32": 4, "bfloat16": 2}[config.rollout.dtype]
     if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free < update:
         problems.append(
-            f"policy.model: one policy update takes {update / GIB:.1f} GiB of shared memory, but {shared} has "
-            f"{shutil.disk_usage(shared).free / GIB:.1f} free; enlarge it (docker run --shm-size)"
+            f"policy.model: policy updates take {update / GIB:.1f} GiB of shared memory (the one that is served and the "
+            f"one that is written), but {shared} has {shutil.disk_usage(shared).free / GIB:.1f} free; enlarge it "
+            "(docker run --shm-size)"
         )
     if problems:
         raise ConfigError(problems)
@@ -272,6 +278,54 @@ def check_drafter_shape(config: RunConfig, model: Path) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def check_tap(config: RunConfig, model: Path) -> None:
+    """The feature tap holds a rollout of full length, and as many of a step as the gate judges on."""
+    assert config.drafter is not None
+    features, gate = config.rollout.features, config.drafter.gate
+    tapped = tapped_rollouts(config, model)
+    if not tapped:
+        raise ValueError(
+            f"rollout.features.max_bytes: {features.max_bytes} does not hold one rollout of full length "
+            f"(rollout.max_prompt_tokens + rollout.max_new_tokens = {config.rollout.max_model_len} tokens); raise it, or "
+            "lower one of these lengths"
+        )
+    if config.drafter.train and gate.publish_when != "always" and tapped < gate.min_rollouts:
+        raise ValueError(
+            f"rollout.features: max_bytes = {features.max_bytes} and max_tokens_per_step = "
+            f"{features.max_tokens_per_step} hold {tapped} rollouts of full length a step, but drafter.gate.min_rollouts "
+            f"is {gate.min_rollouts}; raise the bound that is too small, or lower min_rollouts"
+        )
+
+
+def tapped_rollouts(config: RunConfig, model: Path | None) -> int:
+    """Rollouts of a step that are tapped when all prompts have the greatest length; 0 when not even one fits.
+
+    model: its folder, or None where it is not at hand; max_bytes is then taken to be enough.
+    """
+    assert config.drafter is not None
+    row_size = 0
+    if model is not None:
+        hidden_size = json.loads((model / "config.json").read_text()).get("hidden_size", 0)
+        width = (config.drafter.model.num_aux_layers + 1) * hidden_size
+        row_size = row_bytes(width, {"float32": 4, "bfloat16": 2}[config.rollout.dtype])
+    try:
+        return fewest_tapped(config.rollout, row_size)
+    except ValueError:
+        return 0
+
+
+def tap_note(config: RunConfig, model: Path | None) -> str | None:
+    """What a run says of its feature tap when it may leave rollouts out; None when it does not."""
+    rollouts = config.rollout.rollouts_per_step
+    tapped = rollouts if config.drafter is None else tapped_rollouts(config, model)
+    if tapped == rollouts:
+        return None
+    return (
+        f"about {tapped} of {rollouts} rollouts a step ({100 * tapped / rollouts:.0f} %), drawn before they run; "
+        "raise rollout.features.max_bytes or max_tokens_per_step for more"
+    )
 
 
 def check_drafter_init(config: RunConfig, model: Path) -> None:

@@ -3,6 +3,7 @@
 A method named start_* returns at once; `wait` on the cluster gets its result. All others wait.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -228,18 +229,29 @@ def engine_specs(
     serving: Serving | None,
     scratch: Path,
     versions: Versions,
+    first_step: int,
 ) -> list[EngineSpec]:
-    """One spec a replica. Seeds differ, or replicas would draw the same samples."""
+    """One spec a replica. first_step: steps made before; a resumed engine must not draw the first steps' noise again."""
     first = EngineSpec(
         rollout=config.rollout,
         model_path=str(model_path),
         drafter_folder=None if drafter_folder is None else str(drafter_folder),
         serving=serving,
-        seed=config.seed,
+        seed=0,
         scratch="",
         versions=versions,
     )
     return [
-        replace(first, seed=config.seed + i, scratch=str(scratch / f"rollout_{i}"))
+        replace(first, seed=engine_seed(config.seed, i, first_step), scratch=str(scratch / f"rollout_{i}"))
         for i in range(config.rollout.num_engines)
     ]
+
+
+def engine_seed(seed: int, engine: int, first_step: int) -> int:
+    """A seed of its own for every engine of every run, and for every step that a run is resumed after.
+
+    A run that is resumed after the same step twice repeats nothing that it keeps: what the first attempt made after
+    that step is discarded.
+    """
+    key = f"engine/{seed}/{engine}/{first_step}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1

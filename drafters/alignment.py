@@ -21,7 +21,7 @@ One rollout "The cat sat on a mat", prompt "The cat", the last token without fea
     predicts                 on    a     mat   -     -     -
 
 Every row with features and a next token (0 to 4) is context: later rows of its rollout attend to it. Rows without
-features (a prompt served from the prefix cache) are no context, no start and no target. Rows 0 to 3 are starts: they
+features (those outside of rollout.features.window) are no context, no start and no target. Rows 0 to 3 are starts: they
 are supervised at some draft position. RoPE positions are the target's: t at draft position 0, t+k at draft position k.
 """
 
@@ -50,6 +50,7 @@ class Alignment:
     start_rows: Tensor  # [S] ascending batch rows
     starts_in_context: Tensor  # [S] start_rows == context_rows[starts_in_context]
     supervised: Tensor  # [K, S] bool, all False beyond the end of the rollout
+    served: Tensor  # [S] bool, is the first input x_{t+1} generated? A verification step begins with no other
     documents: tuple[DocumentSpan, ...]  # rollouts that have a start
     num_rows: int  # N
 
@@ -86,6 +87,7 @@ def align(batch: DraftBatch, depth: int) -> Alignment:
         start_rows=start_rows,
         starts_in_context=torch.searchsorted(context_rows, start_rows),
         supervised=supervised[:, is_start],
+        served=_ahead(batch.response_mask, 1)[is_start],
         documents=_document_spans(batch.document_ids[context_rows], is_start[context_rows]),
         num_rows=len(rows),
     )

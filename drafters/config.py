@@ -1,6 +1,6 @@
 """Configuration of a drafter model. Imports no torch, so that --help stays fast."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 from pydantic_core import PydanticCustomError
@@ -14,6 +14,9 @@ class Section(BaseModel):
 
 class Eagle3Config(Section):
     """EAGLE-3: one Llama-style layer over hidden states of three target layers."""
+
+    num_aux_layers: ClassVar[int] = 3
+    """Target layers that are read beside the final hidden state."""
 
     type: Literal["eagle3"]
     """Kind of drafter."""
@@ -50,6 +53,9 @@ class Eagle3Config(Section):
 class MtpConfig(Section):
     """MTP: one decoder layer over the target's final hidden state; embedding and head are always the target's.
     A policy that brings such a head of its own starts with that one; all others start from random weights."""
+
+    num_aux_layers: ClassVar[int] = 0
+    """Target layers that are read beside the final hidden state."""
 
     type: Literal["mtp"]
     """Kind of drafter."""

@@ -174,8 +174,9 @@ def draft_loss(
     rollout temperature, which is what vLLM's drafter applies (at temperature 0 the drafter's logits are taken as they
     are). The loss of start s at position k has the weight w(k, s), divided by the number of supervised starts of k and
     normalised to sum 1: depth_decay**k, or with depth_weights = "reach" the probability that the position is reached,
-    prod_{j<k} alpha_j(s), of which no gradient is taken. Only `loss` is differentiable, with respect to `hidden` and
-    `draft_head`.
+    prod_{j<k} alpha_j(s), of which no gradient is taken. With "reach" a start weighs nothing where no verification step
+    begins, and a position weighs nothing when an earlier one of its start has no acceptance. Only `loss` is
+    differentiable, with respect to `hidden` and `draft_head`.
     """
     return Losses(*_DraftLoss.apply(teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden))
 
@@ -209,7 +210,7 @@ class _DraftLoss(torch.autograd.Function):
                 drawn_accepted[k, starts] = result.drawn_accepted
                 # Rows ascend, so that the acceptance of a start's earlier positions is there already.
                 reach = (
-                    acceptance[:k, starts].nan_to_num(1.0).prod(0)
+                    acceptance[:k, starts].nan_to_num(0.0).prod(0) * alignment.served[starts]
                     if objective.depth_weights == "reach"
                     else objective.depth_decay**k
                 )

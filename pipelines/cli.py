@@ -53,7 +53,7 @@ Fields of a configuration
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors of the user are printed without a traceback."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         if arguments and arguments[0] in OWN_PARSER:
             command = importlib.import_module(OWN_PARSER[arguments[0]].module)
@@ -163,6 +163,7 @@ def _dry_run(config: RunConfig, resume: bool) -> int:
 def _plan(config: RunConfig) -> list[str]:
     """What would run where."""
     from cotrain.cluster import place
+    from cotrain.preflight import tap_note
     from cotrain.provenance import machine
 
     policy, rollout, drafter = config.policy, config.rollout, config.drafter
@@ -191,6 +192,9 @@ def _plan(config: RunConfig) -> list[str]:
             f"drafter  1 x trainer {devices['drafter']}; {drafter.model.type} from {drafter.init or 'the head that the policy brings, or random weights'}, "
             f"{training}"
         )
+    local = Path(policy.model).expanduser()
+    if note := tap_note(config, local if local.is_dir() else None):
+        lines.append(f"tap      {note}")
     return [*lines, f"mlflow   {config.tracking.uri or f'sqlite in {config.run_root}'}"]
 
 

@@ -27,6 +27,7 @@ from cotrain.greedy_check import GreedyCheck, check_greedy
 from cotrain.load_config import write_config
 from cotrain.metrics import MetricsWriter, read_metrics
 from cotrain.models import native_head, resolve_model
+from cotrain.preflight import tap_note
 from cotrain.prompts import PromptEncoder
 from cotrain.provenance import write_provenance
 from cotrain.records import RolloutRequest, Versions
@@ -92,7 +93,8 @@ def train(config: RunConfig, resume: bool) -> int:
                 timed = [prompts.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
                 roles.engines.time_draft_lengths(timed)
         own_head = native_head(model_path) is not None
-        console.banner(config, run_dir, _devices(config, placement, cluster), tracker.ui_hint(), own_head)
+        tap = tap_note(config, model_path)
+        console.banner(config, run_dir, _devices(config, placement, cluster), tracker.ui_hint(), own_head, tap)
         controller = Controller(
             config, run_dir, roles, task, prompts, sampler, tracker, metrics, decisions, console, scratch, versions,
             fingerprints, step,
@@ -194,7 +196,8 @@ def _start_roles(
         drafter_folder, serving = run_dir.drafter(versions.drafter), drafter.serving()
         # Written anew on a resume too: a run that was killed may have left half of it.
         drafter.save_checkpoint(drafter_folder, config.rollout.dtype, versions.drafter)
-    specs = engine_specs(config, model_path, drafter_folder, serving, scratch, versions)
+    first_step = state.step if state else 0
+    specs = engine_specs(config, model_path, drafter_folder, serving, scratch, versions, first_step)
     engines = RolloutEngines(cluster, config, specs, placement)
     policy.wait_until_started()
     if checkpoint is not None:

@@ -104,8 +104,11 @@ class PolicyLearner:
         Returns means over the response tokens of all ranks: policy/loss, kl (k3 of behaviour || current policy),
         kl_reference (with a reference), entropy (nats), grad_norm (before clipping), clip_fraction, ratio_max,
         learning_rate, rollout_log_prob_gap (mean |engine's - learner's log-prob| before the policy moves: the
-        train-inference mismatch). Raises ValueError for rollouts that cannot be trained on and FloatingPointError
-        for a loss or gradient that is not finite, before the optimizer moves.
+        train-inference mismatch). With config.behaviour_correction it also returns behaviour_ratio_mean (learner over
+        engine, which is 1 in expectation), behaviour_weight_mean, behaviour_capped or behaviour_masked (share of
+        tokens), and behaviour_ess (effective sample size of the weights, as a share of the tokens). Raises ValueError
+        for rollouts that cannot be trained on and FloatingPointError for a loss or gradient that is not finite, before
+        the optimizer moves.
         """
         check_rollouts(rollouts)
         accelerator, config = self._accelerator, self._config
@@ -274,6 +277,8 @@ class PolicyLearner:
             rollout_log_prob_gap=None if policy_has_moved else (batch.behaviour_log_probs - current).abs(),
         )
         sums.add_ratio(result.ratio)
+        if result.behaviour is not None:
+            sums.add_behaviour(result.behaviour, self._config.behaviour_correction)
         broken = batch.sequence_ids[~result.per_token.isfinite()].unique().tolist()
         return float(result.loss.detach()), [rollout_name(batch.rollouts[index]) for index in broken]
 

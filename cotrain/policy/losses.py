@@ -17,6 +17,9 @@ from cotrain.policy.batching import MicroBatch
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 Estimator = Literal["k1", "k2", "k3"]
 
+MAX_LOG_RATIO = 20.0
+"""Bound of |log pi_old - log pi_engine|, so that the ratio of the two and its mean stay finite."""
+
 
 @dataclass(frozen=True)
 class Normaliser:
@@ -71,6 +74,35 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
     return -torch.minimum(plain, clipped), clipped < plain
 
 
+@dataclass(frozen=True)
+class BehaviourWeights:
+    """How N tokens count that the engine drew and the learner would have drawn more or less often; has no gradient."""
+
+    ratio: Tensor  # [N] pi_old / pi_engine
+    weight: Tensor  # [N] what multiplies the loss of the token
+    limited: Tensor  # [N] bool, is the weight not the ratio?
+
+
+def behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_log_probs: Tensor) -> BehaviourWeights:
+    """Weights that correct for tokens drawn from the engine's policy instead of pi_old.
+
+    With w = pi_old / pi_engine of the token (the decoupled objective: Hilton et al., arXiv:2110.00641; AReaL,
+    arXiv:2505.24298):
+
+    truncate: min(w, cap)                   (truncated importance sampling: Ionides, 2008; V-trace, arXiv:1802.01561)
+    mask:     w if floor <= w <= cap else 0 (IcePop: Ring-1T, arXiv:2510.18855)
+
+    The expectation of the weighted loss under the engine is that of the loss under pi_old as far as no bound is met.
+    """
+    ratio = (old_log_probs - behaviour_log_probs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    limited = ratio > config.behaviour_cap
+    if config.behaviour_correction == "truncate":
+        return BehaviourWeights(ratio, ratio.clamp(max=config.behaviour_cap), limited)
+    limited = limited | (ratio < config.behaviour_floor)
+    # A product and no selection: a ratio that is not a number has to show in the loss.
+    return BehaviourWeights(ratio, ratio * ~limited, limited)
+
+
 def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: Estimator) -> Tensor:
     """KL(pi || reference) estimated at each sampled token [N] (http://joschu.net/blog/kl-approx.html).
 
@@ -93,6 +125,7 @@ class PolicyLoss:
     per_token: Tensor  # [N], weighted: sums to loss
     ratio: Tensor  # [N]
     clipped: Tensor  # [N] bool
+    behaviour: BehaviourWeights | None  # with config.behaviour_correction
     kl_reference: Tensor | None  # [N], by config.kl_estimator
 
 
@@ -103,14 +136,23 @@ def policy_loss(
     log_probs: Tensor,
     reference_log_probs: Tensor | None,
 ) -> PolicyLoss:
-    """Clipped surrogate plus KL penalty of one micro-batch; log_probs [N] and reference_log_probs [N] of its tokens."""
+    """Clipped surrogate plus KL penalty of one micro-batch; log_probs [N] and reference_log_probs [N] of its tokens.
+
+    A behaviour correction multiplies the surrogate of each token by its weight. The denominators go on counting the
+    tokens whose weight is 0, because the others would grow with every token that is masked. The KL penalty is not
+    weighted.
+    """
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     ratio = importance_ratio(log_probs, old_log_probs, batch.sequence_ids, batch.lengths, config.importance_ratio)
     per_token, clipped = clipped_surrogate(ratio, batch.advantages, config.clip_low, config.clip_high)
+    behaviour = None
+    if config.behaviour_correction != "none":
+        behaviour = behaviour_weights(config, old_log_probs, batch.behaviour_log_probs)
+        per_token = per_token * behaviour.weight
     kl_reference = None
     if reference_log_probs is not None:
         kl_reference = kl_estimate(log_probs, reference_log_probs, config.kl_estimator)
         per_token = per_token + config.kl_coefficient * kl_reference
         kl_reference = kl_reference.detach()
     per_token = per_token * normaliser.token_weights(batch.lengths, config.loss_aggregation)
-    return PolicyLoss(per_token.sum(), per_token.detach(), ratio.detach(), clipped, kl_reference)
+    return PolicyLoss(per_token.sum(), per_token.detach(), ratio.detach(), clipped, behaviour, kl_reference)

@@ -4,6 +4,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from cotrain.policy.losses import BehaviourWeights
+
+WEIGHT_SQUARE = "behaviour_weight_square"
+
 
 class MetricSums:
     """Collects on each rank; means() is the one exchange between ranks."""
@@ -22,6 +26,15 @@ class MetricSums:
             if tensor is not None:
                 self._token_sums[name] = self._token_sums.get(name, 0.0) + float(tensor.double().sum())
                 self._token_counts[name] = self._token_counts.get(name, 0) + tensor.numel()
+
+    def add_behaviour(self, behaviour: BehaviourWeights, correction: str) -> None:
+        """What a behaviour correction did to one micro-batch; the ratio is the one before any bound."""
+        limited = {"truncate": "behaviour_capped", "mask": "behaviour_masked"}[correction]
+        self.add_tokens(
+            behaviour_ratio_mean=behaviour.ratio,
+            behaviour_weight_mean=behaviour.weight,
+            **{limited: behaviour.limited, WEIGHT_SQUARE: behaviour.weight.double().square()},
+        )
 
     def add_ratio(self, ratio: Tensor) -> None:
         """Importance ratios [N] of one micro-batch."""
@@ -42,9 +55,17 @@ class MetricSums:
             device=accelerator.device,
         )
         totals = accelerator.reduce(local, "sum")
+        token_means = {
+            f"policy/{name}": float(total / count) for name, (total, count) in zip(names, totals, strict=True)
+        }
+        square = token_means.pop(f"policy/{WEIGHT_SQUARE}", None)
+        if square is not None:
+            # Kish's effective sample size as a share of the tokens: (sum w)^2 / (N sum w^2).
+            mean = token_means["policy/behaviour_weight_mean"]
+            token_means["policy/behaviour_ess"] = mean**2 / square if square else 0.0
         ratio_max = accelerator.gather(torch.tensor([self._ratio_max], device=accelerator.device)).max()
         return {
-            **{f"policy/{name}": float(total / count) for name, (total, count) in zip(names, totals, strict=True)},
+            **token_means,
             "policy/loss": sum(self._losses) / len(self._losses),
             "policy/grad_norm": sum(self._grad_norms) / len(self._grad_norms),
             "policy/ratio_max": float(ratio_max),

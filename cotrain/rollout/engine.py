@@ -9,12 +9,13 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Container, Sequence
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from cotrain.config import RolloutConfig
+from cotrain.failures import RunFailure
 from cotrain.records import (
     FeatureShard,
     Rollout,
@@ -27,15 +28,26 @@ from cotrain.records import (
 from cotrain.rollout.acceptance_stats import counts_of_request, total_counts, verification_steps
 from cotrain.rollout.engine_arguments import engine_arguments
 from cotrain.rollout.engine_death import death_in_words
-from cotrain.rollout.feature_tap import row_bytes, within_bounds
 from cotrain.rollout.lossless_guard import environment_problems
-from cotrain.rollout.payload import WeightUpdateRefused
+from cotrain.rollout.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
 from cotrain.rollout.speculation import SpeculationController
 from cotrain.rollout.step_timing import TimedRequests, room_for, time_steps
+from cotrain.rollout.tap_admission import (
+    TapRequest,
+    choose,
+    first_of_each_prompt,
+    row_bytes,
+    tap_requests,
+    within_bounds,
+)
 from drafters.base import Serving
 
 POLICY_READBACK_COLUMNS = 32
-"""Input columns of each packed policy matrix read back after an update. Drafters are read back whole."""
+"""Input columns of each packed policy matrix read back after an update, others each time. Drafters are read back whole.
+
+An error that stays in one of n columns is found within ceil(n / 32) updates; an error in a share s of the columns is
+found at once with probability 1 - (1 - s)^32. For SmolLM2-135M in bfloat16 on 2 cores this takes 0.1 s an update, and all
+columns would take 0.85 s."""
 
 UPDATE_SECONDS = 1.0
 """Time between two looks of the speculation controller at the engine's steps. On a CPU each look takes a core from the
@@ -163,22 +175,23 @@ class RolloutEngine:
         """Generate one response to each request, in the order given.
 
         Rollouts carry the versions served at the beginning, whatever is sent meanwhile. Calls may overlap with tap off.
-        tap: keep and hand over hidden states. overrides: sampling parameters of this call (greedy checks, bench); the
-        speculation controller learns nothing from it then.
+        tap: keep and hand over hidden states, of as many rollouts as fit into rollout.features at their greatest length.
+        overrides: sampling parameters of this call (greedy checks, bench); the speculation controller learns nothing
+        from it then.
         """
         self._batches += 1
         names = [f"b{self._batches}r{i}" for i in range(len(requests))]
         versions = self.versions
-        tap = tap and self.spec.drafter_folder is not None
-        if tap:
-            await self._call("cotrain_set_tapping", True)
+        tapped = self._tapped(names, requests, overrides) if tap and self.spec.drafter_folder is not None else {}
+        if tapped:
+            await self._start_tapping(tapped)
         controller = self._controller
         if controller is not None:
             controller.take_decoded()  # the last step of the call before
         started = time.perf_counter()
         learner = controller if controller is not None and controller.choosing and not overrides else None
         async with _following_steps(learner):
-            outputs = await self._run(names, requests, overrides)
+            outputs = await self._run(names, requests, overrides, first_of_each_prompt(tapped))
         seconds = time.perf_counter() - started
         gain = None if learner is None else learner.report()
         if controller is not None and learner is None:
@@ -187,8 +200,12 @@ class RolloutEngine:
         times = [output.metrics for output in outputs]
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
         rollouts = [self._rollout(request, output, versions) for request, output in zip(requests, outputs, strict=True)]
-        sequences = [(r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids)) for r in rollouts]
-        features, stats = await self._take_features(names, sequences) if tap else ([], {})
+        sequences = {
+            name: (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids))
+            for name, r in zip(names, rollouts, strict=True)
+            if name in tapped
+        }
+        features, stats = await self._take_features(sequences) if sequences else ([], {})
         return RolloutBatch(
             rollouts=rollouts,
             features=features,
@@ -206,25 +223,48 @@ class RolloutEngine:
         one sequence alone is above them.
         """
         shards: list[FeatureShard] = []
-        bytes_per_value = {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype]
-        width = (len(self._aux_layers) + 1) * self._engine.model_config.get_hidden_size()
-        for group in within_bounds(sequences, self.spec.rollout.features, row_bytes(width, bytes_per_value)):
+        for group in within_bounds(sequences, self.spec.rollout.features, self._row_bytes):
             self._batches += 1
-            names = [f"b{self._batches}r{i}" for i in range(len(group))]
-            requests = [RolloutRequest(name, 0, ids, None) for name, (ids, _) in zip(names, group, strict=True)]
-            await self._call("cotrain_set_tapping", True)
-            # A cached block is not computed again, and so would be a hole.
-            await self._run(names, requests, {"max_tokens": 1, "skip_reading_prefix_cache": True})
-            taken, stats = await self._take_features(names, group)
+            named = {f"b{self._batches}r{i}": sequence for i, sequence in enumerate(group)}
+            requests = [RolloutRequest(name, 0, ids, None) for name, (ids, _) in named.items()]
+            sampling = {"max_tokens": 1}
+            await self._start_tapping(
+                dict(zip(named, tap_requests(requests, self.spec.rollout, sampling), strict=True))
+            )
+            await self._run(list(named), requests, sampling, named)
+            taken, stats = await self._take_features(named)
             if stats["num_rollouts"] != len(group):
-                raise RuntimeError(
-                    f"the tap refused {stats['num_refused']} of {len(group)} sequences within its bounds"
-                )
+                raise RuntimeError(f"the tap has {stats['num_rollouts']} of {len(group)} sequences within its bounds")
             shards += taken
-        await self._call("cotrain_set_tapping", False)
         return shards
 
-    async def _run(self, names: list[str], requests: list[RolloutRequest], overrides: dict[str, Any]) -> list[Any]:
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes that the tap holds of one token."""
+        width = (len(self._aux_layers) + 1) * self._engine.model_config.get_hidden_size()
+        return row_bytes(width, {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype])
+
+    def _tapped(
+        self, names: list[str], requests: list[RolloutRequest], overrides: dict[str, Any]
+    ) -> dict[str, TapRequest]:
+        """The requests of a call that are tapped. Others in the next call, and under the next policy."""
+        rollout = self.spec.rollout
+        known = tap_requests(requests, rollout, overrides)
+        call = f"{self.versions.policy}/{self._batches}"
+        keys = [f"{call}/{request.prompt_id}/{request.sample_index}" for request in requests]
+        return {names[i]: known[i] for i in choose(known, keys, rollout.features, self._row_bytes)}
+
+    async def _start_tapping(self, tapped: dict[str, TapRequest]) -> None:
+        await self._call("cotrain_start_tapping", {name: astuple(request) for name, request in tapped.items()})
+
+    async def _run(
+        self,
+        names: list[str],
+        requests: list[RolloutRequest],
+        overrides: dict[str, Any],
+        computed_whole: Container[str] = (),
+    ) -> list[Any]:
+        """computed_whole: names of requests that compute their prompt although it may be in the prefix cache."""
         engine, synchronous = self._engine, self.spec.rollout.synchronous_batches
         async with death_in_words(engine):
             if synchronous:
@@ -232,7 +272,8 @@ class RolloutEngine:
             queues = []
             for name, request in zip(names, requests, strict=True):
                 prompt = {"prompt_token_ids": request.prompt_token_ids}
-                queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides)))
+                own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
+                queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
             if synchronous:
                 await engine.resume_generation()
             return [await _final_output(queue) for queue in queues]
@@ -271,8 +312,9 @@ class RolloutEngine:
         )
 
     async def _take_features(
-        self, names: list[str], sequences: list[tuple[list[int], int]]
+        self, sequences: dict[str, tuple[list[int], int]]
     ) -> tuple[list[FeatureShard], dict[str, float]]:
+        """sequences: name of a tapped request -> (prompt and response, prompt length)."""
         rollout = self.spec.rollout
         path = f"{self.spec.scratch}/features_{self._batches}.safetensors"
         metadata = {
@@ -284,7 +326,7 @@ class RolloutEngine:
             "aux_layers": ",".join(map(str, self._aux_layers)),
             "final_norm_applied": "true",
         }
-        wanted = [(name, *sequence) for name, sequence in zip(names, sequences, strict=True)]
+        wanted = [(name, *sequence) for name, sequence in sequences.items()]
         stats = await self._call("cotrain_take_features", wanted, path, metadata)
         if not stats["num_rollouts"]:
             return [], stats
@@ -297,7 +339,8 @@ class RolloutEngine:
     async def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
         """Serve new policy weights. Requests in flight are preempted and recomputed under them.
 
-        Raises WeightUpdateRefused with the worker's reason; the old weights stay.
+        Raises WeightUpdateRefused with the worker's reason; the old weights stay. Raises RunFailure when they could not
+        be served again.
         """
         if policy_version < self.versions.policy:
             raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")
@@ -352,7 +395,7 @@ class RolloutEngine:
             "path": payload.path,
             "digests": payload.digests,
             "readback_columns": None if draft else POLICY_READBACK_COLUMNS,
-            "readback_seed": versions.policy,
+            "readback_turn": versions.policy,
         }
         await self._update_session(update, versions, draft)
 
@@ -367,6 +410,8 @@ class RolloutEngine:
         except EngineDeadError:
             raise
         except Exception as error:  # vLLM sends a worker's exception as text in a bare Exception
+            if WEIGHTS_UNKNOWN in str(error):
+                raise RunFailure(f"a weight update failed, and {error}") from error
             raise WeightUpdateRefused(str(error)) from error
         await engine.finish_weight_update(str(versions))
         self.versions = versions

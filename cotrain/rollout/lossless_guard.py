@@ -71,7 +71,7 @@ ENGINE_ALLOWED = _names(
     "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size use_tqdm_on_load "
     "pt_load_map_location max_parallel_loading_workers max_logprobs aggregate_engine_logging log_level logging_config "
     "log_config_file enable_log_requests show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces "
-    "per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample custom_histogram_buckets "
+    "kv_cache_metrics kv_cache_metrics_sample custom_histogram_buckets "
     "cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details "
     "jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats profiler_config kv_events_config shutdown_timeout "
     "distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus "

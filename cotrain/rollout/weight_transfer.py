@@ -5,15 +5,17 @@ Runs inside every vLLM worker. vLLM's update session calls it (start -> update -
 
     read and check everything -> load -> read back what is served -> keep as the good state
                 |                              |
-             refused: nothing was touched   differs: load the last good state again, then refuse
+             refused: nothing was touched   differs: load the last good state again, read it back, then refuse
 
-The good state before is kept as well, so that an update which another engine has refused can be undone here.
+Of the policy one good state is kept, so that shared memory holds two policies at most: that one, and the update that is
+being written. Of a drafter the good state before is kept as well, so that an update which another engine has refused
+can be undone here.
 """
 
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -25,7 +27,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from cotrain.models import weight_files
 from cotrain.rollout import vllm_weights
-from cotrain.rollout.payload import Manifest, WeightUpdateRefused, read_manifest, read_payload
+from cotrain.rollout.payload import Manifest, WeightsUnknown, WeightUpdateRefused, read_manifest, read_payload
 
 BACKEND = "cotrain"
 
@@ -39,15 +41,17 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One update. `readback_columns` bounds the read-back of a packed matrix to that many input columns.
+    """One update. `readback_columns` bounds the read-back of a packed matrix to that many input columns, others at each
+    `readback_turn`.
 
-    check: read and check, and touch nothing. undo: go back to the state before the last update; no other field counts.
+    check: read and check, and touch nothing. undo: go back to the state before the last update of the drafter; no other
+    field counts.
     """
 
     path: str = ""
     digests: dict[str, str] = field(default_factory=dict)
     readback_columns: int | None = None
-    readback_seed: int = 0
+    readback_turn: int = 0
     action: Literal["apply", "check", "undo"] = "apply"
 
 
@@ -72,7 +76,10 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """No connection to close."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Apply one whole update. Raises WeightUpdateRefused; the engine then serves what it served before."""
+        """Apply one whole update. Raises WeightUpdateRefused; the engine then serves what it served before.
+
+        Raises WeightsUnknown when it could not be brought back to that.
+        """
         if update_info.action == "undo":
             self._undo()
             return
@@ -82,20 +89,18 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         link = self._link(update_info.path)  # it can fail, so it comes before the model is touched
         try:
             vllm_weights.reload_weights(self.model, self.model_config, tensors)
-            self._check_served(tensors, update_info)
+            self._check_served(tensors, update_info.readback_columns, update_info.readback_turn)
         except Exception as error:
             self._restore()
             raise WeightUpdateRefused(f"update undone: {error}") from error
-        if self._kept().exists():
+        if self._is_draft() and self._kept().exists():
             os.replace(self._kept(), self._kept_before())
         os.replace(link, self._kept())
 
-    def _check_served(self, tensors: dict[str, torch.Tensor], update_info: UpdateInfo) -> None:
-        differing = vllm_weights.differing_tensors(
-            self.model, tensors, update_info.readback_columns, update_info.readback_seed
-        )
+    def _check_served(self, tensors: dict[str, torch.Tensor], columns: int | None = None, turn: int = 0) -> None:
+        differing = vllm_weights.differing_tensors(self.model, tensors, columns, turn)
         if differing:
-            raise WeightUpdateRefused(f"served weights differ from the update: {differing[:4]}")
+            raise WeightUpdateRefused(f"served weights differ from those loaded: {differing[:4]}")
 
     def _is_draft(self) -> bool:
         return self.model is not self._default_model
@@ -125,20 +130,34 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return link
 
     def _undo(self) -> None:
+        if not self._is_draft():
+            raise WeightUpdateRefused("only a drafter update can be undone; send the policy's earlier weights instead")
         self._kept().unlink()
         if self._kept_before().exists():
             os.replace(self._kept_before(), self._kept())
         self._restore()
 
     def _restore(self) -> None:
-        """Load the last good state: the kept one, or the checkpoint that the engine started from."""
+        """Serve the last good state: the kept one, or the checkpoint that the engine started from.
+
+        Raises WeightsUnknown when that fails, or when something else is served then.
+        """
+        try:
+            tensors = self._last_good()
+            vllm_weights.reload_weights(self.model, self.model_config, tensors)
+            self._check_served(tensors)
+        except Exception as error:
+            raise WeightsUnknown(error) from error
+
+    def _last_good(self) -> dict[str, torch.Tensor]:
         kept = self._kept()
         files = [kept] if kept.exists() else weight_files(self._checkpoint_folder())
         expected = self._expected()
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for file in files:
-            tensors |= {n: t for n, t in vllm_weights.load_safetensors(file).items() if n in expected}
-        vllm_weights.reload_weights(self.model, self.model_config, tensors)
+            found = vllm_weights.load_safetensors(file)
+            tensors |= {name: tensor.to(expected[name][1]) for name, tensor in found.items() if name in expected}
+        return tensors
 
 
 def register() -> None:

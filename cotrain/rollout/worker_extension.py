@@ -16,6 +16,7 @@ from cotrain.orphans import die_with_parent, leave_terminal_group
 from cotrain.rollout import vllm_compat, vllm_hooks, vllm_weights, weight_transfer
 from cotrain.rollout.feature_tap import FeatureTap
 from cotrain.rollout.payload import digest
+from cotrain.rollout.tap_admission import TapRequest
 
 APPLIED_PATCHES = vllm_compat.apply_patches()
 weight_transfer.register()
@@ -29,13 +30,16 @@ class CotrainWorker:
         die_with_parent()
         leave_terminal_group()
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        self._cotrain_tapping = self._cotrain_reads_prompts = False
+        self._cotrain_reads_prompts = False
         self._cotrain_tap_seconds = 0.0
         self._cotrain_step_times: list[dict[str, float]] = []
         if tap is not None:
-            self._cotrain_tap = FeatureTap(FeatureTapConfig.model_validate(tap))
+            self._cotrain_tap = FeatureTap(FeatureTapConfig.model_validate(tap).window)
             vllm_hooks.hook_drafting(
-                runner, self._cotrain_on_verified, lambda: self._cotrain_tapping, lambda: self._cotrain_reads_prompts
+                runner,
+                self._cotrain_on_verified,
+                lambda: self._cotrain_tap.is_recording,
+                lambda: self._cotrain_reads_prompts,
             )
         return {"pid": os.getpid(), "patches": APPLIED_PATCHES, "threads": torch.get_num_threads()}
 
@@ -49,11 +53,10 @@ class CotrainWorker:
                 self._cotrain_tap.record(name, step.positions[rows], step.token_ids[rows], step.hidden[rows])
         self._cotrain_tap_seconds += time.perf_counter() - started
 
-    def cotrain_set_tapping(self, tapping: bool) -> None:
-        """Start a step of the tap, or switch it off. Forgets what was recorded before."""
-        self._cotrain_tapping = tapping
+    def cotrain_start_tapping(self, requests: dict[str, tuple[int, int, int]]) -> None:
+        """Start a step of the tap, until the features are taken. requests: request id -> fields of its TapRequest."""
         self._cotrain_tap_seconds = 0.0
-        self._cotrain_tap.clear()
+        self._cotrain_tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
 
     def cotrain_take_features(
         self, rollouts: list[tuple[str, list[int], int]], path: str, metadata: dict[str, str]
@@ -65,7 +68,6 @@ class CotrainWorker:
         kept = [(r, features) for r, features in taken if features is not None]
         stats = {
             "num_rollouts": len(kept),
-            "num_refused": self._cotrain_tap.num_refused,
             "record_seconds": self._cotrain_tap_seconds,
         }
         self._cotrain_tap.clear()

@@ -19,6 +19,18 @@ REFUSED = [
     ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: 1 leaves policy.advantage=group_mean_std nothing"),
     ("rollout.top_p=0.9", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=0.9, top_k=0)"),
     ("rollout.top_k=50", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=1, top_k=50)"),
+    (
+        "policy.behaviour_correction=truncate",
+        "policy.behaviour_correction: 'truncate' corrects the learner's own log-probs; set policy.old_log_probs = "
+        '"recomputed"',
+    ),
+    ("policy={behaviour_cap=3.0}", 'policy.behaviour_cap: 3 has no effect with policy.behaviour_correction = "none"'),
+    (
+        "policy={behaviour_floor=0.1, behaviour_correction='truncate', old_log_probs='recomputed'}",
+        'policy.behaviour_floor: 0.1 has no effect with policy.behaviour_correction = "truncate"',
+    ),
+    ("policy.behaviour_cap=0.9", "policy.behaviour_cap: "),
+    ("policy.behaviour_floor=1.1", "policy.behaviour_floor: "),
     ("policy.num_processes=3", "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 1 x 3"),
     ("policy.minibatches=5", "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 5 x 1"),
     ("policy.micro_batch_tokens=1023", "policy.micro_batch_tokens: 1023 is less than one rollout of full length"),
@@ -65,6 +77,9 @@ ACCEPTED = [
     ["rollout.draft_tokens=4", "rollout.allow_draft_beyond_trained_depth=true"],
     ["rollout.draft_tokens=9", "drafter=none"],
     ["rollout.top_p=0.9", "rollout.top_k=50", "policy.old_log_probs=recomputed"],
+    ["policy.old_log_probs=recomputed", "policy.behaviour_correction=truncate", "policy.behaviour_cap=1.5"],
+    ["policy.old_log_probs=recomputed", "policy.behaviour_correction=mask", "policy.behaviour_floor=0.1"],
+    ["policy.old_log_probs=recomputed", "policy.importance_ratio=sequence"],
     ["policy.num_processes=4", "policy.minibatches=16"],
     ["policy.micro_batch_tokens=1024", "rollout.features.max_tokens_per_step=1024"],
     ["policy.clip_high=0.2"],
@@ -101,6 +116,25 @@ def test_all_broken_rules_of_a_section_are_told_at_once() -> None:
     assert len(error.value.problems) == 3
 
 
+@pytest.mark.parametrize(
+    "other", ["policy.clip_low=2", "policy.optimizer.betas=[0.9, 'x']", "rollout.stop=['']", "stepz=3"]
+)
+def test_minibatches_beyond_the_rollouts_are_told_together_with_other_problems(other: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, "policy.minibatches=1000", other])
+    first, second = error.value.problems
+    assert first.startswith(other.partition("=")[0])
+    assert "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 1000 x 1" in second
+
+
+def test_rules_that_a_wrong_field_takes_part_in_wait_until_it_is_mended() -> None:
+    for wrong in ("rollout.prompts_per_step=0", "rollout.samples_per_prompt=x", "policy.num_processes=-1"):
+        with pytest.raises(ConfigError) as error:
+            load_config([], [*BASE, "policy.minibatches=1000", wrong])
+        [problem] = error.value.problems
+        assert problem.startswith(wrong.partition("=")[0])
+
+
 def test_a_cadence_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"drafter.alarms.max_lag_versions: 5 would stop a healthy run: .* = 2 x 3"):
         load_config(
@@ -110,3 +144,18 @@ def test_a_cadence_that_contradicts_itself_is_refused() -> None:
         ConfigError, match=r'drafter.train_every: 2 has no effect with drafter.gate.train_when = "drift"'
     ):
         load_config([], [*BASE, "drafter.train_every=2", "drafter.gate.train_when=drift"])
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_a_correction_that_cannot_work_is_refused(correction: str) -> None:
+    corrected = ["policy.old_log_probs=recomputed", f"policy.behaviour_correction={correction}"]
+    for truncated in ("rollout.top_p=0.9", "rollout.top_k=50"):
+        with pytest.raises(ConfigError) as error:
+            load_config([], [*BASE, *corrected, truncated])
+        [problem] = error.value.problems
+        assert f"policy.behaviour_correction: '{correction}' does not go with truncated sampling" in problem
+        assert 'set it to "none", or top_p = 1 and top_k = 0' in problem
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, *corrected, "policy.importance_ratio=sequence"])
+    [problem] = error.value.problems
+    assert 'policy.importance_ratio: "sequence" does not go with policy.behaviour_correction' in problem

@@ -73,6 +73,9 @@ def test_the_banner_says_where_to_look(stream, run_config, run):
     Console(stream).banner(run_config(), run, {"rollout": "cpu", "policy": "cpu"}, "mlflow server --port [5000]")
     for text in (str(run.path), "eagle3 from random init", "rollout on", f"tail -f {run.metrics}", "--port [5000]"):
         assert text in stream.getvalue()
+    assert "tap" not in [line.split()[0] for line in stream.getvalue().splitlines()]
+    Console(stream).banner(run_config(), run, {}, "", tap="about 3 of 64 rollouts")
+    assert "  tap      about 3 of 64 rollouts" in stream.getvalue()
 
 
 def test_phases_in_a_log_are_lines_and_those_of_a_step_are_silent(stream):

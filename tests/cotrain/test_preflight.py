@@ -15,7 +15,7 @@ from cotrain import preflight
 from cotrain.config import RunConfig
 from cotrain.config_errors import ConfigError
 from cotrain.load_config import load_config
-from cotrain.preflight import check_run, quick_problems
+from cotrain.preflight import check_run, quick_problems, tap_note
 
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -218,6 +218,36 @@ def test_environment_that_may_change_what_is_sampled_is_refused(build, monkeypat
     assert quick_problems(build("drafter=none")) == []
 
 
+FULL_ROLLOUT = 252 * (4 * 32 * 2 + 16)
+"""Bytes of a rollout of full length in the tap: 3 aux layers and the last, 32 wide, in bfloat16."""
+
+
+def test_a_tap_that_holds_no_rollout_is_refused(build, model: Path) -> None:
+    too_small = build(f"rollout.features.max_bytes={FULL_ROLLOUT - 1}")
+    for found in (problems(too_small), quick_problems(too_small)):
+        [line] = found
+        assert line.startswith(f"rollout.features.max_bytes: {FULL_ROLLOUT - 1} does not hold one rollout of full")
+    always = "drafter.gate.publish_when=always"
+    check_run(build(f"rollout.features.max_bytes={FULL_ROLLOUT}", always))
+    check_run(build(f"rollout.features.max_bytes={FULL_ROLLOUT - 1}", "drafter=none"))
+
+
+def test_a_tap_that_leaves_the_gate_too_few_rollouts_is_refused(build, model: Path) -> None:
+    [line] = problems(build(f"rollout.features.max_tokens_per_step={15 * 252}"))
+    assert line.startswith("rollout.features: max_bytes = ") and "hold 15 rollouts of full length a step" in line
+    check_run(build(f"rollout.features.max_tokens_per_step={15 * 252}", "drafter.train=false"))
+    check_run(build(f"rollout.features.max_tokens_per_step={16 * 252}"))
+
+
+def test_the_share_that_is_tapped_is_said_when_it_is_not_all(build, model: Path) -> None:
+    assert tap_note(build(), model) is None
+    assert tap_note(build("drafter=none"), model) is None
+    some = build(f"rollout.features.max_bytes={16 * FULL_ROLLOUT}", f"rollout.features.max_tokens_per_step={32 * 252}")
+    assert tap_note(some, None).startswith("about 32 of 64 rollouts a step (50 %), drawn before they run")
+    of_bytes = tap_note(some, model)  # samples of a prompt share its rows, so that a few more than 16 fit
+    assert 16 < int(of_bytes.split()[1]) < 32
+
+
 def test_gpu_that_is_not_there_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "machine", lambda: {"gpus": []})
     [line] = quick_problems(build("cluster.device=cuda"))
@@ -229,7 +259,22 @@ def test_too_little_disk_and_shared_memory_are_refused(build, monkeypatch: pytes
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 4000))
     disk, shared = problems(build())
     assert disk.startswith("run_root:") and "3 checkpoints of" in disk and "lower checkpoint.keep_last" in disk
-    assert shared.startswith("policy.model: one policy update takes") and "--shm-size" in shared
+    assert shared.startswith("policy.model: policy updates take") and "--shm-size" in shared
+
+
+def test_shared_memory_must_hold_two_policies(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has 64 x 32 parameters, and an update is in bfloat16."""
+    usage = namedtuple("usage", "total used free")
+
+    def shared_memory_of(free: int) -> None:
+        free_of = {Path("/dev/shm"): free}
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, free_of.get(Path(path), 10**9)))
+
+    shared_memory_of(2 * 64 * 32 * 2)
+    check_run(build())
+    shared_memory_of(2 * 64 * 32 * 2 - 1)
+    [line] = problems(build())
+    assert line.startswith("policy.model: policy updates take")
 
 
 def test_run_root_that_cannot_be_written_is_refused(build, tmp_path: Path) -> None:

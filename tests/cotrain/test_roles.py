@@ -1,11 +1,12 @@
 """Several rollout engines as one: what they serve together, and how their figures add up. Actors are stand-ins."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cotrain.records import GainReport, RolloutBatch, SwapReport, WeightPayload
-from cotrain.roles import RolloutEngines, _merge
+from cotrain.records import GainReport, RolloutBatch, SwapReport, Versions, WeightPayload
+from cotrain.roles import RolloutEngines, _merge, engine_specs
 from cotrain.rollout.payload import WeightUpdateRefused
 
 PAYLOAD = WeightPayload("drafter.safetensors", 10, {"fc.weight": "00"})
@@ -113,3 +114,14 @@ def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
     batches = [RolloutBatch([], [], None, 1.0, 1, gain=gain) for gain in (report, None)]
     assert _merge([], batches).gain == report
     assert _merge([], batches[1:]).gain is None
+
+
+def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise(run_config: Any) -> None:
+    def seeds(seed: int, first_step: int) -> list[int]:
+        config = run_config(seed=seed, rollout={"num_engines": 4})
+        return [s.seed for s in engine_specs(config, Path(), None, None, Path(), Versions(0, 0), first_step)]
+
+    found = [seed for run in range(50) for first_step in (0, 1, 40) for seed in seeds(run, first_step)]
+    assert len(set(found)) == len(found) == 600
+    assert all(0 <= seed < 2**31 for seed in found)  # what NumPy and vLLM take
+    assert seeds(7, 3) == seeds(7, 3)

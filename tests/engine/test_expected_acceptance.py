@@ -1,20 +1,28 @@
-"""The expected acceptance length is the one that the engine serves: same drafter, policy, prompts and sampler."""
+"""The expected acceptance length is the one that the engine serves: same drafter, policy, prompts and sampler.
 
+So it is where the samples of a prompt share their prompt through the prefix cache, whose rows the engine computes once.
+"""
+
+import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from cotrain.config import RolloutConfig
+from cotrain.config import FeatureTapConfig, RolloutConfig
 from cotrain.drafting.buffer import batches_of
-from cotrain.drafting.features import read_shard
+from cotrain.drafting.features import FeatureRecord, read_shard
+from cotrain.records import RolloutBatch, RolloutRequest
 from cotrain.rollout.engine import EngineSpec
 from cotrain.scratch import scratch_folder
+from cotrain.self_check import relative_error
 from drafters.acceptance import StartAcceptance, acceptance_rates
 from drafters.base import DraftBatch, Drafter, Sampler, TargetWeights
 from drafters.config import ObjectiveConfig
-from tests.engine.conftest import SERVING, LiveEngine, distilled, eagle3, make_requests
+from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, distilled, eagle3, features_of, make_requests
 
 pytestmark = pytest.mark.engine
 
@@ -22,6 +30,9 @@ K = 5
 REQUESTS = 192
 TOLERANCE = 0.03
 """Of the acceptance length. Its standard error over 192 rollouts of 48 tokens is below 0.01."""
+
+BLOCK, SAMPLES, PROMPT_TOKENS = 32, 8, 164
+"""Small cache blocks, as on a GPU: of a prompt, five are served from the cache to the samples after the first."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +47,8 @@ def deep_engine(
     drafter_folder: Path,
     deep_drafter: Drafter,
 ) -> Iterator[LiveEngine]:
-    config = rollout_config.model_copy(update={"prompts_per_step": REQUESTS, "draft_tokens": K})
+    update = {"prompts_per_step": REQUESTS, "draft_tokens": K, "vllm": {"block_size": BLOCK}}
+    config = rollout_config.model_copy(update=update)
     with scratch_folder("test-expected") as scratch:
         live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), SERVING, 0, str(scratch)))
         live.send_drafter(deep_drafter.state_for_serving())
@@ -76,3 +88,71 @@ def test_expected_acceptance_is_served(
     assert served.acceptance_length > 1.2, "a drafter worth estimating"
     for rate, accepted in zip(rates, served.accepted_per_position, strict=False):
         assert rate == pytest.approx(accepted / served.num_drafts, abs=0.03)
+
+
+def groups(prompts: list[RolloutRequest]) -> list[RolloutRequest]:
+    return [replace(p, sample_index=i, seed=8 * n + i) for n, p in enumerate(prompts) for i in range(SAMPLES)]
+
+
+@pytest.fixture(scope="module")
+def grouped(deep_engine: LiveEngine) -> tuple[RolloutBatch, list[FeatureRecord]]:
+    """Speculated rollouts, 8 of each long prompt. The cache holds some of these prompts, and a prefix of others."""
+    deep_engine.run(deep_engine.engine.set_draft_sample_method("probabilistic"))
+    deep_engine.run(deep_engine.engine.set_draft_tokens(K))
+    prompts = make_requests(REQUESTS // SAMPLES, length=PROMPT_TOKENS, seed=12)
+    prompts[1:4] = [
+        replace(p, prompt_token_ids=prompts[0].prompt_token_ids[:96] + p.prompt_token_ids[96:]) for p in prompts[1:4]
+    ]
+    deep_engine.generate(prompts[:8], tap=False)  # of the same policy
+    batch = deep_engine.generate(groups(prompts))
+    return batch, [record for shard in batch.features for record in read_shard(shard.path)]
+
+
+def test_cached_prompts_leave_no_hole(grouped: tuple[RolloutBatch, list[FeatureRecord]], target_model: Any) -> None:
+    batch, records = grouped
+    masks = torch.cat([record.feature_mask[:-1] for record in records])
+    print(f"{len(records)} rollouts, holes {(~masks).float().mean():.1%}")
+    assert len(records) == REQUESTS
+    assert masks.all() and batch.feature_stats["num_holes"] == 0
+    for record in records[:: SAMPLES - 1]:  # filled rows, those of a first sample among them
+        computed = features_of(target_model, record.token_ids.tolist(), record.prompt_length, 0, AUX_LAYERS)
+        keep = record.feature_mask
+        assert relative_error(record.aux_hidden[keep], computed.aux_hidden[keep]) < 1e-4
+        assert relative_error(record.final_hidden[keep], computed.final_hidden[keep]) < 1e-4
+
+
+def test_expected_acceptance_is_served_where_prompts_are_cached(
+    grouped: tuple[RolloutBatch, list[FeatureRecord]], deep_drafter: Drafter, target_weights: TargetWeights
+) -> None:
+    batch, records = grouped
+    assert batch.speculation is not None
+    sampler = Sampler(1.0, 1.0, 0, "probabilistic")
+    with torch.no_grad():
+        results = [deep_drafter.loss(b, target_weights, sampler, ObjectiveConfig()) for b in batches_of(records, 4096)]
+    expected = 1 + sum(acceptance_rates([result.acceptance for result in results], K))
+    print(f"expected {expected:.3f}, served {batch.speculation.acceptance_length:.3f}")
+    assert expected == pytest.approx(batch.speculation.acceptance_length, rel=TOLERANCE)
+
+
+def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:
+    """Under a bound that holds a quarter of the rollouts, which of them are tapped does not depend on their lengths."""
+    rollout = deep_engine.engine.spec.rollout
+    bounds = FeatureTapConfig(max_tokens_per_step=REQUESTS // 4 * (12 + rollout.max_new_tokens))
+    stops = list(range(40, 120, 16))  # of the tokens that the tiny target prefers
+    lengths, tapped, tapped_per_call = [], [], []
+    object.__setattr__(rollout, "features", bounds)
+    try:
+        for call in range(8):
+            batch = deep_engine.generate(make_requests(REQUESTS, seed=20 + call), stop_token_ids=stops)
+            records = [record for shard in batch.features for record in read_shard(shard.path)]
+            lengths += [len(r.token_ids) for r in batch.rollouts]
+            tapped += [record.num_tokens - record.prompt_length for record in records]
+            tapped_per_call.append(len(records))
+            assert sum(record.num_tokens for record in records) <= bounds.max_tokens_per_step
+    finally:
+        object.__setattr__(rollout, "features", FeatureTapConfig())
+    mean, spread = statistics.mean(lengths), statistics.stdev(lengths)
+    print(f"mean length of all {mean:.1f}, of {tapped_per_call} tapped {statistics.mean(tapped):.1f}")
+    assert spread > mean / 3, "lengths that vary"
+    assert statistics.mean(tapped) == pytest.approx(mean, abs=3 * spread / len(tapped) ** 0.5)
+    assert tapped_per_call == [REQUESTS // 4] * 8

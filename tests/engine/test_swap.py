@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cotrain.failures import RunFailure
 from cotrain.records import WeightPayload
 from cotrain.rollout.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
@@ -161,6 +162,16 @@ def test_a_damaged_file_is_refused_and_the_old_weights_stay(
     with pytest.raises(WeightUpdateRefused, match="cannot read" if kind == "truncated" else "checksum differs"):
         fresh.run(fresh.engine.update_drafter(payload, fresh.engine.versions.drafter + 1))
     assert_serves(fresh, good, reference)
+
+
+def test_an_engine_that_cannot_go_back_to_its_last_weights_stops_the_run(
+    fresh: LiveEngine, fitted_drafter: Drafter
+) -> None:
+    fresh.send_drafter(fitted_drafter.state_for_serving())
+    with open(fresh.scratch / "kept" / "drafter.before", "r+b") as good_state:
+        good_state.truncate(1000)
+    with pytest.raises(RunFailure, match=r"a weight update failed, and .*the engine's weights are unknown"):
+        fresh.run(fresh.engine.undo_drafter_update())
 
 
 def test_a_bad_policy_update_is_refused(fresh: LiveEngine, target_state: dict) -> None:

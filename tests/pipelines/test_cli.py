@@ -36,6 +36,11 @@ def test_help_names_the_commands_without_torch() -> None:
     assert all(command in result.stdout for command in ("train", "verify", "bench", "drafters", "ui"))
 
 
+def test_the_bare_command_prints_its_help() -> None:
+    bare, asked = cotrain(without_torch=True), cotrain("--help", without_torch=True)
+    assert (bare.returncode, bare.stdout, bare.stderr) == (asked.returncode, asked.stdout, "")
+
+
 def test_train_help_explains_every_section_in_an_instant() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = cotrain("train", "--help", without_torch=True)
@@ -55,7 +60,18 @@ def test_dry_run_prints_a_configuration_that_loads_again(tmp_path: Path) -> None
     assert result.returncode == 0, result.stderr
     assert parse_config(tomllib.loads(result.stdout)) == load_config([SMOKE], changes)
     assert "# rollout  1 x vLLM" in result.stdout and "# drafter  1 x trainer" in result.stdout
+    assert "# tap" not in result.stdout
     assert not any(tmp_path.iterdir())
+
+
+def test_dry_run_says_what_share_is_tapped() -> None:
+    config = load_config([SMOKE], [])
+    bound = (
+        f"rollout.features.max_tokens_per_step={config.rollout.rollouts_per_step // 2 * config.rollout.max_model_len}"
+    )
+    result = cotrain("train", SMOKE, bound, "--dry-run", without_torch=True)
+    assert result.returncode == 0, result.stderr
+    assert f"# tap      about {config.rollout.rollouts_per_step // 2} of" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ VARIANTS = {
         "batching": "packed",
     },
     "token_sum": {"loss_aggregation": "seq_mean_token_sum", "old_log_probs": "recomputed"},
+    "corrected": {"old_log_probs": "recomputed", "behaviour_correction": "truncate", "behaviour_cap": 1.1},
 }
 
 

@@ -17,8 +17,9 @@ from policy_cases import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cotrain.config import OptimizerConfig
 from cotrain.optimizer import learning_rate_factor
+from cotrain.optimizer_config import OptimizerConfig
+from cotrain.policy.log_probs import ResponseLogProbs
 
 
 def weights_after(model: str, updates: int = 1, **policy: Any) -> dict[str, torch.Tensor]:
@@ -146,6 +147,67 @@ def test_recomputed_old_log_probs_ignore_the_engines(tiny_model: str) -> None:
         difference = update_difference(tiny_model, recomputing.state_for_serving(), trusting.state_for_serving())
         assert difference < 1e-3
         assert metrics["policy/rollout_log_prob_gap"] > 0.3
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_a_corrected_update_weighs_each_rollout_by_what_the_engine_got_wrong(
+    tiny_model: str, minibatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is off by one factor for all tokens of a rollout, which then weighs as its advantage would."""
+    log_factors = [-0.9, -0.2, 0.0, 0.3, 0.5, 0.9]
+    rollouts, weighted = make_rollouts(tiny_model, noise=0), make_rollouts(tiny_model, noise=0)
+    weights = []
+    for index, scored in enumerate(rollouts):
+        log_factor = log_factors[index % len(log_factors)]
+        log_probs = [log_prob - log_factor for log_prob in scored.rollout.log_probs]
+        rollouts[index] = replace(scored, rollout=replace(scored.rollout, log_probs=log_probs))
+        weight = min(math.exp(log_factor), 1.5)
+        weighted[index] = replace(scored, advantage=weight * scored.advantage)
+        weights += [weight] * len(log_probs)
+    common = {"minibatches": minibatches, "old_log_probs": "recomputed"}
+    corrected = make_learner(tiny_model, behaviour_correction="truncate", behaviour_cap=1.5, **common)
+    expected = make_learner(tiny_model, **common)
+    forwards = 0
+    forward = ResponseLogProbs.forward
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        return forward(*arguments)
+
+    monkeypatch.setattr(ResponseLogProbs, "forward", counted)
+    metrics = corrected.update(rollouts)
+    forwards_corrected, forwards = forwards, 0
+    plain = expected.update(weighted)
+    assert forwards_corrected == forwards
+    difference = update_difference(tiny_model, corrected.state_for_serving(), expected.state_for_serving())
+    assert difference < 1e-3
+
+    w = torch.tensor(weights, dtype=torch.float64)
+    ratios = torch.tensor(
+        [math.exp(log_factors[index % 6]) for index, s in enumerate(rollouts) for _ in s.rollout.token_ids]
+    )
+    assert metrics["policy/loss"] == pytest.approx(plain["policy/loss"], rel=1e-3, abs=1e-5)
+    assert metrics["policy/behaviour_ratio_mean"] == pytest.approx(ratios.mean().item(), rel=1e-4)
+    assert metrics["policy/behaviour_weight_mean"] == pytest.approx(w.mean().item(), rel=1e-4)
+    assert metrics["policy/behaviour_ess"] == pytest.approx((w.sum() ** 2 / (len(w) * (w**2).sum())).item(), rel=1e-4)
+    assert metrics["policy/behaviour_capped"] == pytest.approx((w == 1.5).double().mean().item())
+    assert not any(name.startswith("policy/behaviour") for name in plain)
+
+
+def test_masked_tokens_are_counted_and_a_fully_masked_step_has_no_weight(tiny_model: str) -> None:
+    common = {"old_log_probs": "recomputed", "behaviour_correction": "mask"}
+    rollouts = make_rollouts(tiny_model, noise=0)
+    exact = make_learner(tiny_model, **common).update(rollouts)
+    assert exact["policy/behaviour_masked"] == 0
+    assert exact["policy/behaviour_ess"] == pytest.approx(1, rel=1e-4)
+    for index, scored in enumerate(rollouts):
+        log_probs = [log_prob - 1.0 for log_prob in scored.rollout.log_probs]
+        rollouts[index] = replace(scored, rollout=replace(scored.rollout, log_probs=log_probs))
+    masked = make_learner(tiny_model, **common).update(rollouts)
+    assert masked["policy/behaviour_masked"] == 1
+    assert masked["policy/behaviour_ess"] == masked["policy/behaviour_weight_mean"] == masked["policy/grad_norm"] == 0
+    assert masked["policy/behaviour_ratio_mean"] == pytest.approx(math.e, rel=1e-3)
 
 
 @pytest.mark.parametrize("broken", ["log_prob", "advantage"])

@@ -9,7 +9,7 @@ from torch import Tensor
 from cotrain.config import PolicyConfig
 from cotrain.policy.batching import micro_batches
 from cotrain.policy.losses import Normaliser, kl_estimate, policy_loss
-from cotrain.records import ScoredRollout
+from cotrain.records import Rollout, ScoredRollout, Versions
 
 CPU = torch.device("cpu")
 
@@ -84,6 +84,148 @@ def test_without_old_log_probs_the_ratio_is_one_and_still_has_a_gradient(tiny_mo
     result.loss.backward()
     assert (result.ratio == 1).all()
     torch.testing.assert_close(log_probs.grad, -batch.advantages / len(batch.targets))
+
+
+def slow_corrected_loss(
+    config: PolicyConfig,
+    rollouts: list[ScoredRollout],
+    log_probs: list[Tensor],
+    olds: list[list[float]],
+    references: list[Tensor],
+) -> tuple[Tensor, list[float]]:
+    """The loss under a behaviour correction, one scalar at a time, and the weight of each token."""
+    sequence_terms, weights = [], []
+    for scored, current, old, reference in zip(rollouts, log_probs, olds, references, strict=True):
+        tokens = []
+        for t, behaviour in enumerate(scored.rollout.log_probs):
+            weight = math.exp(max(-20.0, min(20.0, old[t] - behaviour)))
+            if config.behaviour_correction == "truncate":
+                weight = min(weight, config.behaviour_cap)
+            elif not config.behaviour_floor <= weight <= config.behaviour_cap:
+                weight = 0.0
+            ratio = torch.exp(current[t] - old[t])
+            clipped = torch.clamp(ratio, 1 - config.clip_low, 1 + config.clip_high)
+            surrogate = torch.minimum(ratio * scored.advantage, clipped * scored.advantage)
+            delta = reference[t] - current[t]
+            tokens.append(-weight * surrogate + config.kl_coefficient * (torch.exp(delta) - delta - 1))
+            weights.append(weight)
+        sequence_terms.append(tokens)
+    if config.loss_aggregation == "token_mean":
+        # The denominators count the masked tokens too.
+        return sum(sum(tokens) for tokens in sequence_terms) / sum(map(len, sequence_terms)), weights
+    return sum(sum(tokens) / len(tokens) for tokens in sequence_terms) / len(sequence_terms), weights
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_corrected_loss_and_gradient_equal_a_slow_loop(
+    tiny_model: str, correction: str, minibatches: int, aggregation: str
+) -> None:
+    config = PolicyConfig(
+        model="tiny",
+        old_log_probs="recomputed",
+        behaviour_correction=correction,
+        behaviour_cap=1.3,
+        behaviour_floor=0.8 if correction == "mask" else 0.5,
+        loss_aggregation=aggregation,
+        kl_coefficient=0.3,
+        clip_low=0.05,
+        clip_high=0.08,
+    )
+    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, "packed", CPU)
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(len(batch.targets), generator=generator, dtype=torch.float64)
+
+    old = batch.behaviour_log_probs + noise(0.3)
+    old[3] = batch.behaviour_log_probs[3] + 30.0  # an engine and a learner that know nothing of each other
+    current = old.clone() if minibatches == 1 else old + noise(0.1)
+    reference = current + noise(0.3)
+    normaliser = Normaliser(len(batch.targets), len(batch.rollouts), ROLLOUT.max_new_tokens)
+
+    fast_input = current.clone().requires_grad_()
+    # With one minibatch the learner has no log-probs of an earlier forward pass: they are the current ones, detached.
+    with_old = replace(batch, old_log_probs=None if minibatches == 1 else old)
+    result = policy_loss(config, normaliser, with_old, fast_input, reference)
+    result.loss.backward()
+
+    slow_input = current.clone().requires_grad_()
+    lengths = batch.lengths.tolist()
+    olds = [part.tolist() for part in old.split(lengths)]
+    loss, weights = slow_corrected_loss(
+        config, batch.rollouts, list(slow_input.split(lengths)), olds, list(reference.split(lengths))
+    )
+    loss.backward()
+
+    torch.testing.assert_close(result.loss, loss, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(fast_input.grad, slow_input.grad, rtol=1e-5, atol=1e-7)
+    assert result.behaviour is not None and not result.behaviour.weight.requires_grad
+    torch.testing.assert_close(result.behaviour.weight, torch.tensor(weights, dtype=torch.float64), rtol=1e-5, atol=0)
+    limited = torch.tensor(weights) == (1.3 if correction == "truncate" else 0.0)
+    assert torch.equal(result.behaviour.limited, limited) and limited.any() and not limited.all()
+    torch.testing.assert_close(result.behaviour.ratio[3], torch.tensor(math.exp(20.0), dtype=torch.float64))
+
+
+def test_a_correction_takes_away_the_bias_of_another_behaviour_policy() -> None:
+    """Every token of a vocabulary of three, as often as the engine draws it, so that the mean is the expectation."""
+    policy = torch.tensor([0.2, 0.2, 0.6]).log()
+    behaviour = [0.25, 0.25, 0.5]
+    advantages = [1.0, -0.5, 0.3]
+    drawn = [0, 1, 2, 2]
+    rollouts = [
+        ScoredRollout(
+            Rollout("p", index, [0], [token], [math.log(behaviour[token])], "", "stop", Versions(0, 0), None),
+            reward=0.0,
+            advantage=advantages[token],
+        )
+        for index, token in enumerate(drawn)
+    ]
+    (batch,) = micro_batches(rollouts, 100, "packed", CPU)
+    normaliser = Normaliser(4, 4, 1)
+
+    def gradient(**fields: object) -> Tensor:
+        config = PolicyConfig.model_validate({"model": "tiny", "old_log_probs": "recomputed", **fields})
+        logits = policy.clone().requires_grad_()
+        log_probs = logits.log_softmax(-1)[batch.targets]
+        policy_loss(config, normaliser, replace(batch, old_log_probs=None), log_probs, None).loss.backward()
+        return logits.grad
+
+    logits = policy.clone().requires_grad_()
+    (-logits.softmax(-1) @ torch.tensor(advantages)).backward()
+    bias = (gradient() - logits.grad).norm() / logits.grad.norm()
+    assert bias > 0.1
+    torch.testing.assert_close(gradient(behaviour_correction="truncate"), logits.grad)
+    torch.testing.assert_close(gradient(behaviour_correction="mask"), logits.grad)
+    # A cap that binds leaves some of the bias, and no more than there was.
+    capped = gradient(behaviour_correction="truncate", behaviour_cap=1.1)
+    assert 1e-3 < (capped - logits.grad).norm() / logits.grad.norm() < bias
+
+
+def test_without_a_correction_the_loss_is_what_it_was_to_the_last_bit(tiny_model: str) -> None:
+    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, "packed", CPU)
+    normaliser = Normaliser(len(batch.targets), len(batch.rollouts), ROLLOUT.max_new_tokens)
+    for old in (batch.behaviour_log_probs, None):
+        log_probs = (batch.behaviour_log_probs - 0.1).requires_grad_()
+        result = policy_loss(PolicyConfig(model="t"), normaliser, replace(batch, old_log_probs=old), log_probs, None)
+        ratio = (log_probs - (log_probs.detach() if old is None else old)).exp()
+        surrogate = torch.minimum(ratio * batch.advantages, ratio.clamp(1.0 - 0.2, 1.0 + 0.28) * batch.advantages)
+        expected = (-surrogate * (torch.ones(len(ratio)) / len(ratio))).sum()
+        assert result.behaviour is None
+        assert torch.equal(result.loss, expected)
+        assert torch.equal(*(torch.autograd.grad(loss, log_probs)[0] for loss in (result.loss, expected)))
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_a_broken_log_prob_is_not_masked_away(tiny_model: str, correction: str) -> None:
+    config = PolicyConfig(model="t", old_log_probs="recomputed", behaviour_correction=correction)
+    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, "packed", CPU)
+    batch.behaviour_log_probs[2] = math.nan
+    normaliser = Normaliser(len(batch.targets), len(batch.rollouts), ROLLOUT.max_new_tokens)
+    log_probs = torch.full((len(batch.targets),), -3.0, requires_grad=True)
+    result = policy_loss(config, normaliser, replace(batch, old_log_probs=None), log_probs, None)
+    assert result.per_token.isfinite().logical_not().nonzero().tolist() == [[2]]
 
 
 def test_kl_estimates_average_to_the_kl() -> None:

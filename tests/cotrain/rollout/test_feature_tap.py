@@ -1,17 +1,24 @@
-"""The tap's store without an engine: what is kept by absolute position, what becomes a hole, what the bounds refuse."""
+"""The tap's store without an engine: what is kept by absolute position, what is shared, what becomes a hole."""
 
 import pytest
 import torch
 
-from cotrain.config import FeatureTapConfig
 from cotrain.rollout.feature_tap import FeatureTap
+from cotrain.rollout.tap_admission import TapRequest
 
 AUX, FINAL = 6, 2
 ROW_BYTES = (AUX + FINAL) * 4 + 16  # float32 hidden states, an int64 position and an int64 token id
 
 
-def tap_with(**bounds) -> FeatureTap:
-    return FeatureTap(FeatureTapConfig(**bounds))
+def tap_of(*requests: TapRequest, window: int | None = None) -> FeatureTap:
+    """The requests are named a, b and so on."""
+    tap = FeatureTap(window)
+    tap.start(dict(zip("abcd", requests, strict=False)))
+    return tap
+
+
+def one(prompt_length: int = 4, longest: int = 5000, prompt: int = 0) -> TapRequest:
+    return TapRequest(prompt, prompt_length, longest)
 
 
 def token_at(position: int) -> int:
@@ -22,12 +29,12 @@ def hidden_at(positions: torch.Tensor, salt: float = 0.0) -> torch.Tensor:
     return positions[:, None] + torch.linspace(0.1, 0.8, AUX + FINAL) + salt
 
 
-def record(tap: FeatureTap, start: int, stop: int, request_id: str = "r", salt: float = 0.0, token_shift: int = 0):
+def record(tap: FeatureTap, start: int, stop: int, request_id: str = "a", salt: float = 0.0, token_shift: int = 0):
     positions = torch.arange(start, stop)
     tap.record(request_id, positions, token_at(positions) + token_shift, hidden_at(positions, salt))
 
 
-def take(tap: FeatureTap, length: int, request_id: str = "r"):
+def take(tap: FeatureTap, length: int, request_id: str = "a"):
     return tap.take(request_id, [token_at(p) for p in range(length)], FINAL)
 
 
@@ -36,7 +43,7 @@ def kept(taken) -> list[int]:
 
 
 def test_rows_come_back_split_and_the_last_token_has_none():
-    tap = tap_with()
+    tap = tap_of(one())
     record(tap, 0, 5)
     record(tap, 5, 6)
     taken = take(tap, 7)
@@ -47,13 +54,13 @@ def test_rows_come_back_split_and_the_last_token_has_none():
 
 
 def test_the_last_token_is_masked_even_when_it_was_verified():
-    tap = tap_with()
+    tap = tap_of(one())
     record(tap, 0, 10)  # the tokens after an end-of-sequence token were accepted drafts
     assert kept(take(tap, 8)) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_rejected_draft_is_overwritten_by_the_token_in_its_place():
-    tap = tap_with()
+    tap = tap_of(one())
     record(tap, 0, 4)
     record(tap, 4, 8, token_shift=50, salt=9.0)  # four drafts, of which none was accepted
     record(tap, 4, 6)
@@ -63,7 +70,7 @@ def test_a_rejected_draft_is_overwritten_by_the_token_in_its_place():
 
 
 def test_a_row_of_another_token_is_a_hole():
-    tap = tap_with()
+    tap = tap_of(one())
     record(tap, 0, 4)
     record(tap, 4, 6, token_shift=50, salt=9.0)  # rejected, and never computed again
     record(tap, 6, 8)
@@ -74,7 +81,7 @@ def test_a_row_of_another_token_is_a_hole():
 
 
 def test_positions_that_were_never_computed_are_holes():
-    tap = tap_with()
+    tap = tap_of(one(135))
     record(tap, 130, 140)  # a prefix-cache hit: the first block was not computed
     taken = take(tap, 141)
     assert kept(taken) == list(range(130, 140))
@@ -82,7 +89,7 @@ def test_positions_that_were_never_computed_are_holes():
 
 
 def test_a_preempted_request_is_recorded_again():
-    tap = tap_with()
+    tap = tap_of(one())
     record(tap, 0, 20, salt=9.0)
     record(tap, 0, 12)
     record(tap, 12, 20)
@@ -92,7 +99,7 @@ def test_a_preempted_request_is_recorded_again():
 
 @pytest.mark.parametrize("window", [None, 250, 400])
 def test_rows_survive_growth(window):
-    tap = tap_with(window=window)
+    tap = tap_of(one(), window=window)
     record(tap, 0, 100)
     for start in range(100, 400, 3):
         record(tap, start, start + 3)
@@ -104,7 +111,7 @@ def test_rows_survive_growth(window):
 
 @pytest.mark.parametrize("window", [5, 128, 200])
 def test_the_window_keeps_the_latest_positions_of_one_long_prefill(window):
-    tap = tap_with(window=window)
+    tap = tap_of(one(), window=window)
     record(tap, 0, 1000)
     taken = take(tap, 1001)
     assert kept(taken) == list(range(1000 - window, 1000))
@@ -112,78 +119,88 @@ def test_the_window_keeps_the_latest_positions_of_one_long_prefill(window):
 
 
 def test_an_equal_token_in_the_ring_does_not_hide_that_a_row_was_lost():
-    tap = tap_with(window=8)
+    tap = tap_of(one(), window=8)
     positions = torch.arange(20)
-    tap.record("r", positions, torch.full((20,), 5), hidden_at(positions))
-    assert kept(tap.take("r", [5] * 21, FINAL)) == list(range(12, 20))
+    tap.record("a", positions, torch.full((20,), 5), hidden_at(positions))
+    assert kept(tap.take("a", [5] * 21, FINAL)) == list(range(12, 20))
 
 
 def test_the_window_bounds_memory():
-    tap = tap_with(window=150)
+    tap = tap_of(one(200), window=150)
     for start in range(0, 3000, 30):
         record(tap, start, start + 30)
-    assert tap.num_bytes == 150 * ROW_BYTES
+    assert tap.num_bytes == 2 * 150 * ROW_BYTES  # of the prompt, and of the response
 
 
 def test_bytes_are_counted_as_allocated_and_given_back():
-    tap = tap_with()
+    tap = tap_of(one(1), one(1, prompt=1))
     record(tap, 0, 1, "a")
-    record(tap, 0, 129, "b")
-    assert tap.num_bytes == (128 + 256) * ROW_BYTES
-    take(tap, 2, "a")
-    assert tap.num_bytes == 256 * ROW_BYTES
+    record(tap, 0, 130, "b")
+    assert tap.num_bytes == (1 + 1 + 256) * ROW_BYTES
+    take(tap, 131, "b")
+    assert tap.num_bytes == 2 * ROW_BYTES
     tap.clear()
-    assert tap.num_bytes == 0
+    assert tap.num_bytes == 0 and not tap.is_recording
 
 
-def test_a_request_that_outgrows_the_byte_limit_is_given_up_and_makes_room():
-    tap = tap_with(max_bytes=3 * 128 * ROW_BYTES)
+def test_a_request_takes_no_more_than_its_longest_response():
+    tap = tap_of(one(10, longest=20))
+    record(tap, 0, 29)
+    record(tap, 29, 34)  # drafts beyond the last token
+    assert tap.num_bytes == (10 + 20) * ROW_BYTES
+    assert kept(take(tap, 30)) == list(range(29))
+
+
+def test_a_cached_prompt_is_filled_from_a_request_with_the_same_tokens():
+    tap = tap_of(one(140), one(140))
+    record(tap, 0, 140, "a")
+    record(tap, 128, 150, "b")  # the first block was in the cache
+    record(tap, 140, 160, "a", token_shift=50)
+    taken = take(tap, 151, "b")
+    assert kept(taken) == list(range(150))
+    assert torch.equal(taken.aux_hidden[:150], hidden_at(torch.arange(150))[:, :AUX])
+    assert kept(take(tap, 161, "a")) == list(range(140))  # its response is its own
+
+
+def test_a_prompt_of_other_tokens_fills_nothing():
+    tap = tap_of(one(140), one(140, prompt=1))
+    record(tap, 0, 140, "a")
+    record(tap, 128, 150, "b")
+    assert kept(take(tap, 151, "b")) == list(range(128, 150))
+
+
+def test_the_window_leaves_no_hole_in_a_cached_prompt():
+    tap = tap_of(one(100), one(100), window=60)
     record(tap, 0, 100, "a")
-    record(tap, 0, 100, "b")
-    record(tap, 0, 300, "c")
-    record(tap, 100, 300, "a")
-    assert tap.num_refused == 2
-    record(tap, 300, 310, "a")  # what follows of a refused request is ignored
-    assert take(tap, 311, "a") is None
-    assert take(tap, 311, "c") is None
-    record(tap, 100, 200, "b")  # fits in what "a" gave back
-    assert kept(take(tap, 201, "b")) == list(range(200))
+    record(tap, 96, 100, "b")
+    for position in range(100, 300):  # long enough to overwrite a ring that held the prompt too
+        record(tap, position, position + 1, "a")
+    record(tap, 100, 120, "b")
+    taken = take(tap, 121, "b")
+    assert kept(taken) == list(range(60, 120))
+    assert torch.equal(taken.aux_hidden[60:120], hidden_at(torch.arange(60, 120))[:, :AUX])
+    assert kept(take(tap, 301, "a")) == list(range(240, 300))
 
 
-def test_the_token_limit_holds_while_all_requests_grow_together():
-    tap = tap_with(max_tokens_per_step=100)
-    names = ["a", "b", "c", "d"]
-    for position in range(40):
-        for name in names:
-            record(tap, position, position + 1, name)
-    whole = [name for name in names if (taken := take(tap, 41, name)) is not None and len(kept(taken)) == 40]
-    assert len(whole) == 2
-    assert tap.num_refused == 2
-
-
-def test_a_new_request_over_the_token_limit_is_refused():
-    tap = tap_with(max_tokens_per_step=100)
-    record(tap, 0, 80, "a")
-    record(tap, 0, 30, "b")
-    record(tap, 0, 20, "c")
-    assert tap.num_refused == 1
-    assert take(tap, 31, "b") is None
-    assert kept(take(tap, 21, "c")) == list(range(20))
+def test_only_what_was_chosen_is_kept():
+    tap = tap_of(one())
+    record(tap, 0, 10, "untapped")
+    assert tap.num_bytes == 0
+    assert take(tap, 11, "untapped") is None
 
 
 def test_a_request_can_be_taken_once():
-    tap = tap_with()
+    tap = tap_of(one())
     record(tap, 0, 4)
     assert take(tap, 5) is not None
     assert take(tap, 5) is None
     assert take(tap, 5, "never seen") is None
 
 
-def test_clear_begins_a_new_step():
-    tap = tap_with(max_tokens_per_step=50)
-    record(tap, 0, 60)
-    assert tap.num_refused == 1
-    tap.clear()
-    assert tap.num_refused == 0
-    record(tap, 0, 50)
-    assert len(kept(take(tap, 51))) == 50
+def test_a_step_begins_with_nothing_of_the_one_before():
+    tap = tap_of(one(), one())
+    record(tap, 0, 4)
+    tap.start({"b": one()})
+    record(tap, 3, 9, "b")
+    assert kept(take(tap, 10, "b")) == list(range(3, 9))
+    assert not tap.is_recording

@@ -26,7 +26,7 @@ def test_a_reload_is_served_and_read_back_exactly(serve, experts_are_packed, arc
     assert vllm_weights.differing_tensors(served.model, update) == sorted(update)
     vllm_weights.reload_weights(served.model, served.model_config, update)
     assert vllm_weights.differing_tensors(served.model, update) == []
-    assert vllm_weights.differing_tensors(served.model, update, columns=5, seed=3) == []
+    assert vllm_weights.differing_tensors(served.model, update, columns=5, turn=3) == []
     read = vllm_weights.served_tensors(served.model, update)
     assert {name: tensor.shape for name, tensor in read.items()} == {n: t.shape for n, t in update.items()}
     assert all(torch.equal(read[name], update[name]) for name in update)
@@ -115,13 +115,20 @@ def test_a_convolution_is_compared_in_every_copy_that_is_served(serve):
         copy.view(-1)[0] = first
 
 
-def test_the_seed_draws_the_columns_that_are_compared(llama):
+@pytest.mark.parametrize(("columns", "turns"), [(24, 4), (40, 3), (96, 1), (200, 1)])
+def test_every_column_is_compared_once_in_so_many_turns(llama, columns, turns):
+    """Of 96: a column that stays wrong is found, whichever it is and whenever it went wrong."""
     name = "model.layers.0.mlp.down_proj.weight"
     vllm_weights.reload_weights(llama.model, llama.model_config, llama.state)
-    changed = llama.state | {name: llama.state[name].clone()}
-    changed[name][:, 10] += 1.0
-    found = [bool(vllm_weights.differing_tensors(llama.model, changed, columns=24, seed=s)) for s in range(40)]
-    assert 2 <= sum(found) <= 20  # one of four in the mean
+
+    def is_found(column, turn):
+        changed = llama.state[name].clone()
+        changed[:, column] += 1.0
+        return bool(vllm_weights.differing_tensors(llama.model, {name: changed}, columns, turn))
+
+    found = [[is_found(column, turn) for turn in range(turns, 2 * turns)] for column in range(96)]
+    assert all(any(row) for row in found)
+    assert sum(map(sum, found)) == turns * min(columns, 96)
 
 
 def test_a_tensor_the_model_does_not_serve_is_named(llama):

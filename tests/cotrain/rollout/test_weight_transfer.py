@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from cotrain.preflight import POLICY_UPDATES_HELD
 from cotrain.rollout import vllm_weights, weight_transfer
-from cotrain.rollout.payload import WeightUpdateRefused, write_payload
+from cotrain.rollout.payload import WeightsUnknown, WeightUpdateRefused, write_payload
 from cotrain.rollout.weight_transfer import BACKEND, InitInfo, TransactionalWeightTransfer, UpdateInfo
 from tests.cotrain.rollout.conftest import moved
 
@@ -109,18 +110,27 @@ def test_a_reload_that_fails_is_undone(session, monkeypatch):
     assert session.serves(session.target, session.target.state)
 
 
-def test_the_readback_can_be_bounded(session, once_wrong, monkeypatch):
-    seen = []
-    differing = vllm_weights.differing_tensors
+@pytest.mark.parametrize("column", [0, 31, 50, 95])
+def test_a_column_that_stays_wrong_is_found_within_the_stated_updates(session, monkeypatch, column):
+    """With 32 of 96 columns compared in each update that is 3 updates."""
+    reload = vllm_weights.reload_weights
+    name = next(n for n in session.target.state if n.endswith("down_proj.weight"))
 
-    def watched(model, expected, columns=None, seed=0):
-        seen.append((columns, seed))
-        return differing(model, expected, columns, seed)
+    def reload_wrongly(model, model_config, tensors):
+        wrong = tensors[name].clone()
+        wrong[:, column] += 1e-3
+        reload(model, model_config, tensors | {name: wrong})
 
-    monkeypatch.setattr(vllm_weights, "differing_tensors", watched)
-    with pytest.raises(WeightUpdateRefused, match="down_proj"):
-        session.send(moved(session.target.state), readback_columns=4, readback_seed=9)
-    assert seen[0] == (4, 9)
+    monkeypatch.setattr(vllm_weights, "reload_weights", reload_wrongly)
+    monkeypatch.setattr(session.engine, "_restore", lambda: reload(*_loaded(session)))
+    for first in (1, 5, 6):
+        with pytest.raises(WeightUpdateRefused, match=rf"served weights differ.*{name}"):
+            for version in range(first, first + 3):
+                session.send(session.target.state, readback_columns=32, readback_turn=version)
+
+
+def _loaded(session):
+    return session.target.model, session.target.model_config, session.target.state
 
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "model.embed_tokens.weight"])
@@ -195,6 +205,71 @@ def test_the_backend_is_registered_once():
     weight_transfer.register()
     weight_transfer.register()
     assert BACKEND in WeightTransferEngineFactory._registry
+
+
+def held_bytes(folder: Path) -> int:
+    """Bytes of all files, those with several names once."""
+    found = {(stat := path.stat()).st_ino: stat.st_size for path in folder.rglob("*") if path.is_file()}
+    return sum(found.values())
+
+
+@pytest.mark.parametrize(("draft", "between", "while_writing"), [(False, 1, POLICY_UPDATES_HELD), (True, 2, 3)])
+def test_no_more_updates_are_held_than_a_restore_or_an_undo_needs(session, monkeypatch, draft, between, while_writing):
+    """A drafter update can be undone, so the one before it is held as well. For policies preflight asks for the most."""
+    served = session.drafter if draft else session.target
+    replace, most, after = os.replace, [], []
+
+    def watched(source, target):
+        most.append(held_bytes(session.folder))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    for version in range(4):
+        session.send(moved(served.state, seed=version), draft=draft, readback_turn=version)
+        after.append(held_bytes(session.folder))
+    size = (session.folder / "sent.safetensors").stat().st_size
+    print(f"held after each update {[f'{n / size:.2f}' for n in after]}, most {max(most) / size:.2f}")
+    assert max(after) == between * size
+    assert max(most) == while_writing * size
+
+
+def test_a_policy_update_cannot_be_undone(session):
+    update = moved(session.target.state)
+    session.send(update)
+    with pytest.raises(WeightUpdateRefused, match="only a drafter update can be undone"):
+        session.send({}, action="undo")
+    assert session.serves(session.target, update)
+
+
+@pytest.fixture
+def always_wrong(monkeypatch):
+    """Every reload from now on serves something else than it was given: the restore too."""
+    reload = vllm_weights.reload_weights
+
+    def reload_wrongly(model, model_config, tensors):
+        name = next(n for n in tensors if n.endswith("down_proj.weight"))
+        reload(model, model_config, tensors | {name: tensors[name] + 1.0})
+
+    monkeypatch.setattr(vllm_weights, "reload_weights", reload_wrongly)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("updates", [0, 1])
+def test_a_restore_that_goes_wrong_is_no_refusal(session, request, draft, updates):
+    """After a refusal the engine would go on."""
+    served = session.drafter if draft else session.target
+    for version in range(updates):
+        session.send(moved(served.state, seed=version), draft=draft)
+    request.getfixturevalue("always_wrong")
+    with pytest.raises(WeightsUnknown, match=r"weights are unknown: .*served weights differ.*down_proj"):
+        session.send(moved(served.state, seed=7), draft=draft)
+
+
+def test_an_undo_that_goes_wrong_is_no_refusal(session, request):
+    session.send(moved(session.drafter.state), draft=True)
+    request.getfixturevalue("always_wrong")
+    with pytest.raises(WeightsUnknown, match="weights are unknown"):
+        session.send({}, draft=True, action="undo")
 
 
 def test_a_check_touches_nothing(session):
