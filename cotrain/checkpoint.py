@@ -24,7 +24,7 @@ from cotrain.run_dir import RunDir, write_json
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 2
+SCHEMA = 3
 FREE_BELOW = ("drafter.on_drafter_failure", "drafter.alarms.", "lossless.")
 """Beside FREE_FIELDS, what a resume may change: it decides when a run stops, not what it computes."""
 
@@ -93,8 +93,16 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int, expected_by
 
 
 def latest_checkpoint(run_dir: RunDir) -> Path | None:
-    """Newest whole checkpoint. Damaged ones are passed over with a warning."""
+    """Newest whole checkpoint. Damaged ones are passed over with a warning.
+
+    Raises ValueError for one that another version of cotrain has saved: passed over, it would be deleted as damaged.
+    """
     for folder in sorted(run_dir.checkpoints.glob("step_*"), reverse=True):
+        if (schema := _schema_of(folder)) not in (None, SCHEMA):
+            raise ValueError(
+                f"checkpoint {folder} has schema {schema}, this version of cotrain reads {SCHEMA}: resume with the version "
+                "that saved it, or start another run with a new name"
+            )
         if defect := find_defect(folder):
             log.warning("checkpoint %s is not used: %s", folder, defect)
         else:
@@ -105,26 +113,32 @@ def latest_checkpoint(run_dir: RunDir) -> Path | None:
 def find_defect(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None when it is whole.
 
-    Every file is read and its digest compared; a file to which COMPLETE gives no digest is checked by its size alone.
+    Every file is read and its digest compared.
     """
     try:
         complete = json.loads((folder / "COMPLETE").read_text())
-        schema, files = complete["schema"], complete["files"]
+        files = complete["files"]
     except FileNotFoundError:
         return "it was never completed"
     except (ValueError, KeyError, TypeError):
         return "COMPLETE is damaged"
-    if schema != SCHEMA:
-        return f"it has schema {schema}, this version reads {SCHEMA}"
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-        if expected["blake2b"] and _digest(path) != expected["blake2b"]:
+        if _digest(path) != expected["blake2b"]:
             return f"{name} has changed since it was saved"
     return None
+
+
+def _schema_of(folder: Path) -> Any:
+    """None where COMPLETE does not say."""
+    try:
+        return json.loads((folder / "COMPLETE").read_text())["schema"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
 
 
 def load_state(folder: Path) -> RunState:

@@ -74,7 +74,6 @@ def flip(path):
         ("COMPLETE", os.unlink, "never completed"),
         ("COMPLETE", truncate, None),
         ("COMPLETE", lambda path: path.write_text('{"schema": 2, "fil'), "COMPLETE is damaged"),
-        ("COMPLETE", lambda path: path.write_text('{"schema": 1, "files": {}}'), "schema 1"),
         ("policy/model.safetensors", os.unlink, "missing"),
         ("policy/model.safetensors", truncate, "6 bytes instead of 7"),
         ("policy/model.safetensors", flip, "changed since"),
@@ -90,6 +89,15 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(run, file, damage,
     else:
         assert latest_checkpoint(run) == run.checkpoint(1)
         assert reason in caplog.text
+
+
+def test_a_checkpoint_of_another_version_is_neither_used_nor_passed_over(run):
+    """Passed over, it would be deleted with all that a run from the first step on writes again."""
+    save(run, 1)
+    (run.checkpoint(1) / "COMPLETE").write_text('{"schema": 1, "files": {}}')
+    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 3: resume with"):
+        latest_checkpoint(run)
+    assert run.checkpoint(1).is_dir()
 
 
 def test_one_byte_in_the_middle_of_a_large_file_is_noticed(run, caplog):
