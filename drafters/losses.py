@@ -181,6 +181,15 @@ def draft_loss(
     return Losses(*_DraftLoss.apply(teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden))
 
 
+def reach_weights(before: Tensor, served: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """Weight [S'] of some starts at a position: the probability that verification reaches it from there.
+
+    before [k, S']: acceptance of the positions before it, NaN where it is not known. served [S']: does a verification
+    step begin at the start?
+    """
+    return before.nan_to_num(0.0).prod(0) * served
+
+
 class _DraftLoss(torch.autograd.Function):
     """Takes the gradients in the forward pass, so that logits need neither be kept nor computed twice."""
 
@@ -210,7 +219,7 @@ class _DraftLoss(torch.autograd.Function):
                 drawn_accepted[k, starts] = result.drawn_accepted
                 # Rows ascend, so that the acceptance of a start's earlier positions is there already.
                 reach = (
-                    acceptance[:k, starts].nan_to_num(0.0).prod(0) * alignment.served[starts]
+                    reach_weights(acceptance[:k, starts], alignment.served[starts], objective)
                     if objective.depth_weights == "reach"
                     else objective.depth_decay**k
                 )
