@@ -5,14 +5,15 @@
 
 A verification step begins with a generated token. Starts before it can be trained on too. Each arm trains a drafter from
 the features that the run has cached, with the same first weights and the same order of batches for a seed, and prints
-its expected acceptance length on the held-out rollouts as a Markdown row. Differs between arms: the weight of a start at a
-position of which an earlier one is unknown, because it predicts a token of the prompt.
+its expected acceptance length on the held-out rollouts as a Markdown row.
 """
 
 import argparse
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,23 +25,40 @@ from cotrain.drafting.features import FeatureRecord, read_shard
 from cotrain.drafting.target_weights import read_target_weights
 from cotrain.load_config import load_config
 from cotrain.models import resolve_model
+from cotrain.optimizer import build_optimizer
 from drafters.acceptance import rollout_acceptance
-from drafters.base import Sampler, TargetSpec
+from drafters.alignment import Alignment, generated_before
+from drafters.base import DraftBatch, Drafter, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import ObjectiveConfig
 
 SHORT_ANSWER = 10
 
-Reach = Callable[[Tensor, Tensor, ObjectiveConfig], Tensor]
+CERTAIN, LIKELY, LEFT_OUT, DECAY = "certainly reached", "reached with depth_decay", "left out", "decay"
+ARMS = (CERTAIN, LIKELY, LEFT_OUT, DECAY)
+"""What is taken of a position that predicts a token of the prompt, with depth_weights = "reach": accepted for certain, as
+drafters/losses.py has it; accepted with probability depth_decay; or its start is not trained on at all. The last arm is
+depth_weights = "decay"."""
 
-ARMS: dict[str, Reach | None] = {
-    "reach, nothing": lambda before, served, _: before.nan_to_num(0.0).prod(0) * served,
-    "reach, as certainly reached": lambda before, served, _: before.nan_to_num(1.0).prod(0),
-    "reach, as likely as depth_decay": lambda before, served, o: before.nan_to_num(o.depth_decay).prod(0),
-    "decay": None,
-}
-"""Weight [S'] of some starts at a position, from the acceptance [k, S'] of the positions before it (NaN where unknown) and
-from whether each start is served [S']."""
+
+@contextmanager
+def arm_of(name: str, depth_decay: float) -> Iterator[None]:
+    """Train as the arm does."""
+    align, reach_weights = drafters.losses.align, drafters.losses.reach_weights
+
+    def without_unserved(batch: DraftBatch, depth: int) -> Alignment:
+        alignment = align(batch, depth)
+        served = generated_before(batch, alignment.start_rows) >= 0
+        return replace(alignment, supervised=alignment.supervised & served)
+
+    if name == LIKELY:
+        drafters.losses.reach_weights = lambda before: before.nan_to_num(depth_decay).prod(0)
+    if name == LEFT_OUT:
+        drafters.losses.align = without_unserved
+    try:
+        yield
+    finally:
+        drafters.losses.align, drafters.losses.reach_weights = align, reach_weights
 
 
 def main() -> int:
@@ -50,8 +68,10 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=3, help="default %(default)s")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     args = parser.parse_args()
-    print("| starts that are never served | seed | all | short answers | others | accepted at position 1, 2, 3 |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| starts that are never served | seed | all | short answers | others | accepted at position 1, 2, 3 | their weight |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for seed in args.seeds:
         for arm in args.arms:
             print(row(args.run, arm, seed, args.epochs), flush=True)
@@ -67,23 +87,24 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
     target = read_target_weights(model, 0, spec, "cpu")
     rollout = config.rollout
     sampler = Sampler(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
-    weights = ARMS[arm]
-    objective = config.drafter.objective.model_copy(update={"depth_weights": "reach" if weights else "decay"})
-    if weights:
-        drafters.losses.reach_weights = weights
+    depth_weights = "decay" if arm == DECAY else "reach"
+    objective = config.drafter.objective.model_copy(update={"depth_weights": depth_weights})
     training = [record for shard in sorted((run / "features").glob("training_*")) for record in read_shard(shard)]
     holdout = read_shard(run / "features" / "holdout.safetensors")
 
     drafter = build_drafter(config.drafter.model, spec, seed)
     drafter.choose_vocabulary(response_tokens(training, spec.vocab_size), target)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=config.drafter.optimizer.learning_rate, weight_decay=0.0)
-    order = random.Random(seed)
-    for _ in range(epochs):
-        for batch in batches_of(order.sample(training, len(training)), config.drafter.batch_tokens):
-            optimizer.zero_grad()
-            drafter.loss(batch, target, sampler, objective).loss.backward()
-            torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-            optimizer.step()
+    optimizer, _ = build_optimizer(drafter.parameters(), config.drafter.optimizer, total_steps=1)
+    shuffled = random.Random(seed)
+    with arm_of(arm, objective.depth_decay):
+        for _ in range(epochs):
+            order = list(training)
+            shuffled.shuffle(order)
+            for batch in batches_of(order, config.drafter.batch_tokens):
+                optimizer.zero_grad()
+                drafter.loss(batch, target, sampler, objective).loss.backward()
+                torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.drafter.optimizer.max_grad_norm)
+                optimizer.step()
 
     batches = batches_of(holdout, config.drafter.batch_tokens)
     parts = [drafters.losses.acceptances([drafter], batch, target, sampler, objective)[0] for batch in batches]
@@ -91,8 +112,34 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
     short = torch.tensor([r.num_tokens - r.prompt_length <= SHORT_ANSWER for r in holdout])
     lengths = [length_of(scored.steps, scored.accepted, rows) for rows in (short | ~short, short, ~short)]
     rates = " ".join(f"{rate:.2f}" for rate in (scored.accepted.sum(0) / scored.steps.sum()).tolist())
-    cells = [arm, str(seed), *(f"{length:.3f}" for length in lengths), rates]
+    with arm_of(arm, objective.depth_decay):
+        share = unserved_share(drafter, batches, target, sampler, objective)
+    cells = [arm, str(seed), *(f"{length:.3f}" for length in lengths), rates, " ".join(f"{part:.0%}" for part in share)]
     return f"| {' | '.join(cells)} |"
+
+
+@torch.no_grad()
+def unserved_share(
+    drafter: Drafter, batches: Sequence[DraftBatch], target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig
+) -> list[float]:
+    """Share of each position's weight that falls on starts where no verification step begins."""
+    depth = drafter.trained_depth
+    of_unserved, of_all = torch.zeros(depth), torch.zeros(depth)
+    for batch in batches:
+        alignment = drafters.losses.align(batch, depth)
+        drafts = drafter.drafts(batch, alignment, target)
+        teacher = drafters.losses.Teacher(
+            batch.token_ids, batch.final_hidden, target.head, drafts.draft_to_target, sampler
+        )
+        found = drafters.losses.draft_loss(drafts.hidden, drafts.head, teacher, alignment, objective)
+        unserved = generated_before(batch, alignment.start_rows) < 0
+        for k in range(depth):
+            weight = drafters.losses.reach_weights(found.acceptance[:k]) * alignment.supervised[k]
+            if objective.depth_weights == "decay":
+                weight = alignment.supervised[k].float()
+            of_unserved[k] += weight[unserved].sum()
+            of_all[k] += weight.sum()
+    return (of_unserved / of_all).tolist()
 
 
 def response_tokens(records: Sequence[FeatureRecord], vocab_size: int) -> Tensor:

@@ -50,7 +50,6 @@ class Alignment:
     start_rows: Tensor  # [S] ascending batch rows
     starts_in_context: Tensor  # [S] start_rows == context_rows[starts_in_context]
     supervised: Tensor  # [K, S] bool, all False beyond the end of the rollout
-    served: Tensor  # [S] bool, is the first input x_{t+1} generated? A verification step begins with no other
     documents: tuple[DocumentSpan, ...]  # rollouts that have a start
     num_rows: int  # N
 
@@ -87,7 +86,6 @@ def align(batch: DraftBatch, depth: int) -> Alignment:
         start_rows=start_rows,
         starts_in_context=torch.searchsorted(context_rows, start_rows),
         supervised=supervised[:, is_start],
-        served=_ahead(batch.response_mask, 1)[is_start],
         documents=_document_spans(batch.document_ids[context_rows], is_start[context_rows]),
         num_rows=len(rows),
     )

@@ -174,20 +174,21 @@ def draft_loss(
     rollout temperature, which is what vLLM's drafter applies (at temperature 0 the drafter's logits are taken as they
     are). The loss of start s at position k has the weight w(k, s), divided by the number of supervised starts of k and
     normalised to sum 1: depth_decay**k, or with depth_weights = "reach" the probability that the position is reached,
-    prod_{j<k} alpha_j(s), of which no gradient is taken. With "reach" a start weighs nothing where no verification step
-    begins, and a position weighs nothing when an earlier one of its start has no acceptance. Only `loss` is
-    differentiable, with respect to `hidden` and `draft_head`.
+    prod_{j<k} alpha_j(s), of which no gradient is taken (`reach_weights`). Only `loss` is differentiable, with respect to
+    `hidden` and `draft_head`.
     """
     return Losses(*_DraftLoss.apply(teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden))
 
 
-def reach_weights(before: Tensor, served: Tensor, objective: ObjectiveConfig) -> Tensor:
+def reach_weights(before: Tensor) -> Tensor:
     """Weight [S'] of some starts at a position: the probability that verification reaches it from there.
 
-    before [k, S']: acceptance of the positions before it, NaN where it is not known. served [S']: does a verification
-    step begin at the start?
+    before [k, S']: acceptance of the positions before it. It is NaN where such a position predicts a token of the prompt,
+    which only happens at starts where no verification step begins; these positions count as accepted. Starts of this
+    kind are data beyond what is served, and drafters trained without their weight accept less: docs/drafters.md,
+    benchmarks/start_weights.py.
     """
-    return before.nan_to_num(0.0).prod(0) * served
+    return before.nan_to_num(1.0).prod(0)
 
 
 class _DraftLoss(torch.autograd.Function):
@@ -219,7 +220,7 @@ class _DraftLoss(torch.autograd.Function):
                 drawn_accepted[k, starts] = result.drawn_accepted
                 # Rows ascend, so that the acceptance of a start's earlier positions is there already.
                 reach = (
-                    reach_weights(acceptance[:k, starts], alignment.served[starts], objective)
+                    reach_weights(acceptance[:k, starts])
                     if objective.depth_weights == "reach"
                     else objective.depth_decay**k
                 )
