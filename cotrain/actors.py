@@ -45,10 +45,6 @@ class PolicyActor:
         """Call a method of the learner."""
         return getattr(self._learner, method)(*args)
 
-    def policy_version(self) -> int:
-        """Updates made so far."""
-        return self._learner.policy_version
-
     def write_payload(self, path: str, dtype: str) -> WeightPayload:
         """Write the weights for the engines."""
         import torch

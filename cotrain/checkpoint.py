@@ -55,12 +55,11 @@ class RunState:
 
 
 @contextmanager
-def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int, expected_bytes: int = 0) -> Iterator[Path]:
+def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator[Path]:
     """Yield the folder to write `policy/` and `drafter/` into; on leaving, make it the newest checkpoint and prune.
 
-    `expected_bytes` is compared with the free space first; the size of the newest checkpoint counts when it is
-    larger. Raises DiskFullError (OSError, ENOSPC), FileExistsError when the step is saved already. On any error the
-    temporary folder is removed.
+    The size of the newest checkpoint is compared with the free space first. Raises DiskFullError (OSError, ENOSPC),
+    FileExistsError when the step is saved already. On any error the temporary folder is removed.
     """
     final = run_dir.checkpoint(state.step)
     if final.exists():
@@ -70,7 +69,7 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int, expected_by
     folder.mkdir(parents=True)
     try:
         newest = max(run_dir.checkpoints.glob("step_*"), default=None)
-        expected_bytes = max(expected_bytes, _folder_bytes(newest) if newest else 0)
+        expected_bytes = _folder_bytes(newest) if newest else 0
         if shutil.disk_usage(folder).free < expected_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         yield folder

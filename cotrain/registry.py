@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cotrain.mlflow_store import MlflowClient, MlflowException, connect, first_line
 from cotrain.models import native_head
@@ -74,7 +74,9 @@ def print_drafters(rows: list[RegisteredDrafter], stream: TextIO) -> None:
     if not rows:
         console.print("No drafters yet: a run with [drafter] registers each one that it publishes.")
         return
-    table = Table("drafter", "version", "aliases", "policy", "drafter", "acceptance length", "run", "created")
+    # A name is typed into `pull`, so it is never cut, however narrow the terminal is.
+    name = Column("drafter", no_wrap=True, min_width=max(len(row.name) for row in rows))
+    table = Table(name, "version", "aliases", "policy", "drafter", "acceptance length", "run", "created")
     for row in rows:
         acceptance = "-" if row.acceptance_length is None else f"{row.acceptance_length:.2f} at k={row.draft_tokens}"
         versions = (f"p{row.policy_version}", f"d{row.drafter_version}")

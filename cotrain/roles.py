@@ -124,10 +124,6 @@ class RolloutEngines:
         """Forget cached prefixes and the drafter's keys and values."""
         self._cluster.get([a.clear_drafter_cache.remote() for a in self._actors])
 
-    def shutdown(self) -> None:
-        """Stop vLLM in every engine."""
-        self._cluster.get([a.shutdown.remote() for a in self._actors], timeout=30)
-
 
 def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> RolloutBatch:
     by_key = {(r.prompt_id, r.sample_index): r for batch in batches for r in batch.rollouts}
@@ -195,10 +191,6 @@ class PolicyRanks:
     def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
         """Response tokens of each rollout under the laws of the current weights; see PolicyLearner."""
         return self._cluster.get(self._actors[0].call.remote("response_draws", rollouts, sampler, logit_tolerance))
-
-    def policy_version(self) -> int:
-        """Updates made so far."""
-        return self._cluster.get(self._actors[0].policy_version.remote())
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and random state."""

@@ -96,14 +96,6 @@ def expected_acceptance_length(starts: Sequence[StartAcceptance], draft_tokens: 
     return 1.0 + sum(acceptance_rates(starts, draft_tokens))
 
 
-def acceptance_length(num_drafts: int, accepted_per_position: Sequence[int]) -> float:
-    """1 + accepted / drafts, from an engine's counters over some interval; 1.0 when nothing was drafted.
-
-    accepted_per_position[k]: verification steps in which draft position k and all before it were accepted.
-    """
-    return 1.0 + sum(accepted_per_position) / num_drafts if num_drafts else 1.0
-
-
 def _by_rollout(starts: StartAcceptance, draft_tokens: int) -> list[tuple[int, Tensor]]:
     """(rollout, [2, k, L]) of each rollout whose starts are all there: probability and drawn, by offset."""
     begins = starts.offset >= 0

@@ -29,10 +29,6 @@ class DrafterActor:
         """Call a method of the trainer."""
         return getattr(self._trainer, method)(*args)
 
-    def drafter_version(self) -> int:
-        """Publications so far."""
-        return self._trainer.drafter_version
-
     def serving(self) -> Serving:
         """How engines serve the drafter."""
         return self._trainer.drafter.serving
@@ -125,10 +121,6 @@ class DrafterTraining:
     def save_checkpoint(self, folder: Path, dtype: str, version: int) -> None:
         """Write a publication as the folder that vLLM serves."""
         self._cluster.get(self._actor.save_checkpoint.remote(str(folder), dtype, version))
-
-    def drafter_version(self) -> int:
-        """Publications so far."""
-        return self._cluster.get(self._actor.drafter_version.remote())
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, buffer and random state."""

@@ -16,15 +16,6 @@ EDGE_SHARE = 0.01
 """Largest chance that truncation cuts elsewhere than the law does at a token: ties up to the error of a logit."""
 
 
-def all_checks(draws: Draws, setting: str, rng: np.random.Generator) -> list[CheckResult]:
-    """Support, log-probs and one uniformity check for each order of the draws."""
-    return [
-        support_check(draws, setting),
-        log_prob_check(draws, setting),
-        *(uniformity_check(draws, setting, rng, order) for order in draws.before),
-    ]
-
-
 def support_check(draws: Draws, setting: str) -> CheckResult:
     """Nothing impossible was drawn. One such outcome is proof: p is 0 with any, 1 without. Effect: their share."""
     outside = int(draws.outside.sum())

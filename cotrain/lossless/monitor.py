@@ -85,11 +85,6 @@ class LosslessMonitor:
         """Largest difference of a logit between engine and learner; what to pass on to `response_draws`."""
         return LOGIT_ERROR[self._dtype] * (WEIGHT_ROUNDING if self._dtype == "bfloat16" else 1.0)
 
-    @property
-    def num_looks(self) -> int:
-        """Looks so far."""
-        return self._looks
-
     def due(self, step: int, seconds: float) -> bool:
         """Whether to consider a look at this step's rollouts, whatever they are.
 

@@ -8,9 +8,7 @@ min(p, q) / a and recovered ones max(p - q, 0) / (1 - a), not p. Those two need 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cotrain.lossless.draws import Draws
 
@@ -63,27 +61,3 @@ def by_stratum(draws: Draws, strata: Sequence[str] | NDArray[np.str_], at_least:
         raise ValueError(f"{len(labels)} strata for {len(draws)} draws: give one for each")
     names, counts = np.unique(labels, return_counts=True)
     return {str(n): draws.select(labels == n) for n, c in zip(names, counts, strict=True) if c >= at_least}
-
-
-def verification_log_law(p: Tensor, q: Tensor) -> Tensor:
-    """Log-law [T, 2V] of what one verification emits: token v accepted is outcome v, v recovered is outcome V + v.
-
-    p [T, V]: the target's probabilities; q [T, V]: those the draft token was drawn from, one-hot for greedy drafts.
-    Accepted has min(p, q), recovered max(p - q, 0) (Leviathan et al. 2023, arXiv 2211.17192).
-    """
-    return torch.cat([torch.minimum(p, q), (p - q).clamp(min=0)], dim=1).double().log()
-
-
-def accepted_log_law(p: Tensor, q: Tensor) -> Tensor:
-    """Log-law [T, V] of a draft token, given that it was accepted."""
-    return _normalised(torch.minimum(p, q))
-
-
-def recovered_log_law(p: Tensor, q: Tensor) -> Tensor:
-    """Log-law [T, V] of the token emitted in place of a draft token, given that this was rejected."""
-    return _normalised((p - q).clamp(min=0))
-
-
-def _normalised(weights: Tensor) -> Tensor:
-    weights = weights.double()
-    return (weights / weights.sum(1, keepdim=True)).log()

@@ -5,8 +5,7 @@ the engine: `update` takes what the scheduler has logged and writes a new table,
 a generate call. `step_timing.py` makes the engine steps that it starts from.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -118,19 +117,6 @@ class SpeculationController:
         self._cost.learn_timings(self._timings)
         self._timed = True
         self.fix_draft_tokens(None)
-
-    def calibrate(self, measure: Callable[[int, int], Sequence[float]]) -> None:
-        """Time the engine, at the start or on demand. measure(k, b): seconds of engine steps in steady decoding.
-
-        `measure` sets the length with `fix_draft_tokens(k)`, and may return `take_timing(k, b)`, which also learns the
-        acceptance. Where it cannot be called from here: `timing_plan` and `learn_timings`.
-        """
-        self.begin_timing()
-        for round_number in itertools.count():
-            plan = self.timing_plan(round_number)
-            if not plan:
-                return
-            self.learn_timings([(k, batch, measure(k, batch)) for k, batch in plan])
 
     def fix_draft_tokens(self, draft_tokens: int | None) -> None:
         """The same length at every batch size from the next engine step on; None gives the choice back.

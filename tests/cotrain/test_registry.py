@@ -2,6 +2,7 @@
 
 import io
 import shutil
+from unittest.mock import patch
 
 import pytest
 
@@ -56,6 +57,17 @@ def test_list(uri):
     line = next(line for line in stream.getvalue().splitlines() if "best" in line)
     for text in (NAME, "p11", "d1", "2.00 at k=2", "first"):
         assert text in line
+
+
+def test_a_name_is_whole_in_a_narrow_terminal(uri):
+    class Narrow(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Narrow()
+    with patch.dict("os.environ", {"COLUMNS": "60"}):
+        print_drafters(list_drafters(uri), stream)
+    assert stream.getvalue().count(NAME) == 2
 
 
 def test_an_sqlite_file_that_is_not_there_holds_none_and_is_not_made(tmp_path):

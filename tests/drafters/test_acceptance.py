@@ -7,7 +7,6 @@ import torch
 
 from drafters.acceptance import (
     StartAcceptance,
-    acceptance_length,
     acceptance_rates,
     expected_acceptance_length,
     rollout_acceptance,
@@ -168,8 +167,3 @@ def test_nothing_known():
 def test_more_draft_tokens_than_are_known():
     with pytest.raises(ValueError, match="4 draft tokens, but acceptance is known for 1"):
         acceptance_rates([starts([[0.5]])], 4)
-
-
-def test_length_from_counts():
-    assert acceptance_length(10, (6, 3, 1)) == 2.0
-    assert acceptance_length(0, (0, 0)) == 1.0

@@ -7,7 +7,6 @@ from scipy import stats
 
 from cotrain.lossless.draws import draws_of, members_first
 from cotrain.lossless.goodness import (
-    all_checks,
     ks_distance,
     log_prob_check,
     returned_log_prob_check,
@@ -15,6 +14,7 @@ from cotrain.lossless.goodness import (
     transformed,
     uniformity_check,
 )
+from tests.cotrain.lossless.all_checks import all_checks
 
 
 def drawn(law, num, seed, actual=None, orders=None):

@@ -65,7 +65,7 @@ def test_a_clean_run_passes_and_says_how_much_was_seen() -> None:
 def test_rollouts_that_were_not_speculated_are_no_pass() -> None:
     monitor, rollouts = monitor_of(), rollouts_of()
     assert monitor.choose(without_speculation(rollouts)) is None
-    assert monitor.num_looks == 0 and monitor.due(2, 0.0)
+    assert monitor.state()["looks"] == 0 and monitor.due(2, 0.0)
     assert monitor.choose(rollouts[:2] + without_speculation(rollouts[2:])) is None
     look = look_at(monitor, 3, rollouts)
     assert look.number == 1 and look.speculated_tokens >= LEAST_SPECULATED
@@ -188,7 +188,7 @@ def test_a_resumed_monitor_goes_on_where_it_was() -> None:
     look_at(monitor, 5, rollouts_of(num=8), seconds=1.5)
     resumed = monitor_of(every=3)
     resumed.load_state(monitor.state())
-    assert resumed.num_looks == 1
+    assert resumed.state()["looks"] == 1
     for step, seconds in ((7, 1e6), (8, 299.0), (8, 301.0)):
         assert resumed.due(step, seconds) == monitor.due(step, seconds)
     assert resumed.state() == monitor.state()

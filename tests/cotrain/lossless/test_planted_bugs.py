@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from cotrain.lossless.family import CheckResult, Verdict, judge
-from cotrain.lossless.goodness import all_checks
 from cotrain.lossless.verification import by_stratum
+from tests.cotrain.lossless.all_checks import all_checks
 from tests.cotrain.lossless.conftest import DRAFT_VOCABULARY, MODEL, draws, split
 from tests.cotrain.lossless.simulated_sampler import BUGS, Emitted, Setting, speculate
 

@@ -7,16 +7,14 @@ import pytest
 import torch
 
 from cotrain.lossless.draws import draws_of
-from cotrain.lossless.goodness import all_checks, uniformity_check
+from cotrain.lossless.goodness import uniformity_check
 from cotrain.lossless.verification import (
-    accepted_log_law,
     by_stratum,
-    recovered_log_law,
     step_strata,
-    verification_log_law,
 )
+from tests.cotrain.lossless.all_checks import all_checks
 from tests.cotrain.lossless.conftest import MODEL, draws
-from tests.cotrain.lossless.simulated_sampler import VOCAB, Setting, speculate
+from tests.cotrain.lossless.simulated_sampler import Setting, speculate
 
 
 def test_tokens_are_sorted_by_what_was_accepted_before_them():
@@ -64,17 +62,6 @@ def run(request):
     p = torch.from_numpy(MODEL.p(setting))[emitted.context]
     q = torch.from_numpy(MODEL.q_of(setting))[emitted.context]
     return setting, emitted, p, q
-
-
-def test_accepted_and_recovered_tokens_have_their_own_laws(run):
-    _, emitted, p, q = run
-    token, accepted = torch.from_numpy(emitted.token), torch.from_numpy(emitted.accepted)
-    rng = np.random.default_rng(2)
-    outcome = torch.where(accepted, token, VOCAB + token)
-    found = all_checks(draws_of(verification_log_law(p, q), outcome), "emitted", rng)
-    found += all_checks(draws_of(accepted_log_law(p, q)[accepted], token[accepted]), "accepted", rng)
-    found += all_checks(draws_of(recovered_log_law(p, q)[~accepted], token[~accepted]), "recovered", rng)
-    assert min(result.p for result in found) > 1e-3
 
 
 def test_accepted_tokens_alone_do_not_have_the_targets_law(run):

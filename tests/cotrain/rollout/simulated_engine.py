@@ -3,7 +3,8 @@
 It drives the real StepPlanner through the real shared files, the way vLLM's scheduler does.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,7 +103,16 @@ class SimulatedEngine:
             self.run(batch, steps + 2, update=False)
             return self.controller.take_timing(k, batch)
 
-        self.controller.calibrate(measure)
+        self.learn(measure)
+
+    def learn(self, measure: Callable[[int, int], Sequence[float]]) -> None:
+        """Give the controller what `measure` says that steps of a draft length and batch size take."""
+        self.controller.begin_timing()
+        for round_number in itertools.count():
+            plan = self.controller.timing_plan(round_number)
+            if not plan:
+                return
+            self.controller.learn_timings([(k, batch, measure(k, batch)) for k, batch in plan])
 
     def run(self, batch: int, steps: int, update: bool = True) -> Tally:
         """Decode with a constant batch, one engine step after the other."""

@@ -144,7 +144,7 @@ def test_speedup_is_reported_and_checked(tmp_path: Path) -> None:
 def test_a_model_that_is_wrong_shows_as_disagreement(tmp_path: Path) -> None:
     """Started on timings by which speculation costs nothing."""
     engine = SimulatedEngine(tmp_path, CPU, GOOD, max_batch=16, noise=0.05)
-    engine.controller.calibrate(lambda k, batch: [CPU.seconds(0, 0, batch)])
+    engine.learn(lambda k, batch: [CPU.seconds(0, 0, batch)])
     engine.run(4, 600)
     report = engine.controller.report()
     assert report.num_checks and report.measured_gain < 0.95
@@ -207,7 +207,7 @@ def test_a_fixed_length_stays(tmp_path: Path) -> None:
 def test_refuses_what_the_engine_cannot_run(tmp_path: Path) -> None:
     controller = SpeculationController(SpeculationConfig(measure_batch_sizes=(1, 64)), K, 16, tmp_path)
     with pytest.raises(ValueError, match="at most 16 requests at once"):
-        controller.calibrate(lambda k, batch: [0.01])
+        controller.timing_plan()
     with pytest.raises(ValueError, match=r"must be 0\.\.3, not 4"):
         controller.fix_draft_tokens(4)
     with pytest.raises(RuntimeError, match="no steady engine step at k=2, batch 4"):
