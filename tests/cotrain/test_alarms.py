@@ -138,7 +138,7 @@ def test_few_prompts_say_too_little_about_noise() -> None:
 
 
 def test_drafts_are_judged_by_what_is_expected_at_their_own_length() -> None:
-    """Text of two easy tokens and a hard one: position 1 is accepted 0.96 of the time at k = 3, 0.53 at k = 1."""
+    """Text of two easy tokens and a hard one: position 1 is accepted far more often at k = 3 than at k = 1."""
     periodic = ExpectedAcceptance(
         ((0.526, 0.0, 0.0), (0.94, 0.9, 0.0), (0.96, 0.92, 0.0)), ((0.526,) * 8, (1.84,) * 8, (1.88,) * 8)
     )
