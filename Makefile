@@ -35,7 +35,8 @@ test: $(STAMP) ## lint, then all tests
 	started=$$SECONDS
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q -m 'not engine'
-	$(BIN)/python -m pytest -q -m engine
+	$(BIN)/python -m pytest -q -m 'engine and not alone' --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m 'engine and alone'
 	echo "make test: $$((SECONDS - started)) s"
 
 lint: $(STAMP) ## ruff, mypy and the import contracts

@@ -2,6 +2,11 @@
 
 import os
 
+# Each of the test processes that run side by side has a core of its own, and so have the processes that it starts.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
 # Before torch, Ray and MLflow are imported. Tests share the cores with the processes they start.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

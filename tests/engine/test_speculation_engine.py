@@ -22,7 +22,7 @@ from cotrain.scratch import scratch_folder
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 K, MAX_BATCH = 3, 16
 MEASURE_SECONDS = 8.0

@@ -42,7 +42,7 @@ from tests.faults.runs import (
     wait_for_swap,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 HANG_AFTER_S = 15
 
