@@ -12,6 +12,7 @@ from math import inf, isfinite, nan
 
 import numpy as np
 from scipy.special import stdtrit
+from torch import Tensor
 
 from cotrain.drafting.expected import ExpectedAcceptance, expected_of, gain_of
 from cotrain.drafting.gate_config import GateConfig
@@ -150,8 +151,8 @@ def pace_of(batch: RolloutBatch) -> Pace | None:
     return Pace(float(batch.num_generated_tokens), batch.seconds / num_steps, (undrafted, *drafted))
 
 
-def _rows(scored: RolloutAcceptance, rows: object) -> RolloutAcceptance:
-    return RolloutAcceptance(scored.steps[rows], scored.accepted[rows], scored.known[rows])  # type: ignore[index]
+def _rows(scored: RolloutAcceptance, rows: Tensor) -> RolloutAcceptance:
+    return RolloutAcceptance(scored.steps[rows], scored.accepted[rows], scored.known[rows])
 
 
 def _verdict(lower_bound: float, saved: float, swap_seconds: float, config: GateConfig) -> tuple[bool, str]:
