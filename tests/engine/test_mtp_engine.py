@@ -22,6 +22,7 @@ from cotrain.models import native_head, resolve_model
 from cotrain.rollout.engine import EngineSpec
 from cotrain.rollout.payload import WeightUpdateRefused, digest
 from cotrain.scratch import scratch_folder
+from cotrain.self_check import relative_error
 from drafters.acceptance import acceptance_rates
 from drafters.base import DraftBatch, Drafter, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
@@ -135,8 +136,9 @@ def test_the_tap_takes_the_final_hidden_state_and_nothing_else(target: Target, l
     expected = features_of(target.model, record.token_ids.tolist(), record.prompt_length, 0, ())
     kept = record.feature_mask
     assert record.aux_hidden.shape == (record.num_tokens, 0) and kept.sum() == record.num_tokens - 1
-    error = 1e-3 if live.dtype == torch.float32 else 0.05
-    torch.testing.assert_close(record.final_hidden[kept].float(), expected.final_hidden[kept], rtol=error, atol=error)
+    tapped, own = record.final_hidden[kept].float(), expected.final_hidden[kept]
+    # Rounding to bfloat16 in every layer; the states of another layer differ by as much as they are long.
+    assert relative_error(tapped, own) < (1e-4 if live.dtype == torch.float32 else 0.03)
 
 
 def test_embedding_and_head_are_refused_in_an_update(target: Target, live: LiveEngine) -> None:
