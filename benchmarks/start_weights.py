@@ -9,6 +9,7 @@ its expected acceptance length on the held-out rollouts as a Markdown row.
 """
 
 import argparse
+import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ import drafters.losses
 from cotrain.drafting.buffer import batches_of
 from cotrain.drafting.features import FeatureRecord, read_shard
 from cotrain.drafting.target_weights import read_target_weights
-from cotrain.load_config import load_config
+from cotrain.load_config import parse_config
 from cotrain.models import resolve_model
 from cotrain.optimizer import build_optimizer
 from drafters.acceptance import rollout_acceptance
@@ -80,7 +81,7 @@ def main() -> int:
 
 def row(run: Path, arm: str, seed: int, epochs: int) -> str:
     """Train one arm and judge it."""
-    config = load_config([run / "config.json"])
+    config = parse_config(json.loads((run / "config.json").read_text()))
     assert config.drafter is not None
     model = resolve_model(config.policy.model)
     spec = TargetSpec.from_pretrained(model)

@@ -78,13 +78,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not rows and not failed:
         return
     numbers_failed = {int(number) for nodeid in failed for number in re.findall(r"(?<=_)\d+(?=_)", nodeid)}
-    caught = {number_of(row) for row in rows} - numbers_failed
+    ran = {number_of(row) for row in rows} | numbers_failed
+    caught = ran - numbers_failed
     table = [COLUMNS, *sorted(rows, key=lambda row: (number_of(row), row))]
     widths = [max(len(row[column]) for row in table) for column in range(len(COLUMNS))]
     terminalreporter.section("faults")
     for row in table:
         terminalreporter.write_line("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)))
-    terminalreporter.write_line(f"caught {len(caught)}/{NUM_FAULTS}")
+    terminalreporter.write_line(f"caught {len(caught)}/{len(ran)} faults of this session, {NUM_FAULTS} there are")
     for nodeid in failed:
         terminalreporter.write_line(f"NOT CAUGHT: {nodeid}")
 
