@@ -185,7 +185,7 @@ def reach_weights(before: Tensor) -> Tensor:
 
     before [k, S']: acceptance of the positions before it. It is NaN where such a position predicts a token of the prompt,
     which only happens at starts where no verification step begins; these positions count as accepted. Starts of this
-    kind are data beyond what is served, and drafters trained without their weight accept less: docs/drafters.md,
+    kind are data beyond what is served, and leaving them out made no better drafter: docs/drafters.md,
     benchmarks/start_weights.py.
     """
     return before.nan_to_num(1.0).prod(0)
