@@ -133,7 +133,7 @@ def find_defect(folder: Path) -> str | None:
 
 
 def _schema_of(folder: Path) -> Any:
-    """None where COMPLETE does not say."""
+    """The schema that the checkpoint was saved with; None where COMPLETE does not say."""
     try:
         return json.loads((folder / "COMPLETE").read_text())["schema"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):

@@ -179,5 +179,5 @@ def _check_counts(counts: SpeculationCounts, most: int, num_prompts: int) -> Non
 
 
 def _tuples(saved: Any) -> Any:
-    """What JSON keeps as lists."""
+    """JSON has no tuples and saves them as lists; this turns a list back."""
     return tuple(saved) if isinstance(saved, list | tuple) else saved

@@ -47,7 +47,10 @@ class Pace:
         return self.tokens_per_step * self.seconds_per_verification * (1 / length_before - 1 / length_after)
 
     def seconds_saved_by(self, candidate: ExpectedAcceptance, serving: ExpectedAcceptance) -> float:
-        """In one step by one drafter instead of another, at the draft lengths of this one; NaN where it drafted little."""
+        """Seconds that a step like this one takes less with one drafter than with another, at the same draft lengths.
+
+        NaN where most engine steps verified no draft tokens.
+        """
         if not self.drafts:
             return nan
         return self.seconds_saved(self._length(serving), self._length(candidate))

@@ -64,7 +64,7 @@ def choose(requests: Sequence[TapRequest], keys: Sequence[str], bounds: FeatureT
 
 
 def first_of_each_prompt(tapped: Mapping[str, TapRequest]) -> set[str]:
-    """Of the tapped requests by name, one of each prompt. What it computes of the prompt serves all others."""
+    """Name of one tapped request for each prompt. What this one computes of the prompt serves all others."""
     first: dict[int, str] = {}
     for name, request in tapped.items():
         first.setdefault(request.prompt, name)

@@ -43,11 +43,11 @@ class World:
             num_drafts, accepted, start = 0, [0] * DRAFT_TOKENS, 0
             while start < length and self.draft_tokens:
                 num_drafts, k = num_drafts + 1, 0
-                while k < DRAFT_TOKENS and self.rollouts.luck[row, start + k] < table[row, k, start]:
+                while k < self.draft_tokens and self.rollouts.luck[row, start + k] < table[row, k, start]:
                     accepted[k] += 1
                     k += 1
                 start += 1 + k
-            found = counts(num_drafts, DRAFT_TOKENS, accepted) if num_drafts else None
+            found = counts(num_drafts, self.draft_tokens, accepted, DRAFT_TOKENS) if num_drafts else None
             versions = Versions(step - 1, self.serving)
             prompt, response = str(self.rollouts.prompts[row]), [3] * int(length)
             out.append(Rollout(prompt, row, [1, 2], response, [0.0] * len(response), "", "stop", versions, found))

@@ -1,6 +1,7 @@
 """The drafter's part of a run against a simulated trainer and simulated engines."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,6 +173,25 @@ def test_a_frozen_drafter_is_watched_but_neither_trained_nor_judged(new_loop: An
     assert world.calls == ["take_in"] * 4 and kinds(rows) == [[]] * 4
     assert rows[0].metrics["rollout/expected_acceptance_length"] == pytest.approx(rows[0].length, abs=0.3)
     assert rows[0].metrics["rollout/expected_rate_pos_1"] > rows[0].metrics["rollout/expected_rate_pos_3"]
+
+
+def test_a_step_is_expected_to_accept_what_drafts_of_its_length_do(new_loop: Any) -> None:
+    world = World(GOOD)
+    world.draft_tokens = 1
+    rows = run(new_loop(world, train=False), world, range(1, 5))
+    metrics = rows[0].metrics
+    assert metrics["rollout/expected_acceptance_length"] == pytest.approx(rows[0].length, abs=0.15)
+    assert metrics["rollout/expected_acceptance_length_longest"] > metrics["rollout/expected_acceptance_length"] + 0.3
+
+
+def test_drafts_that_were_verified_are_judged_whatever_the_controller_reports(new_loop: Any) -> None:
+    """Drafts can be verified in steps that also compute prompts, of which the controller counts nothing."""
+    world = World(GOOD)
+    world.served_as[0] = -30.0
+    generate, nothing = world.generate, GainReport(1.0, 1.0, None, None, 0, 0.0, 50, 10.0, 0)
+    world.generate = lambda step: replace(generate(step), gain=nothing)  # type: ignore[method-assign]
+    with pytest.raises(DrafterAlarm, match="acceptance_collapsed"):
+        run(new_loop(world), world, [1])
 
 
 def test_training_stops_when_it_does_not_pay(new_loop: Any) -> None:

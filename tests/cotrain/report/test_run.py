@@ -97,6 +97,13 @@ def test_a_run_without_a_drafter_says_so(tmp_path: Path) -> None:
     assert plots(folder)["response_length"].draw is None
 
 
+def test_the_report_says_how_many_publications_chance_makes(tmp_path):
+    rows = [row(step, gate__lower_bound=0.1) for step in range(1, 41)]
+    note = facts(write_run(tmp_path / "judged", rows))["Drafter swaps"].note
+    assert "40 judged, of which chance alone publishes 2.0 at most on average" in note
+    assert "judged" not in facts(write_run(tmp_path / "unjudged", [row(1)]))["Drafter swaps"].note
+
+
 def test_a_frozen_drafter_has_no_loss_to_draw(tmp_path: Path) -> None:
     changes = {"drafter__loss": None, "drafter__published": 0.0, "versions__drafter": 0}
     rows = [row(step, drafter__expected_acceptance_length=None, **changes) for step in (1, 2, 3)]
