@@ -2,7 +2,7 @@
 
 Everything is written into a temporary folder and flushed to disk; COMPLETE, the list of all files with their sizes
 and digests, is written last; one rename gives the folder its name. A folder without a valid COMPLETE is never loaded,
-nor is one of which a file has changed. A digest takes 1.3 s for each GB, at a save and at a load.
+nor is one of which a file has changed.
 """
 
 import errno

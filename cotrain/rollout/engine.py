@@ -46,8 +46,7 @@ POLICY_READBACK_COLUMNS = 32
 """Input columns of each packed policy matrix read back after an update, others each time. Drafters are read back whole.
 
 An error that stays in one of n columns is found within ceil(n / 32) updates; an error in a share s of the columns is
-found at once with probability 1 - (1 - s)^32. For SmolLM2-135M in bfloat16 on 2 cores this takes 0.1 s an update, and all
-columns would take 0.85 s."""
+found at once with probability 1 - (1 - s)^32. Reading all columns takes several times as long."""
 
 UPDATE_SECONDS = 1.0
 """Time between two looks of the speculation controller at the engine's steps. On a CPU each look takes a core from the
