@@ -27,8 +27,9 @@ def measure(args: argparse.Namespace) -> None:
     """Take one step in this process and print its memory by what it is for."""
     import torch
 
-    from cotrain.drafting.host_memory import return_freed_blocks
-    from drafters.base import DraftBatch, Sampler, TargetSpec, TargetWeights
+    from cotrain.trainer.host_memory import return_freed_blocks
+    from drafters.alignment import DraftBatch
+    from drafters.base import Sampler, TargetSpec, TargetWeights
     from drafters.build import build_drafter, drafter_config
     from drafters.config import ObjectiveConfig
 

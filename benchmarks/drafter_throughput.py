@@ -28,9 +28,10 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from cotrain.drafting.target_weights import read_target_weights
-    from cotrain.models import resolve_model
-    from drafters.base import DraftBatch, Sampler, TargetSpec
+    from cotrain.models.loading import resolve_model
+    from cotrain.trainer.target_weights import read_target_weights
+    from drafters.alignment import DraftBatch
+    from drafters.base import Sampler, TargetSpec
     from drafters.build import build_drafter, drafter_config
     from drafters.config import ObjectiveConfig
 

@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cotrain import threads
-from cotrain.config import RolloutConfig, RunConfig
-from cotrain.load_config import load_config
-from cotrain.models import resolve_model
-from cotrain.provenance import machine
+from cotrain.config.load import load_config
+from cotrain.config.schema import RolloutConfig, RunConfig
+from cotrain.models.loading import resolve_model
+from cotrain.process import threads
+from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutRequest
-from cotrain.scratch import scratch_folder
+from cotrain.run.provenance import machine
 
 PROMPTS, SAMPLES = 8, 3
 """Rollouts of one decision."""
@@ -96,9 +96,10 @@ def main() -> int:
 
 async def generate(config: RunConfig, drafter: Path, num_steps: int, seed: int) -> list[tuple[list, object]]:
     """(feature records, pace) of each step."""
-    from cotrain.drafting.features import read_shard
-    from cotrain.drafting.gate import pace_of
-    from cotrain.rollout.engine import EngineSpec, RolloutEngine
+    from cotrain.publish.gate import pace_of
+    from cotrain.rollout.engine import RolloutEngine
+    from cotrain.rollout.spec import EngineSpec
+    from cotrain.transport.features import read_shard
     from drafters.base import TargetSpec
     from drafters.build import load_drafter
 
@@ -129,8 +130,8 @@ def requests_of(config: RunConfig, model: Path, seed: int, num_steps: int) -> It
     """PROMPTS x SAMPLES of each step, no prompt twice."""
     from transformers import AutoTokenizer
 
-    from cotrain.prompts import PromptEncoder
     from cotrain.tasks.base import build_task
+    from cotrain.tasks.prompts import PromptEncoder
 
     task = build_task(config.task, seed)
     encoder = PromptEncoder(AutoTokenizer.from_pretrained(model), config.rollout.max_prompt_tokens)
@@ -146,8 +147,8 @@ def requests_of(config: RunConfig, model: Path, seed: int, num_steps: int) -> It
 
 def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: argparse.Namespace) -> list[Verdict]:
     """args.trials of each kind, each on one step's rollouts."""
-    from cotrain.drafting.gate import decide
-    from cotrain.drafting.gate_config import GateConfig
+    from cotrain.config.gate import GateConfig
+    from cotrain.publish.gate import decide
     from drafters.base import TargetSpec
     from drafters.build import load_drafter
 
@@ -182,7 +183,7 @@ class Scorer:
     """Expected acceptance of a drafter on rollouts, as the trainer scores it."""
 
     def __init__(self, config: RunConfig, model: Path, target: object):
-        from cotrain.drafting.target_weights import read_target_weights
+        from cotrain.trainer.target_weights import read_target_weights
         from drafters.base import Sampler
 
         rollout: RolloutConfig = config.rollout
@@ -192,7 +193,7 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, drafter, records):
-        from cotrain.drafting.buffer import batches_of
+        from cotrain.trainer.buffer import batches_of
         from drafters.acceptance import rollout_acceptances
 
         batches = batches_of(records, self._config.batch_tokens)

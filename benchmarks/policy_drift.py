@@ -21,12 +21,12 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from cotrain.checkpoint import latest_checkpoint
-    from cotrain.load_config import read_config
-    from cotrain.models import resolve_model
-    from cotrain.prompts import PromptEncoder
-    from cotrain.run_dir import RunDir
+    from cotrain.config.load import read_config
+    from cotrain.models.loading import resolve_model
+    from cotrain.run.checkpoint import latest_checkpoint
+    from cotrain.run.run_dir import RunDir
     from cotrain.tasks.base import build_task
+    from cotrain.tasks.prompts import PromptEncoder
 
     torch.manual_seed(0)
     with RunDir.open(args.run.parent, args.run.name) as run_dir:

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 import drafters.losses
-from cotrain.drafting.buffer import batches_of
-from cotrain.drafting.features import FeatureRecord, read_shard
-from cotrain.drafting.target_weights import read_target_weights
-from cotrain.load_config import parse_config
-from cotrain.models import resolve_model
+from cotrain.config.load import parse_config
+from cotrain.models.loading import resolve_model
 from cotrain.optimizer import build_optimizer
+from cotrain.trainer.buffer import batches_of
+from cotrain.trainer.target_weights import read_target_weights
+from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.acceptance import rollout_acceptance
-from drafters.alignment import Alignment, generated_before
-from drafters.base import DraftBatch, Drafter, Sampler, TargetSpec, TargetWeights
+from drafters.alignment import Alignment, DraftBatch, generated_before
+from drafters.base import Drafter, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import ObjectiveConfig
 

@@ -13,8 +13,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from cotrain import threads
-from cotrain.config import RolloutConfig
+from cotrain.config.schema import RolloutConfig
+from cotrain.process import threads
 from cotrain.records import RolloutRequest
 
 
@@ -22,8 +22,9 @@ async def measure(args: argparse.Namespace, scratch: Path) -> None:
     """Start the engine with an untrained drafter and take turns."""
     import torch
 
-    from cotrain.models import resolve_model
-    from cotrain.rollout.engine import EngineSpec, RolloutEngine
+    from cotrain.models.loading import resolve_model
+    from cotrain.rollout.engine import RolloutEngine
+    from cotrain.rollout.spec import EngineSpec
     from drafters.base import TargetSpec
     from drafters.build import build_drafter
     from drafters.config import Eagle3Config

@@ -22,26 +22,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cotrain.alarms import Alarm
-from cotrain.checkpoint import RunState, new_checkpoint
-from cotrain.config import RunConfig
-from cotrain.console import Console
-from cotrain.drafting.decisions import DecisionLog, DrafterEvent
-from cotrain.drafting.loop import DrafterLoop
-from cotrain.drafting.role import DrafterTraining
+from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
-from cotrain.metrics import MetricsWriter, speculation_metrics
 from cotrain.policy.advantages import group_advantages
-from cotrain.prompts import PromptEncoder
+from cotrain.publish.alarms import Alarm
+from cotrain.publish.loop import DrafterLoop
 from cotrain.records import RolloutBatch, RolloutRequest, ScoredRollout, SwapReport, Versions
-from cotrain.roles import PolicyRanks, RolloutEngines
-from cotrain.rollout.speculation import speculation_metrics as gain_metrics
-from cotrain.run_dir import RunDir
-from cotrain.samples import write_samples
-from cotrain.self_check import check_features, check_log_probs, check_records
+from cotrain.roles.drafter import DrafterTraining
+from cotrain.roles.engines import PolicyRanks, RolloutEngines
+from cotrain.rollout.speculation.controller import speculation_metrics as gain_metrics
+from cotrain.run.checkpoint import RunState, new_checkpoint
+from cotrain.run.console import Console
+from cotrain.run.decisions import DecisionLog, DrafterEvent
+from cotrain.run.metrics import MetricsWriter, speculation_metrics
+from cotrain.run.run_dir import RunDir
+from cotrain.run.tracking import Tracker
 from cotrain.tasks.base import Task
-from cotrain.tasks.sampling import PromptSampler
-from cotrain.tracking import Tracker
+from cotrain.tasks.prompt_order import PromptSampler
+from cotrain.tasks.prompts import PromptEncoder
+from cotrain.tasks.samples import write_samples
+from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from drafters.base import Sampler
 
 

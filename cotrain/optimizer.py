@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from cotrain.optimizer_config import OptimizerConfig
+from cotrain.config.optimizer import OptimizerConfig
 
 COSINE_FLOOR = 0.1
 """Share of the peak learning rate that a cosine schedule ends at."""

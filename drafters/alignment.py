@@ -31,7 +31,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.base import DraftBatch
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """Whole rollouts packed one after the other.
+
+    Row t belongs to token t; features of row t are those of the target after it read tokens up to t.
+    """
+
+    token_ids: Tensor  # [N] int64
+    aux_hidden: Tensor  # [N, A*H], layers ascending
+    final_hidden: Tensor  # [N, H], after the target's final norm: head @ final_hidden = logits of token t+1
+    feature_mask: Tensor  # [N] bool, False where the engine has no hidden state (holes, each rollout's last token)
+    response_mask: Tensor  # [N] bool, True where token t was generated (not part of the prompt)
+    positions: Tensor  # [N] int64, position within its rollout
+    document_ids: Tensor  # [N] int64, which rollout
+    policy_version: int  # whose features these are
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -18,10 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafters.acceptance import StartAcceptance
+from drafters.alignment import Alignment, DraftBatch
 from drafters.config import ObjectiveConfig
-
-if TYPE_CHECKING:
-    from drafters.alignment import Alignment
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -134,23 +132,6 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class DraftBatch:
-    """Whole rollouts packed one after the other.
-
-    Row t belongs to token t; features of row t are those of the target after it read tokens up to t.
-    """
-
-    token_ids: Tensor  # [N] int64
-    aux_hidden: Tensor  # [N, A*H], layers ascending
-    final_hidden: Tensor  # [N, H], after the target's final norm: head @ final_hidden = logits of token t+1
-    feature_mask: Tensor  # [N] bool, False where the engine has no hidden state (holes, each rollout's last token)
-    response_mask: Tensor  # [N] bool, True where token t was generated (not part of the prompt)
-    positions: Tensor  # [N] int64, position within its rollout
-    document_ids: Tensor  # [N] int64, which rollout
-    policy_version: int  # whose features these are
-
-
-@dataclass(frozen=True)
 class DraftLoss:
     """Result of one pass over a batch; all of it is about the supervised positions only."""
 
@@ -258,7 +239,7 @@ class Drafter(nn.Module, ABC):
         """Target token ids [V_draft] that it can propose, ascending."""
 
     @abstractmethod
-    def drafts(self, batch: DraftBatch, alignment: "Alignment", target: TargetWeights) -> Drafts:
+    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> Drafts:
         """Unroll to trained_depth from every start."""
 
     @abstractmethod

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from drafters.acceptance import StartAcceptance
-from drafters.alignment import Alignment, align, beyond_stop, generated_before
-from drafters.base import DraftBatch, Drafter, DraftLoss, Drafts, Sampler, TargetWeights
+from drafters.alignment import Alignment, DraftBatch, align, beyond_stop, generated_before
+from drafters.base import Drafter, DraftLoss, Drafts, Sampler, TargetWeights
 from drafters.config import ObjectiveConfig
 from drafters.objectives import compare
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from drafters.alignment import Alignment
+from drafters.alignment import Alignment, DraftBatch
 from drafters.attention import Attention
-from drafters.base import DraftBatch
 
 MAX_SCORES = 2**24
 """Attention scores in memory at once, over all heads (64 MiB in float32)."""

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cotrain.config import RunConfig
-from cotrain.config_errors import ConfigError
-from cotrain.failures import RunFailure
-from cotrain.load_config import load_config, to_toml
-from cotrain.store_uri import DEFAULT_URI, absolute_uri, sqlite_file
+from cotrain.config.errors import ConfigError
+from cotrain.config.load import load_config, to_toml
+from cotrain.config.schema import RunConfig
+from cotrain.process.failures import RunFailure
+from cotrain.run.store_uri import DEFAULT_URI, absolute_uri, sqlite_file
 
 
 class OwnParser(NamedTuple):
@@ -26,12 +26,14 @@ class OwnParser(NamedTuple):
 
 
 OWN_PARSER = {
-    "init": OwnParser("pipelines.initialise", "train a drafter on the policy's own rollouts, before RL"),
-    "ablate": OwnParser("pipelines.ablate", "run a study: arms x seeds, and one table"),
+    "init": OwnParser("pipelines.initialise.command", "train a drafter on the policy's own rollouts, before RL"),
+    "ablate": OwnParser("pipelines.ablate.command", "run a study: arms x seeds, and one table"),
     "report": OwnParser("pipelines.report", "write the report of a run or a study"),
-    "export": OwnParser("pipelines.export", "write a run's policy and drafter as folders that stock vLLM serves"),
-    "verify": OwnParser("pipelines.verify", "test whether speculation leaves the sampled distribution alone"),
-    "bench": OwnParser("pipelines.bench", "measure speculation arms side by side on one engine"),
+    "export": OwnParser(
+        "pipelines.export.command", "write a run's policy and drafter as folders that stock vLLM serves"
+    ),
+    "verify": OwnParser("pipelines.verify.command", "test whether speculation leaves the sampled distribution alone"),
+    "bench": OwnParser("pipelines.bench.command", "measure speculation arms side by side on one engine"),
 }
 
 OWN_PACKAGES = ("cotrain", "drafters", "pipelines")
@@ -105,7 +107,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if arguments[:1] == ["train"] and {"-h", "--help"} & set(arguments):
-        from cotrain.config_help import help_text
+        from cotrain.config.help import help_text
 
         train.epilog = TRAIN_EPILOG + help_text()
     train.add_argument("config", nargs="*", metavar="CONFIG", help="TOML files, and overrides section.field=value")
@@ -141,16 +143,16 @@ def _train(parsed: argparse.Namespace) -> int:
     resume = parsed.resume is not None
     if parsed.dry_run:
         return _dry_run(config, resume)
-    from cotrain.preflight import check_run
+    from pipelines.preflight import check_run
 
     check_run(config, resume)
-    from pipelines.joint import train
+    from pipelines.train.joint import train
 
     return train(config, resume)
 
 
 def _dry_run(config: RunConfig, resume: bool) -> int:
-    from cotrain.preflight import quick_problems
+    from pipelines.preflight import quick_problems
 
     print(to_toml(config), flush=True)
     if problems := quick_problems(config, resume):
@@ -162,9 +164,9 @@ def _dry_run(config: RunConfig, resume: bool) -> int:
 
 def _plan(config: RunConfig) -> list[str]:
     """What would run where."""
-    from cotrain.cluster import place
-    from cotrain.preflight import tap_note
-    from cotrain.provenance import machine
+    from cotrain.process.cluster import place
+    from cotrain.run.provenance import machine
+    from pipelines.preflight import tap_note
 
     policy, rollout, drafter = config.policy, config.rollout, config.drafter
     if config.cluster.address is not None:
@@ -199,14 +201,14 @@ def _plan(config: RunConfig) -> list[str]:
 
 
 def _list_drafters(parsed: argparse.Namespace) -> int:
-    from cotrain.registry import list_drafters, print_drafters
+    from cotrain.run.registry import list_drafters, print_drafters
 
     print_drafters(list_drafters(absolute_uri(parsed.uri)), sys.stdout)
     return 0
 
 
 def _pull_drafter(parsed: argparse.Namespace) -> int:
-    from cotrain.registry import pull_drafter
+    from cotrain.run.registry import pull_drafter
 
     row = pull_drafter(absolute_uri(parsed.uri), parsed.name, parsed.folder)
     print(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cotrain.drafting.expected import ExpectedAcceptance
+from cotrain.publish.expected import ExpectedAcceptance
 from cotrain.records import SpeculationCounts
 
 

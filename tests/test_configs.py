@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from cotrain.config import RunConfig
-from cotrain.config_help import SectionHelp, help_text, variants, walk_sections
-from cotrain.load_config import ConfigError, load_config, parse_config
-from cotrain.study.plan import load_study
-from cotrain.study_config import ArmConfig, GridConfig, StudyConfig, is_study
+from cotrain.config.help import SectionHelp, help_text, variants, walk_sections
+from cotrain.config.load import ConfigError, load_config, parse_config
+from cotrain.config.schema import RunConfig
 from cotrain.tasks.base import build_task
 from drafters.config import Section
+from pipelines.ablate.config import ArmConfig, GridConfig, StudyConfig, is_study
+from pipelines.ablate.plan import load_study
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(ROOT.glob("configs/**/*.toml"))

@@ -48,12 +48,12 @@ def test_package_is_the_one_of_this_checkout(package: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "cotrain.config",
-        "cotrain.load_config",
-        "cotrain.preflight",
+        "cotrain.config.schema",
+        "cotrain.config.load",
+        "pipelines.preflight",
         "cotrain.records",
-        "cotrain.study.plan",
-        "pipelines.ablate",
+        "pipelines.ablate.plan",
+        "pipelines.ablate.command",
         "pipelines.cli",
     ],
 )

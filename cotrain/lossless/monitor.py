@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from cotrain.config.monitor import LEAST_SPECULATED, MonitorConfig
 from cotrain.lossless.draws import Draws
 from cotrain.lossless.emitted import LOGIT_ERROR, setting_checks
 from cotrain.lossless.family import Verdict, alpha_of_look, judge
-from cotrain.lossless.monitor_config import LEAST_SPECULATED, MonitorConfig
 from cotrain.lossless.setting import describe
 from cotrain.records import Rollout
 from drafters.base import Sampler

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cotrain.config import PolicyConfig, RolloutConfig
+from cotrain.config.schema import PolicyConfig, RolloutConfig
 from cotrain.lossless.draws import Draws
 from cotrain.lossless.emitted import response_draws
 from cotrain.optimizer import build_optimizer

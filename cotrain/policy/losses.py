@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cotrain.config import PolicyConfig
+from cotrain.config.schema import PolicyConfig
 from cotrain.policy.batching import MicroBatch
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]

@@ -10,12 +10,12 @@ import functools
 import os
 import time
 from collections.abc import AsyncIterator, Container, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from cotrain.config import RolloutConfig
-from cotrain.failures import RunFailure
+from cotrain.config.lossless_guard import environment_problems
+from cotrain.process.failures import RunFailure
 from cotrain.records import (
     FeatureShard,
     Rollout,
@@ -26,12 +26,9 @@ from cotrain.records import (
     WeightPayload,
 )
 from cotrain.rollout.acceptance_stats import counts_of_request, total_counts, verification_steps
-from cotrain.rollout.engine_arguments import engine_arguments
-from cotrain.rollout.engine_death import death_in_words
-from cotrain.rollout.lossless_guard import environment_problems
-from cotrain.rollout.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
-from cotrain.rollout.speculation import SpeculationController
-from cotrain.rollout.step_timing import TimedRequests, room_for, time_steps
+from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.speculation.controller import SpeculationController
+from cotrain.rollout.speculation.step_timing import TimedRequests, room_for, time_steps
 from cotrain.rollout.tap_admission import (
     TapRequest,
     choose,
@@ -40,7 +37,9 @@ from cotrain.rollout.tap_admission import (
     tap_requests,
     within_bounds,
 )
-from drafters.base import Serving
+from cotrain.rollout.vllm.arguments import engine_arguments
+from cotrain.rollout.vllm.engine_death import death_in_words
+from cotrain.transport.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
 
 POLICY_READBACK_COLUMNS = 32
 """Input columns of each packed policy matrix read back after an update, others each time. Drafters are read back whole.
@@ -54,24 +53,6 @@ engine for a moment, and its other threads wait."""
 
 TIMED_PROMPT_TOKENS = 32
 """Of each prompt, its last ones, that engine steps are timed after. Prefilling more would take most of the time."""
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine is started with."""
-
-    rollout: RolloutConfig
-    model_path: str
-    drafter_folder: str | None
-    """Checkpoint folder of the first serving drafter; None runs without a drafter."""
-    serving: Serving | None
-    """How that drafter is served; None without one."""
-    seed: int
-    scratch: str
-    """Folder in shared memory for features and weights of this engine."""
-    versions: Versions = field(default_factory=lambda: Versions(0, 0))
-    speculation: Literal["drafter", "ngram"] = "drafter"
-    """What proposes draft tokens: the drafter, if there is one, or a look-up of n-grams in the request's own text."""
 
 
 class RolloutEngine:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cotrain.config import FeatureTapConfig, RolloutConfig
+from cotrain.config.schema import FeatureTapConfig, RolloutConfig
 from cotrain.records import RolloutRequest
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from cotrain.config import DatasetTask, ReasoningGymTask
+from cotrain.config.schema import DatasetTask, ReasoningGymTask
 from cotrain.records import Prompt
 from cotrain.tasks.datasets import DatasetProblems
 from cotrain.tasks.reasoning import ReasoningGymProblems

@@ -6,7 +6,7 @@ import logging
 import random
 from typing import Any
 
-from cotrain.config import ReasoningGymTask
+from cotrain.config.schema import ReasoningGymTask
 from cotrain.records import Prompt
 from cotrain.tasks.messages import chat_messages
 from cotrain.tasks.rewards import extract_answer, extract_number, is_number

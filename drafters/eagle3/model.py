@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from drafters.alignment import Alignment
-from drafters.base import DraftBatch, Drafter, DraftLoss, Drafts, Sampler, Serving, TargetSpec, TargetWeights
+from drafters.alignment import Alignment, DraftBatch
+from drafters.base import Drafter, DraftLoss, Drafts, Sampler, Serving, TargetSpec, TargetWeights
 from drafters.bounds import overflowing
 from drafters.config import Eagle3Config, ObjectiveConfig
 from drafters.eagle3.bounds import activation_bounds

@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from drafters.alignment import Alignment
+from drafters.alignment import Alignment, DraftBatch
 from drafters.attention import ZeroCentredRMSNorm
-from drafters.base import DraftBatch, Drafter, DraftLoss, Drafts, Sampler, Serving, TargetSpec, TargetWeights
+from drafters.base import Drafter, DraftLoss, Drafts, Sampler, Serving, TargetSpec, TargetWeights
 from drafters.bounds import overflowing
 from drafters.config import MtpConfig, ObjectiveConfig
 from drafters.losses import drafter_loss

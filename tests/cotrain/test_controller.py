@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.alarms import DrafterAlarm
-from cotrain.checkpoint import latest_checkpoint, load_state
-from cotrain.console import Console
 from cotrain.controller import Controller, Roles
-from cotrain.drafting.decisions import FILE, DecisionLog, read_decisions
-from cotrain.drafting.loop import DrafterLoop
-from cotrain.failures import SelfCheckFailed
 from cotrain.lossless.draws import Draws
-from cotrain.metrics import MetricsWriter, read_metrics
+from cotrain.process.failures import SelfCheckFailed
+from cotrain.publish.alarms import DrafterAlarm
+from cotrain.publish.loop import DrafterLoop
 from cotrain.records import GainReport, Prompt, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
-from cotrain.run_dir import RunDir
-from cotrain.tasks.sampling import PromptSampler
-from tests.cotrain.drafting.simulated_run import GOOD, PROMPTS, SAMPLES, World
+from cotrain.run.checkpoint import latest_checkpoint, load_state
+from cotrain.run.console import Console
+from cotrain.run.decisions import FILE, DecisionLog, read_decisions
+from cotrain.run.metrics import MetricsWriter, read_metrics
+from cotrain.run.run_dir import RunDir
+from cotrain.tasks.prompt_order import PromptSampler
+from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
 
 NO_DRAFTS = GainReport(1.0, 1.0, None, None, 0, 0.0, num_steps=40, seconds=1.0, longest_draft=0)
 """Of a step in which speculation would not have paid."""

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from cotrain.config import RunConfig
-from cotrain.config_errors import ConfigError
-from cotrain.load_config import load_config
-from cotrain.models import native_head, resolve_model
-from cotrain.preflight import check_run
+from cotrain.config.errors import ConfigError
+from cotrain.config.load import load_config
+from cotrain.config.schema import RunConfig
+from cotrain.models.loading import native_head, resolve_model
 from drafters.base import Experts, TargetSpec
 from drafters.build import build_drafter, has_native_head, load_drafter, stitch, write_head, write_policy
 from drafters.config import NATIVE_HEAD_ARCHITECTURES, Eagle3Config, MtpConfig
 from drafters.mtp.formats import NATIVE_ARCHITECTURES
+from pipelines.preflight import check_run
 from tests.native_models import mimo_model, qwen3_next_model, write_native
 
 MAKERS = {"MiMoForCausalLM": mimo_model, "Qwen3NextForCausalLM": qwen3_next_model}

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.base import DraftBatch, Drafter, Experts, Sampler, TargetSpec, TargetWeights
+from drafters.alignment import DraftBatch
+from drafters.base import Drafter, Experts, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config, MtpConfig
 from drafters.eagle3.model import Eagle3Drafter

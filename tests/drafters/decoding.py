@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb
 
-from drafters.alignment import align
-from drafters.base import DraftBatch, Drafter, TargetWeights
+from drafters.alignment import DraftBatch, align
+from drafters.base import Drafter, TargetWeights
 from tests.drafters.conftest import TARGET
 
 HEADS, KV_HEADS = TARGET.num_attention_heads, TARGET.num_key_value_heads

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from drafters.alignment import align
-from drafters.base import DraftBatch
+from drafters.alignment import DraftBatch, align
 from tests.drafters.conftest import make_batch
 
 DEPTH = 4

@@ -11,14 +11,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cotrain import threads
-from cotrain.config import RolloutConfig
-from cotrain.models import resolve_model
+from cotrain.config.schema import RolloutConfig
+from cotrain.models.loading import resolve_model
+from cotrain.process import threads
+from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest, SwapReport
-from cotrain.rollout.engine import EngineSpec, RolloutEngine
-from cotrain.rollout.payload import write_payload
-from cotrain.scratch import scratch_folder
-from drafters.base import DraftBatch, Drafter, Sampler, Serving, TargetSpec, TargetWeights
+from cotrain.rollout.engine import RolloutEngine
+from cotrain.rollout.spec import EngineSpec
+from cotrain.transport.payload import write_payload
+from drafters.alignment import DraftBatch
+from drafters.base import Drafter, Sampler, Serving, TargetSpec, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config, MtpConfig, ObjectiveConfig
 from tests.native_models import mimo_model, qwen3_next_model, write_native

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.config import FeatureTapConfig, RolloutConfig
-from cotrain.drafting.buffer import batches_of
-from cotrain.drafting.features import FeatureRecord, read_shard
+from cotrain.config.schema import FeatureTapConfig, RolloutConfig
+from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest
-from cotrain.rollout.engine import EngineSpec
-from cotrain.scratch import scratch_folder
-from cotrain.self_check import relative_error
+from cotrain.rollout.spec import EngineSpec
+from cotrain.trainer.buffer import batches_of
+from cotrain.trainer.self_check import relative_error
+from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.acceptance import StartAcceptance, acceptance_rates
-from drafters.base import DraftBatch, Drafter, Sampler, TargetWeights
+from drafters.alignment import DraftBatch
+from drafters.base import Drafter, Sampler, TargetWeights
 from drafters.config import ObjectiveConfig
 from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, distilled, eagle3, features_of, make_requests
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.config import FeatureTapConfig, RolloutConfig
-from cotrain.drafting.features import read_shard
+from cotrain.config.schema import FeatureTapConfig, RolloutConfig
+from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch
-from cotrain.rollout.engine import EngineSpec
-from cotrain.scratch import scratch_folder
-from cotrain.self_check import check_features, relative_error
+from cotrain.rollout.spec import EngineSpec
+from cotrain.trainer.self_check import check_features, relative_error
+from cotrain.transport.features import read_shard
 from drafters.base import Drafter
 from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, make_requests, tokens
 

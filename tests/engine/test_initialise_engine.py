@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cotrain.drafting.corpus import Corpus
-from cotrain.drafting.features import read_shard
-from cotrain.drafting.served import serve
-from cotrain.registry import list_drafters
-from cotrain.rollout.payload import WeightUpdateRefused, digest
-from cotrain.self_check import relative_error
-from cotrain.store_uri import absolute_uri
+from cotrain.run.registry import list_drafters
+from cotrain.run.store_uri import absolute_uri
+from cotrain.trainer.self_check import relative_error
+from cotrain.transport.features import read_shard
+from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
+from pipelines.initialise.corpus import Corpus
+from pipelines.initialise.served import serve
 from tests.engine.conftest import LiveEngine, make_requests
 
 pytestmark = pytest.mark.engine

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cotrain.cluster import Cluster, Placement
-from cotrain.config import DrafterBufferConfig, DrafterConfig, PolicyConfig, RolloutConfig, RunConfig
-from cotrain.drafting.features import write_shard
-from cotrain.drafting.role import DrafterTraining
+from cotrain.config.schema import DrafterBufferConfig, DrafterConfig, PolicyConfig, RolloutConfig, RunConfig
+from cotrain.process.cluster import Cluster, Placement
+from cotrain.process.scratch import scratch_folder
 from cotrain.records import FeatureShard, Rollout, ScoredRollout, Versions
-from cotrain.roles import PolicyRanks
-from cotrain.scratch import scratch_folder
+from cotrain.roles.drafter import DrafterTraining
+from cotrain.roles.engines import PolicyRanks
+from cotrain.transport.features import write_shard
 from tests.engine.conftest import AUX_LAYERS, features_of
 
 pytestmark = pytest.mark.engine  # slow: two sets of Ray actors

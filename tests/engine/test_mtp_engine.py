@@ -14,17 +14,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cotrain.config import RolloutConfig
-from cotrain.drafting.buffer import batches_of
-from cotrain.drafting.features import read_shard
-from cotrain.linear_attention import has_linear_attention
-from cotrain.models import native_head, resolve_model
-from cotrain.rollout.engine import EngineSpec
-from cotrain.rollout.payload import WeightUpdateRefused, digest
-from cotrain.scratch import scratch_folder
-from cotrain.self_check import relative_error
+from cotrain.config.schema import RolloutConfig
+from cotrain.models.linear_attention import has_linear_attention
+from cotrain.models.loading import native_head, resolve_model
+from cotrain.process.scratch import scratch_folder
+from cotrain.rollout.spec import EngineSpec
+from cotrain.trainer.buffer import batches_of
+from cotrain.trainer.self_check import relative_error
+from cotrain.transport.features import read_shard
+from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.acceptance import acceptance_rates
-from drafters.base import DraftBatch, Drafter, Sampler, TargetSpec, TargetWeights
+from drafters.alignment import DraftBatch
+from drafters.base import Drafter, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
 from drafters.config import MtpConfig, ObjectiveConfig
 from tests.engine.conftest import LiveEngine, distilled, features_of, make_requests, moved, text_of, tokens, weights_of

@@ -9,11 +9,11 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from cotrain.config import RolloutConfig
+from cotrain.config.schema import RolloutConfig
+from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutRequest, SpeculationCounts
 from cotrain.rollout.acceptance_stats import total_counts
-from cotrain.rollout.engine import EngineSpec
-from cotrain.scratch import scratch_folder
+from cotrain.rollout.spec import EngineSpec
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
 

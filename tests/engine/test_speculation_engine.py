@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain.config import RolloutConfig
+from cotrain.config.schema import RolloutConfig
+from cotrain.config.speculation import SpeculationConfig
+from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest
-from cotrain.rollout.draft_length_table import NO_TRIAL, DraftLengths, StepLog
-from cotrain.rollout.engine import EngineSpec
-from cotrain.rollout.payload import WeightUpdateRefused, digest
-from cotrain.rollout.speculation import SpeculationController
-from cotrain.rollout.speculation_config import SpeculationConfig
-from cotrain.scratch import scratch_folder
+from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.speculation.controller import SpeculationController
+from cotrain.rollout.speculation.draft_length_table import NO_TRIAL, DraftLengths, StepLog
+from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
 

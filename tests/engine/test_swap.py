@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cotrain.failures import RunFailure
+from cotrain.process.failures import RunFailure
 from cotrain.records import WeightPayload
-from cotrain.rollout.payload import WeightUpdateRefused, digest
+from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
 from tests.engine.conftest import LiveEngine, make_requests, tokens
 

@@ -12,20 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain.config import RolloutConfig
+from cotrain.config.monitor import MonitorConfig
+from cotrain.config.schema import RolloutConfig
 from cotrain.lossless.emitted import response_draws
 from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.monitor import LosslessMonitor
-from cotrain.lossless.monitor_config import MonitorConfig
 from cotrain.lossless.setting import PLAIN, Setting, standard_settings
 from cotrain.lossless.verification import UNKNOWN, response_strata
+from cotrain.process.scratch import scratch_folder
 from cotrain.records import WeightPayload
-from cotrain.rollout.engine import EngineSpec
-from cotrain.scratch import scratch_folder
-from drafters.base import DraftBatch, Drafter, TargetWeights
+from cotrain.rollout.spec import EngineSpec
+from drafters.alignment import DraftBatch
+from drafters.base import Drafter, TargetWeights
 from drafters.vocabulary import to_tokens
-from pipelines import verify_checks
-from pipelines.verify_checks import Laws, Plan, Progress, target_laws
+from pipelines.verify import checks as verify_checks
+from pipelines.verify.checks import Laws, Plan, Progress, target_laws
 from tests.engine import planted_bugs
 from tests.engine.conftest import SERVING, LiveEngine, distilled, eagle3, make_requests
 from tests.engine.planted_bugs import WHERE, K

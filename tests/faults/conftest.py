@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cotrain.drafting.expected import ExpectedAcceptance, served_length
+from cotrain.publish.expected import ExpectedAcceptance, served_length
 from cotrain.records import RolloutBatch
 from tests.engine.conftest import (  # noqa: F401
     drafter_folder,

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from cotrain.alarm_config import AlarmConfig
-from cotrain.alarms import Alarm, Delivery, StepRecord, check_step
-from cotrain.drafting.canary import Canary
-from cotrain.drafting.gate_config import GateConfig
+from cotrain.config.alarm import AlarmConfig
+from cotrain.config.gate import GateConfig
+from cotrain.publish.alarms import Alarm, Delivery, StepRecord, check_step
+from cotrain.publish.canary import Canary
 from cotrain.records import RolloutBatch
-from cotrain.rollout.payload import WeightUpdateRefused, digest
+from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
 from tests.engine.conftest import LiveEngine, make_requests, tokens
 from tests.faults.conftest import Fault, promise_of

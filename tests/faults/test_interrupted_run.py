@@ -16,12 +16,12 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from cotrain.checkpoint import find_defect, load_state
-from cotrain.cluster import free_port
-from cotrain.load_config import load_config, write_config
-from cotrain.mlflow_store import connect
-from cotrain.models import resolve_model
-from cotrain.run_dir import RunDir
+from cotrain.config.load import load_config, write_config
+from cotrain.models.loading import resolve_model
+from cotrain.process.cluster import free_port
+from cotrain.run.checkpoint import find_defect, load_state
+from cotrain.run.mlflow_store import connect
+from cotrain.run.run_dir import RunDir
 from drafters.base import TargetSpec
 from drafters.build import build_drafter, load_drafter
 from tests.engine.test_runs import TIMEOUT_S, assert_nothing_left

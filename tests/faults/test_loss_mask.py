@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.config import PolicyConfig, RolloutConfig
-from cotrain.drafting.features import read_shard, write_records
-from cotrain.failures import SelfCheckFailed
+from cotrain.config.schema import PolicyConfig, RolloutConfig
 from cotrain.policy.learner import PolicyLearner
+from cotrain.process.failures import SelfCheckFailed
 from cotrain.records import Rollout, RolloutBatch, ScoredRollout
-from cotrain.self_check import check_log_probs, check_records
+from cotrain.trainer.self_check import check_log_probs, check_records
+from cotrain.transport.features import read_shard, write_records
 from tests.engine.conftest import LiveEngine, make_requests
 from tests.faults.conftest import Fault
 

@@ -10,20 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cotrain.alarm_config import AlarmConfig
-from cotrain.alarms import StepRecord, check_step
-from cotrain.config import RolloutConfig
-from cotrain.config_errors import ConfigError
-from cotrain.failures import SelfCheckFailed
-from cotrain.load_config import load_config
-from cotrain.preflight import check_run
-from cotrain.rollout.engine import EngineSpec
-from cotrain.rollout.payload import WeightUpdateRefused, digest
-from cotrain.scratch import scratch_folder
-from cotrain.self_check import check_features
+from cotrain.config.alarm import AlarmConfig
+from cotrain.config.errors import ConfigError
+from cotrain.config.load import load_config
+from cotrain.config.schema import RolloutConfig
+from cotrain.process.failures import SelfCheckFailed
+from cotrain.process.scratch import scratch_folder
+from cotrain.publish.alarms import StepRecord, check_step
+from cotrain.rollout.spec import EngineSpec
+from cotrain.trainer.self_check import check_features
+from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter, TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
+from pipelines.preflight import check_run
 from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, make_requests
 from tests.engine.test_feature_tap_engine import HuggingFace
 from tests.faults.conftest import Fault, promise_of

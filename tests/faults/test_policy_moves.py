@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from cotrain.alarm_config import AlarmConfig
-from cotrain.alarms import StepRecord, check_step
-from cotrain.drafting.drift import TrainTrigger
-from cotrain.drafting.expected import served_length
-from cotrain.drafting.gate import pace_of
-from cotrain.drafting.gate_config import GateConfig
+from cotrain.config.alarm import AlarmConfig
+from cotrain.config.gate import GateConfig
+from cotrain.publish.alarms import StepRecord, check_step
+from cotrain.publish.drift import TrainTrigger
+from cotrain.publish.expected import served_length
+from cotrain.publish.gate import pace_of
 from cotrain.records import Rollout, RolloutBatch, Versions
 from drafters.base import Drafter
 from tests.engine.conftest import LiveEngine, make_requests

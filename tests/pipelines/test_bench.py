@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.config import RolloutConfig
-from cotrain.models import resolve_model
+from cotrain.config.schema import RolloutConfig
+from cotrain.models.loading import resolve_model
 from cotrain.records import RolloutBatch, RolloutRequest
 from drafters.base import Serving, TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
-from pipelines import bench as bench_module
-from pipelines.bench import Bench, add_arguments, choose_arms, main, prepare, take_turns
-from pipelines.bench_report import ADAPTIVE, NO_SPECULATION, Arm, Measurement, StepTimes, markdown, plot, results
+from pipelines.bench import command as bench_module
+from pipelines.bench.command import Bench, add_arguments, choose_arms, main, prepare, take_turns
+from pipelines.bench.report import ADAPTIVE, NO_SPECULATION, Arm, Measurement, StepTimes, markdown, plot, results
 from tests.native_models import qwen3_next_model, write_native
 
 GREEDY = Arm("greedy", 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.load_config import load_config, parse_config
+from cotrain.config.load import load_config, parse_config
 
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.toml")
@@ -78,18 +78,18 @@ def test_dry_run_says_what_share_is_tapped() -> None:
     ("error", "status", "message"),
     [
         (
-            "__import__('cotrain.failures').failures.RoleFailure('policy: its process has died')",
+            "__import__('cotrain.process.failures').process.failures.RoleFailure('policy: its process has died')",
             1,
             "its process has died",
         ),
-        ("__import__('cotrain.alarms').alarms.DrafterAlarm(7, [])", 1, "cotrain: step 7 raised"),
+        ("__import__('cotrain.publish.alarms').publish.alarms.DrafterAlarm(7, [])", 1, "cotrain: step 7 raised"),
     ],
 )
 def test_a_run_that_fails_says_so_without_a_traceback(error: str, status: int, message: str) -> None:
     code = (
         "import sys, types, pipelines.cli as cli\n"
         f"def main(arguments): raise {error}\n"
-        "sys.modules['pipelines.bench'] = types.SimpleNamespace(main=main)\n"
+        "sys.modules['pipelines.bench.command'] = types.SimpleNamespace(main=main)\n"
         "sys.exit(cli.main(['bench']))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

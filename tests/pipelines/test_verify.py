@@ -14,15 +14,15 @@ import torch
 
 from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.setting import PLAIN, Setting, standard_settings
-from cotrain.models import resolve_model
+from cotrain.models.loading import resolve_model
 from cotrain.records import WeightPayload
 from drafters.base import Sampler, TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
-from pipelines.verify import add_arguments, main, prepare, verify_engine
-from pipelines.verify_checks import Laws, Plan, Progress, greedy_checks, perturbed, sampled_checks, target_laws
-from pipelines.verify_checks import two_sample_checks as two_samples
-from pipelines.verify_report import Outcome, markdown, to_json
+from pipelines.verify.checks import Laws, Plan, Progress, greedy_checks, perturbed, sampled_checks, target_laws
+from pipelines.verify.checks import two_sample_checks as two_samples
+from pipelines.verify.command import add_arguments, main, prepare, verify_engine
+from pipelines.verify.report import Outcome, markdown, to_json
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
 from tests.native_models import qwen3_next_model, write_native

@@ -16,7 +16,7 @@ from cotrain.lossless.goodness import EDGE_SHARE, returned_log_prob_check
 from cotrain.lossless.setting import GREEDY, PLAIN, Setting, num_checks, standard_settings
 from cotrain.lossless.target_law import emitted_draws, target_log_probs
 from cotrain.lossless.verification import response_strata
-from cotrain.models import resolve_model
+from cotrain.models.loading import resolve_model
 from cotrain.records import RolloutRequest
 from drafters.base import Sampler
 from tests.cotrain.lossless.conftest import MODEL

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cotrain.config.monitor import LEAST_SPECULATED, MonitorConfig
 from cotrain.lossless.draws import Draws
 from cotrain.lossless.emitted import LOGIT_ERROR, response_draws
 from cotrain.lossless.monitor import Chosen, Look, LosslessMonitor
-from cotrain.lossless.monitor_config import LEAST_SPECULATED, MonitorConfig
 from cotrain.lossless.power import detectable_distance, level_of_check
 from cotrain.lossless.setting import PLAIN
 from cotrain.records import Rollout, RolloutRequest

@@ -20,7 +20,7 @@ from cotrain.lossless.setting import Setting
 from cotrain.lossless.target_law import target_log_probs
 from cotrain.records import Rollout, Versions
 from drafters.base import Sampler
-from pipelines.verify_checks import target_laws
+from pipelines.verify.checks import target_laws
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.markov_engine import MarkovModel
 from tests.cotrain.lossless.simulated_sampler import VOCAB

@@ -17,8 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cotrain.config import PolicyConfig, RolloutConfig
-from cotrain.optimizer_config import OptimizerConfig
+from cotrain.config.optimizer import OptimizerConfig
+from cotrain.config.schema import PolicyConfig, RolloutConfig
 from cotrain.policy.learner import PolicyLearner
 from cotrain.records import Rollout, ScoredRollout, Versions
 

@@ -6,7 +6,7 @@ import torch
 from policy_cases import ROLLOUT, make_rollouts
 from torch import Tensor
 
-from cotrain.config import PolicyConfig
+from cotrain.config.schema import PolicyConfig
 from cotrain.policy.batching import micro_batches
 from cotrain.policy.losses import Normaliser, kl_estimate, policy_loss
 from cotrain.records import Rollout, ScoredRollout, Versions

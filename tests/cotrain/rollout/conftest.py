@@ -23,8 +23,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from cotrain import threads
-from cotrain.rollout import vllm_compat
+from cotrain.process import threads
+from cotrain.rollout.vllm import cpu as vllm_compat
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config

@@ -11,7 +11,7 @@ import torch
 import vllm.v1.sample.rejection_sampler as rejection_sampler
 from vllm.platforms import current_platform
 
-from cotrain.rollout import vllm_compat
+from cotrain.rollout.vllm import cpu as vllm_compat
 
 NUM_REQUESTS, VOCAB = 20_000, 8
 TEMPERATURES = (0.5, 2.0)

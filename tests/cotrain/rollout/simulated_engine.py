@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cotrain.rollout.draft_length_table import DraftLengthTable, StepLog
-from cotrain.rollout.speculation import SpeculationController
-from cotrain.rollout.speculation_config import SpeculationConfig
-from cotrain.rollout.step_planner import StepPlanner
+from cotrain.config.speculation import SpeculationConfig
+from cotrain.rollout.speculation.controller import SpeculationController
+from cotrain.rollout.speculation.draft_length_table import DraftLengthTable, StepLog
+from cotrain.rollout.speculation.step_planner import StepPlanner
 
 K = 3
 UPDATE_SECONDS = 1.0

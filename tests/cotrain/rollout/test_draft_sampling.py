@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from cotrain.rollout import vllm_compat, vllm_weights
+from cotrain.rollout.vllm import cpu as vllm_compat
+from cotrain.rollout.vllm import weights as vllm_weights
 
 ROWS = 4
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cotrain.failures import RunFailure
-from cotrain.rollout.engine_death import death_in_words
+from cotrain.process.failures import RunFailure
+from cotrain.rollout.vllm.engine_death import death_in_words
 
 
 def engine():

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.config import RolloutConfig
+from cotrain.config.schema import RolloutConfig
+from cotrain.config.speculation import SpeculationConfig
 from cotrain.rollout import engine as engine_module
-from cotrain.rollout.engine import EngineSpec, RolloutEngine
-from cotrain.rollout.engine_arguments import engine_arguments
-from cotrain.rollout.speculation import SpeculationController
-from cotrain.rollout.speculation_config import SpeculationConfig
+from cotrain.rollout.engine import RolloutEngine
+from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.speculation.controller import SpeculationController
+from cotrain.rollout.vllm.arguments import engine_arguments
 from drafters.base import Serving
 
 K = 2

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cotrain.rollout.feature_tap import FeatureTap
+from cotrain.rollout.tap import FeatureTap
 from cotrain.rollout.tap_admission import TapRequest
 
 AUX, FINAL = 6, 2

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cotrain.config.speculation import SpeculationConfig
 from cotrain.records import GainReport
-from cotrain.rollout.gain_check import combined
-from cotrain.rollout.speculation import SpeculationController, speculation_metrics
-from cotrain.rollout.speculation_config import SpeculationConfig
+from cotrain.rollout.speculation.controller import SpeculationController, speculation_metrics
+from cotrain.rollout.speculation.gain_check import combined
 from tests.cotrain.rollout.simulated_engine import (
     BAD,
     CPU,

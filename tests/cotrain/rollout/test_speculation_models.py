@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from cotrain.rollout.draft_length_policy import Gains, choose, gains, trial_lengths, undecided
-from cotrain.rollout.served_acceptance import KEPT_AFTER_SWAP, ServedAcceptance
-from cotrain.rollout.step_cost import StepCostModel, default_batch_sizes
+from cotrain.rollout.speculation.draft_length_policy import Gains, choose, gains, trial_lengths, undecided
+from cotrain.rollout.speculation.served_acceptance import KEPT_AFTER_SWAP, ServedAcceptance
+from cotrain.rollout.speculation.step_cost import StepCostModel, default_batch_sizes
 from tests.cotrain.rollout.simulated_engine import CPU, GOOD, GPU, K, Shape, expected_tokens
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.rollout.draft_length_table import DraftLengths, DraftLengthTable, StepLog
-from cotrain.rollout.planned_scheduling import PlannedSteps
-from cotrain.rollout.step_planner import StepPlanner
+from cotrain.rollout.speculation.draft_length_table import DraftLengths, DraftLengthTable, StepLog
+from cotrain.rollout.speculation.step_planner import StepPlanner
+from cotrain.rollout.vllm.planned_scheduling import PlannedSteps
 
 K, MAX_BATCH = 3, 4
 LENGTHS = DraftLengths((0, 2, 1, 0, 0), (-1, 0, 0, 1, -1), (0.0, 0.04, 0.04, 0.08, 0.0), 0.02, 4)

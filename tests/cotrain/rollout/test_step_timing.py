@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cotrain.rollout import step_timing
-from cotrain.rollout.step_timing import room_for, time_steps
+from cotrain.rollout.speculation import step_timing
+from cotrain.rollout.speculation.step_timing import room_for, time_steps
 from tests.cotrain.rollout.simulated_engine import BAD, CPU, GOOD, K, SimulatedEngine, Tally
 
 MAX_BATCH = 16

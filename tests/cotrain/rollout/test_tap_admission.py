@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from cotrain.config import FeatureTapConfig, RolloutConfig
+from cotrain.config.schema import FeatureTapConfig, RolloutConfig
 from cotrain.records import RolloutRequest
 from cotrain.rollout.tap_admission import TapRequest, choose, fewest_tapped, first_of_each_prompt, tap_requests
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cotrain.rollout.unread_rows import ComputedRows, UnreadRows, UnreadRun, pieces
+from cotrain.rollout.vllm.unread_rows import ComputedRows, UnreadRows, UnreadRun, pieces
 
 WIDTH = 3
 

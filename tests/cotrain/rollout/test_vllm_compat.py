@@ -16,8 +16,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from cotrain import threads
-from cotrain.rollout import vllm_compat, vllm_weights
+from cotrain.process import threads
+from cotrain.rollout.vllm import cpu as vllm_compat
+from cotrain.rollout.vllm import weights as vllm_weights
 from tests.cotrain.rollout.conftest import moved
 from tests.cotrain.rollout.sampling_faults import NUM_REQUESTS, TEMPERATURES, VOCAB
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cotrain.rollout import vllm_weights
+from cotrain.rollout.vllm import weights as vllm_weights
 from tests.cotrain.rollout.conftest import moved
 
 SERVED = {

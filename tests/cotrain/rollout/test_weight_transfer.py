@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cotrain.preflight import POLICY_UPDATES_HELD
-from cotrain.rollout import vllm_weights, weight_transfer
-from cotrain.rollout.payload import WeightsUnknown, WeightUpdateRefused, write_payload
-from cotrain.rollout.weight_transfer import BACKEND, InitInfo, TransactionalWeightTransfer, UpdateInfo
+from cotrain.rollout.vllm import weight_transfer
+from cotrain.rollout.vllm import weights as vllm_weights
+from cotrain.rollout.vllm.weight_transfer import BACKEND, InitInfo, TransactionalWeightTransfer, UpdateInfo
+from cotrain.transport.payload import WeightsUnknown, WeightUpdateRefused, write_payload
+from pipelines.preflight import POLICY_UPDATES_HELD
 from tests.cotrain.rollout.conftest import moved
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.base import DraftBatch
+from drafters.alignment import DraftBatch
 from drafters.eagle3.model import Eagle3Drafter
 from tests.drafters.conftest import TARGET, make_batch, make_drafter
 from tests.drafters.decoding import DOCUMENTS, CachedDecoder, assert_unroll_equals

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.alignment import align
-from drafters.base import DraftBatch
+from drafters.alignment import DraftBatch, align
 from drafters.mtp.model import MtpDrafter
 from tests.drafters.conftest import MIMO, MTP_KINDS, QWEN3_NEXT, kind_name, make_batch
 from tests.drafters.decoding import DOCUMENTS, HEADS, CachedDecoder, assert_unroll_equals

@@ -1,0 +1,1 @@
+"""The configuration of a run: fields, rules between them, loading, errors and help."""

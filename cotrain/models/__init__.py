@@ -1,0 +1,1 @@
+"""Policies on disk: where they come from and what they are."""

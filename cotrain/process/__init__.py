@@ -1,0 +1,1 @@
+"""Processes of a run: placement, threads, and what is left when one dies."""

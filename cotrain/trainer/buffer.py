@@ -1,0 +1,202 @@
+"""Rollout features held for training, bounded by bytes and by age in policy versions.
+
+Batches are whole rollouts of one policy version, because the teacher's head is of one version. Rollouts are drawn
+without replacement until all have been used (an epoch), the newest version first, so that fresh rollouts are seen
+before older ones are seen again.
+"""
+
+import hashlib
+import json
+from collections import Counter, deque
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from cotrain.transport.features import FeatureRecord, read_shard, write_records
+from drafters.alignment import DraftBatch
+
+STATE = "buffer.json"
+
+
+@dataclass
+class BufferStats:
+    """Rollouts that left or never entered, since the start of the run."""
+
+    dropped_for_bytes: int = 0
+    dropped_for_age: int = 0
+    untrainable: int = 0
+    """Without a single draft position to supervise (too short, or nothing but holes)."""
+
+
+@dataclass
+class _Entry:
+    record: FeatureRecord
+    used: bool = False  # in this epoch
+
+
+class FeatureBuffer:
+    """First in, first out, bounded."""
+
+    def __init__(self, max_bytes: int, max_age: int):
+        """max_age: oldest policy version kept, counted back from the newest that was added; 0 keeps only the newest."""
+        self.max_bytes = max_bytes
+        self.max_age = max_age
+        self.stats = BufferStats()
+        self.num_bytes = 0
+        self.num_tokens = 0
+        self._entries: deque[_Entry] = deque()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def records(self) -> list[FeatureRecord]:
+        """Oldest first."""
+        return [entry.record for entry in self._entries]
+
+    @property
+    def policy_versions(self) -> tuple[int, ...]:
+        """Versions held, ascending."""
+        return tuple(sorted({entry.record.policy_version for entry in self._entries}))
+
+    def add(self, records: list[FeatureRecord]) -> None:
+        """Take in rollouts, then drop what is too old or too much, oldest first."""
+        for record in records:
+            if record.is_trainable:
+                self._append(_Entry(record))
+            else:
+                self.stats.untrainable += 1
+        oldest_kept = max(self.policy_versions, default=0) - self.max_age
+        young = deque(entry for entry in self._entries if entry.record.policy_version >= oldest_kept)
+        self.stats.dropped_for_age += len(self._entries) - len(young)
+        self._replace(young)
+        while self.num_bytes > self.max_bytes:
+            dropped = self._entries.popleft().record
+            self.num_bytes -= dropped.num_bytes
+            self.num_tokens -= dropped.num_tokens
+            self.stats.dropped_for_bytes += 1
+
+    def drop_prompts(self, prompt_keys: set[str]) -> None:
+        """Forget all rollouts of these prompts."""
+        self._replace(deque(entry for entry in self._entries if entry.record.prompt_key not in prompt_keys))
+
+    def sample(self, batch_tokens: int, rng: torch.Generator) -> DraftBatch:
+        """Whole rollouts of one policy version, at most batch_tokens together; a longer rollout comes alone.
+
+        What is left of a version in this epoch is split evenly, so that no batch is a small remainder. Raises
+        ValueError when the buffer is empty.
+        """
+        if not self._entries:
+            raise ValueError("the feature buffer is empty")
+        if all(entry.used for entry in self._entries):
+            for entry in self._entries:
+                entry.used = False
+        unused = [entry for entry in self._entries if not entry.used]
+        newest = max(entry.record.policy_version for entry in unused)
+        unused = [entry for entry in unused if entry.record.policy_version == newest]
+        tokens_left = sum(entry.record.num_tokens for entry in unused)
+        share = tokens_left / ceil(tokens_left / batch_tokens)
+        chosen: list[FeatureRecord] = []
+        num_tokens = 0
+        for index in torch.randperm(len(unused), generator=rng).tolist():
+            entry = unused[index]
+            if chosen and num_tokens + entry.record.num_tokens > batch_tokens:
+                break
+            entry.used = True
+            chosen.append(entry.record)
+            num_tokens += entry.record.num_tokens
+            if num_tokens >= share:
+                break
+        return pack(chosen)
+
+    def save(self, folder: str | Path) -> None:
+        """Write all rollouts and the state of the epoch."""
+        folder = Path(folder)
+        folder.mkdir(parents=True)
+        runs = [
+            list(run) for _, run in groupby(self.records, key=lambda r: (r.policy_version, r.sampler, r.aux_layers))
+        ]
+        for index, run in enumerate(runs):
+            write_records(_shard(folder, index), run)
+        state = {
+            "num_shards": len(runs),
+            "used": [entry.used for entry in self._entries],
+            "stats": asdict(self.stats),
+        }
+        (folder / STATE).write_text(json.dumps(state))
+
+    def load(self, folder: str | Path) -> None:
+        """Become the buffer that was saved; the bounds stay. Raises ValueError for a shard that is broken."""
+        folder = Path(folder)
+        state = json.loads((folder / STATE).read_text())
+        records = [record for index in range(state["num_shards"]) for record in read_shard(_shard(folder, index))]
+        self._replace(deque(_Entry(*fields) for fields in zip(records, state["used"], strict=True)))
+        self.stats = BufferStats(**state["stats"])
+
+    def _append(self, entry: _Entry) -> None:
+        self._entries.append(entry)
+        self.num_bytes += entry.record.num_bytes
+        self.num_tokens += entry.record.num_tokens
+
+    def _replace(self, entries: deque[_Entry]) -> None:
+        self._entries, self.num_bytes, self.num_tokens = deque(), 0, 0
+        for entry in entries:
+            self._append(entry)
+
+
+def split_holdout(
+    records: list[FeatureRecord], share: float, seed: int
+) -> tuple[list[FeatureRecord], list[FeatureRecord]]:
+    """(training, hold-out). All samples of a prompt go to the same side.
+
+    About `share` of the prompts is held out: at least one where share > 0 and there are two. They are those whose
+    digest ranks lowest, so that a prompt that comes again tends to be on the side it was on before.
+    """
+    keys = {record.prompt_key for record in records}
+    count = min(max(round(share * len(keys)), 1), len(keys) - 1) if share > 0 and keys else 0
+    held = set(sorted(keys, key=lambda key: hashlib.blake2b(f"{seed}/{key}".encode()).digest())[:count])
+    return [r for r in records if r.prompt_key not in held], [r for r in records if r.prompt_key in held]
+
+
+def spread_over_prompts(records: list[FeatureRecord], most: int) -> list[FeatureRecord]:
+    """At most `most` rollouts in the order given: the first of each prompt, then the second of each, and so on."""
+    seen: Counter[str] = Counter()
+    ranks = []
+    for index, record in enumerate(records):
+        ranks.append((seen[record.prompt_key], index))
+        seen[record.prompt_key] += 1
+    return [records[index] for index in sorted(index for _, index in sorted(ranks)[:most])]
+
+
+def batches_of(records: list[FeatureRecord], batch_tokens: int) -> list[DraftBatch]:
+    """All rollouts in order, in batches of one policy version and at most batch_tokens."""
+    groups: list[list[FeatureRecord]] = []
+    for record in records:
+        last = groups[-1] if groups else []
+        num_tokens = sum(r.num_tokens for r in last) + record.num_tokens
+        if last and last[0].policy_version == record.policy_version and num_tokens <= batch_tokens:
+            last.append(record)
+        else:
+            groups.append([record])
+    return [pack(group) for group in groups]
+
+
+def pack(records: list[FeatureRecord]) -> DraftBatch:
+    """One batch of rollouts of one policy version."""
+    return DraftBatch(
+        token_ids=torch.cat([r.token_ids for r in records]),
+        aux_hidden=torch.cat([r.aux_hidden for r in records]),
+        final_hidden=torch.cat([r.final_hidden for r in records]),
+        feature_mask=torch.cat([r.feature_mask for r in records]),
+        response_mask=torch.cat([torch.arange(r.num_tokens) >= r.prompt_length for r in records]),
+        positions=torch.cat([torch.arange(r.num_tokens) for r in records]),
+        document_ids=torch.cat([torch.full((r.num_tokens,), i) for i, r in enumerate(records)]),
+        policy_version=records[0].policy_version,
+    )
+
+
+def _shard(folder: Path, index: int) -> Path:
+    return folder / f"{index:04d}.safetensors"

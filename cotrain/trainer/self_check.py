@@ -1,0 +1,116 @@
+"""At start: is what the engine hands over what the learners take it for?
+
+Hidden states must be the policy's own, layer by layer: an aux layer id off by one leaves output correct and costs about
+30 % of the acceptance length, with no other sign. Prompt and response must be parted where the engine parted them, and
+log-probs belong to the tokens they stand beside: a loss mask off by one trains on, and worsens, what nobody looks at.
+Every problem raises SelfCheckFailed.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cotrain.process.failures import SelfCheckFailed
+from cotrain.records import RolloutBatch
+from cotrain.transport.features import read_shard
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.08}
+"""Largest relative error of a layer's hidden states, by the engine's number format."""
+
+LOG_PROB_GAP = {"float32": 0.05, "bfloat16": 0.5}
+"""Largest mean |engine's log-prob - learner's| of a step, in nats, by the engine's number format. Rounding gives about
+1e-5 and 0.02; log-probs of the neighbouring tokens differ by more than one nat."""
+
+MAX_POSITIONS = 256
+
+
+class ReferenceForward(Protocol):
+    """The policy learner, as far as this check needs it."""
+
+    def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """(aux [T, A*H], final [T, H])."""
+        ...
+
+
+def check_features(batch: RolloutBatch, policy: ReferenceForward, engine_dtype: str) -> float:
+    """Compare one tapped rollout with the learner's own forward. Returns the largest relative error.
+
+    Each aux layer must also be closer to the policy's layer of that id than to its neighbours: where layers change
+    little, an off-by-one can hide below the tolerance. Raises SelfCheckFailed naming the layers.
+    """
+    if not batch.features:
+        raise SelfCheckFailed("no rollout of the first step was tapped; raise rollout.features.max_bytes")
+    record = read_shard(batch.features[0].path)[0]
+    layers = record.aux_layers
+    keep = record.feature_mask.nonzero().flatten()[:MAX_POSITIONS]
+    # not above the top one, which may be the model's last: a shift upwards shows in the others
+    near = {n for layer in layers for n in (layer - 1, layer, layer + 1)}
+    candidates = tuple(sorted(n for n in near if 0 <= n <= layers[-1]))
+    aux, final = policy.hidden_states(record.token_ids.tolist(), candidates)
+    width = final.shape[1]
+    errors, nearest = {"final norm": relative_error(record.final_hidden[keep], final[keep])}, []
+    for i, layer in enumerate(layers):
+        tapped = record.aux_hidden[keep, i * width : (i + 1) * width]
+        distances = {
+            candidate: relative_error(tapped, aux[keep, j * width : (j + 1) * width])
+            for j, candidate in enumerate(candidates)
+        }
+        errors[f"aux layer {layer}"] = distances[layer]
+        nearest.append(min(distances, key=lambda candidate: distances[candidate]))
+    worst = max(errors, key=lambda name: errors[name])
+    if nearest != list(layers):
+        raise SelfCheckFailed(
+            f"the engine's hidden states are not those of the configured layers: configured {list(layers)}, they look "
+            f"like layers {nearest}; check drafter.model.aux_layers"
+        )
+    if errors[worst] > TOLERANCE[engine_dtype]:
+        raise SelfCheckFailed(
+            f"the engine's hidden states are not the policy's: {worst} differs by {errors[worst]:.3f}, allowed is "
+            f"{TOLERANCE[engine_dtype]} in {engine_dtype}; do engine and learner have the same weights?"
+        )
+    return errors[worst]
+
+
+def check_records(batch: RolloutBatch, eos_token_id: int | None) -> None:
+    """Compare the prompt length and tokens of every tapped rollout with the rollout that was returned.
+
+    Also looks for tokens behind eos_token_id, which ends a response; None where it does not (rollout.ignore_eos).
+    """
+    boundaries = {tuple(r.prompt_token_ids + r.token_ids): len(r.prompt_token_ids) for r in batch.rollouts}
+    for record in (record for shard in batch.features for record in read_shard(shard.path)):
+        boundary = boundaries.get(tuple(record.token_ids.tolist()))
+        if boundary is None:
+            raise SelfCheckFailed("a tapped rollout has other tokens than every rollout that the engine returned")
+        if record.prompt_length != boundary:
+            raise SelfCheckFailed(
+                f"a tapped rollout of {record.num_tokens} tokens is said to have a prompt of {record.prompt_length}, "
+                f"the engine was given one of {boundary}: the drafter's loss mask would be off"
+            )
+    for rollout in batch.rollouts:
+        if eos_token_id is not None and eos_token_id in rollout.token_ids[:-1]:
+            behind = len(rollout.token_ids) - 1 - rollout.token_ids.index(eos_token_id)
+            raise SelfCheckFailed(
+                f"rollout {rollout.prompt_id}/{rollout.sample_index} has {behind} tokens behind the end-of-sequence "
+                f"token {eos_token_id}: the policy would be trained on them"
+            )
+
+
+def check_log_probs(mean_gap: float, engine_dtype: str) -> None:
+    """mean_gap: the learner's policy/rollout_log_prob_gap of its first update, before the policy has moved.
+
+    Not for truncated sampling (top_p, top_k), whose log-probs the learner does not compute.
+    """
+    if not mean_gap <= LOG_PROB_GAP[engine_dtype]:
+        raise SelfCheckFailed(
+            f"the engine's log-probs differ from the learner's by {mean_gap:.3f} nats on average, allowed are "
+            f"{LOG_PROB_GAP[engine_dtype]} in {engine_dtype}: they belong to other tokens (a prompt boundary off by "
+            "one), to other weights, or to another temperature"
+        )
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """Frobenius norm of the difference over that of b; infinite when that is no number, so that no check passes."""
+    error = float(torch.linalg.norm(a.float() - b.float()) / torch.linalg.norm(b.float()))
+    return math.inf if math.isnan(error) else error

@@ -1,0 +1,1 @@
+"""What moves between processes as files: weights and features."""

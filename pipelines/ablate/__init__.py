@@ -1,0 +1,1 @@
+"""Studies: arms x seeds, and one table."""

@@ -1,0 +1,1 @@
+"""Speculation arms side by side on one engine."""

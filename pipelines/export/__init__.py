@@ -1,0 +1,1 @@
+"""A run's policy and drafter as folders that stock vLLM serves."""

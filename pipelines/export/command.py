@@ -1,0 +1,89 @@
+"""`cotrain export`: a run's policy and the drafter it was served with, as folders that stock vLLM serves."""
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from cotrain.config.load import read_config
+from cotrain.models.loading import TOKENIZER_FILES, TOKENIZER_SETTINGS, native_head, resolve_model
+from cotrain.run.checkpoint import find_defect
+from pipelines.page.folders import find
+
+DESCRIPTION = """\
+Write the policy of a run's newest checkpoint into DIR, with its tokenizer, and the drafter that the engines served then
+into DIR/drafter. A policy that came with an MTP head gets the trained head back instead: DIR is one model again."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the folders and print how to serve them. Raises ValueError for a run without checkpoint, or a used DIR."""
+    parser = argparse.ArgumentParser(prog="cotrain export", description=DESCRIPTION)
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below the run root")
+    parser.add_argument("out", metavar="DIR", type=Path, help="a new folder")
+    parser.add_argument("--run-root", type=Path, default=Path("runs"), help="folder of all runs (default %(default)s)")
+    options = parser.parse_args(arguments)
+    out: Path = options.out
+    if out.exists():
+        raise ValueError(f"DIR: {out} exists; give a new folder")
+    run = find(options.run, options.run_root)
+    config = read_config(run / "config.json")
+    checkpoint = newest_checkpoint(run)
+    versions = json.loads((checkpoint / "state.json").read_text())["versions"]
+    model = resolve_model(config.policy.model)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        drafter = run / "drafters" / f"v{versions['drafter']:04d}" if config.drafter else None
+        whole = _write(checkpoint / "policy", model, drafter, partial)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"policy version {versions['policy']}, {checkpoint.name}: {out}")
+    if drafter is not None:
+        print(f"drafter version {versions['drafter']}: {'in the same folder' if whole else out / 'drafter'}")
+        print(_serving(out, None if whole else out / "drafter", config.rollout.draft_tokens))
+    return 0
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """The newest whole one, without the run's lock. Raises ValueError when there is none."""
+    for folder in sorted((run / "checkpoints").glob("step_*"), reverse=True):
+        if find_defect(folder) is None:
+            return folder
+    raise ValueError(f"RUN: {run} has no whole checkpoint yet; it writes one every checkpoint.every steps")
+
+
+def _write(policy: Path, model: Path, drafter: Path | None, out: Path) -> bool:
+    """Fill `out`; is it one model with the drafter inside?"""
+    from drafters.build import stitch
+
+    head = native_head(model)
+    for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
+        if (model / name).is_file():
+            shutil.copyfile(model / name, out / name)
+    if head is not None and drafter is not None:
+        stitch(policy, drafter, head, out)
+        return True
+    for file in policy.iterdir():
+        if file.suffix in (".json", ".safetensors"):
+            shutil.copyfile(file, out / file.name)
+    if drafter is not None:
+        shutil.copytree(drafter, out / "drafter")
+    return False
+
+
+def _serving(model: Path, drafter: Path | None, draft_tokens: int) -> str:
+    """The command of stock vLLM."""
+    from drafters.base import TargetSpec
+    from drafters.build import load_drafter
+
+    overrides: tuple[tuple[str, object], ...] = ()
+    speculation: dict[str, object] = {"method": "mtp", "num_speculative_tokens": draft_tokens}
+    if drafter is not None:
+        serving = load_drafter(drafter, TargetSpec.from_pretrained(model)).serving
+        overrides = serving.target_overrides
+        speculation |= {"method": serving.method, "model": str(drafter)}
+    text = f"vllm serve {model} --speculative-config '{json.dumps(speculation)}'"
+    return text + (f" --hf-overrides '{json.dumps(dict(overrides))}'" if overrides else "")

@@ -1,0 +1,1 @@
+"""A first drafter from the policy's own rollouts."""

@@ -1,0 +1,1 @@
+"""Reading of recorded runs and drawing of self-contained pages."""

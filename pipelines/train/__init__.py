@@ -1,0 +1,1 @@
+"""Joint training of a policy and its drafter."""

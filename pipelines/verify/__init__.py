@@ -1,0 +1,1 @@
+"""The test that speculation leaves the sampled distribution alone."""

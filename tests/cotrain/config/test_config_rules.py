@@ -1,0 +1,161 @@
+"""Each combination of fields that cannot work is refused, naming the field and the fix; its neighbour is accepted."""
+
+import pytest
+
+from cotrain.config.load import ConfigError, load_config
+
+BASE = [
+    "name=first",
+    "steps=4",
+    "policy.model=bundled:smollm2-135m-instruct",
+    "task.type=reasoning_gym",
+    "task.name=chain_sum",
+    "drafter.model.type=eagle3",
+]
+
+REFUSED = [
+    ("rollout.draft_tokens=4", "rollout.draft_tokens: 4 is above drafter.model.trained_depth = 3; raise"),
+    ("rollout.temperature=0", "rollout.temperature: 0 makes all samples of a prompt equal"),
+    ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: 1 leaves policy.advantage=group_mean_std nothing"),
+    ("rollout.top_p=0.9", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=0.9, top_k=0)"),
+    ("rollout.top_k=50", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=1, top_k=50)"),
+    (
+        "policy.behaviour_correction=truncate",
+        "policy.behaviour_correction: 'truncate' corrects the learner's own log-probs; set policy.old_log_probs = "
+        '"recomputed"',
+    ),
+    ("policy={behaviour_cap=3.0}", 'policy.behaviour_cap: 3 has no effect with policy.behaviour_correction = "none"'),
+    (
+        "policy={behaviour_floor=0.1, behaviour_correction='truncate', old_log_probs='recomputed'}",
+        'policy.behaviour_floor: 0.1 has no effect with policy.behaviour_correction = "truncate"',
+    ),
+    ("policy.behaviour_cap=0.9", "policy.behaviour_cap: "),
+    ("policy.behaviour_floor=1.1", "policy.behaviour_floor: "),
+    ("policy.num_processes=3", "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 1 x 3"),
+    ("policy.minibatches=5", "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 5 x 1"),
+    ("policy.micro_batch_tokens=1023", "policy.micro_batch_tokens: 1023 is less than one rollout of full length"),
+    ("policy.clip_low=1.0", "policy.clip_low: must be below 1"),
+    ("policy.clip_high=0.1", "policy.clip_high: 0.1 is below clip_low 0.2"),
+    ("policy.optimizer.betas=[0.9, 1.0]", "policy.optimizer.betas: both must be at least 0 and below 1"),
+    ("policy.model=' '", "policy.model: is empty; give a model folder"),
+    ("drafter.model.aux_layers=[2, 9, 6]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
+    ("drafter.model.aux_layers=[2, 6, 6]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
+    ("drafter.model.aux_layers=[0, 6, 9]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
+    ("rollout.features.window=3", "rollout.features.window: 3 positions leave nothing to train 3 draft positions on"),
+    ("rollout.features.max_tokens_per_step=1023", "rollout.features.max_tokens_per_step: 1023 is less than one"),
+    ("drafter.objective.depth_decay=0.5", "drafter.objective.depth_decay: 0.5 has no effect with depth_weights"),
+    ("rollout.features.window=4", "rollout.features.window: 4 positions of a rollout are too few to expect"),
+    ("rollout.prompts_per_step=2", "drafter.gate.min_prompts: 4, but a step has 2 prompts (rollout.prompts_per_step)"),
+    (
+        "drafter.gate={min_rollouts=65, max_rollouts=65}",
+        "drafter.gate.min_rollouts: 65, but a step has 8 prompts x 8 samples = 64 rollouts",
+    ),
+    (
+        "drafter.gate.max_rollouts=15",
+        "drafter.gate.max_rollouts: at most 15 rollouts are scored, but min_rollouts is 16",
+    ),
+    ("drafter.gate.min_prompts=17", "drafter.gate.min_prompts: 17 prompts are at least as many rollouts"),
+    ("drafter.publish_every=0", "drafter.publish_every"),
+    ("drafter.alarms.max_lag_versions=0", "drafter.alarms.max_lag_versions"),
+    ("drafter.on_drafter_failure=ignore", "drafter.on_drafter_failure"),
+    ("rollout.vllm.quantization=fp8", "rollout.vllm.quantization: quantises the target"),
+    ("rollout.vllm.logits_processors=['a.b']", "rollout.vllm.logits_processors: changes which tokens can be drawn"),
+    ("rollout.vllm.temperature=2", "rollout.vllm.temperature: is not known to leave speculation lossless"),
+    (
+        "rollout.speculation.measure_batch_sizes=[1, 65]",
+        "rollout.speculation.measure_batch_sizes: [1, 65], but an engine",
+    ),
+    ("rollout.vllm.seed=3", "rollout.vllm.seed: is set by cotrain: set seed"),
+    ("rollout.stop=['']", "rollout.stop: holds an empty string"),
+    ("name=a/b", "name: 'a/b' is no folder name"),
+    ("name=../b", "name: '../b' is no folder name"),
+    ("name=.b", "name: '.b' is no folder name"),
+]
+
+ACCEPTED = [
+    ["rollout.draft_tokens=4", "drafter.model.trained_depth=4"],
+    ["rollout.draft_tokens=4", "rollout.allow_draft_beyond_trained_depth=true"],
+    ["rollout.draft_tokens=9", "drafter=none"],
+    ["rollout.top_p=0.9", "rollout.top_k=50", "policy.old_log_probs=recomputed"],
+    ["policy.old_log_probs=recomputed", "policy.behaviour_correction=truncate", "policy.behaviour_cap=1.5"],
+    ["policy.old_log_probs=recomputed", "policy.behaviour_correction=mask", "policy.behaviour_floor=0.1"],
+    ["policy.old_log_probs=recomputed", "policy.importance_ratio=sequence"],
+    ["policy.num_processes=4", "policy.minibatches=16"],
+    ["policy.micro_batch_tokens=1024", "rollout.features.max_tokens_per_step=1024"],
+    ["policy.clip_high=0.2"],
+    ["rollout.features.window=4", "drafter.gate.publish_when=always"],
+    ["rollout.features.window=4", "drafter.train=false"],
+    ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=4"],
+    ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "drafter.gate.min_rollouts=8"],
+    ["rollout.prompts_per_step=2", "drafter.gate.publish_when=always"],
+    ["drafter.alarms.max_lag_versions=6", "drafter.train_every=2", "drafter.publish_every=3"],
+    ["rollout.vllm.swap_space=4", "drafter=none"],
+    ["rollout.speculation.measure_batch_sizes=[1, 64]"],
+    ["rollout.speculation.measure_batch_sizes=[1, 128]", "rollout.vllm.max_num_seqs=128"],
+    ["rollout.features.window=1", "drafter=none"],
+    ["name=run-2_b.1"],
+]
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED, ids=[override for override, _ in REFUSED])
+def test_impossible_combination_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, override])
+    [problem] = error.value.problems
+    assert message in problem
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED, ids=" ".join)
+def test_neighbouring_combination_is_accepted(overrides: list[str]) -> None:
+    load_config([], [*BASE, *overrides])
+
+
+def test_all_broken_rules_of_a_section_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, "rollout.draft_tokens=4", "rollout.temperature=0", "rollout.samples_per_prompt=1"])
+    assert len(error.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    "other", ["policy.clip_low=2", "policy.optimizer.betas=[0.9, 'x']", "rollout.stop=['']", "stepz=3"]
+)
+def test_minibatches_beyond_the_rollouts_are_told_together_with_other_problems(other: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, "policy.minibatches=1000", other])
+    first, second = error.value.problems
+    assert first.startswith(other.partition("=")[0])
+    assert "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 1000 x 1" in second
+
+
+def test_rules_that_a_wrong_field_takes_part_in_wait_until_it_is_mended() -> None:
+    for wrong in ("rollout.prompts_per_step=0", "rollout.samples_per_prompt=x", "policy.num_processes=-1"):
+        with pytest.raises(ConfigError) as error:
+            load_config([], [*BASE, "policy.minibatches=1000", wrong])
+        [problem] = error.value.problems
+        assert problem.startswith(wrong.partition("=")[0])
+
+
+def test_a_cadence_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"drafter.alarms.max_lag_versions: 5 would stop a healthy run: .* = 2 x 3"):
+        load_config(
+            [], [*BASE, "drafter.alarms.max_lag_versions=5", "drafter.train_every=2", "drafter.publish_every=3"]
+        )
+    with pytest.raises(
+        ConfigError, match=r'drafter.train_every: 2 has no effect with drafter.gate.train_when = "drift"'
+    ):
+        load_config([], [*BASE, "drafter.train_every=2", "drafter.gate.train_when=drift"])
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_a_correction_that_cannot_work_is_refused(correction: str) -> None:
+    corrected = ["policy.old_log_probs=recomputed", f"policy.behaviour_correction={correction}"]
+    for truncated in ("rollout.top_p=0.9", "rollout.top_k=50"):
+        with pytest.raises(ConfigError) as error:
+            load_config([], [*BASE, *corrected, truncated])
+        [problem] = error.value.problems
+        assert f"policy.behaviour_correction: '{correction}' does not go with truncated sampling" in problem
+        assert 'set it to "none", or top_p = 1 and top_k = 0' in problem
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, *corrected, "policy.importance_ratio=sequence"])
+    [problem] = error.value.problems
+    assert 'policy.importance_ratio: "sequence" does not go with policy.behaviour_correction' in problem

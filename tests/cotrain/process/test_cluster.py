@@ -1,0 +1,140 @@
+"""Placement on GPUs, and what a user reads when a role fails. Actors on a real Ray are part of the end-to-end tests."""
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+from ray import exceptions
+
+from cotrain.process.cluster import STARTING_FACTOR, Cluster, Placement, free_port, place
+from cotrain.process.failures import RoleFailure, RunFailure, SelfCheckFailed
+
+
+def placed(run_config, num_gpus: int, engines: int = 1, learners: int = 1, **changes) -> Placement:
+    config = run_config(**changes)
+    rollout = config.rollout.model_copy(update={"num_engines": engines})
+    policy = config.policy.model_copy(update={"num_processes": learners})
+    return place(config.model_copy(update={"rollout": rollout, "policy": policy}), num_gpus)
+
+
+def test_without_a_gpu_everything_is_on_the_cpu(run_config):
+    assert placed(run_config, 0) == Placement("cpu", 0, 0, 0)
+
+
+def test_the_configuration_can_leave_gpus_alone(run_config):
+    assert placed(run_config, 8, cluster={"device": "cpu"}) == Placement("cpu", 0, 0, 0)
+
+
+def test_asking_for_a_gpu_that_is_not_there_is_an_error(run_config):
+    with pytest.raises(ValueError, match=r'cluster\.device = "cuda", but Ray sees no GPU; use "auto" or "cpu"'):
+        placed(run_config, 0, cluster={"device": "cuda"})
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_every_process_gets_a_gpu_when_there_are_enough(run_config, device):
+    assert placed(run_config, 3, cluster={"device": device}) == Placement("cuda", 1, 1, 1)
+    assert placed(run_config, 8, engines=4, learners=2) == Placement("cuda", 1, 1, 1)
+
+
+def test_a_run_without_drafter_needs_one_process_less(run_config):
+    assert placed(run_config, 2, drafter=None) == Placement("cuda", 1, 1, 1)
+
+
+@pytest.mark.parametrize("num_gpus", range(1, 9))
+@pytest.mark.parametrize(("engines", "learners"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+def test_all_processes_find_room(run_config, num_gpus, engines, learners):
+    """Ray gives a process its share of one GPU; a share that only fits in sum would leave an actor pending forever."""
+    placement = placed(run_config, num_gpus, engines, learners)
+    shares = [placement.engine_gpus] * engines + [placement.learner_gpus] * learners + [placement.drafter_gpus]
+    room = [1.0] * num_gpus
+    for share in shares:
+        gpu = max(range(num_gpus), key=lambda g: room[g])
+        room[gpu] -= share
+        assert room[gpu] >= -1e-9
+
+
+def test_a_free_port_can_be_bound():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+
+
+class Reference:
+    """What an actor will answer: a value, an exception, or None for silence."""
+
+    def __init__(self, actor, answer):
+        self.actor, self.answer = actor, answer
+
+    def task_id(self):
+        return SimpleNamespace(actor_id=lambda: SimpleNamespace(hex=lambda: self.actor))
+
+
+class Ray:
+    """Ray's calls that `Cluster.get` makes, without processes."""
+
+    exceptions = exceptions
+
+    def __init__(self):
+        self.timeouts = []
+
+    def get(self, reference, timeout):
+        self.timeouts.append(timeout)
+        answers = [r.answer for r in (reference if isinstance(reference, list) else [reference])]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        if None in answers:
+            raise exceptions.GetTimeoutError("silence")
+        return answers if isinstance(reference, list) else answers[0]
+
+    def wait(self, references, num_returns, timeout):
+        return [r for r in references if r.answer is not None], [r for r in references if r.answer is None]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    cluster = Cluster.__new__(Cluster)
+    cluster._ray, cluster._logs, cluster._resume, cluster._hang_after_s = Ray(), tmp_path, "--resume mine", 30.0
+    cluster._log_files = {"a": "/logs/drafter.log", "b": "/logs/rollout_0.log"}
+    cluster._answered = set()
+    return cluster
+
+
+def died(actor):
+    return exceptions.RayActorError(actor, "worker exited")
+
+
+def task_error(cause):
+    return exceptions.RayTaskError("call", "traceback", cause, proctitle="ray::X", pid=1, ip="127.0.0.1")
+
+
+def test_a_role_that_died_is_named_with_its_log_and_what_to_do(cluster):
+    with pytest.raises(RoleFailure, match=r"^drafter: its process has died.* /logs/drafter.log\..*--resume mine$"):
+        cluster.get([Reference("b", 1), Reference("a", died("a"))])
+
+
+def test_a_role_that_does_not_answer_is_named(cluster):
+    with pytest.raises(RoleFailure, match=r"^rollout_0: no answer for 120 s.*cluster\.hang_after_s.*--resume mine$"):
+        cluster.get([Reference("a", 1), Reference("b", None)])
+
+
+def test_a_first_answer_may_take_longer(cluster):
+    for _ in range(2):
+        assert cluster.get(Reference("a", 7)) == 7
+    cluster.get([Reference("a", 1), Reference("b", 2)])
+    cluster.get(Reference("b", 1), timeout=5)
+    assert cluster._ray.timeouts == [STARTING_FACTOR * 30, 30, STARTING_FACTOR * 30, 5]
+
+
+def test_an_actors_own_exception_comes_as_it_is(cluster):
+    with pytest.raises(ValueError, match=r"^too long$"):
+        cluster.get(Reference("a", task_error(ValueError("too long"))))
+
+
+def test_a_failure_in_an_actor_is_told_where_to_look(cluster):
+    with pytest.raises(RunFailure, match=r"^drafter: loss nan\. Look into /logs/drafter\.log.*--resume mine$"):
+        cluster.get(Reference("a", task_error(SelfCheckFailed("loss nan"))))
+
+
+def test_an_actor_that_never_began_raises_what_ray_knows(cluster):
+    with pytest.raises(exceptions.RayActorError):
+        cluster.get(Reference("a", exceptions.RayActorError("a", "no such module", actor_init_failed=True)))

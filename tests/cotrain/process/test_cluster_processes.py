@@ -1,0 +1,119 @@
+"""A real Ray, in a process of its own: who may connect to a private cluster, and which clusters a run may join."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+PRIVATE = """
+import json, os, subprocess, sys
+from pathlib import Path
+from cotrain.process.cluster import Cluster
+from cotrain.config.schema import ClusterConfig
+
+CLIENT = '''
+import sys, ray
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
+    print("connected", ray.cluster_resources()["CPU"])
+except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+    print("refused", error)
+'''
+
+class Greeter:
+    def __init__(self, log_file): pass
+    def greet(self): return "hello"
+
+cluster = Cluster(ClusterConfig(), Path.cwd())
+import ray
+actor = cluster.start(Greeter, "greeter.log", environment={"GREETING": "1"})
+found = {"actor": cluster.get(actor.greet.remote())}
+without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+token = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+clients = {"none": {}, "wrong": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}, "right": token}
+address = ray.get_runtime_context().gcs_address
+for name, environment in clients.items():
+    done = subprocess.run([sys.executable, "-c", CLIENT, address], env=without | environment | {"RAY_NUM_REDIS_GET_RETRIES": "1"},
+                          capture_output=True, text=True, timeout=60)
+    found[name] = done.stdout or done.stderr
+cluster.stop()
+print(json.dumps(found))
+"""
+
+JOIN = """
+import json, sys
+from contextlib import contextmanager
+from pathlib import Path
+from ray.cluster_utils import Cluster as Nodes
+from cotrain.process import cluster
+from cotrain.config.schema import ClusterConfig
+
+@contextmanager
+def unshared(name):
+    yield Path("/nowhere")
+
+def join(address):
+    try:
+        joined = cluster.Cluster(ClusterConfig(address=address), Path.cwd())
+    except ValueError as error:
+        return str(error)
+    joined.stop()
+    return "joined"
+
+nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+found = {"one node": join(nodes.address)}
+shared = cluster.scratch_folder
+cluster.scratch_folder = unshared
+found["other memory"] = join(nodes.address)
+cluster.scratch_folder = shared
+nodes.add_node(num_cpus=1)
+nodes.wait_for_nodes()
+found["two nodes"] = join(nodes.address)
+nodes.shutdown()
+print(json.dumps(found))
+"""
+
+
+def run(script: str, folder: Path, **environment: str) -> dict[str, Any]:
+    (folder / "script.py").write_text(script)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    own |= {"HOME": str(folder), "PYTHONPATH": str(ROOT)} | environment
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, env=own, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Token authentication" not in done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_client_without_the_token_is_refused_by_a_private_cluster(tmp_path: Path) -> None:
+    found = run(PRIVATE, tmp_path)
+    assert found["actor"] == "hello"
+    assert found["right"] == "connected 64.0\n"
+    assert found["none"].startswith("refused") and found["wrong"].startswith("refused"), found
+    assert not (tmp_path / ".ray").exists()  # the token is the run's own
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(JOIN, tmp_path_factory.mktemp("join"), RAY_AUTH_MODE="disabled")
+
+
+def test_a_cluster_of_this_machine_alone_is_joined(joined: dict[str, Any]) -> None:
+    assert joined["one node"] == "joined"
+
+
+def test_a_cluster_of_several_nodes_is_refused(joined: dict[str, Any]) -> None:
+    assert "cluster.address: the Ray cluster at" in joined["two nodes"], joined
+    assert "has 2 nodes" in joined["two nodes"] and "leave cluster.address out" in joined["two nodes"]
+
+
+def test_a_cluster_that_does_not_share_this_machines_memory_is_refused(joined: dict[str, Any]) -> None:
+    assert "cluster.address: the Ray cluster at" in joined["other memory"], joined
+    assert "does not see the shared memory of this process" in joined["other memory"]

@@ -1,0 +1,69 @@
+"""Environment of engines and learners: what is set, and that the OpenMP runtime asked for is the one in use."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cotrain.process import threads
+
+needs_intel_openmp = pytest.mark.skipif(
+    threads.openmp_library() is None, reason="libiomp5.so comes with vLLM's CPU build"
+)
+
+
+@needs_intel_openmp
+def test_a_process_runs_on_the_runtime_that_lets_workers_sleep():
+    code = (
+        "import torch; print(torch.get_num_threads(), *[l.split()[-1] for l in open('/proc/self/maps') if 'omp' in l])"
+    )
+    environment = os.environ | threads.openmp_environment(2)
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    num_threads, *libraries = out.stdout.split()
+    assert num_threads == "2"
+    assert threads.openmp_library() in libraries
+    assert environment["KMP_BLOCKTIME"] == "1"
+    assert "OMP_WAIT_POLICY" not in threads.openmp_environment(2)
+
+
+@needs_intel_openmp
+def test_what_was_preloaded_stays_preloaded(monkeypatch):
+    library = threads.openmp_library()
+    monkeypatch.setenv("LD_PRELOAD", f"/opt/libtcmalloc.so:{library}")
+    assert threads.openmp_environment(1)["LD_PRELOAD"] == f"{library}:/opt/libtcmalloc.so"
+
+
+def test_without_intels_runtime_workers_wait_passively(monkeypatch):
+    monkeypatch.setattr(threads, "openmp_library", lambda: None)
+    environment = threads.openmp_environment(4)
+    assert environment["OMP_NUM_THREADS"] == "4" and environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "LD_PRELOAD" not in environment
+
+
+def test_an_engine_gets_its_kv_cache_and_the_model_runner_that_is_hooked():
+    environment = threads.engine_environment(2, kv_cache_gib=3)
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_the_users_log_level_wins(monkeypatch):
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    assert threads.engine_environment(1, 1)["VLLM_LOGGING_LEVEL"] == "WARNING"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert threads.engine_environment(1, 1)["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from cotrain.process import threads
+print(threads.num_cores())
+"""
+
+
+def test_cores_are_those_of_this_process():
+    out = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True, check=True)
+    assert out.stdout == "1\n"

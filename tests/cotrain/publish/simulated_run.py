@@ -1,0 +1,102 @@
+"""A drafter trainer and the engines it publishes to, simulated; see simulated.py for the rollouts."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
+from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.trainer.trainer import FreshScores
+from cotrain.transport.payload import WeightUpdateRefused
+from tests.cotrain.publish.simulated import DRAFT_TOKENS, acceptance_table, sample_rollouts, score
+from tests.speculation_counts import counts
+
+RANDOM, GOOD = -8.0, 1.0  # acceptance lengths 1.00 and 2.2
+PROMPTS, SAMPLES = 8, 4
+
+
+class World:
+    """Trainer and engines in one; a drafter is its skill. Calls are noted in `calls`."""
+
+    def __init__(self, skill: float = RANDOM, learns: float = 0.0, seed: int = 0):
+        self.skill, self.learns, self.seed = skill, learns, seed
+        self.published = {0: skill}
+        self.sessions = 0
+        self.version = self.serving = 0
+        self.served_as: dict[int, float] = {}
+        """Versions that the engines serve with another skill than they were trained to."""
+        self.refuses: set[int] = set()
+        self.lost = False
+        self.draft_tokens = DRAFT_TOKENS
+        self.calls: list[str] = []
+        self.step = 0
+
+    def generate(self, step: int) -> RolloutBatch:
+        self.step = step
+        rng = np.random.default_rng([self.seed, step])
+        self.rollouts = sample_rollouts(rng, PROMPTS, SAMPLES)
+        skill = self.served_as.get(self.serving, self.published[self.serving])
+        table = acceptance_table(self.rollouts, skill, rng)
+        out = []
+        for row, length in enumerate(self.rollouts.lengths):
+            num_drafts, accepted, start = 0, [0] * DRAFT_TOKENS, 0
+            while start < length and self.draft_tokens:
+                num_drafts, k = num_drafts + 1, 0
+                while k < self.draft_tokens and self.rollouts.luck[row, start + k] < table[row, k, start]:
+                    accepted[k] += 1
+                    k += 1
+                start += 1 + k
+            found = counts(num_drafts, self.draft_tokens, accepted, DRAFT_TOKENS) if num_drafts else None
+            versions = Versions(step - 1, self.serving)
+            prompt, response = str(self.rollouts.prompts[row]), [3] * int(length)
+            out.append(Rollout(prompt, row, [1, 2], response, [0.0] * len(response), "", "stop", versions, found))
+        num_tokens = int(self.rollouts.lengths.sum())
+        return RolloutBatch(out, [], total_counts(r.speculation for r in out), num_tokens * 0.05, num_tokens)
+
+    # the trainer
+
+    def take_in(self, shards: Any, serving: int, keep: Any) -> tuple[FreshScores, dict[str, float]]:
+        self.calls.append("take_in")
+        assert {serving, *keep} <= self.published.keys()
+        self.published = {version: self.published[version] for version in {serving, *keep}}
+        rng = np.random.default_rng([self.seed, self.step, 1])
+        serving_scores = score(self.rollouts, self.published[serving], rng)
+        candidate = score(self.rollouts, self.skill, rng) if self.sessions else None
+        return FreshScores(self.rollouts.names, serving_scores, candidate, self.sessions), {
+            "drafter/buffer_tokens": 1.0
+        }
+
+    def start_training(self, step: int) -> int:
+        self.calls.append("train")
+        return step
+
+    def finish_training(self, training: int) -> dict[str, float]:
+        self.skill, self.sessions = self.skill + self.learns, self.sessions + 1
+        return {"drafter/train_s": 1.0, "drafter/loss": 2.0}
+
+    def publish(self, path: Path, dtype: str, weights_of: int | None = None) -> tuple[WeightPayload, int]:
+        self.calls.append("publish" if weights_of is None else f"publish {weights_of}")
+        self.version += 1
+        if weights_of is None:
+            self.published[self.version], self.sessions = self.skill, 0
+        else:
+            self.published[self.version] = self.published[weights_of]
+        return WeightPayload(str(path), 10, {"fc.weight": str(self.version)}), self.version
+
+    # the engines
+
+    def update_drafter(self, payload: WeightPayload, drafter_version: int, expected_rates: Any = None) -> SwapReport:
+        if drafter_version in self.refuses:
+            raise WeightUpdateRefused("engine 1: fc.weight has non-finite values")
+        self.serving = drafter_version
+        return SwapReport(0.1, payload.num_bytes, 1)
+
+    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
+        return [{"fc.weight": "lost" if self.lost else str(self.serving)}] * 2
+
+    def set_draft_tokens(self, draft_tokens: int | None) -> None:
+        self.draft_tokens = DRAFT_TOKENS if draft_tokens is None else draft_tokens
+
+    def clear_drafter_cache(self) -> None:
+        self.calls.append("reset")

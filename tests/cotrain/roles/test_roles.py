@@ -1,0 +1,135 @@
+"""Several rollout engines as one: what they serve together, and how their figures add up. Actors are stand-ins."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain.process.failures import RunFailure
+from cotrain.records import GainReport, RolloutBatch, SwapReport, Versions, WeightPayload
+from cotrain.roles.engines import RolloutEngines, _merge, engine_specs
+from cotrain.transport.payload import WeightUpdateRefused
+
+PAYLOAD = WeightPayload("drafter.safetensors", 10, {"fc.weight": "00"})
+
+
+class Engine:
+    """Serves a version number; refuses in a check or in the update."""
+
+    def __init__(self, refuses: str = "", choice: str = "k=2", error: type[Exception] = WeightUpdateRefused):
+        self.refuses, self.choice, self.error = refuses, choice, error
+        self.served, self.before = [0], 0
+        self.log: list[str] = []
+
+    def check_drafter(self, payload: WeightPayload) -> None:
+        self._note("check")
+
+    def update_drafter(self, payload: WeightPayload, version: int, expected_rates: Any) -> SwapReport:
+        self._note("update")
+        self.served.append(version)
+        return SwapReport(0.1 * version, payload.num_bytes, 1)
+
+    def undo_drafter_update(self) -> None:
+        self._note("undo")
+        self.served.pop()
+
+    def describe_speculation(self) -> str:
+        return self.choice
+
+    def _note(self, what: str) -> None:
+        self.log.append(what)
+        if self.refuses == what:
+            raise self.error(f"refused in {what}")
+
+
+class Remote:
+    """`actor.method.remote(...)` of an engine; its result comes from the cluster."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._engine, name)
+
+        class Method:
+            @staticmethod
+            def remote(*args: Any) -> Any:
+                try:
+                    return method(*args)
+                except Exception as error:
+                    return error
+
+        return Method
+
+
+class Cluster:
+    def get(self, reference: Any, timeout: float | None = None) -> Any:
+        for result in reference if isinstance(reference, list) else [reference]:
+            if isinstance(result, Exception):
+                raise result
+        return reference
+
+
+def engines_of(*engines: Engine) -> RolloutEngines:
+    together = RolloutEngines.__new__(RolloutEngines)
+    together._cluster, together._actors = Cluster(), [Remote(engine) for engine in engines]  # type: ignore[assignment]
+    return together
+
+
+def test_a_drafter_goes_to_all_engines() -> None:
+    engines = [Engine(), Engine()]
+    assert engines_of(*engines).update_drafter(PAYLOAD, 3).seconds == pytest.approx(0.3)
+    assert [engine.served[-1] for engine in engines] == [3, 3]
+    assert [engine.log for engine in engines] == [["check", "update"]] * 2
+
+
+def test_one_engine_checks_only_once() -> None:
+    engine = Engine()
+    engines_of(engine).update_drafter(PAYLOAD, 1)
+    assert engine.log == ["update"]
+
+
+def test_a_drafter_that_one_engine_cannot_take_is_served_by_none() -> None:
+    engines = [Engine(), Engine(refuses="check"), Engine()]
+    with pytest.raises(WeightUpdateRefused, match="refused in check"):
+        engines_of(*engines).update_drafter(PAYLOAD, 3)
+    assert [engine.log for engine in engines] == [["check"]] * 3
+
+
+def test_engines_that_had_switched_go_back_when_one_fails_late() -> None:
+    engines = [Engine(), Engine(refuses="update"), Engine()]
+    with pytest.raises(WeightUpdateRefused, match="refused in update"):
+        engines_of(*engines).update_drafter(PAYLOAD, 3)
+    assert [engine.served[-1] for engine in engines] == [0, 0, 0]
+    assert [engine.log[-1] for engine in engines] == ["undo", "update", "undo"]
+
+
+def test_an_engine_whose_weights_are_unknown_is_no_refusal() -> None:
+    """A refusal is answered by going on with the old drafter."""
+    engines = [Engine(), Engine(refuses="update", error=RunFailure)]
+    with pytest.raises(RunFailure, match="refused in update"):
+        engines_of(*engines).update_drafter(PAYLOAD, 3)
+
+
+def test_engines_that_choose_differently_are_named() -> None:
+    assert engines_of(Engine(), Engine()).describe_speculation() == "k=2"
+    words = engines_of(Engine(), Engine(choice="off")).describe_speculation()
+    assert words == "engine 0: k=2; engine 1: off"
+
+
+def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
+    report = GainReport(1.2, 1.3, None, None, 0, 0.02, 100, 3.0, 2)
+    batches = [RolloutBatch([], [], None, 1.0, 1, gain=gain) for gain in (report, None)]
+    assert _merge([], batches).gain == report
+    assert _merge([], batches[1:]).gain is None
+
+
+def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise(run_config: Any) -> None:
+    def seeds(seed: int, first_step: int) -> list[int]:
+        config = run_config(seed=seed, rollout={"num_engines": 4})
+        return [s.seed for s in engine_specs(config, Path(), None, None, Path(), Versions(0, 0), first_step)]
+
+    found = [seed for run in range(50) for first_step in (0, 1, 40) for seed in seeds(run, first_step)]
+    assert len(set(found)) == len(found) == 600
+    assert all(0 <= seed < 2**31 for seed in found)  # what NumPy and vLLM take
+    assert seeds(7, 3) == seeds(7, 3)

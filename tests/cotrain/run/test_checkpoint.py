@@ -1,0 +1,262 @@
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+
+from cotrain.records import Versions
+from cotrain.run.checkpoint import (
+    DiskFullError,
+    RunState,
+    check_resume,
+    discard_newer,
+    find_defect,
+    latest_checkpoint,
+    load_state,
+    model_fingerprints,
+    new_checkpoint,
+)
+from cotrain.run.run_dir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDir.create(tmp_path, "a") as run_dir:
+        yield run_dir
+
+
+def state_at(step, config=None, fingerprints=None):
+    return RunState(step, Versions(step, step // 2), {"epoch": 0}, config or {}, fingerprints or {}, "run-id")
+
+
+def save(run, step, keep_last=9, content=b"weights"):
+    with new_checkpoint(run, state_at(step), keep_last) as folder:
+        (folder / "policy").mkdir()
+        (folder / "policy" / "model.safetensors").write_bytes(content)
+
+
+def test_a_saved_state_is_read_back(run):
+    save(run, 3)
+    folder = latest_checkpoint(run)
+    assert folder == run.checkpoint(3)
+    assert load_state(folder) == state_at(3)
+    assert (folder / "policy" / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_only_the_last_are_kept(run):
+    for step in (1, 2, 3):
+        save(run, step, keep_last=2)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000002", "step_000003"]
+
+
+def test_a_step_is_saved_once(run):
+    save(run, 1)
+    with pytest.raises(FileExistsError):
+        save(run, 1)
+    assert latest_checkpoint(run) == run.checkpoint(1)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    path.write_bytes(b"X" + path.read_bytes()[1:])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "reason"),
+    [
+        ("COMPLETE", os.unlink, "never completed"),
+        ("COMPLETE", truncate, None),
+        ("COMPLETE", lambda path: path.write_text('{"schema": 2, "fil'), "COMPLETE is damaged"),
+        ("policy/model.safetensors", os.unlink, "missing"),
+        ("policy/model.safetensors", truncate, "6 bytes instead of 7"),
+        ("policy/model.safetensors", flip, "changed since"),
+        ("state.json", flip, "changed since"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(run, file, damage, reason, caplog):
+    save(run, 1)
+    save(run, 2)
+    damage(run.checkpoint(2) / file)
+    if reason is None:  # Only the line end is gone.
+        assert latest_checkpoint(run) == run.checkpoint(2)
+    else:
+        assert latest_checkpoint(run) == run.checkpoint(1)
+        assert reason in caplog.text
+
+
+def test_a_checkpoint_of_another_version_is_neither_used_nor_passed_over(run):
+    """Passed over, it would be deleted with all that a run from the first step on writes again."""
+    save(run, 1)
+    (run.checkpoint(1) / "COMPLETE").write_text('{"schema": 1, "files": {}}')
+    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 3: resume with"):
+        latest_checkpoint(run)
+    assert run.checkpoint(1).is_dir()
+
+
+def test_one_byte_in_the_middle_of_a_large_file_is_noticed(run, caplog):
+    save(run, 1)
+    save(run, 2, content=bytes(5 * 2**20))
+    with (run.checkpoint(2) / "policy" / "model.safetensors").open("r+b") as file:
+        file.seek(3 * 2**20)
+        file.write(b"\x01")
+    assert find_defect(run.checkpoint(2)) == "policy/model.safetensors has changed since it was saved"
+    assert latest_checkpoint(run) == run.checkpoint(1)
+    assert "policy/model.safetensors has changed since it was saved" in caplog.text
+
+
+def test_a_save_does_not_read_the_checkpoint_before_it(run):
+    """Its size is enough to know whether the disk can hold another one."""
+    save(run, 1)
+    with patch("cotrain.run.checkpoint.find_defect") as check:
+        save(run, 2)
+    assert not check.called
+
+
+def test_there_may_be_no_checkpoint(run):
+    assert latest_checkpoint(run) is None
+
+
+def test_an_error_while_saving_leaves_nothing_behind(run):
+    save(run, 1)
+    with pytest.raises(RuntimeError, match="learner died"), new_checkpoint(run, state_at(2), 1) as folder:
+        (folder / "half").write_bytes(b"x")
+        raise RuntimeError("learner died")
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_000001"]
+
+
+def fill_disk(folder):
+    (folder / "half").write_bytes(b"x" * 1000)
+    with open("/dev/full", "wb", buffering=0) as full:
+        full.write(b"x")
+
+
+def fill_disk_inside_a_library(folder):
+    try:
+        fill_disk(folder)
+    except OSError as error:
+        # How safetensors reports it.
+        raise ValueError(f'IoError(Os {{ code: 28, kind: StorageFull, message: "{error.strerror}" }})') from None
+
+
+@pytest.mark.parametrize("write", [fill_disk, fill_disk_inside_a_library])
+def test_disk_full_while_saving(run, write):
+    save(run, 1)
+    refusal = pytest.raises(DiskFullError, match=r"needs about .*MiB, free are .*MiB.*--resume a")
+    with refusal as raised, new_checkpoint(run, state_at(2), keep_last=1) as folder:
+        write(folder)
+    assert raised.value.errno == errno.ENOSPC
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_000001"]
+    assert find_defect(run.checkpoint(1)) is None
+
+
+def test_free_space_is_checked_before_anything_is_written(run):
+    save(run, 1)
+    usage = shutil.disk_usage(run.path)
+    with (
+        patch("cotrain.run.checkpoint.shutil.disk_usage", return_value=usage._replace(free=1)),
+        pytest.raises(DiskFullError, match=r"needs about .*MiB, free are 0\.0 MiB"),
+        new_checkpoint(run, state_at(2), 1),
+    ):
+        pytest.fail("must not be reached")
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_000001"]
+
+
+KILLED = """
+import os, pathlib, signal, sys
+import cotrain.run.checkpoint as checkpoint
+from cotrain.records import Versions
+from cotrain.run.run_dir import RunDir
+run = RunDir.open(pathlib.Path(sys.argv[1]), "a")
+kill = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "writing":
+    checkpoint.write_json = kill
+elif sys.argv[2] == "sealing":
+    replace = os.replace
+    os.replace = lambda source, target: kill() if "step_" in str(target.name) else replace(source, target)
+else:
+    checkpoint.shutil.rmtree = lambda path, **options: options or kill()
+state = checkpoint.RunState(2, Versions(2, 1), None, {}, {})
+with checkpoint.new_checkpoint(run, state, keep_last=1) as folder:
+    (folder / "weights").write_bytes(b"new")
+"""
+
+
+@pytest.mark.parametrize(("moment", "newest"), [("writing", 1), ("sealing", 1), ("pruning", 2)])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, moment, newest):
+    with RunDir.create(tmp_path, "a") as run:
+        save(run, 1)
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), moment])
+    assert process.returncode == -9
+    with RunDir.open(tmp_path, "a") as run:
+        assert latest_checkpoint(run) == run.checkpoint(newest)
+        discard_newer(run, newest, 0)
+        assert not list(run.checkpoints.glob(".tmp_*"))
+
+
+def test_a_resume_deletes_what_it_will_write_again(run):
+    for step in (2, 4):
+        save(run, step)
+    for folder in (run.samples, run.drafters):
+        folder.mkdir()
+    for step in (1, 2, 3):
+        run.samples_file(step).write_text("")
+        run.drafter(step).mkdir()
+    (run.checkpoints / ".tmp_step_000005").mkdir()
+    discard_newer(run, step=2, drafter_version=1)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000002"]
+    assert sorted(path.name for path in run.samples.iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+    assert [path.name for path in run.drafters.iterdir()] == ["v0001"]
+
+
+def saved_by(config, fingerprints=None):
+    return state_at(2, json.loads(config.model_dump_json()), fingerprints)
+
+
+def test_a_resume_may_change_the_length_and_the_surroundings(run_config, tmp_path):
+    saved = saved_by(run_config())
+    changes = {"steps": 9, "checkpoint": {"every": 1}, "tracking": {"experiment": "x"}, "cluster": {"device": "cpu"}}
+    check_resume(run_config(**changes, run_root=tmp_path / "moved"), {}, saved)
+
+
+def test_a_resume_may_change_what_an_alarm_does(run_config):
+    drafter = {"model": {"type": "eagle3"}, "on_drafter_failure": "continue", "alarms": {"tolerance": 0.5}}
+    check_resume(run_config(drafter=drafter, lossless={"every": 5}), {}, saved_by(run_config()))
+    with pytest.raises(ValueError, match=r"drafter.gate.margin: 0.02 -> 0.1"):
+        check_resume(run_config(drafter=drafter | {"gate": {"margin": 0.1}}), {}, saved_by(run_config()))
+
+
+def test_every_other_change_is_listed(run_config):
+    drafter = {"model": {"type": "eagle3", "draft_vocab_size": 4096}}
+    changed = run_config(seed=7, drafter=drafter, policy={"model": "other"})
+    with pytest.raises(ValueError) as raised:
+        check_resume(changed, {}, saved_by(run_config()))
+    for line in (
+        "policy.model: 'bundled:smollm2-135m-instruct' -> 'other'",
+        "drafter.model.draft_vocab_size: 8192 -> 4096",
+        "seed: 0 -> 7",
+    ):
+        assert line in str(raised.value)
+    with pytest.raises(ValueError, match=r"drafter\.model\.type: 'eagle3' -> '\(not set\)'"):
+        check_resume(run_config(drafter=None), {}, saved_by(run_config()))
+
+
+@pytest.mark.parametrize(
+    ("file", "message"), [("model.safetensors", "its weights"), ("tokenizer.json", "its tokenizer")]
+)
+def test_another_model_under_the_same_name_is_refused(run_config, tmp_path, file, message):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).write_bytes(b"a" * 3_000_000)
+    saved = saved_by(run_config(), model_fingerprints(folder))
+    check_resume(run_config(), model_fingerprints(shutil.copytree(folder, tmp_path / "copy")), saved)
+    (folder / file).write_bytes(b"a" * 2_999_999 + b"b")
+    with pytest.raises(ValueError, match=message):
+        check_resume(run_config(), model_fingerprints(folder), saved)

@@ -1,0 +1,174 @@
+import io
+
+import pytest
+
+from cotrain.records import Versions
+from cotrain.run.console import Console, RunSummary, step_line
+from cotrain.run.run_dir import RunDir
+
+FULL = {
+    "time/step_s": 8.1,
+    "policy/reward": 0.41,
+    "rollout/response_length": 87.2,
+    "rollout/acceptance_length": 2.31,
+    "rollout/expected_acceptance_length": 2.28,
+    "rollout/draft_tokens": 300,
+    "rollout/num_drafts": 100,
+    "rollout/speedup_vs_no_speculation": 1.34,
+    "rollout/tokens_per_s": 512.3,
+    "policy/kl": 0.003,
+}
+
+
+@pytest.fixture
+def stream():
+    return io.StringIO()
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDir.create(tmp_path / "runs", "first") as run_dir:
+        yield run_dir
+
+
+def test_the_step_line_of_a_step_that_measured_everything(stream):
+    Console(stream).step(12, 40, FULL, Versions(12, 5))
+    assert stream.getvalue() == (
+        "step 12/40  8.1s  reward 0.41  len 87  accept 2.31 (exp 2.28)  k 3  gain 1.34x  tok/s 512  kl 0.003"
+        "  p12 d5  eta 4m\n"
+    )
+
+
+def test_what_a_run_does_not_have_is_left_out():
+    metrics = {"time/step_s": 1.0, "policy/reward": 0.5, "policy/kl": None}
+    assert step_line(1, 2, metrics, Versions(1, 0)) == "step 1/2  1.0s  reward 0.50  p1 d0"
+
+
+def test_a_draft_length_below_k_shows_as_it_was():
+    assert "  k 2.5  " in step_line(1, 2, FULL | {"rollout/draft_tokens": 250}, Versions(1, 0))
+
+
+def test_time_left_is_of_the_last_steps_and_ends_with_the_run(stream):
+    console = Console(stream)
+    for step, seconds in enumerate([100.0, *[2.0] * 10], start=1):
+        console.step(step, 12, {"time/step_s": seconds}, Versions(step, 0))
+    console.step(12, 12, {"time/step_s": 2.0}, Versions(12, 0))
+    lines = stream.getvalue().splitlines()
+    assert lines[0].endswith("eta 18m") and lines[-2].endswith("eta 2s") and "eta" not in lines[-1]
+
+
+def test_steps_that_mlflow_lacks_are_in_the_line(stream):
+    Console(stream).step(2, 2, {}, Versions(2, 0), missing_steps=3)
+    assert stream.getvalue() == "step 2/2  p2 d0  mlflow 3 behind\n"
+
+
+def test_notes_end_the_line(stream):
+    Console(stream).step(
+        2, 2, {}, Versions(2, 1), notes=["drafter kept back, no gain is certain", "without speculation"]
+    )
+    assert stream.getvalue() == "step 2/2  p2 d1  drafter kept back, no gain is certain  without speculation\n"
+
+
+def test_the_banner_says_where_to_look(stream, run_config, run):
+    Console(stream).banner(run_config(), run, {"rollout": "cpu", "policy": "cpu"}, "mlflow server --port [5000]")
+    for text in (str(run.path), "eagle3 from random init", "rollout on", f"tail -f {run.metrics}", "--port [5000]"):
+        assert text in stream.getvalue()
+    assert "tap" not in [line.split()[0] for line in stream.getvalue().splitlines()]
+    Console(stream).banner(run_config(), run, {}, "", tap="about 3 of 64 rollouts")
+    assert "  tap      about 3 of 64 rollouts" in stream.getvalue()
+
+
+def test_phases_in_a_log_are_lines_and_those_of_a_step_are_silent(stream):
+    console = Console(stream)
+    with console.phase("loading the engine"):
+        pass
+    with console.phase("generating", terminal_only=True):
+        pass
+    assert stream.getvalue() == "loading the engine ...\nloading the engine: 0.0s\n"
+
+
+def rows(**extra):
+    return [
+        {"step": i, "policy/reward": i / 10, "rollout/acceptance_length": 1 + i / 20, "drafter/published": i % 2}
+        | extra
+        for i in range(1, 21)
+    ]
+
+
+def summary(stream, config, run, rows, **changes):
+    facts = {
+        "seconds": 400.0,
+        "stopped_early": False,
+        "greedy_identical": True,
+        "speculation": "k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1",
+        "drafter_uri": "models:/x-drafter@serving",
+        "next_commands": [("go on", "cotrain train a.toml --resume first steps=40")],
+    }
+    Console(stream).summary(config, run, rows, RunSummary(**facts | changes))
+    return stream.getvalue()
+
+
+def test_the_summary_of_a_whole_run(stream, run_config, run):
+    text = summary(stream, run_config(steps=20), run, rows())
+    for part in (
+        "Done: 20 of 20 steps in 7m",
+        "reward       0.35 -> 1.75",
+        "acceptance   1.07 -> 1.98",
+        "4 the most",
+        "swaps        10 drafters",
+        "identical with and without speculation",
+        "models:/x-drafter@serving",
+        "go on  cotrain train a.toml --resume first steps=40",
+    ):
+        assert part in text
+
+
+def test_a_step_with_a_handful_of_drafts_does_not_stand_for_a_run(stream, run_config, run):
+    """Its length counts by its drafts, beside those of as many steps as it takes for a hundred of them."""
+    drafts = {1: 4, 2: 96, 19: 80, 20: 20}
+    steps = [row | {"rollout/num_drafts": drafts.get(row["step"], 500)} for row in rows()]
+    steps[0]["rollout/acceptance_length"] = 4.0
+    text = summary(stream, run_config(steps=20), run, [*steps[:2], {"step": 3, "rollout/num_drafts": 0.0}, *steps[3:]])
+    assert f"acceptance   {(4 * 4.0 + 96 * 1.1) / 100:.2f} -> {(80 * 1.95 + 20 * 2.0) / 100:.2f} " in text
+
+
+def test_the_summary_tells_what_was_proven_and_decided(stream, run_config, run):
+    looks = {"lossless/look": 1.0, "lossless/tokens": 2048.0, "lossless/passed": 1.0}
+    looks["lossless/speculated_tokens"] = 1500.0
+    steps = [row | ({"gate/publish": float(row["step"] % 4 > 0)} | looks if row["step"] < 9 else {}) for row in rows()]
+    steps[6]["drafter/rolled_back"] = 1.0
+    text = summary(stream, run_config(steps=20), run, steps)
+    assert "swaps        10 drafters put into the running engine, 2 kept back by the gate, 1 times back" in text
+    seen = "lossless     verified on 16,384 sampled tokens, 12,000 of them speculated (8 looks in this run)"
+    assert f"{seen}; greedy output identical with" in text
+    assert "speculation  k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1" in text
+    steps[3]["lossless/passed"] = 0.0
+    assert "lossless     1 of 8 looks FAILED" in summary(stream, run_config(steps=20), run, steps)
+
+
+def test_the_summary_says_that_speculation_was_not_checked(stream, run_config, run):
+    """Without a look, and with looks at rollouts of which nothing was speculated."""
+    empty = {"lossless/look": 1.0, "lossless/tokens": 2048.0, "lossless/passed": 1.0}
+    for steps in (rows(), rows(**empty), rows(**empty, **{"lossless/speculated_tokens": 0.0})):
+        text = summary(stream, run_config(steps=20), run, steps, greedy_identical=None)
+        assert "lossless     not checked in this run: no look held 100 speculated tokens (cotrain verify" in text
+        assert "verified" not in text and "passed" not in text
+    text = summary(stream, run_config(lossless={"enabled": False}), run, rows())
+    assert "lossless     not checked in this run: lossless.enabled is false; greedy output identical with" in text
+
+
+def test_the_summary_claims_no_speed_that_was_not_measured(stream, run_config, run):
+    text = summary(stream, run_config(), run, rows())
+    assert "not measured in this run" in text and "times no speculation" not in text
+    text = summary(stream, run_config(), run, rows(**{"rollout/speedup_vs_no_speculation": 0.9}))
+    assert "decoding 0.90 -> 0.90 times no speculation, by step times measured" in text
+
+
+def test_the_summary_says_what_went_wrong(stream, run_config, run):
+    text = summary(stream, run_config(), run, rows()[:3], greedy_identical=False, stopped_early=True, drafter_uri=None)
+    assert "Stopped: 3 of 4 steps" in text and "DIFFERS" in text and "MLflow" not in text
+
+
+def test_the_summary_of_a_run_without_a_drafter(stream, run_config, run):
+    text = summary(stream, run_config(drafter=None), run, [], drafter_uri=None, greedy_identical=None, speculation=None)
+    assert "drafter" not in text and "acceptance" not in text

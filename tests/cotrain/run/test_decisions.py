@@ -1,0 +1,30 @@
+from cotrain.run.decisions import DecisionLog, DrafterEvent, read_decisions
+
+
+def event(step, kind="kept back", reason="kept back, no gain: length 1.2 against 1.3"):
+    return DrafterEvent(step, kind, 4, reason, {"gate/gain": -0.1})
+
+
+def test_a_resume_keeps_what_it_does_not_replay(tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    with DecisionLog(path) as log:
+        for step in (1, 3, 3, 4):
+            log.write(event(step))
+        assert read_decisions(path)[0] == {
+            "step": 1,
+            "kind": "kept back",
+            "version": 4,
+            "reason": "kept back, no gain: length 1.2 against 1.3",
+            "numbers": {"gate/gain": -0.1},
+        }
+    with DecisionLog(path, resumed_step=3) as log:
+        log.write(event(4))
+    assert [row["step"] for row in read_decisions(path)] == [1, 3, 3, 4]
+    DecisionLog(path).close()
+    assert read_decisions(path) == [] == read_decisions(tmp_path / "none")
+
+
+def test_a_step_line_says_what_the_versions_do_not_show():
+    assert event(1).in_short() == "drafter kept back, no gain"
+    assert event(1, "published", "published: gain").in_short() == ""
+    assert event(1, "rolled back").is_bad_news and not event(1).is_bad_news

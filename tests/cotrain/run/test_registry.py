@@ -1,0 +1,133 @@
+"""The registry of a real MLflow on sqlite."""
+
+import io
+import shutil
+from unittest.mock import patch
+
+import pytest
+
+from cotrain.config.schema import RunConfig
+from cotrain.records import Versions
+from cotrain.run.registry import list_drafters, print_drafters, pull_drafter, resolve_drafter_init
+from cotrain.run.served_drafts import metrics_of
+from cotrain.run.tracking import Tracker
+from tests.speculation_counts import counts
+
+NAME = "smollm2-135m-instruct-drafter"
+
+
+@pytest.fixture(scope="module")
+def store(empty_mlflow_database, tmp_path_factory):
+    """A folder with two versions of one drafter, in MLflow and as folders: 1 is best, 2 is serving."""
+    root = tmp_path_factory.mktemp("store")
+    shutil.copy(empty_mlflow_database, root / "mlflow.db")
+    config = RunConfig(
+        name="first",
+        steps=1,
+        run_root=root,
+        policy={"model": "bundled:smollm2-135m-instruct"},
+        task={"type": "reasoning_gym", "name": "chain_sum"},
+    )
+    with Tracker(config) as tracker:
+        for version, accepted in ((1, (60, 40)), (2, (30, 20))):
+            folder = root / f"v{version}"
+            folder.mkdir()
+            (folder / "config.json").write_text(f'{{"version": {version}}}')
+            (folder / "model.safetensors").write_bytes(b"weights" * version)
+            tags = {"init": "random", "data_fingerprint": "abc"}
+            tracker.log_drafter(folder, Versions(10 + version, version), version, {}, tags).result(10)
+            tracker.log_served(version, metrics_of(counts(100, 2, accepted)), version + 1).result(10)
+    return root
+
+
+@pytest.fixture
+def uri(store):
+    return f"sqlite:///{store}/mlflow.db"
+
+
+def test_list(uri):
+    rows = list_drafters(uri)
+    assert [(row.version, row.aliases, row.policy_version, row.drafter_version) for row in rows] == [
+        (2, ("serving",), 12, 2),
+        (1, ("best",), 11, 1),
+    ]
+    assert [(row.acceptance_length, row.draft_tokens) for row in rows] == [(1.5, 2), (2.0, 2)]
+    stream = io.StringIO()
+    print_drafters(rows, stream)
+    line = next(line for line in stream.getvalue().splitlines() if "best" in line)
+    for text in (NAME, "p11", "d1", "2.00 at k=2", "first"):
+        assert text in line
+
+
+def test_a_name_is_whole_in_a_narrow_terminal(uri):
+    class Narrow(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Narrow()
+    with patch.dict("os.environ", {"COLUMNS": "60"}):
+        print_drafters(list_drafters(uri), stream)
+    assert stream.getvalue().count(NAME) == 2
+
+
+def test_an_sqlite_file_that_is_not_there_holds_none_and_is_not_made(tmp_path):
+    stream = io.StringIO()
+    print_drafters(list_drafters(f"sqlite:///{tmp_path}/mlflow.db"), stream)
+    assert "No drafters yet" in stream.getvalue()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "version"),
+    [(NAME, 2), (f"{NAME}@serving", 2), (f"{NAME}@best", 1), (f"{NAME}/1", 1), (f"models:/{NAME}@best", 1)],
+)
+def test_pull(uri, tmp_path, spec, version):
+    folder = tmp_path / "out" / "drafter"
+    assert pull_drafter(uri, spec, folder).version == version
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == b"weights" * version
+    assert [path.name for path in folder.parent.iterdir()] == ["drafter"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nobody", f"no drafter 'nobody' at .*; there are: {NAME}"),
+        (f"{NAME}@worst", "has no alias 'worst'; there are: serving, best"),
+        (f"{NAME}/9", "has no version '9'; there are: 2, 1"),
+    ],
+)
+def test_what_does_not_exist_is_answered_with_what_does(uri, tmp_path, spec, message):
+    with pytest.raises(ValueError, match=message):
+        pull_drafter(uri, spec, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_in_it_is_refused(uri, store):
+    with pytest.raises(ValueError, match="is not empty"):
+        pull_drafter(uri, NAME, store / "v1")
+
+
+def test_a_file_that_changed_in_the_store_is_refused(uri, store, tmp_path):
+    files = {path: path.read_bytes() for path in (store / "mlartifacts").rglob("model.safetensors")}
+    for path in files:
+        path.write_bytes(b"other")
+    with pytest.raises(ValueError, match=r"model\.safetensors of .* differs from what was registered"):
+        pull_drafter(uri, NAME, tmp_path / "out")
+    assert len(files) == 2 and not (tmp_path / "out").exists()
+    for path, content in files.items():
+        path.write_bytes(content)
+
+
+def test_drafter_init_from_the_registry_names_the_version_it_took(uri, tmp_path):
+    folder, source = resolve_drafter_init(uri, f"models:/{NAME}@best", tmp_path / "init")
+    assert (folder / "config.json").read_text() == '{"version": 1}'
+    assert source == f"models:/{NAME}/1"
+
+
+def test_drafter_init_errors_name_the_field(uri, store, tmp_path):
+    with pytest.raises(ValueError, match=r"drafter\.init: no drafter 'x'"):
+        resolve_drafter_init(uri, "models:/x@serving", tmp_path / "init")
+    with pytest.raises(ValueError, match=r"drafter\.init: .* has no config\.json and no model\.safetensors"):
+        resolve_drafter_init(uri, str(tmp_path), tmp_path / "init")
+    assert resolve_drafter_init(uri, str(store / "v1"), tmp_path / "init") == (store / "v1", str(store / "v1"))

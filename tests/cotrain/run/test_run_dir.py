@@ -1,0 +1,92 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cotrain.config.files import write_json
+from cotrain.run.run_dir import RunDir
+
+
+def test_paths_of_a_run(tmp_path):
+    with RunDir.create(tmp_path, "a") as run:
+        names = [run.checkpoint(40), run.samples_file(40), run.drafter(7), run.metrics, run.config, run.provenance]
+        assert [str(path.relative_to(tmp_path / "a")) for path in names] == [
+            "checkpoints/step_000040",
+            "samples/step_000040.jsonl",
+            "drafters/v0007",
+            "metrics.jsonl",
+            "config.json",
+            "provenance.json",
+        ]
+
+
+def test_a_used_name_is_refused_with_both_ways_on(tmp_path):
+    RunDir.create(tmp_path, "a").close()
+    with pytest.raises(
+        ValueError, match=r"name: run 'a' is already in .*--resume a run_root=.* or choose another name="
+    ):
+        RunDir.create(tmp_path, "a")
+
+
+@pytest.mark.parametrize("name", ["../a", "a/b", "", ".hidden", "a b"])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="name: "):
+        RunDir.create(tmp_path, name)
+
+
+def test_a_run_root_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ValueError, match="run_root: "):
+        RunDir.create(tmp_path / "runs", "a")
+
+
+def test_opening_an_unknown_run_lists_the_runs_and_suggests(tmp_path):
+    for name in ("gsm8k-eagle3", "smoke"):
+        RunDir.create(tmp_path, name).close()
+    with pytest.raises(ValueError, match=r"no run 'gsm8k-eagel3' .*gsm8k-eagle3, smoke.*did you mean 'gsm8k-eagle3'"):
+        RunDir.open(tmp_path, "gsm8k-eagel3")
+
+
+def test_opening_in_an_empty_root_says_so(tmp_path):
+    with pytest.raises(ValueError, match="it holds no runs"):
+        RunDir.open(tmp_path / "nowhere", "a")
+
+
+HOLD = """
+import sys, pathlib
+from cotrain.run.run_dir import RunDir
+run = RunDir.open(pathlib.Path(sys.argv[1]), "a")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_cannot_run_one_run_and_a_killed_one_frees_it(tmp_path):
+    RunDir.create(tmp_path, "a").close()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=f"is being run by process {holder.pid}"):
+        RunDir.open(tmp_path, "a")
+    holder.kill()
+    holder.wait()
+    RunDir.open(tmp_path, "a").close()
+
+
+def test_each_attempt_has_its_logs_and_latest_follows(tmp_path):
+    with RunDir.create(tmp_path, "a") as run:
+        assert run.start_attempt().name == "attempt_1"
+        (run.logs / "policy.log").write_text("first")
+        assert run.start_attempt().name == "attempt_2"
+        assert list(run.logs.iterdir()) == []
+        assert (tmp_path / "a/logs/attempt_1/policy.log").read_text() == "first"
+
+
+def test_write_json_replaces_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "config.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}

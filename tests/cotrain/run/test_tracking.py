@@ -1,0 +1,297 @@
+"""Real MLflow on sqlite; only the outage is planted."""
+
+import shlex
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from cotrain.records import Versions
+from cotrain.run import mlflow_store
+from cotrain.run.decisions import DecisionLog, DrafterEvent, read_decisions
+from cotrain.run.mlflow_store import MlflowClient, MlflowException, check_uri
+from cotrain.run.registry import model_id_of
+from cotrain.run.served_drafts import metrics_of
+from cotrain.run.store_uri import tracking_uri, uri_argument
+from cotrain.run.tracking import Tracker, registered_name
+from tests.speculation_counts import counts
+
+TAGS = {"init": "random", "data_fingerprint": "abc"}
+
+
+@pytest.fixture
+def client(mlflow_database):
+    uri = f"sqlite:///{mlflow_database}"
+    return MlflowClient(uri, uri)
+
+
+@pytest.fixture
+def drafter_folder(tmp_path):
+    def build(content=b"weights") -> Path:
+        folder = tmp_path / f"drafter-{content.decode()}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(content)
+        return folder
+
+    return build
+
+
+def steps_of(client, run_id, name="a"):
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
+
+
+def test_a_run_has_its_parameters_metrics_and_status(run_config, client):
+    odd = {"max_num_seqs": 4, "additional_config": {"odd key!": "x" * 7000}}
+    config = run_config(rollout={"vllm": odd}, drafter=None)
+    with Tracker(config) as tracker:
+        tracker.log_step(1, {"a": 0.5, "missing": None})
+        tracker.log_step(2, {"a": 0.75})
+        assert client.get_run(tracker.run_id).info.status == "RUNNING"
+    run = client.get_run(tracker.run_id)
+    assert run.info.status == "FINISHED" and run.info.run_name == "first"
+    assert run.data.params["policy.model"] == "bundled:smollm2-135m-instruct"
+    assert len(run.data.params["rollout.vllm.additional_config.odd key_"]) == 6000
+    assert steps_of(client, run.info.run_id) == [(1, 0.5), (2, 0.75)]
+    assert run.info.artifact_uri.startswith((config.run_root / "mlartifacts" / "cotrain").as_uri())
+
+
+def test_a_run_of_a_study_is_nested_under_it(run_config, client):
+    with Tracker(run_config(tracking={"parent_run": "0123"})) as tracker:
+        pass
+    assert client.get_run(tracker.run_id).data.tags["mlflow.parentRunId"] == "0123"
+    with Tracker(run_config(name="second")) as tracker:
+        pass
+    assert "mlflow.parentRunId" not in client.get_run(tracker.run_id).data.tags
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt, "KILLED"), (SystemExit, "KILLED"), (RuntimeError, "FAILED")]
+)
+def test_the_status_says_how_a_run_ended(run_config, client, error, status):
+    with pytest.raises(error), Tracker(run_config()) as tracker:
+        raise error
+    assert client.get_run(tracker.run_id).info.status == status
+
+
+def test_a_killed_run_of_this_folder_does_not_stay_running(run_config, client, tmp_path):
+    killed, elsewhere = Tracker(run_config()), Tracker(run_config(name="second"))
+    with Tracker(run_config()):
+        assert client.get_run(killed.run_id).info.status == "FAILED"
+        assert client.get_run(elsewhere.run_id).info.status == "RUNNING"
+
+
+def test_a_resume_goes_on_without_recording_a_step_twice(run_config, client):
+    with Tracker(run_config()) as tracker:
+        for step in range(1, 6):
+            tracker.log_step(step, {"a": step})
+    history = [{"step": step, "a": step} for step in range(1, 4)]
+    with Tracker(run_config(steps=9), run_id=tracker.run_id, history=history) as resumed:
+        assert resumed.run_id == tracker.run_id
+        for step in range(4, 8):
+            resumed.log_step(step, {"a": step + 0.5})
+    run = client.get_run(tracker.run_id)
+    assert steps_of(client, tracker.run_id) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6.5), (7, 7.5)]
+    assert run.data.tags["resumed_from_step"] == "3" and run.info.status == "FINISHED"
+
+
+def test_a_resume_at_another_store_sends_the_whole_history(run_config, client):
+    said = []
+    history = [{"step": step, "a": step, "b": None} for step in range(1, 4)]
+    with Tracker(run_config(), run_id="0" * 32, history=history, say=said.append) as tracker:
+        pass
+    assert "does not know run" in said[0]
+    assert steps_of(client, tracker.run_id) == [(1, 1), (2, 2), (3, 3)]
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_an_outage_is_said_once_and_made_up_for(run_config, client, drafter_folder, monkeypatch):
+    said = []
+    with Tracker(run_config(), say=said.append) as tracker:
+        tracker.log_step(1, {"a": 1})
+        wait_until(lambda: steps_of(client, tracker.run_id) == [(1, 1)])
+
+        def refuse(*args, **kwargs):
+            raise MlflowException("connection refused\nand a page of detail")
+
+        monkeypatch.setattr(tracker._client, "log_batch", refuse)
+        for step in (2, 3):
+            tracker.log_step(step, {"a": step})
+        registered = tracker.log_drafter(drafter_folder(), Versions(2, 1), 2, {}, TAGS)
+        wait_until(lambda: tracker.missing_steps == 2)
+        tracker.log_step(4, {"a": 4})
+        wait_until(lambda: tracker.missing_steps == 3)
+        monkeypatch.undo()
+        tracker.log_step(5, {"a": 5})
+        assert registered.result(timeout=10) == 1
+        assert tracker.missing_steps == 0
+    assert steps_of(client, tracker.run_id) == [(step, step) for step in range(1, 6)]
+    assert said == [
+        "MLflow takes no metrics (connection refused); the run goes on, each step tries again",
+        "MLflow takes metrics again; none is missing",
+    ]
+
+
+def test_what_was_never_sent_is_said_at_the_end(run_config, mlflow_database, monkeypatch):
+    said = []
+    tracker = Tracker(run_config(), say=said.append)
+    monkeypatch.setattr(tracker._client, "log_batch", lambda *args, **kwargs: 1 / 0)
+    tracker.log_step(1, {"a": 1})
+    tracker.finish()
+    assert "did not take 1 steps" in said[-1] and "--resume first" in said[-1]
+
+
+def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, client, drafter_folder):
+    with Tracker(run_config()) as tracker:
+        first = tracker.log_drafter(drafter_folder(b"1"), Versions(3, 1), 3, {"expected_acceptance_length": 1.5}, TAGS)
+        second = tracker.log_drafter(drafter_folder(b"2"), Versions(5, 2), 5, {}, TAGS)
+        assert (first.result(10), second.result(10)) == (1, 2)
+        tracker.log_served(1, metrics_of(counts(100, 1, (80,))), 4)
+        tracker.log_served(2, metrics_of(counts(100, 1, (40,))), 6).result(10)
+    name = "smollm2-135m-instruct-drafter"
+    tags = client.get_model_version(name, "2").tags
+    expected = TAGS | {"policy_version": "5", "drafter_version": "2", "parent_version": "1", "run_name": "first"}
+    assert tags.items() >= expected.items() and len(tags["config_hash"]) == 12
+    assert client.get_model_version(name, "1").tags["parent_version"] == "none"
+    assert int(client.get_model_version_by_alias(name, "serving").version) == 2
+    assert int(client.get_model_version_by_alias(name, "best").version) == 1
+    model = client.get_logged_model(model_id_of(client.get_model_version(name, "1")))
+    assert {(metric.key, metric.value, metric.step) for metric in model.metrics} == {
+        ("expected_acceptance_length", 1.5, 3),
+        ("acceptance_length", 1.8, 4),
+        ("draft_tokens", 1.0, 4),
+        ("num_drafts", 100.0, 4),
+    }
+    outputs = client.get_run(tracker.run_id).outputs.model_outputs
+    assert sorted(output.step for output in outputs) == [3, 5]
+
+
+def test_best_is_the_best_of_one_run_at_one_draft_length(run_config, client, drafter_folder):
+    """Not the longest length of any step: k = 3 accepts more tokens than k = 1, and one good step is no good version."""
+
+    def version_of(alias):
+        return int(client.get_model_version_by_alias("smollm2-135m-instruct-drafter", alias).version)
+
+    short = {
+        k: metrics_of(counts(drafts, 1, (taken,), 3)) for k, (drafts, taken) in enumerate([(200, 120), (200, 150)])
+    }
+    long, few = metrics_of(counts(60, 3, (50, 40, 30))), metrics_of(counts(10, 1, (10,), 3))
+    with Tracker(run_config()) as tracker:
+        for number in (1, 2, 3):
+            tracker.log_drafter(drafter_folder(bytes([number])), Versions(number, number), number, {}, TAGS)
+        tracker.log_served(1, long, 1)  # 3.00 at k = 3, 1.60 at k = 1
+        tracker.log_served(1, short[0], 2)
+        tracker.log_served(2, short[1], 3)  # 1.75 at k = 1
+        tracker.log_served(3, few, 4).result(10)  # 2.00 at k = 1, in ten drafts
+    assert version_of("best") == 2
+    tags = client.get_model_version("smollm2-135m-instruct-drafter", "1").tags
+    assert (tags["acceptance_length"], tags["draft_tokens"], tags["num_drafts"]) == ("1.6000", "1", "200")
+    assert tags["sampling"] == "temperature 1, top_p 1, top_k 0, probabilistic drafts"
+    history = [{"step": 2, "versions/drafter": 1, **short[0]}, {"step": 3, "versions/drafter": 2, **short[1]}]
+    with Tracker(run_config(), run_id=tracker.run_id, history=history) as resumed:
+        resumed.log_served(2, metrics_of(counts(200, 1, (50,), 3)), 4).result(10)
+    assert version_of("best") == 1, "200 of 400 now: a resumed run goes on counting"
+    with Tracker(run_config(name="second")) as second:
+        second.log_drafter(drafter_folder(b"other run"), Versions(1, 1), 1, {}, TAGS)
+        second.log_served(1, metrics_of(counts(200, 1, (20,), 3)), 2).result(10)
+    assert version_of("best") == version_of("serving") == 4, "versions of another run are not compared"
+
+
+def test_a_resumed_run_registers_an_equal_drafter_once_and_another_anew(run_config, client, drafter_folder):
+    with Tracker(run_config()) as tracker:
+        tracker.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS)
+        tracker.log_drafter(drafter_folder(b"2"), Versions(2, 2), 2, {}, TAGS)
+    with Tracker(run_config(), run_id=tracker.run_id) as resumed:
+        assert resumed.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS).result(10) == 1
+        assert int(client.get_model_version_by_alias(resumed.registered_model, "serving").version) == 1
+        assert resumed.log_drafter(drafter_folder(b"new"), Versions(2, 2), 2, {}, TAGS).result(10) == 3
+        resumed.log_served(2, metrics_of(counts(100, 1, (50,))), 3).result(10)
+    assert int(client.get_model_version_by_alias(resumed.registered_model, "best").version) == 3
+
+
+def test_a_deleted_drafter_does_not_hold_up_the_rest(run_config, client, drafter_folder, tmp_path):
+    said = []
+    with Tracker(run_config(), say=said.append) as tracker:
+        lost = tracker.log_drafter(tmp_path / "gone", Versions(1, 1), 1, {}, TAGS)
+        assert tracker.log_drafter(drafter_folder(), Versions(2, 2), 2, {}, TAGS).result(10) == 1
+    assert isinstance(lost.exception(), FileNotFoundError) and "deleted before" in said[0]
+
+
+def test_decisions_are_an_artifact_and_the_last_one_a_tag(run_config, client, tmp_path):
+    log = DecisionLog(tmp_path / "decisions.jsonl")
+    with Tracker(run_config()) as tracker:
+        for step in (1, 2):
+            event = DrafterEvent(
+                step, "kept back", 0, "kept back, no gain is certain: acceptance length 1.2", {"gate/gain": 0.1}
+            )
+            log.write(event)
+            tracker.log_decisions(log.path, event)
+    run = client.get_run(tracker.run_id)
+    assert run.data.tags["drafter.last_decision"] == "step 2: kept back"
+    assert run.data.tags["drafter.last_reason"].startswith("kept back, no gain is certain")
+    stored = Path(client.download_artifacts(tracker.run_id, "decisions.jsonl", str(tmp_path)))
+    assert [row["step"] for row in read_decisions(stored)] == [1, 2]
+
+
+def test_drafters_are_not_stored_when_switched_off(run_config, client, drafter_folder):
+    with Tracker(run_config(tracking={"log_drafters": False})) as tracker:
+        assert tracker.log_drafter(drafter_folder(), Versions(1, 1), 1, {}, TAGS).result(10) is None
+        assert tracker.log_served(1, metrics_of(counts(100, 1, (50,))), 2).result(10) is None
+    assert client.search_registered_models() == []
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B-drafter"),
+        ("bundled:smollm2-135m-instruct", "smollm2-135m-instruct-drafter"),
+        ("/models/my model:v2", "my_model_v2-drafter"),
+    ],
+)
+def test_the_registered_name_comes_from_the_policy(model, name):
+    assert registered_name(model) == name
+
+
+def test_the_default_store_is_an_absolute_sqlite_path_in_the_run_root(run_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert tracking_uri(run_config(run_root="runs")) == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert tracking_uri(run_config(tracking={"uri": "sqlite:///my.db"})) == f"sqlite:///{tmp_path}/my.db"
+
+
+def test_a_store_that_is_not_the_default_is_named_in_commands(run_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert uri_argument(tracking_uri(run_config(run_root="runs"))) == ""
+    other = f"sqlite:///{tmp_path}/my runs/mlflow.db"
+    assert shlex.split(uri_argument(tracking_uri(run_config(run_root="my runs")))) == ["--uri", other]
+
+
+@pytest.fixture
+def port():
+    """A port that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_server_that_is_not_there_is_an_error_within_seconds(run_config, port, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        free_port = closed.getsockname()[1]
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"tracking\.uri: no answer from .*refused.*leave tracking\.uri out"):
+        Tracker(run_config(tracking={"uri": f"http://127.0.0.1:{free_port}"}))
+    monkeypatch.setattr(mlflow_store, "HEALTH_TIMEOUT_S", 0.3)
+    with pytest.raises(ValueError, match=r"tracking\.uri: no answer from .*timed out"):
+        Tracker(run_config(tracking={"uri": f"http://127.0.0.1:{port}"}))
+    assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("uri", ["./mlruns", "file:///tmp/mlruns", "localhost:5000"])
+def test_what_is_no_store_is_refused(uri):
+    with pytest.raises(ValueError, match=r"tracking\.uri: .* is neither"):
+        check_uri(uri)

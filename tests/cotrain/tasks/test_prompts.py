@@ -1,0 +1,48 @@
+"""Prompts as token ids, with a real tokenizer and its chat template."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from cotrain.models.loading import resolve_model
+from cotrain.records import Prompt
+from cotrain.tasks.prompts import PromptEncoder
+
+PROMPT = Prompt("sum-1", [{"role": "user", "content": "1+2=?"}], "3")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(resolve_model("tiny:llama"))
+
+
+def test_the_chat_template_is_applied_and_the_assistants_turn_opened(tokenizer):
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=64)
+    token_ids = encoder.encode(PROMPT)
+    assert encoder.decode(token_ids) == "<|im_start|>user\n1+2=?<|im_end|>\n<|im_start|>assistant\n"
+    assert type(token_ids) is list
+    assert {type(token) for token in token_ids} == {int}
+
+
+def test_a_prompt_over_the_limit_is_an_error_that_names_it(tokenizer):
+    length = len(PromptEncoder(tokenizer, 64).encode(PROMPT))
+    assert PromptEncoder(tokenizer, length).encode(PROMPT)
+    with pytest.raises(
+        ValueError, match=rf"prompt sum-1 has {length} tokens, rollout\.max_prompt_tokens is {length - 1}"
+    ):
+        PromptEncoder(tokenizer, length - 1).encode(PROMPT)
+
+
+def test_a_tokenizer_without_chat_template_is_refused():
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny:llama"))
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"policy\.model has no chat template"):
+        PromptEncoder(tokenizer, 64)
+
+
+def test_prompts_are_remembered_until_their_step_is_over(tokenizer):
+    encoder = PromptEncoder(tokenizer, 64)
+    encoder.remember(PROMPT)
+    assert encoder.prompt("sum-1") is PROMPT
+    encoder.forget_all()
+    with pytest.raises(KeyError):
+        encoder.prompt("sum-1")

@@ -1,0 +1,64 @@
+"""The readable rollouts of a step."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from cotrain.records import Prompt, Rollout, ScoredRollout, SpeculationCounts, Versions
+from cotrain.tasks.samples import write_samples
+from tests.speculation_counts import counts
+
+
+def scored(i: int, speculation: SpeculationCounts | None = None) -> ScoredRollout:
+    rollout = Rollout(f"p{i}", 0, [1, i], [7, 8], [-0.1, -0.2], f"text {i}", "stop", Versions(4, 2), speculation)
+    return ScoredRollout(rollout, 1.0, 0.5)
+
+
+def prompts(answer) -> SimpleNamespace:
+    """A PromptEncoder, as far as samples need it."""
+    return SimpleNamespace(decode=lambda ids: f"prompt {ids}", prompt=lambda name: Prompt(name, [], answer))
+
+
+def rows(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_first_rollouts_are_written_one_a_line(tmp_path):
+    path = tmp_path / "samples" / "step_000004.jsonl"
+    drafted = counts(2, 3, (2, 1, 0))
+    write_samples(path, [scored(0, drafted), scored(1), scored(2)], prompts("42"), num_samples=2)
+    first, second = rows(path)
+    assert first == {
+        "prompt": "prompt [1, 0]",
+        "response": "text 0",
+        "answer": "42",
+        "reward": 1.0,
+        "advantage": 0.5,
+        "finish_reason": "stop",
+        "versions": "p4-d2",
+        "acceptance_length": 2.5,
+    }
+    assert second["response"] == "text 1"
+    assert second["acceptance_length"] is None
+
+
+def test_no_samples_no_file(tmp_path):
+    write_samples(tmp_path / "samples" / "x.jsonl", [scored(0)], prompts("42"), num_samples=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "written"),
+    [
+        ("42", "42"),
+        (3, 3),
+        (None, None),
+        ({"question": "?", "answer": "7", "metadata": object()}, "7"),
+        ((1, 2), "(1, 2)"),
+    ],
+)
+def test_an_answer_is_written_as_plainly_as_it_goes(tmp_path, answer, written):
+    path = tmp_path / "x.jsonl"
+    write_samples(path, [scored(0)], prompts(answer), num_samples=1)
+    assert rows(path)[0]["answer"] == written

@@ -1,0 +1,277 @@
+"""Tasks: reasoning-gym problems, datasets in three schemas, and the order in which prompts are visited."""
+
+import json
+import pickle
+from itertools import islice
+
+import pytest
+from datasets import Dataset
+
+from cotrain.config.schema import DatasetTask, ReasoningGymTask
+from cotrain.tasks.base import build_task
+from cotrain.tasks.prompt_order import PromptSampler
+
+ONE_DIGIT_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def reasoning_task(seed=0, name="chain_sum", parameters=ONE_DIGIT_SUMS, **fields):
+    config = ReasoningGymTask(type="reasoning_gym", name=name, parameters=parameters, **fields)
+    return build_task(config, seed)
+
+
+def dataset_task(path, **fields):
+    return build_task(DatasetTask(type="dataset", path=str(path), **fields), seed=0)
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# reasoning-gym
+
+
+def test_reasoning_prompts_depend_on_the_seed_only():
+    first, again, other = reasoning_task(seed=0), reasoning_task(seed=0), reasoning_task(seed=1)
+    problems = [first.prompt(i) for i in range(50)]
+    assert problems == [again.prompt(i) for i in reversed(range(50))][::-1]
+    shifted = {other.prompt(i).messages[0]["content"] for i in range(50)}
+    shared = sum(problem.messages[0]["content"] in shifted for problem in problems)
+    assert shared < 25  # neighbouring seeds are not the same list moved by one
+    assert len({problem.id for problem in problems}) == 50
+    assert pickle.loads(pickle.dumps(problems)) == problems
+
+
+def test_reasoning_prompt_carries_instruction_and_system_prompt():
+    task = reasoning_task(size=7, instruction="One number only.", system_prompt="You calculate.")
+    system, user = task.prompt(3).messages
+    assert len(task) == 7
+    assert system == {"role": "system", "content": "You calculate."}
+    assert user["role"] == "user"
+    assert user["content"].endswith(" =\nOne number only.")
+    with pytest.raises(IndexError):
+        task.prompt(7)
+
+
+def test_reasoning_score_is_the_verifiers_score_of_the_final_answer():
+    task = reasoning_task()
+    prompt = next(task.prompt(i) for i in range(100) if task.prompt(i).answer["answer"] == "7")
+    assert task.score(prompt, "Let me see: 3 + 4 = 7.") == 1.0
+    assert task.score(prompt, "The answer is 7, since 9 - 2") == 1.0
+    assert task.score(prompt, "7 is wrong, it is 8") == 0.0
+    assert task.score(prompt, "") == 0.0
+    words = reasoning_task(name="spell_backward", parameters={})
+    prompt = words.prompt(0)
+    assert words.score(prompt, f"Sure!\n{prompt.answer['answer']}") == 1.0
+
+
+def test_reasoning_verifier_that_raises_scores_zero_and_is_logged(caplog):
+    task = reasoning_task(name="prime_factorization", parameters={})
+    assert task.score(task.prompt(0), "two times two") == 0.0
+    assert "the verifier raised on 'two times two'" in caplog.text
+
+
+def test_reasoning_mixture_scores_each_problem_by_its_own_verifier():
+    specs = [
+        {"name": "spell_backward", "weight": 1, "config": {}},
+        {"name": "chain_sum", "weight": 1, "config": ONE_DIGIT_SUMS},
+    ]
+    task = reasoning_task(name="composite", parameters={"datasets": specs})
+    prompts = [task.prompt(i) for i in range(20)]
+    assert {prompt.answer["metadata"]["source_dataset"] for prompt in prompts} == {"spell_backward", "chain_sum"}
+    assert all(task.score(prompt, f"Answer: {prompt.answer['answer']}") == 1.0 for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "chain_sums"}, r"task\.name: reasoning-gym has no task 'chain_sums'; it has chain_sum"),
+        (
+            {"parameters": {"digits": 1}},
+            r"task\.parameters: chain_sum: .*'digits'; parameters are min_terms, max_terms",
+        ),
+        ({"parameters": {"min_terms": 5, "max_terms": 2}}, r"task\.parameters: chain_sum: max_terms must be"),
+        ({"parameters": {"size": 5}}, r"task\.parameters\.size: set task\.size"),
+        ({"parameters": {"seed": 5}}, r"task\.parameters\.seed: set seed"),
+    ],
+)
+def test_reasoning_task_that_is_not_there(fields, message):
+    with pytest.raises(ValueError, match=message):
+        reasoning_task(**fields)
+
+
+# datasets
+
+
+def verl_row(question, truth):
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": truth, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": "9a9b6eb4"},
+    }
+
+
+def test_verl_schema(tmp_path):
+    task = dataset_task(write_jsonl(tmp_path / "dapo.jsonl", [verl_row("3 + 4?", "7"), verl_row("2 + 2?", "4")]))
+    prompt = task.prompt(0)
+    assert (len(task), prompt.id, prompt.answer) == (2, "dapo-0", "7")
+    assert prompt.messages == [{"role": "user", "content": "3 + 4?"}]
+    assert task.score(prompt, r"\boxed{7}") == 1.0
+    assert task.score(prompt, r"\boxed{4}") == 0.0
+
+
+def test_messages_schema_takes_the_last_assistant_message_as_answer(tmp_path):
+    conversation = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Capital of France?"},
+        {"role": "assistant", "content": "Paris"},
+    ]
+    path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": conversation, "prompt_id": "x"}])
+    prompt = dataset_task(path, reward="exact", instruction="One word.").prompt(0)
+    assert [message["role"] for message in prompt.messages] == ["user", "assistant", "user"]
+    assert prompt.messages[-1]["content"] == "Capital of France?\nOne word."
+    assert prompt.answer == "Paris"
+
+
+def test_prompt_answer_schemas(tmp_path):
+    gsm8k = write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "?", "answer": "3+4=<<3+4=7>>7\n#### 1,007"}])
+    plain = write_jsonl(tmp_path / "plain.jsonl", [{"prompt": "3 + 4?", "answer": 7}])
+    assert dataset_task(gsm8k, reward="numeric").prompt(0).answer == "1,007"
+    prompt = dataset_task(plain, reward="numeric", system_prompt="Be brief.").prompt(0)
+    assert prompt.answer == "7"
+    assert prompt.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}]
+
+
+def test_other_column_names(tmp_path):
+    path = write_jsonl(tmp_path / "math.jsonl", [{"problem": "3 + 4?", "solution": "7", "answer": "seven"}])
+    prompt = dataset_task(path, prompt_column="problem", answer_column="solution").prompt(0)
+    assert (prompt.messages[0]["content"], prompt.answer) == ("3 + 4?", "7")
+
+
+def test_json_parquet_and_folders_read_alike(tmp_path):
+    rows = [{"prompt": f"{i} + 1?", "answer": str(i + 1)} for i in range(5)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    (tmp_path / "folder").mkdir()
+    write_jsonl(tmp_path / "folder" / "train.jsonl", rows)
+    write_jsonl(tmp_path / "folder" / "test.jsonl", rows[:2])
+    for name in ("rows.json", "rows.parquet", "saved", "folder"):
+        task = dataset_task(tmp_path / name)
+        assert [task.prompt(i).answer for i in range(len(task))] == ["1", "2", "3", "4", "5"], name
+    assert len(dataset_task(tmp_path / "folder", split="test")) == 2
+    assert len(dataset_task(tmp_path / "rows.json", max_examples=3)) == 3
+
+
+def test_users_reward_may_do_without_answers(tmp_path, monkeypatch):
+    (tmp_path / "brevity.py").write_text("def score(prompt, response, answer): return -len(response)\n")
+    monkeypatch.chdir(tmp_path)
+    task = dataset_task(write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Hi"}]), reward="brevity:score")
+    assert task.prompt(0).answer is None
+    assert task.score(task.prompt(0), "four") == -4.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields", "message"),
+    [
+        ([{"text": "a", "label": "b"}], {}, r"task\.prompt_column: no column prompt.* found: text, label"),
+        (
+            [{"prompt": "a", "label": "b"}],
+            {},
+            r"task\.answer_column: no column answer.*math_verify.* found: prompt, label",
+        ),
+        ([{"prompt": "a"}], {"prompt_column": "x"}, r"task\.prompt_column: no column 'x'\. Columns found: prompt"),
+        ([{"prompt": "a"}], {"answer_column": "x"}, r"task\.answer_column: no column 'x'\. Columns found: prompt"),
+        ([{"prompt": "a", "answer": None}], {}, r"task\.answer_column: row 0 of .* has the answer None"),
+        ([{"prompt": "", "answer": "b"}], {}, r"task\.prompt_column: row 0 of .* has no prompt in 'prompt'"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], {}, r"task\.answer_column: row 0 of .* the answer None"),
+        (
+            [{"messages": [{"from": "user", "value": "a"}]}],
+            {},
+            r"task\.prompt_column: .* role and content; .*from, value",
+        ),
+        (
+            [{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}], "answer": "b"}],
+            {"system_prompt": "x"},
+            r"task\.system_prompt: .* already begin with a system message",
+        ),
+        ([{"prompt": "a", "answer": "b"}], {"reward": "wrong"}, r"task\.reward: unknown reward 'wrong'"),
+    ],
+)
+def test_rows_that_do_not_fit(tmp_path, rows, fields, message):
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(ValueError, match=message):
+        dataset_task(path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("missing.jsonl", {}, r"task\.path: no file or folder 'missing\.jsonl'"),
+        ("./missing", {}, r"task\.path: no file or folder '\./missing'"),
+        ("notes.txt", {}, r"task\.path: notes\.txt must end in \.json, \.jsonl, \.parquet"),
+        ("empty.jsonl", {}, r"task\.path: empty\.jsonl is empty"),
+        ("none.json", {}, r"task\.path: none\.json: .* no data"),
+        ("split", {"split": "test[:0]"}, r"task\.split or task\.subset: split: .* no data"),
+        ("broken.jsonl", {}, r"task\.path: cannot read broken\.jsonl: JSON parse error"),
+        ("folder", {}, r"task\.path: cannot read folder"),
+        ("split", {"split": "train"}, r"task\.split or task\.subset: split: .*\['test'\]"),
+        ("openai/gsm8k", {}, r"task\.path: .*'openai/gsm8k', and the hub did not.* give a json, jsonl or parquet file"),
+    ],
+)
+def test_dataset_that_is_not_there(tmp_path, monkeypatch, path, fields, message):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"notes.txt": "x", "empty.jsonl": "", "none.json": "[]", "broken.jsonl": "{no"}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "split").mkdir()
+    write_jsonl(tmp_path / "split" / "test.jsonl", [{"prompt": "a", "answer": "b"}])
+    with pytest.raises(ValueError, match=message):
+        dataset_task(path, **fields)
+
+
+# sampling
+
+
+def test_sampler_visits_every_prompt_once_an_epoch_in_another_order_each_time():
+    sampler = PromptSampler(num_prompts=12, prompts_per_step=4, seed=0)
+    epochs = [[index for _ in range(3) for index in sampler.next()] for _ in range(3)]
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_sampler_never_mixes_epochs():
+    sampler = PromptSampler(num_prompts=10, prompts_per_step=4, seed=0)
+    assert [sampler.state() for _ in range(3) if sampler.next()] == [
+        {"epoch": 0, "position": 4},
+        {"epoch": 0, "position": 8},
+        {"epoch": 1, "position": 4},
+    ]
+
+
+def test_sampler_order_depends_on_the_seed_only():
+    steps = [list(islice(iter(PromptSampler(100, 5, seed).next, None), 30)) for seed in (1, 1, 2)]
+    assert steps[0] == steps[1]
+    assert steps[0] != steps[2]
+
+
+@pytest.mark.parametrize("steps_before", [0, 2, 3, 7])
+def test_sampler_resumes_within_an_epoch(steps_before):
+    straight = PromptSampler(10, 3, seed=4)
+    for _ in range(steps_before):
+        straight.next()
+    resumed = PromptSampler(10, 3, seed=4)
+    resumed.restore(json.loads(json.dumps(straight.state())))
+    assert [resumed.next() for _ in range(6)] == [straight.next() for _ in range(6)]
+
+
+def test_sampler_refuses_what_it_cannot_serve():
+    with pytest.raises(
+        ValueError, match=r"rollout\.prompts_per_step = 9 .* 8 prompts .* task\.size or task\.max_examples"
+    ):
+        PromptSampler(num_prompts=8, prompts_per_step=9, seed=0)
+    with pytest.raises(ValueError, match="position 9 lies outside the task's 8 prompts"):
+        PromptSampler(8, 2, seed=0).restore({"epoch": 0, "position": 9})

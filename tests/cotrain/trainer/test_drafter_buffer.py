@@ -1,0 +1,187 @@
+from itertools import chain
+
+import pytest
+import torch
+
+from cotrain.trainer.buffer import FeatureBuffer, batches_of, pack, split_holdout, spread_over_prompts
+from tests.cotrain.trainer.conftest import make_record
+
+PLENTY = 10**9
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def prompts_in(batch):
+    """The prompt tokens (see make_record) of a batch's rollouts."""
+    starts = (batch.positions == 0).nonzero().flatten()
+    return batch.token_ids[starts].tolist()
+
+
+def test_oldest_leave_when_bytes_run_out():
+    records = [make_record(prompt=i) for i in range(5)]
+    buffer = FeatureBuffer(max_bytes=3 * records[0].num_bytes + 1, max_age=0)
+    buffer.add(records[:2])
+    buffer.add(records[2:])
+    assert buffer.records == records[2:]
+    assert buffer.num_bytes == 3 * records[0].num_bytes <= buffer.max_bytes
+    assert buffer.num_tokens == 30
+    assert buffer.stats.dropped_for_bytes == 2
+
+
+def test_versions_leave_by_age():
+    buffer = FeatureBuffer(PLENTY, max_age=1)
+    for version in (0, 1, 2):
+        buffer.add([make_record(prompt=version, policy_version=version)])
+    assert buffer.policy_versions == (1, 2)
+    buffer.add([make_record(policy_version=0)])  # late: too old on arrival
+    assert buffer.policy_versions == (1, 2)
+    assert buffer.stats.dropped_for_age == 2
+    buffer.add([make_record(policy_version=9)])
+    assert buffer.policy_versions == (9,)
+
+
+def test_rollouts_without_a_supervised_position_do_not_enter():
+    hollow = make_record()
+    hollow.feature_mask[:] = False
+    buffer = FeatureBuffer(PLENTY, max_age=0)
+    buffer.add([hollow, make_record(prompt=1)])
+    assert len(buffer) == 1
+    assert buffer.stats.untrainable == 1
+
+
+def test_batches_are_whole_rollouts_of_one_version_within_the_bound():
+    buffer = FeatureBuffer(PLENTY, max_age=1)
+    for version in (3, 4):
+        buffer.add(
+            [make_record(prompt=10 * version + i, response_length=2 + i, policy_version=version) for i in range(8)]
+        )
+    rng = generator()
+    for _ in range(30):
+        batch = buffer.sample(25, rng)
+        prompts = prompts_in(batch)
+        assert {prompt // 10 for prompt in prompts} == {batch.policy_version}
+        assert len(batch.token_ids) == sum(6 + prompt % 10 for prompt in prompts) <= 25
+
+
+def test_longer_rollout_comes_alone():
+    buffer = FeatureBuffer(PLENTY, max_age=0)
+    buffer.add([make_record(prompt=1, response_length=50), make_record(prompt=2, response_length=5)])
+    rng = generator()
+    assert sorted(len(buffer.sample(20, rng).token_ids) for _ in range(2)) == [9, 54]
+
+
+def test_without_replacement_newest_first_then_all_again():
+    buffer = FeatureBuffer(PLENTY, max_age=1)
+    old, new = range(10, 15), range(20, 25)
+    buffer.add([make_record(prompt=p, policy_version=1) for p in old])
+    buffer.add([make_record(prompt=p, policy_version=2) for p in new])
+    rng = generator()
+    epochs = [[prompts_in(buffer.sample(20, rng)) for _ in range(6)] for _ in range(2)]
+    for epoch in epochs:
+        assert sorted(chain(*epoch[:3])) == list(new)
+        assert sorted(chain(*epoch[3:])) == list(old)
+    assert epochs[0] != epochs[1]
+
+
+def test_fresh_rollouts_come_before_the_rest_of_the_epoch():
+    buffer = FeatureBuffer(PLENTY, max_age=1)
+    buffer.add([make_record(prompt=p, policy_version=1) for p in range(10, 14)])
+    rng = generator()
+    first = prompts_in(buffer.sample(10, rng))
+    buffer.add([make_record(prompt=20, policy_version=2)])
+    assert prompts_in(buffer.sample(10, rng)) == [20]
+    rest = [prompts_in(buffer.sample(10, rng)) for _ in range(3)]
+    assert sorted(chain(first, *rest)) == [10, 11, 12, 13]
+
+
+def test_a_version_is_split_evenly_rather_than_into_a_small_last_batch():
+    buffer = FeatureBuffer(PLENTY, max_age=0)
+    buffer.add([make_record(prompt=p) for p in range(12)])
+    rng = generator()
+    assert [len(buffer.sample(100, rng).token_ids) for _ in range(2)] == [60, 60]
+
+
+def test_sampling_an_empty_buffer_is_an_error():
+    with pytest.raises(ValueError, match="empty"):
+        FeatureBuffer(PLENTY, 0).sample(10, generator())
+
+
+def test_saved_and_loaded_buffer_goes_on_exactly(tmp_path):
+    buffer, rng = FeatureBuffer(PLENTY, max_age=1), generator()
+    for version in (1, 2):
+        buffer.add([make_record(prompt=10 * version + i, policy_version=version) for i in range(4)])
+    buffer.sample(20, rng)
+    buffer.save(tmp_path / "buffer")
+    restored, restored_rng = FeatureBuffer(PLENTY, max_age=1), generator()
+    restored.load(tmp_path / "buffer")
+    restored_rng.set_state(rng.get_state())
+    assert (restored.num_bytes, restored.num_tokens, restored.stats, restored.policy_versions) == (
+        buffer.num_bytes,
+        buffer.num_tokens,
+        buffer.stats,
+        (1, 2),
+    )
+    for _ in range(6):
+        expected, found = buffer.sample(20, rng), restored.sample(20, restored_rng)
+        assert all(torch.equal(getattr(expected, n), getattr(found, n)) for n in ("token_ids", "aux_hidden"))
+        assert expected.policy_version == found.policy_version
+
+
+def test_empty_buffer_can_be_saved(tmp_path):
+    FeatureBuffer(PLENTY, 0).save(tmp_path / "buffer")
+    restored = FeatureBuffer(PLENTY, 0)
+    restored.load(tmp_path / "buffer")
+    assert len(restored) == 0
+
+
+def test_holdout_never_shares_a_prompt_with_training():
+    records = [make_record(prompt=p, response_length=3 + s) for p in range(16) for s in range(4)]
+    training, holdout = split_holdout(records, 0.125, seed=0)
+    assert len({r.prompt_key for r in holdout}) == 2
+    assert len(holdout) == 8
+    assert not {r.prompt_key for r in training} & {r.prompt_key for r in holdout}
+    assert len(training) + len(holdout) == len(records)
+    again = split_holdout(records[::-1], 0.125, seed=0)[1]
+    assert {r.prompt_key for r in again} == {r.prompt_key for r in holdout}
+    assert any(
+        {r.prompt_key for r in split_holdout(records, 0.125, s)[1]} != {h.prompt_key for h in holdout} for s in (1, 2)
+    )
+
+
+@pytest.mark.parametrize(("num_prompts", "share", "held_out"), [(4, 0.125, 1), (1, 0.5, 0), (8, 0.0, 0), (0, 0.5, 0)])
+def test_holdout_takes_a_prompt_when_it_can(num_prompts, share, held_out):
+    assert len(split_holdout([make_record(prompt=p) for p in range(num_prompts)], share, seed=0)[1]) == held_out
+
+
+@pytest.mark.parametrize(
+    ("most", "kept"),
+    [
+        (2, [0, 4]),
+        (3, [0, 4, 5]),
+        (4, [0, 1, 4, 5]),
+        (5, [0, 1, 4, 5, 6]),
+        (6, [0, 1, 2, 4, 5, 6]),
+        (99, list(range(7))),
+    ],
+)
+def test_a_bounded_number_of_rollouts_is_spread_over_the_prompts(most, kept):
+    prompts = [1, 1, 1, 1, 2, 3, 3]  # in the order of generation
+    records = [make_record(prompt=p, response_length=3 + i) for i, p in enumerate(prompts)]
+    assert [records.index(record) for record in spread_over_prompts(records, most)] == kept
+
+
+def test_all_batches_cover_the_records_in_order():
+    records = [make_record(prompt=p, policy_version=p // 3) for p in range(6)]
+    batches = batches_of(records, batch_tokens=20)
+    assert [prompts_in(batch) for batch in batches] == [[0, 1], [2], [3, 4], [5]]
+    assert [batch.policy_version for batch in batches] == [0, 0, 1, 1]
+
+
+def test_pack_marks_documents_positions_and_responses():
+    batch = pack([make_record(response_length=2), make_record(prompt=1, response_length=1)])
+    assert batch.document_ids.tolist() == [0] * 6 + [1] * 5
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]
+    assert batch.response_mask.nonzero().flatten().tolist() == [4, 5, 10]
+    assert (~batch.feature_mask).nonzero().flatten().tolist() == [5, 10]

@@ -1,0 +1,376 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cotrain.config.schema import RolloutConfig
+from tests.cotrain.trainer.conftest import SAMPLER, VOCAB, make_record, payload_of, weights_of
+
+
+def run_steps(trainer, target, shard_of, steps):
+    """Rollouts, features, training and a new policy version for each step, as the controller does it."""
+    rows = []
+    for step in steps:
+        records = target.rollouts(num_prompts=4, samples=2, seed=step, policy_version=step - 1)
+        row = trainer.add_features([shard_of(records)]) | trainer.train(step)
+        trainer.set_target_weights(payload_of(target), step)
+        rows.append(without_times(row))
+    return rows
+
+
+def without_times(row):
+    """Metrics that two equal runs share."""
+    return {name: value for name, value in row.items() if name not in ("drafter/tokens_per_s", "drafter/train_s")}
+
+
+def test_loss_falls_and_expected_acceptance_rises(new_trainer, target, shard_of):
+    trainer = new_trainer(updates_per_step=10, batch_tokens=200, optimizer={"learning_rate": 1e-2}, holdout=0.25)
+    trainer.add_features([shard_of(target.rollouts(48, 1, seed=1, policy_version=0))])
+    before = trainer.evaluate()
+    rows = [trainer.train(step) for step in (1, 2, 3)]
+    assert rows[2]["drafter/loss"] < 0.75 * rows[0]["drafter/loss"]
+    assert rows[2]["drafter/loss_pos_3"] < 0.75 * rows[0]["drafter/loss_pos_3"]
+    gained = rows[2]["drafter/expected_acceptance_length"] - before["drafter/expected_acceptance_length"]
+    assert gained > 0.12
+
+
+def test_metrics_of_a_step(new_trainer, target, shard_of):
+    trainer = new_trainer(objective={"depth_weights": "decay"}, holdout=0.125)
+    trainer.add_features([shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
+    trainer.set_target_weights(payload_of(target), 1)
+    taken_in = trainer.add_features([shard_of(target.rollouts(4, 2, seed=2, policy_version=1))])
+    row = trainer.train(2)
+    assert taken_in["drafter/holdout_tokens"] == 2 * 24  # of 4 prompts one, the newest version only
+    assert row["drafter/buffer_tokens"] == 2 * 6 * 24
+    assert row["drafter/buffer_bytes"] == (12 + 2) * 24 * (8 + 4 * 4 * 64 + 1)
+    assert row["drafter/lag_versions"] == pytest.approx(1 / 3)  # new, old, then a new epoch
+    assert row["drafter/learning_rate"] == 3e-3
+    assert row["drafter/tokens_per_s"] > 0
+    assert row["drafter/grad_norm"] > 0
+    depth_weights = torch.tensor([1, 0.8, 0.64]) / 2.44
+    per_position = torch.tensor([row[f"drafter/loss_pos_{k}"] for k in (1, 2, 3)])
+    assert row["drafter/loss"] == pytest.approx(float(depth_weights @ per_position), rel=1e-5)
+    rates = [row[f"drafter/acceptance_rate_pos_{k}"] for k in (1, 2, 3)]
+    assert 1 > rates[0] > rates[1] > rates[2] > 0
+    assert row["drafter/expected_acceptance_length"] == pytest.approx(1 + sum(rates))
+    assert row | trainer.evaluate() == row
+
+
+def test_expected_acceptance_covers_the_served_positions_only(new_trainer, target, shard_of):
+    trainer = new_trainer(rollout=RolloutConfig(draft_tokens=2), holdout=0.125)
+    trainer.add_features([shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
+    metrics = trainer.evaluate()
+    assert set(metrics) == {
+        "drafter/expected_acceptance_length",
+        "drafter/acceptance_rate_pos_1",
+        "drafter/acceptance_rate_pos_2",
+    }
+
+
+def test_evaluation_does_not_depend_on_how_the_holdout_is_batched(new_trainer, target, shard_of):
+    lengths = {}
+    for batch_tokens in (30, 10_000):
+        trainer = new_trainer(batch_tokens=batch_tokens, holdout=0.5)
+        trainer.add_features([shard_of(target.rollouts(8, 2, seed=1, policy_version=0))])
+        lengths[batch_tokens] = trainer.evaluate()["drafter/expected_acceptance_length"]
+    assert lengths[30] == pytest.approx(lengths[10_000], rel=1e-3)
+
+
+def test_saved_and_loaded_trainer_continues_bit_for_bit(new_trainer, target, shard_of, tmp_path):
+    schedule = {"learning_rate": 3e-3, "warmup_steps": 2, "schedule": "cosine"}
+    straight = new_trainer(optimizer=schedule)
+    rows = run_steps(straight, target, shard_of, [1, 2])
+    rows += [without_times(straight.train(2))]  # on the features and hold-out of the step before
+    rows += run_steps(straight, target, shard_of, [3])
+
+    first = new_trainer(optimizer=schedule)
+    rows_in_two = run_steps(first, target, shard_of, [1, 2])
+    first.publish()
+    first.save(tmp_path / "saved")
+    second = new_trainer(optimizer=schedule)
+    second.load(tmp_path / "saved")
+    rows_in_two += [without_times(second.train(2))]
+    rows_in_two += run_steps(second, target, shard_of, [3])
+
+    assert rows_in_two == rows
+    assert second.drafter_version == 1
+    expected, found = weights_of(straight), weights_of(second)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_global_random_state_is_neither_read_nor_moved(new_trainer, target, shard_of):
+    rows = []
+    for global_seed in (1, 2):
+        torch.manual_seed(global_seed)
+        before = torch.get_rng_state()
+        rows.append(run_steps(new_trainer(), target, shard_of, [1]))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert rows[0] == rows[1]
+
+
+def test_training_does_not_change_the_target(new_trainer, target, shard_of):
+    trainer = new_trainer()
+    before = load_file(payload_of(target))
+    run_steps(trainer, target, shard_of, [1, 2])
+    held = trainer._target_weights[1]
+    assert torch.equal(held.head, before["lm_head.weight"])
+    assert torch.equal(held.embedding, before["model.embed_tokens.weight"])
+
+
+def test_feature_files_are_deleted_and_a_broken_one_keeps_the_others(new_trainer, target, shard_of):
+    trainer = new_trainer(holdout=0)
+    good, broken, late = (
+        shard_of(target.rollouts(2, 2, seed=i, policy_version=0), name=f"shard_{i}") for i in range(3)
+    )
+    Path(broken.path).write_bytes(Path(broken.path).read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"shard_1\.safetensors is truncated or corrupt"):
+        trainer.add_features([good, broken, late])
+    assert trainer._buffer.num_tokens == good.num_tokens + late.num_tokens
+    assert [Path(shard.path).exists() for shard in (good, broken, late)] == [False, True, False]
+
+
+def test_nan_feature_is_named_and_not_trained_on(new_trainer, target, shard_of):
+    trainer = new_trainer(holdout=0)
+    records = target.rollouts(2, 2, seed=0, policy_version=0)
+    final_hidden = records[2].final_hidden.clone()
+    final_hidden[5, 1] = torch.nan
+    records[2] = replace(records[2], final_hidden=final_hidden)
+    with pytest.raises(ValueError, match="final_hidden of rollout 2 is not finite at position 5"):
+        trainer.add_features([shard_of(records)])
+    assert len(trainer._buffer) == 0
+
+
+def test_features_without_a_head_of_their_version_are_refused(new_trainer, target, shard_of):
+    trainer = new_trainer()
+    with pytest.raises(ValueError, match=r"policy version 3, whose head is not known \(known: \[0\]\)"):
+        trainer.add_features([shard_of(target.rollouts(2, 2, seed=0, policy_version=3))])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampler": replace(SAMPLER, temperature=0.7)}, r"sampler Sampler\(temperature=0.7"),
+        ({"aux_layers": (1, 3, 4)}, r"aux layers \(1, 3, 4\), the drafter trains for \(2, 4, 5\)"),
+    ],
+)
+def test_features_of_another_sampler_or_layers_are_refused(new_trainer, shard_of, change, message):
+    with pytest.raises(ValueError, match=message):
+        new_trainer().add_features([shard_of([replace(make_record(), **change)])])
+
+
+def test_heads_are_kept_as_long_as_features_need_them(new_trainer, target, shard_of):
+    trainer = new_trainer()
+    run_steps(trainer, target, shard_of, [1, 2, 3])
+    # Buffer: versions 1 and 2 (max_age 1); 3 is served next; 0 has left.
+    assert sorted(trainer._target_weights) == [1, 2, 3]
+
+
+def test_each_batch_is_taught_by_the_head_of_its_own_version(new_trainer, target, shard_of, tmp_path, monkeypatch):
+    trainer = new_trainer(updates_per_step=4)
+    trainer.add_features([shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
+    other = {name: tensor + 1 for name, tensor in load_file(payload_of(target)).items()}
+    save_file(other, tmp_path / "policy.safetensors")
+    trainer.set_target_weights(str(tmp_path / "policy.safetensors"), 1)
+    trainer.add_features([shard_of(target.rollouts(4, 2, seed=2, policy_version=1))])
+    heads = {0: target.model.lm_head.weight, 1: other["lm_head.weight"]}
+    seen = []
+
+    def loss(batch, weights, *rest):
+        assert batch.policy_version == weights.policy_version
+        assert torch.equal(weights.head, heads[batch.policy_version])
+        seen.append(batch.policy_version)
+        return type(trainer.drafter).loss(trainer.drafter, batch, weights, *rest)
+
+    monkeypatch.setattr(trainer.drafter, "loss", loss)
+    trainer.train(2)
+    assert set(seen) == {0, 1}
+
+
+def test_tied_target_and_broken_payloads(new_trainer, target, tmp_path):
+    trainer = new_trainer()
+    embedding = torch.randn(VOCAB, 64)
+    path = tmp_path / "policy.safetensors"
+    save_file({"model.embed_tokens.weight": embedding}, path)
+    trainer.set_target_weights(str(path), 4)
+    path.write_bytes(bytes(path.stat().st_size))  # the next payload comes under the same name
+    assert torch.equal(trainer._target_weights[4].head, embedding)
+    for tensors, message in [
+        ({"model.norm.weight": torch.ones(64)}, "expected one embedding"),
+        ({"model.embed_tokens.weight": torch.ones(VOCAB + 1, 64)}, r"is \(129, 64\), the target's is \(128, 64\)"),
+    ]:
+        save_file(tensors, path)
+        with pytest.raises(ValueError, match=message):
+            trainer.set_target_weights(str(path), 5)
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match="cannot be read"):
+        trainer.set_target_weights(str(path), 5)
+
+
+def test_vocabulary_is_chosen_once_from_the_first_features(new_trainer, target, shard_of):
+    trainer = new_trainer(model={"type": "eagle3", "draft_vocab_size": 8, "aux_layers": (2, 4, 5)}, holdout=0)
+    record = replace(make_record(prompt=100, response_length=9), token_ids=torch.tensor([100] * 4 + [90, 91, 92] * 3))
+    metrics = trainer.add_features([shard_of([record])])
+    # 3 tokens counted 3 times in the response, one counted 4 x 0.1 times in the prompt, eos, the lowest ids.
+    assert trainer.drafter.draft_to_target.tolist() == [0, 1, 2, 3, 90, 91, 92, 100]
+    assert metrics["drafter/vocabulary_coverage"] == 1.0
+    assert torch.equal(trainer.drafter.lm_head.weight, target.model.lm_head.weight[trainer.drafter.draft_to_target])
+    again = trainer.add_features([shard_of([make_record(prompt=5)])])
+    assert "drafter/vocabulary_coverage" not in again
+    assert 90 in trainer.drafter.draft_to_target
+
+
+def test_response_tokens_weigh_more_than_prompt_tokens(new_trainer, shard_of):
+    trainer = new_trainer(model={"type": "eagle3", "draft_vocab_size": 4, "aux_layers": (2, 4, 5)}, holdout=0)
+    tokens = torch.tensor([100] * 4 + [90, 91, 92])
+    record = replace(make_record(response_length=3), token_ids=tokens)
+    metrics = trainer.add_features([shard_of([record])])
+    assert trainer.drafter.draft_to_target.tolist() == [2, 90, 91, 92]
+    assert metrics["drafter/vocabulary_coverage"] == pytest.approx(3 / 3.4)
+
+
+def test_loaded_drafter_keeps_its_vocabulary_and_weights(new_trainer, target, shard_of, tmp_path):
+    trained = new_trainer()
+    run_steps(trained, target, shard_of, [1])
+    trained.save_checkpoint(tmp_path / "drafter", torch.float32)
+    trainer = new_trainer(init_folder=str(tmp_path / "drafter"))
+    metrics = trainer.add_features([shard_of(target.rollouts(4, 2, seed=9, policy_version=0))])
+    assert "drafter/vocabulary_coverage" not in metrics
+    expected, found = weights_of(trained), weights_of(trainer)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_loaded_drafter_of_another_shape_is_refused(new_trainer, tmp_path):
+    new_trainer().save_checkpoint(tmp_path / "drafter", torch.float32)
+    model = {"type": "eagle3", "draft_vocab_size": 64, "aux_layers": (2, 4, 5), "trained_depth": 4}
+    message = "draft_vocab_size is 64, the checkpoint has 96; drafter.model.trained_depth is 4, the checkpoint has 3"
+    with pytest.raises(ValueError, match=message):
+        new_trainer(init_folder=str(tmp_path / "drafter"), model=model)
+
+
+def test_serving_deeper_than_trained_is_refused_unless_allowed(new_trainer):
+    with pytest.raises(ValueError, match=r"rollout.draft_tokens is 5, but the drafter is trained for 3"):
+        new_trainer(rollout=RolloutConfig(draft_tokens=5))
+    new_trainer(rollout=RolloutConfig(draft_tokens=5, allow_draft_beyond_trained_depth=True))
+
+
+def test_non_finite_loss_stops_before_the_optimizer_moves(new_trainer, target, shard_of, tmp_path):
+    trainer = new_trainer()
+    broken = load_file(payload_of(target))
+    broken["lm_head.weight"][3] = torch.nan
+    save_file(broken, tmp_path / "policy.safetensors")
+    run_steps(trainer, target, shard_of, [1])
+    trainer.set_target_weights(str(tmp_path / "policy.safetensors"), 1)
+    trainer.add_features([shard_of(target.rollouts(4, 2, seed=2, policy_version=1))])
+    before = weights_of(trainer)
+    with pytest.raises(FloatingPointError, match=r"step 2: loss nan .* target of policy version 1: head"):
+        trainer.train(2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(trainer).items())
+
+
+def test_broken_drafter_is_neither_trained_nor_published(new_trainer, target, shard_of):
+    trainer = new_trainer()
+    run_steps(trainer, target, shard_of, [1])
+    with torch.no_grad():
+        trainer.drafter.norm.weight[0] = torch.inf
+    with pytest.raises(FloatingPointError, match=r"not finite in the drafter: norm\.weight"):
+        trainer.train(2)
+    with pytest.raises(FloatingPointError, match="drafter version 1 is not published"):
+        trainer.publish()
+    assert trainer.drafter_version == 0
+
+
+def test_nothing_to_train_on_is_an_error(new_trainer):
+    with pytest.raises(ValueError, match="step 1: no features to train the drafter on"):
+        new_trainer().train(1)
+
+
+def test_each_publication_is_the_next_version(new_trainer):
+    trainer = new_trainer()
+    assert [trainer.drafter_version, trainer.publish(), trainer.publish(), trainer.drafter_version] == [0, 1, 2, 2]
+
+
+def lengths_of(scores):
+    """(serving, candidate) acceptance lengths over all rollouts."""
+    drafters = (by_length[-1] for by_length in (scores.serving, scores.candidate) if by_length)
+    return [None if d is None else 1 + float(d.accepted.sum() / d.steps.sum()) for d in drafters]
+
+
+def test_fresh_rollouts_score_the_served_drafter_and_the_candidate(new_trainer, target, shard_of):
+    trainer = new_trainer(updates_per_step=30, batch_tokens=200, optimizer={"learning_rate": 1e-2})
+    trainer.add_features([shard_of(target.rollouts(48, 1, seed=1, policy_version=0))])
+    first = trainer.score_fresh(0, [0])
+    assert first.candidate is None
+    assert len(set(first.prompts)) == len(first.prompts) == len(first.serving[-1].steps) == 32, "gate.max_rollouts"
+    trainer.train(1)
+    trainer.add_features([shard_of(target.rollouts(12, 2, seed=2, policy_version=0))])
+    scores = trainer.score_fresh(0, [0])
+    serving, candidate = lengths_of(scores)
+    assert (scores.sessions, [s.accepted.shape for s in scores.candidate]) == (1, [(24, 1), (24, 2), (24, 3)])
+    assert candidate > serving + 0.04
+    assert not scores.serving[-1].accepted.requires_grad
+    assert trainer.publish() == 1
+    assert trainer.score_fresh(1, [0]).candidate is None, "it is the published drafter itself"
+    assert lengths_of(trainer.score_fresh(1, [0]))[0] == pytest.approx(candidate)
+
+
+def test_what_is_published_is_what_was_scored_however_the_trainer_goes_on(new_trainer, target, shard_of, tmp_path):
+    trainer = new_trainer()
+    run_steps(trainer, target, shard_of, [1])
+    scored = weights_of(trainer)
+    trainer.publish()
+    run_steps(trainer, target, shard_of, [2])
+    served = trainer.state_for_serving(1)
+    assert all(torch.equal(scored[name], served[name]) for name in scored)
+    assert any(not torch.equal(scored[name], tensor) for name, tensor in weights_of(trainer).items())
+    trainer.save_checkpoint(tmp_path / "served", torch.float32, 1)
+    stored = load_file(tmp_path / "served" / "model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in served.items())
+
+
+def test_an_earlier_publication_comes_back_under_a_new_version(new_trainer, target, shard_of, tmp_path):
+    trainer = new_trainer()
+    run_steps(trainer, target, shard_of, [1])
+    good = weights_of(trainer)
+    trainer.publish()
+    run_steps(trainer, target, shard_of, [2])
+    trainer.publish()
+    assert trainer.publish(1) == 3
+    trainer.save(tmp_path / "saved")
+    loaded = new_trainer()
+    loaded.load(tmp_path / "saved")
+    for one in (trainer, loaded):
+        assert all(torch.equal(good[name], tensor) for name, tensor in one.state_for_serving(3).items())
+    loaded.score_fresh(3, [2])
+    with pytest.raises(KeyError):
+        loaded.state_for_serving(1)
+
+
+def test_held_out_prompts_are_never_in_the_training_buffer(new_trainer, target, shard_of):
+    trainer = new_trainer(holdout=0.4, buffer={"max_age": 5})
+
+    def add(records, version):
+        trainer.set_target_weights(payload_of(target), version)
+        trainer.add_features([shard_of([replace(record, policy_version=version) for record in records])])
+        held = {record.prompt_key for record in trainer._holdout.records}
+        assert held
+        assert trainer._holdout.policy_versions == (version,)
+        assert not held & {record.prompt_key for record in trainer._buffer.records}
+        return held
+
+    records = target.rollouts(6, 2, seed=1, policy_version=0)
+    held_first = add(records, 0)
+    # Some of the prompts trained on come again without the others, so that one of them is now held out.
+    rest = [record for record in records if record.prompt_key not in held_first]
+    held_second = add(rest, 1)
+    assert not held_first & held_second
+    # More rollouts of that version arrive, with the first prompts among them: those held out stay so.
+    assert add(records, 1) == held_first | held_second
+
+
+def test_a_trainer_on_the_cpu_hands_freed_memory_back(new_trainer, monkeypatch):
+    calls = []
+    monkeypatch.setattr("cotrain.trainer.trainer.return_freed_blocks", lambda: calls.append(True))
+    new_trainer()
+    assert calls

@@ -1,0 +1,102 @@
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from cotrain.transport.features import read_shard, write_records
+from tests.cotrain.trainer.conftest import make_record
+
+TENSOR_FIELDS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
+
+
+def rewrite(path, metadata=None, **tensors):
+    """Change tensors or metadata (None: take out) of a shard."""
+    with safe_open(path, framework="pt") as file:
+        old = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        old_metadata = file.metadata()
+    kept = {name: value for name, value in (old_metadata | (metadata or {})).items() if value is not None}
+    save_file({name: t for name, t in (old | tensors).items() if t is not None}, path, metadata=kept)
+
+
+@pytest.fixture
+def shard(tmp_path):
+    path = tmp_path / "features.safetensors"
+    write_records(path, [make_record(prompt=1), make_record(prompt=2, response_length=3)])
+    return path
+
+
+def test_what_is_written_is_read_and_the_file_is_no_longer_needed(shard):
+    written = [make_record(prompt=1), make_record(prompt=2, response_length=3)]
+    read = read_shard(shard)
+    shard.write_bytes(b"overwritten")
+    assert len(read) == 2
+    for old, new in zip(written, read, strict=True):
+        assert all(torch.equal(getattr(old, name), getattr(new, name)) for name in TENSOR_FIELDS)
+        assert new.aux_hidden.dtype == torch.bfloat16
+        assert (new.prompt_length, new.policy_version, new.sampler, new.aux_layers) == (4, 0, old.sampler, (2, 4, 5))
+        assert new.num_bytes == old.num_bytes == new.num_tokens * (8 + 2 * 4 * 64 + 1)
+
+
+def test_prompt_key_is_that_of_the_prompt_alone():
+    assert make_record(prompt=1).prompt_key == make_record(prompt=1, response_length=9).prompt_key
+    assert make_record(prompt=1).prompt_key != make_record(prompt=2).prompt_key
+
+
+def test_trainable_needs_two_rows_with_features_before_a_generated_token():
+    assert make_record(response_length=1).is_trainable
+    record = make_record(response_length=3)
+    record.feature_mask[3:] = False  # row 2 has features, but nothing to compare its draft with
+    assert not record.is_trainable
+    record.feature_mask[3] = True
+    assert record.is_trainable
+
+
+def test_truncated_shard_is_an_error_that_names_it(shard):
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"features\.safetensors is truncated or corrupt"):
+        read_shard(shard)
+    shard.write_bytes(b"\xff" * 200)
+    with pytest.raises(ValueError, match="truncated or corrupt"):
+        read_shard(shard)
+    shard.unlink()
+    with pytest.raises(ValueError, match="does not exist"):
+        read_shard(shard)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metadata": {"policy_version": None}}, "no policy_version"),
+        ({"metadata": {"format": "2"}}, "format 2"),
+        ({"metadata": {"final_norm_applied": "false"}}, "final_norm_applied is false"),
+        ({"metadata": {"aux_layers": "2,4"}}, r"aux_hidden is \(17, 192\), expected \(17, 128\)"),
+        ({"metadata": {"top_k": "many"}}, "many"),
+        ({"final_hidden": None}, "it holds the tensors"),
+        ({"feature_mask": torch.ones(17)}, r"feature_mask is torch\.float32, expected torch\.bool"),
+        ({"feature_mask": torch.zeros(16, dtype=torch.bool)}, "feature_mask is"),
+        ({"offsets": torch.tensor([0, 10, 18])}, "offsets do not split 17 tokens"),
+        ({"offsets": torch.tensor([0, 10, 10])}, "offsets do not split 17 tokens"),
+        ({"offsets": torch.tensor([], dtype=torch.int64)}, "offsets is"),
+        ({"prompt_lengths": torch.tensor([4, 0])}, "rollout 1 has prompt length 0 of 7 tokens"),
+        ({"feature_mask": torch.ones(17, dtype=torch.bool)}, "rollout 0 claims features for its last token"),
+    ],
+)
+def test_garbled_shard_is_an_error_that_says_what_is_wrong(shard, change, message):
+    rewrite(shard, **change)
+    with pytest.raises(ValueError, match=message):
+        read_shard(shard)
+
+
+@pytest.mark.parametrize("name", ["aux_hidden", "final_hidden"])
+def test_feature_that_is_not_finite_is_named_unless_it_is_a_hole(shard, name):
+    with safe_open(shard, framework="pt") as file:
+        hidden = file.get_tensor(name).clone()
+    hidden[12, 3] = torch.nan
+    mask = torch.ones(17, dtype=torch.bool)
+    mask[[9, 12, 16]] = False
+    rewrite(shard, **{name: hidden, "feature_mask": mask})
+    read_shard(shard)
+    mask[12] = True
+    rewrite(shard, feature_mask=mask)
+    with pytest.raises(ValueError, match=f"{name} of rollout 1 is not finite at position 2"):
+        read_shard(shard)

@@ -1,0 +1,168 @@
+"""The command on a stand-in for the runs; MLflow, report and folders are real."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cotrain.run.mlflow_store import MlflowClient
+from pipelines.ablate.command import main
+from pipelines.ablate.jobs import last_error
+from tests.pipelines.ablate.conftest import PROGRAM
+
+SEED_0 = ["train generic-frozen-s0", "train random-co-trained-s0", "train no-speculation-s0"]
+SEED_1 = [call.replace("-s0", "-s1") for call in SEED_0]
+
+
+@pytest.fixture(autouse=True)
+def no_preflight(monkeypatch):
+    """Model and task are not what is tested here, and take seconds."""
+    monkeypatch.setattr("pipelines.ablate.command._check", lambda study, selected: None)
+
+
+@pytest.fixture
+def no_page(monkeypatch):
+    """The page is looked at in one test, and takes a second."""
+
+    def write(folder: Path) -> Path:
+        (folder / "report").mkdir(exist_ok=True)
+        (folder / "report/table.md").write_text("a table")
+        return folder / "report/report.html"
+
+    monkeypatch.setattr("pipelines.ablate.report.write_study_report", write)
+
+
+def statuses(tmp_path: Path) -> dict[str, str]:
+    state = json.loads((tmp_path / "studies/first/study.json").read_text())
+    return {run["folder"]: run["status"] for arm in state["arms"] for run in arm["runs"]}
+
+
+def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, tmp_path, capsys):
+    assert main([str(study_file)], PROGRAM) == 0
+    assert calls() == ["init generic", *SEED_0, *SEED_1]
+    folder = tmp_path / "studies/first"
+    state = json.loads((folder / "study.json").read_text())
+    assert state["steps"] == 3 and state["seeds"] == [0, 1]
+    assert state["arms"][0] == {
+        "name": "generic, frozen", "init": "generic", "model": "eagle3", "online": False, "policy": "moving",
+        "draft_tokens": 3, "objective": "lk_hybrid", "speculation": True,
+        "runs": [
+            {"seed": seed, "folder": f"runs/generic-frozen-s{seed}", "status": "finished", "error": None}
+            for seed in (0, 1)
+        ],
+    }  # fmt: skip
+    output = capsys.readouterr().out
+    assert "[1/6] generic, frozen, seed 0: acceptance length 1.30, reward 0.50" in output and "eta" in output
+    assert "| no speculation" in output or "no speculation |" in output
+    assert "report.html" in output
+    config = json.loads((folder / "runs/generic-frozen-s1/config.json").read_text())
+    assert config["seed"] == 1 and config["drafter"]["init"] == str(folder / "inits/generic/drafter")
+    client = MlflowClient(store, store)
+    parent = client.get_run(config["tracking"]["parent_run"])
+    assert parent.info.run_name == "first" and parent.info.status == "FINISHED"
+    assert parent.data.params["arm.generic-frozen.init"] == "generic"
+    assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {"table.md", "report.html"}
+
+    assert main([str(study_file)], PROGRAM) == 0
+    assert calls() == []
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_checkpoints_of_finished_runs_are_kept_only_when_asked_for(study_file, calls, no_page, tmp_path, keep):
+    folder = tmp_path / "studies/first/runs/no-speculation-s0/checkpoints"
+    arguments = [str(study_file), "seeds=[0]", f"keep_checkpoints={str(keep).lower()}", "--only", "no speculation"]
+    assert main(arguments, PROGRAM) == 0
+    assert folder.exists() == keep
+
+
+def test_a_failing_arm_does_not_stop_the_others_and_is_run_again(
+    study_file, calls, store, no_page, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("FAIL", "random-co-trained-s0")
+    assert main([str(study_file)], PROGRAM) == 1
+    assert calls() == ["init generic", *SEED_0, *SEED_1]
+    assert "random, co-trained, seed 0: RuntimeError: the engine died" in capsys.readouterr().out
+    assert [name for name, status in statuses(tmp_path).items() if status == "failed"] == ["runs/random-co-trained-s0"]
+    monkeypatch.delenv("FAIL")
+    assert main([str(study_file), "--only", "no speculation"], PROGRAM) == 0
+    assert calls() == []
+    assert main([str(study_file)], PROGRAM) == 0
+    assert calls() == ["train random-co-trained-s0"]
+    assert set(statuses(tmp_path).values()) == {"finished"}
+
+
+def test_a_failed_initialisation_fails_its_arms_alone(study_file, calls, store, no_page, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FAIL", "generic")
+    assert main([str(study_file), "seeds=[0]"], PROGRAM) == 1
+    assert calls() == ["init generic", *SEED_0[1:]]
+    error = "its initialisation generic failed: RuntimeError: the engine died"
+    state = json.loads((tmp_path / "studies/first/study.json").read_text())
+    assert state["arms"][0]["runs"][0]["error"] == error
+
+
+def test_only_the_arms_asked_for_and_what_they_need(study_file, calls, store, no_page, tmp_path):
+    assert main([str(study_file), "--only", "random, co-trained", "--parallel", "2"], PROGRAM) == 0
+    assert sorted(calls()) == ["train random-co-trained-s0", "train random-co-trained-s1"]
+    assert list(statuses(tmp_path).values()).count("missing") == 4
+
+
+def test_a_dry_run_writes_nothing(study_file, calls, tmp_path, capsys):
+    assert main([str(study_file), "--dry-run"], PROGRAM) == 0
+    assert calls() == [] and not (tmp_path / "studies").exists()
+    output = capsys.readouterr().out
+    assert "init   generic: start, 500 tokens" in output and "seed 1: start" in output
+
+
+def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(
+    study_file, calls, store, no_page, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("SLOW", "random-co-trained-s0")
+    metrics = tmp_path / "studies/first/runs/random-co-trained-s0/metrics.jsonl"
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 30
+        while (not metrics.exists() or not metrics.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert main([str(study_file), "seeds=[0]"], PROGRAM) == 130
+    thread.join()
+    output = capsys.readouterr().out
+    assert "random, co-trained, seed 0: stopped after step 1" in output and "Go on with:\n  cotrain ablate" in output
+    assert list(statuses(tmp_path).values()) == ["finished", "missing", "missing"]
+    calls()
+    monkeypatch.delenv("SLOW")
+    assert main([str(study_file), "seeds=[0]"], PROGRAM) == 0
+    assert calls() == ["train random-co-trained-s0 --resume random-co-trained-s0", "train no-speculation-s0"]
+    assert set(statuses(tmp_path).values()) == {"finished"}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("cotrain: 2 problems in the configuration:\n  a: wrong\n  b: wrong", "2 problems in the configuration: a: wrong b: wrong"),
+        ("Traceback:\n  File x\nray.exceptions.RayError: gone\n  on node 2\ncleaning up", "ray.exceptions.RayError: gone on node 2"),
+        ("greedy output: 7 of 8 prompts DIFFERS\nDone", "greedy output: 7 of 8 prompts DIFFERS"),
+        ("", "exit status 1 without output"),
+    ],
+)  # fmt: skip
+def test_the_error_of_a_run_is_the_line_that_says_why(tmp_path, text, error):
+    (tmp_path / "log").write_text(text)
+    assert last_error(tmp_path / "log", 1) == error
+    assert last_error(tmp_path / "log", -9) == "killed by SIGKILL (out of memory?)"
+
+
+def test_parallel_needs_a_number(study_file):
+    with pytest.raises(ValueError, match="--parallel: must be at least 1, got 0"):
+        main([str(study_file), "--parallel", "0"])
+
+
+def test_an_unknown_arm_is_refused(study_file):
+    with pytest.raises(ValueError, match="there is no arm 'no speculatio'; did you mean no speculation"):
+        main([str(study_file), "--only", "no speculatio"])

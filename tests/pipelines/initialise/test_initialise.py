@@ -1,0 +1,98 @@
+"""`cotrain init` up to where an engine would start, and its summary."""
+
+from pathlib import Path
+
+import pytest
+
+from cotrain.config.schema import RolloutConfig, RunConfig
+from pipelines.cli import main
+from pipelines.initialise.command import SERVED_ROLLOUTS, served_requests
+from pipelines.initialise.corpus import StoredRollout
+from pipelines.initialise.report import Figures, summary
+from pipelines.initialise.served import Served
+
+SMOKE = "configs/smoke.toml"
+
+
+def run(root: Path, *arguments: str) -> int:
+    return main(["init", SMOKE, f"run_root={root}", *arguments])
+
+
+def test_a_dry_run_prints_the_configuration(tmp_path, capsys):
+    assert run(tmp_path, "--dry-run", "init.tokens=77") == 0
+    assert "init.tokens = 77" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["drafter=none"], "drafter: `cotrain init` trains a drafter; add [drafter.model]"),
+        (["rollout.features.window=64"], "rollout.features.window: `cotrain init` trains on whole rollouts"),
+        (["cluster.address=10.0.0.1:6379"], "cluster.address: `cotrain init` is one process"),
+        (["init.source.type=rollouts", "init.source.path=/nowhere"], "init.source.path: /nowhere: no such folder"),
+        (["init.source.type=dataset", "init.source.path=/no.jsonl"], "init.source.path: no file or folder"),
+        (["init.holdout=1"], "init.holdout:"),
+        (["drafter.init=/nowhere"], "drafter.init: /nowhere has no config.json"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_folder_is_made(tmp_path, capsys, arguments, message):
+    assert run(tmp_path, *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_used_name_is_refused(tmp_path, capsys):
+    (tmp_path / "smoke").mkdir()
+    assert run(tmp_path) == 2
+    assert "continue it with --resume smoke" in capsys.readouterr().err
+
+
+def test_resuming_a_run_that_does_not_exist(tmp_path, capsys):
+    assert main(["init", "--resume", "gone", f"run_root={tmp_path}"]) == 2
+    assert "--resume gone: no such run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("prompts", "samples", "expected"), [(3, 8, 24), (80, 8, 80), (200, 8, SERVED_ROLLOUTS)])
+def test_the_served_evaluation_is_bounded(run_config, prompts, samples, expected):
+    holdout = [StoredRollout(f"p{i}", s, [i, 1], [2], "stop") for i in range(prompts) for s in range(samples)]
+    requests = served_requests(holdout, run_config(rollout={"samples_per_prompt": samples}))
+    assert len(requests) == expected
+    assert len({r.seed for r in requests}) == expected
+
+
+@pytest.fixture
+def run_config(tmp_path):
+    def build(**changes) -> RunConfig:
+        fields = {
+            "name": "first",
+            "steps": 1,
+            "policy": {"model": "tiny:llama"},
+            "drafter": {"model": {"type": "eagle3"}},
+            "task": {"type": "reasoning_gym", "name": "chain_sum"},
+        }
+        return RunConfig(**fields | changes)
+
+    return build
+
+
+def test_the_summary_says_what_came_out_and_what_to_do_next(run_config):
+    served = Served(1.9, [0.6, 0.3], 1000, 64, 120.0, 80.0)
+    figures = Figures(
+        policy="tiny:llama", source={"type": "policy"}, data_fingerprint="abc", training_rollouts=90,
+        holdout_rollouts=10, response_tokens=5000, vocabulary_coverage=0.987, updates=30, planned_updates=40,
+        best_update=20, expected_acceptance_length=1.88, expected_acceptance_rates=[0.58, 0.3], draft_tokens=2,
+        draft_sample_method="greedy", served=served, served_digests={}, seconds=130.0,
+    )  # fmt: skip
+    text = "\n".join(summary(figures, run_config(rollout=RolloutConfig()), Path("runs/x/drafter"), "tiny-drafter", 3))
+    for part in [
+        "5,000 response tokens in 2m",
+        "covers 98.70%",
+        "expected 1.880, served 1.900",
+        "1: 0.580  2: 0.300",
+        "120 tok/s, 80 without speculation: 1.50 times",
+        "models:/tiny-drafter/3",
+        "drafter.init=runs/x/drafter",
+        "cotrain bench --model tiny:llama --drafter runs/x/drafter",
+    ]:
+        assert part in text

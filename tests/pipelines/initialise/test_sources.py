@@ -1,0 +1,118 @@
+"""Sources of `cotrain init` on the tiny model's own tokenizer and chat template."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from cotrain.models.loading import resolve_model
+from cotrain.run.checkpoint import model_fingerprints
+from pipelines.initialise.corpus import Corpus, StoredRollout
+from pipelines.initialise.sources import GivenRollouts, PromptStream, open_source
+
+
+@pytest.fixture(scope="module")
+def model():
+    return resolve_model("tiny:llama")
+
+
+@pytest.fixture
+def open_with(run_config, model):
+    """Open an [init.source]; keyword arguments are fields of [rollout]."""
+
+    def build(source: dict, **rollout):
+        config = run_config(
+            policy={"model": "tiny:llama"}, init={"source": source}, rollout={"samples_per_prompt": 2, **rollout}
+        )
+        return open_source(config, model, model_fingerprints(model))
+
+    return build
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    def write(rows: list[dict]) -> str:
+        path = tmp_path / "data.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def test_the_policys_prompts_come_in_seeded_order(open_with):
+    source = open_with({"type": "policy"})
+    assert isinstance(source, PromptStream)
+    requests = source.requests(0, 6)
+    assert [r.sample_index for r in requests] == [0, 1] * 6
+    assert len({r.prompt_id for r in requests}) == 6
+    assert [r.prompt_id for r in requests[::2]] != sorted(r.prompt_id for r in requests[::2])
+    assert source.requests(4, 2) == requests[8:]
+    assert len({r.seed for r in requests}) == len(requests)
+
+
+def test_given_responses_are_what_the_policy_would_have_written(open_with, dataset, model):
+    path = dataset([{"question": f"What is {i}?", "reply": f"It is {i}."} for i in range(5)])
+    source = open_with({"type": "dataset", "path": path, "response_column": "reply", "system_prompt": "Be brief."})
+    assert isinstance(source, GivenRollouts) and len(source.rollouts) == 5
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    by_id = {r.prompt_id: r for r in source.rollouts}
+    assert list(by_id) != sorted(by_id)
+    rollout = by_id["data-3"]
+    assert tokenizer.decode(rollout.prompt_token_ids).endswith("What is 3?<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(rollout.prompt_token_ids).startswith("<|im_start|>system\nBe brief.")
+    assert tokenizer.decode(rollout.token_ids) == "It is 3.<|im_end|>"
+    assert rollout.token_ids[-1] == tokenizer.eos_token_id
+
+
+def test_the_last_message_can_be_the_response(open_with, dataset):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    path = dataset([{"messages": messages}])
+    source = open_with({"type": "dataset", "path": path, "response_column": "messages"})
+    assert len(source.rollouts[0].token_ids) == len("Hello") + 1  # a token a byte, and the end
+    answered = open_with({"type": "dataset", "path": path})
+    assert answered.requests(0, 1)[0].prompt_token_ids == source.rollouts[0].prompt_token_ids
+
+
+def test_what_is_too_long_is_left_out_and_said(open_with, dataset):
+    path = dataset([{"prompt": "short", "reply": "x"}, {"prompt": "long " * 100, "reply": "x"}])
+    source = open_with({"type": "dataset", "path": path}, max_prompt_tokens=200)
+    assert source.num_prompts == 1
+    assert source.notes == ("1 of 2 prompts are over rollout.max_prompt_tokens = 200 and left out",)
+    given = open_with({"type": "dataset", "path": path, "response_column": "reply"}, max_prompt_tokens=200)
+    assert len(given.rollouts) == 1 and "1 of 2 examples" in given.notes[0]
+    with pytest.raises(ValueError, match=r"init\.source\.path: .*no prompt within"):
+        open_with({"type": "dataset", "path": path}, max_prompt_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({}, r"init\.source\.prompt_column: no column prompt, messages or question.*Columns found: body, title"),
+        ({"prompt_column": "text"}, r"init\.source\.prompt_column: no column 'text'. Columns found: body, title"),
+        (
+            {"prompt_column": "title", "response_column": "reply"},
+            r"init\.source\.response_column: no column 'reply'. Columns found: body, title",
+        ),
+        ({"prompt_column": "title", "response_column": "body"}, r"init\.source\.response_column: row 0 .* None"),
+    ],
+)
+def test_a_wrong_schema_is_named_with_the_columns_found(open_with, dataset, source, message):
+    path = dataset([{"body": None, "title": "a"}])
+    with pytest.raises(ValueError, match=message):
+        open_with({"type": "dataset", "path": path, **source})
+
+
+def test_a_missing_dataset_names_its_own_field(open_with):
+    with pytest.raises(ValueError, match=r"^init\.source\.path: no file or folder '/nowhere\.jsonl'"):
+        open_with({"type": "dataset", "path": "/nowhere.jsonl"})
+
+
+def test_recorded_rollouts_of_another_sampling_are_noted(open_with, model, tmp_path):
+    corpus = Corpus(tmp_path / "rollouts")
+    sampled = {"temperature": 0.5, "top_p": 1.0, "top_k": 0}
+    corpus.describe({"policy": "tiny:llama", "fingerprints": model_fingerprints(model), "sampling": sampled})
+    corpus.append([StoredRollout("p", 0, [5, 6], [7] * 9, "stop"), StoredRollout("q", 0, [5, 7], [7] * 99, "length")])
+    source = open_with({"type": "rollouts", "path": str(tmp_path)}, max_new_tokens=50)
+    assert [r.prompt_id for r in source.rollouts] == ["p"]
+    assert source.notes[0] == "the rollouts were sampled with temperature 0.5, now 1.0"
+    assert source.notes[1].startswith("1 of 2 rollouts are longer")

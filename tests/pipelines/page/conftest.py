@@ -1,0 +1,101 @@
+"""Folders of runs and studies as `cotrain train` and `cotrain ablate` leave them, with metrics given by hand."""
+
+import base64
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cotrain.config.load import write_config
+from cotrain.config.schema import RunConfig
+from pipelines.page.page import Page
+
+Row = dict[str, Any]
+
+
+def row(step: int, **changes: Any) -> Row:
+    """A step of a run whose drafter is published in every step; `__` in a name stands for `/`."""
+    full = {
+        "step": step,
+        "policy/reward": 0.1 * step,
+        "rollout/response_length": 20.0,
+        "rollout/generated_tokens": 1000,
+        "rollout/tokens_per_s": 50.0,
+        "rollout/speedup_vs_no_speculation": 0.9 + 0.01 * step,
+        "rollout/acceptance_length": 1.0 + 0.1 * step,
+        "rollout/acceptance_rate_pos_1": 0.08 * step,
+        "rollout/acceptance_rate_pos_2": 0.02 * step,
+        "drafter/expected_acceptance_length": 1.1 + 0.1 * step,
+        "drafter/loss": 5.0 / step,
+        "drafter/lag_versions": 0.5,
+        "drafter/published": 1.0,
+        "versions/policy": step - 1,
+        "versions/drafter": step - 1,
+        "time/generate_s": 20.0,
+        "time/learn_s": 9.0,
+        "time/step_s": 30.0,
+    }
+    return full | {name.replace("__", "/"): value for name, value in changes.items()}
+
+
+def write_run(folder: Path, rows: Sequence[Row], **changes: Any) -> Path:
+    """`changes`: top-level fields of its configuration."""
+    fields: dict[str, Any] = {
+        "name": folder.name,
+        "steps": max(len(rows), 1),
+        "policy": {"model": "tiny:llama"},
+        "rollout": {"draft_tokens": 2},
+        "drafter": {"model": {"type": "eagle3"}},
+        "task": {"type": "reasoning_gym", "name": "chain_sum"},
+    }
+    folder.mkdir(parents=True)
+    write_config(RunConfig(**fields | changes), folder / "config.json")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return folder
+
+
+def arm(name: str, init: str, online: bool, **changes: Any) -> dict[str, Any]:
+    """An arm of study.json whose seeds 0 and 1 are finished."""
+    return {
+        "name": name, "init": init, "online": online, "policy": "moving", "draft_tokens": 2, "speculation": True,
+        "objective": "soft_cross_entropy",
+        "runs": [{"seed": seed, "folder": f"runs/{name}-s{seed}", "status": "finished", "error": None} for seed in (0, 1)],
+    } | changes  # fmt: skip
+
+
+def write_study(folder: Path, arms: Sequence[dict[str, Any]], lengths: dict[str, Sequence[float]]) -> Path:
+    """Six steps; `lengths`: acceptance length of each seed over the last third (1.0 before it), by arm.
+
+    An arm without speculation generates 40 tokens/s, the others 40 times their acceptance length.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"name": folder.name, "steps": 6, "seeds": [0, 1], "arms": list(arms)}
+    (folder / "study.json").write_text(json.dumps(content))
+    for one in arms:
+        for run, length in zip(one["runs"], lengths.get(one["name"], [1.0, 1.0]), strict=True):
+            if run["status"] != "finished":
+                continue
+            served = [1.0] * 4 + [length] * 2
+            rows = [
+                row(i, rollout__acceptance_length=value, rollout__tokens_per_s=40 * value)
+                for i, value in enumerate(served, start=1)
+            ]
+            write_run(folder / run["folder"], rows, seed=run["seed"])
+    return folder
+
+
+def words(page: Page) -> str:
+    """All text of a page, without drawing it."""
+    found = [page.subtitle, page.summary, *(f"{fact.label} {fact.value} {fact.note}" for fact in page.facts)]
+    for section in page.sections:
+        found += [section.title, *section.paragraphs]
+        found += [cell for table in section.tables for row in (table.header, *table.rows) for cell in row]
+        found += [text for plot in section.plots for text in (plot.title, plot.text, plot.alt)]
+    return "\n".join(found)
+
+
+def images(page: Path) -> list[tuple[str, str]]:
+    """(alternative text, SVG of the narrow variant) of each image of a report."""
+    found = re.findall(r'<img alt="([^"]*)" src="data:image/svg\+xml;base64,([^"]+)"', page.read_text())
+    return [(alt, base64.b64decode(data).decode()) for alt, data in found]

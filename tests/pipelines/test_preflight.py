@@ -1,0 +1,283 @@
+"""Bad input that shows only beside a model, a dataset or a machine is refused before any model loads."""
+
+import json
+import shutil
+import socket
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cotrain.config.errors import ConfigError
+from cotrain.config.load import load_config
+from cotrain.config.schema import RunConfig
+from pipelines import preflight
+from pipelines.preflight import check_run, quick_problems, tap_note
+
+TARGET: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+}
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """What is read of a model before it loads: config, tokenizer, template, and the header of the weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TARGET | changes))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    save_file({"model.embed_tokens.weight": np.zeros((64, 32), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def build(tmp_path: Path, model: Path):
+    """A configuration that passes, with some overrides."""
+
+    def config(*overrides: str) -> RunConfig:
+        lengths = ["rollout.max_prompt_tokens=128", "rollout.max_new_tokens=124"]  # and 4 spare ones for drafts
+        drafter = ["drafter.model.type=eagle3", "drafter.model.draft_vocab_size=32"]
+        task = ["task.type=reasoning_gym", "task.name=chain_sum", "task.size=4"]
+        names = ["name=first", "steps=2", f"run_root={tmp_path / 'runs'}", f"policy.model={model}"]
+        return load_config([], [*names, *lengths, *drafter, *task, *overrides])
+
+    return config
+
+
+def problems(config: RunConfig) -> list[str]:
+    """What check_run refuses."""
+    with pytest.raises(ConfigError) as error:
+        check_run(config)
+    return error.value.problems
+
+
+def test_a_run_that_can_start_passes(build) -> None:
+    check_run(build())
+    check_run(build("drafter=none"))
+    check_run(build("drafter.model.aux_layers=[1, 2, 7]", "rollout.vllm.max_num_seqs=4"))
+
+
+def test_all_problems_come_together(build, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    found = problems(build("drafter.model.draft_vocab_size=65", "rollout.max_new_tokens=125", "task.name=chain_sun"))
+    assert len(found) == 4
+    assert found[0].startswith("name: run 'first' is already in")
+    assert "chain_sun" in found[1]
+    assert found[2].startswith("rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 253, with draft_tokens")
+    assert found[3].startswith("drafter.model.draft_vocab_size: 65 is above the target's vocabulary of 64 tokens")
+
+
+def test_used_name_is_refused_unless_resumed(build, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    [line] = problems(build())
+    assert f"continue it with --resume first run_root={tmp_path}/runs, or choose another name=..." in line
+    check_run(build(), resume=True)
+
+
+def test_missing_model_is_refused(build, tmp_path: Path) -> None:
+    [line] = problems(build(f"policy.model={tmp_path}/nothing"))
+    assert line.startswith("policy.model: no folder")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    [line] = problems(build())
+    assert line.startswith("policy.model:") and "no model.safetensors" in line
+
+
+def test_dataset_without_the_column_lists_the_columns(build, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"ask": "1 + 1", "answer": "2"}\n')
+    [line] = problems(build("task=none", "task.type=dataset", f"task.path={path}"))
+    assert line.startswith("task.prompt_column: no column") and "Columns found: ask, answer" in line
+    [line] = problems(build("task=none", "task.type=dataset", f"task.path={tmp_path}/none.jsonl"))
+    assert line.startswith("task.path: no file")
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [("[2, 4, 8]", "drafter.model.aux_layers: aux layers [2, 4, 8] are not all between 1 and 7"), ("[1, 2, 7]", None)],
+)
+def test_aux_layers_lie_inside_the_target(build, layers: str, message: str | None) -> None:
+    config = build(f"drafter.model.aux_layers={layers}")
+    if message is None:
+        check_run(config)
+    else:
+        assert problems(config)[0].startswith(message)
+
+
+def test_default_aux_layers_that_collide_are_refused(build, tmp_path: Path) -> None:
+    small = write_model(tmp_path / "small", num_hidden_layers=4)
+    [line] = problems(build(f"policy.model={small}"))
+    assert line.startswith("drafter.model.aux_layers: the default")
+
+
+ITS_SETTINGS = ("drafter.model.aux_layers=[1, 3, 5]", "drafter.model.trained_depth=2", "rollout.draft_tokens=2")
+
+
+@pytest.fixture
+def drafter(build, tmp_path: Path, model: Path) -> Path:
+    """A checkpoint folder for the target."""
+    import torch
+
+    from drafters.base import TargetSpec
+    from drafters.build import build_drafter
+
+    folder = tmp_path / "drafter"
+    config = build(*ITS_SETTINGS)
+    build_drafter(config.drafter.model, TargetSpec.from_pretrained(model), seed=0).save(folder, torch.float32)
+    return folder
+
+
+def test_drafter_of_this_target_passes(build, drafter: Path) -> None:
+    check_run(build(f"drafter.init={drafter}", *ITS_SETTINGS))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 64}, "drafter.init: .* made for another target: its hidden size is 32, this target's is 64"),
+        ({"vocab_size": 96}, "drafter.init: .* made for another target: its vocabulary is 64, this target's is 96"),
+        ({"num_hidden_layers": 5}, r"drafter.init: .* aux layers \[1, 3, 5\] are not all between 1 and 4"),
+    ],
+    ids=["hidden size", "vocabulary", "layers"],
+)
+def test_drafter_of_another_target_is_refused(build, drafter: Path, tmp_path: Path, change: dict, message: str) -> None:
+    other = write_model(tmp_path / "other", **change)
+    config = build(f"policy.model={other}", f"drafter.init={drafter}", *ITS_SETTINGS)
+    with pytest.raises(ConfigError, match=message):
+        check_run(config)
+
+
+def test_drafter_of_another_shape_than_configured_is_refused(build, drafter: Path) -> None:
+    [line] = problems(build(f"drafter.init={drafter}", *ITS_SETTINGS, "drafter.model.aux_layers=[1, 3, 6]"))
+    assert "drafter.model.aux_layers is (1, 3, 6), the checkpoint has (1, 3, 5)" in line
+
+
+def test_a_drafter_trained_for_fewer_positions_than_are_served_is_refused(build, drafter: Path) -> None:
+    beyond = (f"drafter.init={drafter}", *ITS_SETTINGS, "rollout.draft_tokens=3")
+    [line] = problems(build(*beyond, "rollout.allow_draft_beyond_trained_depth=true", "drafter.model.trained_depth=3"))
+    assert "drafter.model.trained_depth is 3, the checkpoint has 2" in line
+    check_run(build(*beyond, "rollout.allow_draft_beyond_trained_depth=true"))
+
+
+def test_truncated_drafter_is_refused(build, drafter: Path) -> None:
+    weights = drafter / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    [line] = problems(build(f"drafter.init={drafter}", "rollout.draft_tokens=2"))
+    assert line.startswith("drafter.init:") and "truncated or corrupt" in line
+
+
+def test_unreachable_ray_and_mlflow_are_refused(build) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        port = listener.getsockname()[1]
+        ray, mlflow = quick_problems(
+            build(f"cluster.address=127.0.0.1:{port}", f"tracking.uri=http://127.0.0.1:{port}")
+        )
+    assert ray.startswith(f"cluster.address: nothing answers at 127.0.0.1:{port}") and "ray start --head" in ray
+    assert mlflow.startswith(f"tracking.uri: no answer from http://127.0.0.1:{port}")
+
+
+def test_ray_that_answers_passes(build) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert quick_problems(build(f"cluster.address=127.0.0.1:{server.getsockname()[1]}")) == []
+
+
+def test_malformed_ray_address_is_refused(build) -> None:
+    [line] = quick_problems(build("cluster.address=head-node"))
+    assert line.startswith("cluster.address: 'head-node' is no HOST:PORT")
+
+
+def test_misspelt_vllm_argument_is_refused(build) -> None:
+    [line] = quick_problems(build("rollout.vllm.max_num_seq=4", "drafter=none"))
+    assert line == "rollout.vllm.max_num_seq: vLLM has no such engine argument; did you mean rollout.vllm.max_num_seqs?"
+
+
+def test_environment_that_may_change_what_is_sampled_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    assert quick_problems(build()) == []
+    monkeypatch.setenv("VLLM_USE_RAY_SPMD", "1")
+    [line] = quick_problems(build())
+    assert line.startswith("VLLM_USE_RAY_SPMD: '1' is not known to leave logits and sampling alone; unset it")
+    assert quick_problems(build("drafter=none")) == []
+
+
+FULL_ROLLOUT = 252 * (4 * 32 * 2 + 16)
+"""Bytes of a rollout of full length in the tap: 3 aux layers and the last, 32 wide, in bfloat16."""
+
+
+def test_a_tap_that_holds_no_rollout_is_refused(build, model: Path) -> None:
+    too_small = build(f"rollout.features.max_bytes={FULL_ROLLOUT - 1}")
+    for found in (problems(too_small), quick_problems(too_small)):
+        [line] = found
+        assert line.startswith(f"rollout.features.max_bytes: {FULL_ROLLOUT - 1} does not hold one rollout of full")
+    always = "drafter.gate.publish_when=always"
+    check_run(build(f"rollout.features.max_bytes={FULL_ROLLOUT}", always))
+    check_run(build(f"rollout.features.max_bytes={FULL_ROLLOUT - 1}", "drafter=none"))
+
+
+def test_a_tap_that_leaves_the_gate_too_few_rollouts_is_refused(build, model: Path) -> None:
+    [line] = problems(build(f"rollout.features.max_tokens_per_step={15 * 252}"))
+    assert line.startswith("rollout.features: max_bytes = ") and "hold 15 rollouts of full length a step" in line
+    check_run(build(f"rollout.features.max_tokens_per_step={15 * 252}", "drafter.train=false"))
+    check_run(build(f"rollout.features.max_tokens_per_step={16 * 252}"))
+
+
+def test_the_share_that_is_tapped_is_said_when_it_is_not_all(build, model: Path) -> None:
+    assert tap_note(build(), model) is None
+    assert tap_note(build("drafter=none"), model) is None
+    some = build(f"rollout.features.max_bytes={16 * FULL_ROLLOUT}", f"rollout.features.max_tokens_per_step={32 * 252}")
+    assert tap_note(some, None).startswith("about 32 of 64 rollouts a step (50 %), drawn before they run")
+    of_bytes = tap_note(some, model)  # samples of a prompt share its rows, so that a few more than 16 fit
+    assert 16 < int(of_bytes.split()[1]) < 32
+
+
+def test_gpu_that_is_not_there_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "machine", lambda: {"gpus": []})
+    [line] = quick_problems(build("cluster.device=cuda"))
+    assert line == 'cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"'
+
+
+def test_too_little_disk_and_shared_memory_are_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 4000))
+    disk, shared = problems(build())
+    assert disk.startswith("run_root:") and "3 checkpoints of" in disk and "lower checkpoint.keep_last" in disk
+    assert shared.startswith("policy.model: policy updates take") and "--shm-size" in shared
+
+
+def test_shared_memory_must_hold_two_policies(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has 64 x 32 parameters, and an update is in bfloat16."""
+    usage = namedtuple("usage", "total used free")
+
+    def shared_memory_of(free: int) -> None:
+        free_of = {Path("/dev/shm"): free}
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, free_of.get(Path(path), 10**9)))
+
+    shared_memory_of(2 * 64 * 32 * 2)
+    check_run(build())
+    shared_memory_of(2 * 64 * 32 * 2 - 1)
+    [line] = problems(build())
+    assert line.startswith("policy.model: policy updates take")
+
+
+def test_run_root_that_cannot_be_written_is_refused(build, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    [line] = problems(build(f"run_root={tmp_path / 'file'}"))
+    assert line.startswith(f"run_root: {tmp_path / 'file'} is no folder that can be written")
