@@ -62,7 +62,7 @@ def train(name: str, arm: str, seed: int, args: argparse.Namespace) -> bool:
     command = ["cotrain", "init", args.config, f"name={name}", f"seed={seed}", *ARMS[arm]]
     command += ["init.source.type=rollouts", f"init.source.path={args.rollouts}", f"init.tokens={args.tokens}"]
     # Equal updates for all: no arm stops early.
-    command += [f"init.epochs={args.epochs}", "init.holdout=0.15", "init.patience=100", "tracking.log_drafters=false"]
+    command += [f"init.epochs={args.epochs}", "init.holdout=0.15", "tracking.log_drafters=false"]
     return subprocess.run(command).returncode == 0
 
 

@@ -316,15 +316,6 @@ class InitConfig(Section):
     holdout: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the prompts kept apart, for early stopping and for the served evaluation."""
 
-    evaluations_per_epoch: PositiveInt = 2
-    """Looks at the expected acceptance length on the hold-out in each epoch."""
-
-    patience: PositiveInt = 2
-    """Stop after this many looks without a new best."""
-
-    cache_gib: NonNegativeFloat = 0.0
-    """Most GiB of features kept on disk between epochs; the others are computed again by the engine. 0 keeps none."""
-
 
 class ReasoningGymTask(Section):
     """A reasoning-gym task with its own verifier."""

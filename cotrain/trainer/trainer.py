@@ -195,14 +195,14 @@ class DrafterTrainer:
         return len(self._holdout)
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Expected acceptance of the current weights on the hold-out; empty without one.
+    def evaluate(self, records: list[FeatureRecord] | None = None) -> dict[str, float]:
+        """Expected acceptance of the current weights on these rollouts; empty without any.
 
         As the engine would count it on these rollouts: rate of position k = share of verification steps that accept
         draft tokens 1 to k, length = 1 + sum of the rates, for the draft tokens served (see drafters/acceptance.py).
         """
         served = min(self._rollout.draft_tokens, self.drafter.trained_depth)
-        batches = batches_of(self._holdout.records, self._config.batch_tokens)
+        batches = batches_of(self._holdout.records if records is None else records, self._config.batch_tokens)
         rates = acceptance_rates([self._loss(batch).acceptance for batch in batches], served)
         if not rates:
             return {}

@@ -10,20 +10,20 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cotrain.config.errors import ConfigError
 from cotrain.config.files import write_json
 from cotrain.config.load import load_config, read_config, to_toml, write_config
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import DrafterConfig, RunConfig
 from cotrain.models.loading import native_head
 from cotrain.process import threads
 from cotrain.process.engine_output import engine_output_to
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
-from cotrain.records import RolloutRequest, Versions
+from cotrain.records import Versions
 from cotrain.run.checkpoint import (
     RunState,
     check_resume,
@@ -37,19 +37,16 @@ from cotrain.run.metrics import MetricsWriter, read_metrics
 from cotrain.run.provenance import machine, write_provenance
 from cotrain.run.run_dir import RunDir
 from cotrain.run.served_drafts import metrics_of
-from pipelines.initialise.collect import collect
-from pipelines.initialise.corpus import Corpus, StoredRollout, data_fingerprint, split_prompts
-from pipelines.initialise.report import Figures, summary
-from pipelines.initialise.sources import Source, open_source, sampling
+from pipelines.initialise.rollouts import Corpus, StoredRollout, data_fingerprint, split_prompts
+from pipelines.initialise.sources import Source, collect, open_source, sampling
 from pipelines.preflight import check_init, init_problems, quick_problems
 
 if TYPE_CHECKING:
     from cotrain.rollout.engine import RolloutEngine
     from cotrain.run.tracking import Tracker
     from cotrain.trainer.trainer import DrafterTrainer
-    from drafters.base import Serving
-    from pipelines.initialise.distil import Distillation
-    from pipelines.initialise.served import Served
+    from cotrain.transport.features import FeatureRecord
+    from pipelines.initialise.training import Training
 
 DESCRIPTION = "Train a drafter on rollouts of the policy, before RL: in-domain initialisation."
 EPILOG = """\
@@ -59,10 +56,11 @@ Reads [policy], [rollout], [drafter], [task] and [init] of the configuration; se
   cotrain init configs/smoke.toml name=other init.source.type=rollouts init.source.path=runs/first-drafter
   cotrain init --resume first-drafter
 """
-SERVED_ROLLOUTS = 128
-"""Most rollouts of the served evaluation."""
 DRAFTER_VERSION = 1
-GIB = 2**30
+Split = tuple[list[StoredRollout], list[StoredRollout]]
+"""Rollouts to train on, and those held out."""
+FEATURE_ROLLOUTS = 256
+"""Most rollouts whose features are computed between two chances to stop."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         print(to_toml(config), flush=True)
         if problems := [*init_problems(config), *quick_problems(config, resume)]:
             raise ConfigError(problems)
-        print("# no problem found; model, init.source and drafter.init are looked at when the run starts")
+        print("# no problem found; model, init.source and drafter.init are checked when the run starts")
         return 0
     return initialise(config, resume)
 
@@ -104,16 +102,16 @@ def initialise(config: RunConfig, resume: bool = False) -> int:
         if resume:
             _check_same_run(config, run_dir, fingerprints)
             if (run_dir.path / "init.json").exists():
-                print(
-                    f"{run_dir.path} is finished: its drafter is {run_dir.path}/drafter, its figures are in init.json"
-                )
+                print(f"{run_dir.path} is finished: its drafter is {run_dir.path}/drafter, its figures are init.json")
                 return 0
         else:
             write_config(config, run_dir.config)
         log = run_dir.start_attempt() / "engine.log"
         write_provenance(run_dir)
         os.environ.update(
-            threads.engine_environment(_threads(config.cluster.engine_threads), config.rollout.kv_cache_gib)
+            threads.engine_environment(
+                config.cluster.engine_threads or threads.num_cores(), config.rollout.kv_cache_gib
+            )
         )
         console = Console(stack.enter_context(engine_output_to(log)))
         stop = stack.enter_context(two_stage_stop(console.say, "part"))
@@ -122,9 +120,8 @@ def initialise(config: RunConfig, resume: bool = False) -> int:
             console.say(f"note: {note}")
         if config.rollout.num_engines > 1:
             console.say("note: rollout.num_engines is for training; this command runs one engine")
-        run = Initialisation(config, run_dir, model, fingerprints, source, console, stop)
-        finished = asyncio.run(run.run())
-        if not finished:
+        run = Initialisation(config, run_dir, model, fingerprints, console, stop)
+        if not asyncio.run(run.run(source)):
             console.say(f"Stopped; everything up to here is saved. Go on with: cotrain init {run_dir.resume}")
     return 0
 
@@ -136,10 +133,6 @@ def _check_same_run(config: RunConfig, run_dir: RunDir, fingerprints: dict[str, 
     check_resume(config, fingerprints, RunState(0, Versions(0, 0), None, saved, began_with))
 
 
-def _threads(configured: int | None) -> int:
-    return configured or threads.num_cores()
-
-
 class Initialisation:
     """One run of the command."""
 
@@ -149,20 +142,26 @@ class Initialisation:
         run_dir: RunDir,
         model: Path,
         fingerprints: dict[str, str],
-        source: Source,
         console: Console,
         stop_requested: Callable[[], bool],
     ) -> None:
-        from drafters.base import TargetSpec
+        self.config, self.run_dir, self.model = config, run_dir, model
+        self.fingerprints, self.console, self.stop_requested = fingerprints, console, stop_requested
 
-        assert config.drafter is not None
-        self.config, self.drafter, self.run_dir, self.model = config, config.drafter, run_dir, model
-        self.fingerprints, self.source = fingerprints, source
-        self.console, self.stop_requested = console, stop_requested
-        self.target = TargetSpec.from_pretrained(model)
-        self._serving: Serving | None = None
+    @cached_property
+    def drafter(self) -> DrafterConfig:
+        """The [drafter] section, which preflight has found to be there."""
+        assert self.config.drafter is not None
+        return self.config.drafter
 
-    async def run(self) -> bool:
+    @cached_property
+    def dtype(self) -> Any:
+        """Number format of the engine's weights."""
+        import torch
+
+        return getattr(torch, self.config.rollout.dtype)
+
+    async def run(self, source: Source) -> bool:
         """All stages; False when it was asked to stop early."""
         from cotrain.rollout.engine import RolloutEngine
 
@@ -183,23 +182,17 @@ class Initialisation:
             with self.console.phase("rollout engine"):
                 await engine.start()
             await engine.set_draft_tokens(0)
-            init, max_new = self.config.init, self.config.rollout.max_new_tokens
-            if not await collect(
-                engine, corpus, self.source, init.tokens, max_new, self.console.say, self.stop_requested
-            ):
+            if not await collect(engine, corpus, source, self.config, self.console.say, self.stop_requested):
                 return False
-            training, holdout = split_prompts(corpus.rollouts, init.holdout, self.config.seed)
-            metrics, tracker = self._records(stack)
-            distillation, coverage = await self._prepare(engine, training, holdout, metrics, tracker)
-            if not await distillation.run():
+            tracker, log = self._records(stack)
+            split = split_prompts(corpus.rollouts, self.config.init.holdout, self.config.seed)
+            training = await self._prepare(engine, split, tracker, log)
+            if training is None or not await training.train(self.stop_requested):
                 tracker.finish("KILLED")
                 return False
-            served = await self._serve(engine, scratch, distillation, holdout)
-            data = training, holdout
-            self._finish(distillation, coverage, served, data, tracker, time.monotonic() - started)
+            figures = self._figures(training, split) | await self._serve(engine, scratch, training, split[1])
+            self._finish(training.trainer, figures | {"seconds": time.monotonic() - started}, tracker)
         return True
-
-    # -- rollouts ----------------------------------------------------------------------------------------------------
 
     def _engine_spec(self, scratch: Path) -> Any:
         """The engine starts on an untrained drafter: with none it would tap nothing, and could not be sent one."""
@@ -207,21 +200,18 @@ class Initialisation:
 
         trainer = self._trainer(total_updates=1)
         folder = scratch / "untrained"
-        trainer.save_checkpoint(folder, self._dtype())
-        self._serving = trainer.drafter.serving
+        trainer.save_checkpoint(folder, self.dtype)
         return EngineSpec(
             rollout=self.config.rollout,
             model_path=str(self.model),
             drafter_folder=str(folder),
-            serving=self._serving,
+            serving=trainer.drafter.serving,
             seed=self.config.seed,
             scratch=str(scratch / "engine"),
         )
 
-    # -- training ----------------------------------------------------------------------------------------------------
-
     def _trainer(self, total_updates: int) -> "DrafterTrainer":
-        """drafter.init, or random weights."""
+        """A trainer that begins with drafter.init, or with random weights."""
         import torch
 
         from cotrain.process.cluster import place
@@ -229,15 +219,15 @@ class Initialisation:
         from cotrain.run.store_uri import tracking_uri
         from cotrain.trainer.trainer import DrafterTrainer
 
-        torch.set_num_threads(_threads(self.config.cluster.learner_threads))
-        init, folder = self.drafter.init, self.run_dir.path / "drafter_init"
-        first: Path | None = folder
-        if not folder.exists():
-            first = first_drafter(tracking_uri(self.config), init, self.model, folder)
-        # One "step" of the trainer's schedule is one update here.
-        schedule = {"updates_per_step": 1, "train_every": 1, "holdout": self.config.init.holdout}
+        torch.set_num_threads(self.config.cluster.learner_threads or threads.num_cores())
+        first: Path | None = self.run_dir.path / "drafter_init"
+        if not (first and first.exists()):
+            first = first_drafter(
+                tracking_uri(self.config), self.drafter.init, self.model, self.run_dir.path / "drafter_init"
+            )
         return DrafterTrainer(
-            config=self.drafter.model_copy(update=schedule),
+            # A step of the trainer's schedule is one update here.
+            config=self.drafter.model_copy(update={"updates_per_step": 1, "train_every": 1}),
             rollout=self.config.rollout,
             model_path=str(self.model),
             init_folder=None if first is None else str(first),
@@ -246,13 +236,8 @@ class Initialisation:
             device=place(self.config, len(machine()["gpus"])).device,
         )
 
-    def _dtype(self) -> Any:
-        import torch
-
-        return getattr(torch, self.config.rollout.dtype)
-
-    def _records(self, stack: AsyncExitStack) -> tuple[MetricsWriter, "Tracker"]:
-        """metrics.jsonl and MLflow, both as they stood at the newest checkpoint."""
+    def _records(self, stack: AsyncExitStack) -> tuple["Tracker", Callable[[int, Mapping[str, float]], None]]:
+        """MLflow, and what writes an evaluation there and to metrics.jsonl; both as they stood at the checkpoint."""
         from cotrain.run.tracking import Tracker
 
         checkpoint = latest_checkpoint(self.run_dir)
@@ -267,132 +252,108 @@ class Initialisation:
                 history=read_metrics(self.run_dir.metrics),
                 say=self.console.say,
             )
-        return metrics, stack.enter_context(tracker)
 
-    async def _prepare(
-        self,
-        engine: "RolloutEngine",
-        training: list[StoredRollout],
-        holdout: list[StoredRollout],
-        metrics: MetricsWriter,
-        tracker: "Tracker",
-    ) -> tuple["Distillation", float]:
-        """Everything before the first update: plan, target weights, vocabulary (and its coverage), hold-out."""
-        from pipelines.initialise.distil import Distillation, choose_vocabulary, plan_training
-        from pipelines.initialise.feature_store import FeatureStore
-
-        say = self.console.say
-        plan = plan_training(self.config, training, self._feature_bytes())
-        trainer = self._trainer(plan.num_updates)
-        trainer.set_target_weights(str(self.model), 0)
-        keep = self.drafter.init is not None or native_head(self.model) is not None
-        coverage = choose_vocabulary(trainer, self.target.vocab_size, training, holdout, keep)
-        say(f"{len(training):,} rollouts to train on, {len(holdout):,} held out")
-        say(f"the draft vocabulary covers {coverage:.2%} of the held-out response tokens")
-        cache = int(self.config.init.cache_gib * GIB)
-        store = FeatureStore(engine, self.run_dir.path / "features", cache, trainer.drafter.serving.aux_layers, say)
-        with self.console.phase("features of the hold-out"):
-            held = trainer.hold_out(await store.load("holdout", holdout))
-        if held < len(holdout):
-            share = "init.holdout of drafter.buffer.max_bytes"
-            say(f"note: only {held} of {len(holdout)} held-out rollouts fit into {share}; expected values are of these")
-        distillation = Distillation(
-            self.config, self.run_dir, trainer, store, training, plan, self.fingerprints, tracker.run_id
-        )
-        distillation.say, distillation.stop_requested = say, self.stop_requested
-
-        def on_look(update: int, row: Mapping[str, float]) -> None:
+        def log(update: int, row: Mapping[str, float]) -> None:
             metrics.write(update, row)
             tracker.log_step(update, row)
 
-        distillation.on_look = on_look
-        distillation.resume()
-        return distillation, coverage
+        return stack.enter_context(tracker), log
 
-    def _feature_bytes(self) -> int:
-        """Of one token in the trainer's memory: hidden states, token id and mask."""
-        aux_layers = self._serving.aux_layers if self._serving else ()
-        width = (len(aux_layers) + 1) * self.target.hidden_size
-        return width * {"float32": 4, "bfloat16": 2}[self.config.rollout.dtype] + 9
+    async def _prepare(
+        self, engine: "RolloutEngine", split: Split, tracker: "Tracker", log: Callable[[int, Mapping[str, float]], None]
+    ) -> "Training | None":
+        """Everything before the first update: plan, target weights, vocabulary, features of the hold-out."""
+        from drafters.base import TargetSpec
+        from pipelines.initialise.training import RunRecord, Training, choose_vocabulary, plan_updates
 
-    # -- result ------------------------------------------------------------------------------------------------------
+        training, holdout = split
+        target = TargetSpec.from_pretrained(self.model)
+        width = (self.drafter.model.num_aux_layers + 1) * target.hidden_size
+        bytes_per_token = width * self.dtype.itemsize + 9  # hidden states, token id and mask
+        plan = plan_updates(self.config, [r.num_tokens for r in training], bytes_per_token)
+        trainer = self._trainer(len(plan))
+        trainer.set_target_weights(str(self.model), 0)
+        if self.drafter.init is None and native_head(self.model) is None:
+            choose_vocabulary(trainer, target.vocab_size, training)
+        self.console.say(f"{len(training):,} rollouts to train on, {len(holdout):,} held out")
+
+        async def features(wanted: Sequence[StoredRollout]) -> "list[FeatureRecord] | None":
+            return await self._features(engine, wanted)
+
+        held_out = await features(holdout)
+        if held_out is None:
+            return None
+        record = RunRecord(self.config, self.run_dir, self.fingerprints, tracker.run_id, self.console.say, log)
+        return Training(record, trainer, plan, training, features, held_out)
+
+    async def _features(
+        self, engine: "RolloutEngine", rollouts: Sequence[StoredRollout]
+    ) -> "list[FeatureRecord] | None":
+        """One record for each rollout, from a prefill of prompt and response; None when asked to stop."""
+        from cotrain.transport.features import read_shard
+
+        records: list[FeatureRecord] = []
+        while len(records) < len(rollouts):
+            if self.stop_requested():
+                return None
+            group = rollouts[len(records) : len(records) + FEATURE_ROLLOUTS]
+            sequences = [(r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids)) for r in group]
+            for shard in await engine.tap_sequences(sequences):
+                records += read_shard(shard.path)
+                os.unlink(shard.path)
+            self.console.say(f"features of {len(records):,}/{len(rollouts):,} rollouts")
+        return records
 
     async def _serve(
-        self, engine: "RolloutEngine", scratch: Path, distillation: "Distillation", holdout: list[StoredRollout]
-    ) -> tuple["Served", dict[str, str]]:
-        """The best drafter on the engine, on prompts it was not trained on; digests of what is served."""
+        self, engine: "RolloutEngine", scratch: Path, training: "Training", holdout: list[StoredRollout]
+    ) -> dict[str, Any]:
+        """Figures of the best drafter on the engine, on prompts that it was not trained on."""
         from cotrain.transport.payload import write_payload
-        from pipelines.initialise.served import measure_served, serve
+        from pipelines.initialise.result import measure_served, serve, served_requests
 
-        distillation.use_best()
-        trainer = distillation.trainer
-        trainer.publish()
-        payload = write_payload(trainer.state_for_serving(), scratch / "drafter.safetensors", self._dtype())
-        digests = await serve(engine, payload, DRAFTER_VERSION)
+        training.use_best()
+        training.trainer.publish()
+        payload = write_payload(training.trainer.state_for_serving(), scratch / "drafter.safetensors", self.dtype)
+        await serve(engine, payload, DRAFTER_VERSION)
         with self.console.phase("the drafter, served on held-out prompts, with and without speculation"):
-            return await measure_served(engine, served_requests(holdout, self.config)), digests
+            served = await measure_served(engine, served_requests(holdout, self.config))
+        return {"served": served.to_json(), "served_counts": metrics_of(served.counts)}
 
-    def _finish(
-        self,
-        distillation: "Distillation",
-        coverage: float,
-        served: tuple["Served", dict[str, str]],
-        data: tuple[list[StoredRollout], list[StoredRollout]],
-        tracker: "Tracker",
-        seconds: float,
-    ) -> None:
-        """Save and register the drafter, write init.json, and say what came out."""
-        from pipelines.initialise.distil import EXPECTED
+    def _figures(self, training: "Training", split: Split) -> dict[str, Any]:
+        """What init.json says of the data and of the training."""
+        from pipelines.initialise.training import EXPECTED, vocabulary_coverage
 
-        training, holdout = data
-        folder = self.run_dir.path / "drafter"
-        distillation.trainer.save_checkpoint(folder, self._dtype())
-        progress, rollout = distillation.progress, self.config.rollout
-        figures = Figures(
-            policy=self.config.policy.model,
-            source=self.config.init.source.model_dump(mode="json"),
-            data_fingerprint=data_fingerprint([*training, *holdout]),
-            training_rollouts=len(training),
-            holdout_rollouts=len(holdout),
-            response_tokens=sum(len(r.token_ids) for r in [*training, *holdout]),
-            vocabulary_coverage=coverage,
-            updates=progress.update,
-            planned_updates=distillation.plan.num_updates,
-            best_update=progress.best_update,
-            expected_acceptance_length=progress.best[EXPECTED],
-            expected_acceptance_rates=[v for name, v in progress.best.items() if "acceptance_rate_pos" in name],
-            draft_tokens=rollout.draft_tokens,
-            draft_sample_method=rollout.draft_sample_method,
-            served=served[0],
-            served_digests=served[1],
-            seconds=seconds,
-        )
-        version = self._register(tracker, folder, figures)
-        write_json(self.run_dir.path / "init.json", asdict(figures) | {"registered_version": version})
-        self.console.say("\n" + "\n".join(summary(figures, self.config, folder, tracker.registered_model, version)))
-
-    def _register(self, tracker: "Tracker", folder: Path, figures: Figures) -> int | None:
-        """Version in the registry; None when MLflow did not take it (it says so itself)."""
-        versions = Versions(0, DRAFTER_VERSION)
-        metrics = {
-            "expected_acceptance_length": figures.expected_acceptance_length,
-            "vocabulary_coverage": figures.vocabulary_coverage,
+        data, progress, rollout = [*split[0], *split[1]], training.progress, self.config.rollout
+        return {
+            "policy": self.config.policy.model,
+            "source": self.config.init.source.model_dump(mode="json"),
+            "data_fingerprint": data_fingerprint(data),
+            "training_rollouts": len(split[0]),
+            "holdout_rollouts": len(split[1]),
+            "response_tokens": sum(len(r.token_ids) for r in data),
+            "vocabulary_coverage": vocabulary_coverage(training.trainer, split[1]),
+            "updates": progress.update,
+            "planned_updates": len(training.plan),
+            "best_update": progress.best_update,
+            "expected_acceptance_length": progress.best[EXPECTED],
+            "expected_acceptance_rates": [v for name, v in progress.best.items() if "acceptance_rate_pos" in name],
+            "draft_tokens": rollout.draft_tokens,
+            "draft_sample_method": rollout.draft_sample_method,
         }
-        tags = {"init": figures.source["type"], "data_fingerprint": figures.data_fingerprint}
-        step = max(1, figures.updates)
-        registered = tracker.log_drafter(folder, versions, step, metrics, tags)
-        tracker.log_served(DRAFTER_VERSION, metrics_of(figures.served.counts), step)
+
+    def _finish(self, trainer: "DrafterTrainer", figures: dict[str, Any], tracker: "Tracker") -> None:
+        """Save and register the drafter, write init.json, and say what came out."""
+        from pipelines.initialise.result import summary
+
+        folder = self.run_dir.path / "drafter"
+        trainer.save_checkpoint(folder, self.dtype)
+        step = max(1, figures["updates"])
+        metrics = {name: figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
+        tags = {"init": figures["source"]["type"], "data_fingerprint": figures["data_fingerprint"]}
+        registered = tracker.log_drafter(folder, Versions(0, DRAFTER_VERSION), step, metrics, tags)
+        tracker.log_served(DRAFTER_VERSION, figures.pop("served_counts"), step)
         tracker.finish()
-        return registered.result() if registered.done() else None
-
-
-def served_requests(holdout: Sequence[StoredRollout], config: RunConfig) -> list[RolloutRequest]:
-    """The held-out prompts, the samples of each as far as SERVED_ROLLOUTS goes."""
-    prompts = {tuple(r.prompt_token_ids): r.prompt_id for r in holdout}
-    samples = min(config.rollout.samples_per_prompt, max(1, SERVED_ROLLOUTS // len(prompts)))
-    chosen = list(prompts.items())[:SERVED_ROLLOUTS]
-    return [
-        RolloutRequest(prompt_id, sample, list(ids), config.seed + number * samples + sample)
-        for number, (ids, prompt_id) in enumerate(chosen)
-        for sample in range(samples)
-    ]
+        figures["registered_model"] = tracker.registered_model
+        figures["registered_version"] = registered.result() if registered.done() else None  # MLflow may be away
+        write_json(self.run_dir.path / "init.json", figures)
+        self.console.say("\n" + "\n".join(summary(figures, self.config, folder)))

@@ -1,22 +1,29 @@
-"""Where the rollouts of `cotrain init` come from: prompts for the policy to answer, or responses that are there."""
+"""Where the rollouts of `cotrain init` come from: prompts for the policy to answer, or responses that exist."""
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import DatasetRollouts, PolicyRollouts, RunConfig
 from cotrain.controller import request_seed
 from cotrain.records import RolloutRequest
+from cotrain.rollout.engine import RolloutEngine
+from cotrain.run.console import duration
 from cotrain.tasks.base import build_task
 from cotrain.tasks.datasets import existing_column, find_prompt_column, load_rows, split_question
 from cotrain.tasks.messages import chat_messages
 from cotrain.tasks.prompt_order import PromptSampler
 from cotrain.tasks.prompts import PromptEncoder
-from pipelines.initialise.corpus import StoredRollout, read_recorded
+from pipelines.initialise.rollouts import Corpus, StoredRollout, read_recorded
 
 Messages = list[dict[str, str]]
+
+PART_ROLLOUTS = 128
+"""Most rollouts of one part on disk, which is what a crash can lose."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,6 @@ Source = PromptStream | GivenRollouts
 def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) -> Source:
     """The source of [init.source], read and checked. Raises ValueError naming its field."""
     source = config.init.source
-    if isinstance(source, DatasetRollouts):
-        try:
-            return _from_dataset(source, config, _tokenizer(model))
-        except ValueError as error:
-            raise ValueError(str(error).replace("task.", "init.source.")) from error
     if isinstance(source, PolicyRollouts):
         task = build_task(config.task, config.seed)
         encoder = PromptEncoder(_tokenizer(model), config.rollout.max_prompt_tokens)
@@ -72,22 +74,74 @@ def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) ->
             return prompt.id, encoder.encode(prompt)
 
         return PromptStream(len(task), encode, config.rollout.samples_per_prompt, config.seed)
-    rollouts, about = read_recorded(source.path, fingerprints)
+    try:
+        if isinstance(source, DatasetRollouts):
+            return _from_dataset(source, config, _tokenizer(model))
+        rollouts, about = read_recorded(source.path, fingerprints)
+        kept, notes = _fitting(rollouts, config, source.path)
+    except ValueError as error:
+        raise ValueError(str(error).replace("task.", "init.source.")) from error
     ours = sampling(config)
     differing = [
         f"{name} {value}, now {ours[name]}" for name, value in about["sampling"].items() if value != ours[name]
     ]
-    notes = [f"the rollouts were sampled with {'; '.join(differing)}"] if differing else []
-    kept = [r for r in rollouts if _fits(config, r.prompt_token_ids, r.token_ids)]
-    if left_out := len(rollouts) - len(kept):
-        notes.append(f"{left_out} of {len(rollouts)} rollouts are longer than rollout.max_*_tokens and left out")
-    return _given(kept, source.path, notes)
+    if differing:
+        notes = (f"the rollouts were sampled with {'; '.join(differing)}", *notes)
+    return GivenRollouts(kept, notes)
 
 
 def sampling(config: RunConfig) -> dict[str, float]:
-    """How responses are drawn."""
+    """How responses are drawn, as corpus.json records it."""
     rollout = config.rollout
     return {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+
+
+def _tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+async def collect(
+    engine: RolloutEngine,
+    corpus: Corpus,
+    source: Source,
+    config: RunConfig,
+    say: Callable[[str], None],
+    stop_requested: Callable[[], bool],
+) -> bool:
+    """Append parts until there are init.tokens response tokens. Returns False when asked to stop early.
+
+    The next part depends on the corpus alone, so that an interrupted collection ends as any other.
+    """
+    wanted, before, started = config.init.tokens, corpus.num_response_tokens, time.monotonic()
+    while (have := corpus.num_response_tokens) < wanted:
+        if stop_requested():
+            return False
+        done = len(corpus.rollouts)
+        mean_length = have / done if done else config.rollout.max_new_tokens
+        part = await _next_part(engine, source, done, min(PART_ROLLOUTS, ceil((wanted - have) / mean_length)))
+        if not part:
+            say(f"note: init.source has no more than {have:,} response tokens; init.tokens asks for {wanted:,}")
+            break
+        corpus.append(part)
+        have, done = corpus.num_response_tokens, len(corpus.rollouts)
+        rate = (have - before) / (time.monotonic() - started)
+        eta = duration(max(0, wanted - have) / rate, decimals=0)
+        say(f"rollouts {done:,}  {have:,}/{wanted:,} tokens  {rate:,.0f} tok/s  eta {eta}")
+    return not stop_requested()
+
+
+async def _next_part(engine: RolloutEngine, source: Source, done: int, count: int) -> list[StoredRollout]:
+    """About `count` rollouts after the first `done` ones."""
+    if isinstance(source, GivenRollouts):
+        return source.rollouts[done : done + count]
+    samples = source.samples_per_prompt
+    batch = await engine.generate(source.requests(done // samples, max(1, round(count / samples))), tap=False)
+    return [
+        StoredRollout(r.prompt_id, r.sample_index, r.prompt_token_ids, r.token_ids, r.finish_reason)
+        for r in batch.rollouts
+    ]
 
 
 def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) -> Source:
@@ -95,46 +149,40 @@ def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) ->
     column = find_prompt_column(source, rows.column_names)
     if source.response_column is not None:
         existing_column(source.response_column, "task.response_column", rows.column_names)
-    name, limit = Path(source.path).stem, config.rollout.max_prompt_tokens
-    prompts: list[tuple[str, list[int]]] = []
-    given: list[StoredRollout] = []
+    examples = []
     for index, row in enumerate(rows):
         where = f"row {index} of {source.path}"
         question, last_message = split_question(row[column], column, where)
         messages = chat_messages(question, "", source.system_prompt)
-        token_ids = _template(tokenizer, messages, add_generation_prompt=True)
-        prompts.append((f"{name}-{index}", token_ids))
+        prompt = _template(tokenizer, messages, add_generation_prompt=True)
+        response: list[int] = []
         if source.response_column is not None:
-            response = last_message if source.response_column == column else row[source.response_column]
-            given.append(_given_rollout(f"{name}-{index}", messages, token_ids, response, tokenizer, where))
-    fitting = [(prompt_id, ids) for prompt_id, ids in prompts if len(ids) <= limit]
-    notes = []
-    if left_out := len(prompts) - len(fitting):
-        notes.append(f"{left_out} of {len(prompts)} prompts are over rollout.max_prompt_tokens = {limit} and left out")
-    if not fitting:
-        raise ValueError(f"task.path: {source.path} has no prompt within rollout.max_prompt_tokens = {limit}")
-    if source.response_column is None:
-        return PromptStream(
-            len(fitting), fitting.__getitem__, config.rollout.samples_per_prompt, config.seed, tuple(notes)
-        )
-    random.Random(config.seed).shuffle(given)
-    kept = [r for r in given if _fits(config, r.prompt_token_ids, r.token_ids)]
-    if left_out := len(given) - len(kept):
-        notes = [
-            f"{left_out} of {len(given)} examples are over rollout.max_prompt_tokens or max_new_tokens and left out"
-        ]
-    return _given(kept, source.path, notes)
+            text = last_message if source.response_column == column else row[source.response_column]
+            response = _response_tokens(messages, prompt, text, tokenizer, where)
+        examples.append(StoredRollout(f"{Path(source.path).stem}-{index}", 0, prompt, response, "stop"))
+    kept, notes = _fitting(examples, config, source.path)
+    if source.response_column is not None:
+        random.Random(config.seed).shuffle(kept)
+        return GivenRollouts(kept, notes)
+    prompts = [(example.prompt_id, example.prompt_token_ids) for example in kept]
+    return PromptStream(len(prompts), prompts.__getitem__, config.rollout.samples_per_prompt, config.seed, notes)
 
 
-def _given(rollouts: list[StoredRollout], path: str, notes: list[str]) -> GivenRollouts:
-    if not rollouts:
-        raise ValueError(f"init.source.path: {path} has no rollout within rollout.max_prompt_tokens and max_new_tokens")
-    return GivenRollouts(rollouts, tuple(notes))
+def _fitting(
+    rollouts: list[StoredRollout], config: RunConfig, path: str
+) -> tuple[list[StoredRollout], tuple[str, ...]]:
+    """The rollouts within the bounds of [rollout], and a note where there are others."""
+    limit, longest = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
+    kept = [r for r in rollouts if len(r.prompt_token_ids) <= limit and len(r.token_ids) <= longest]
+    if not kept:
+        raise ValueError(f"task.path: {path} has nothing within rollout.max_prompt_tokens and max_new_tokens")
+    if len(kept) == len(rollouts):
+        return kept, ()
+    left_out = len(rollouts) - len(kept)
+    return kept, (f"{left_out} of {len(rollouts)} are over rollout.max_prompt_tokens or max_new_tokens and left out",)
 
 
-def _given_rollout(
-    prompt_id: str, messages: Messages, prompt: list[int], response: Any, tokenizer: Any, where: str
-) -> StoredRollout:
+def _response_tokens(messages: Messages, prompt: list[int], response: Any, tokenizer: Any, where: str) -> list[int]:
     """A response as the policy would have written it: from the opened turn to the end-of-sequence token."""
     if not isinstance(response, str) or not response:
         raise ValueError(f"task.response_column: {where} has the response {response!r}; it must be a text")
@@ -147,12 +195,7 @@ def _given_rollout(
     token_ids = whole[len(prompt) :]
     if tokenizer.eos_token_id in token_ids:  # templates go on with a line break, which no policy writes
         token_ids = token_ids[: token_ids.index(tokenizer.eos_token_id) + 1]
-    return StoredRollout(prompt_id, 0, prompt, token_ids, "stop")
-
-
-def _fits(config: RunConfig, prompt: list[int], response: list[int]) -> bool:
-    rollout = config.rollout
-    return len(prompt) <= rollout.max_prompt_tokens and 0 < len(response) <= rollout.max_new_tokens
+    return token_ids
 
 
 def _template(tokenizer: Any, messages: Messages, add_generation_prompt: bool) -> list[int]:
@@ -160,9 +203,3 @@ def _template(tokenizer: Any, messages: Messages, add_generation_prompt: bool) -
         messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
     )
     return list(ids)
-
-
-def _tokenizer(model: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)

@@ -4,12 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.config.schema import RolloutConfig, RunConfig
+from cotrain.records import SpeculationCounts
 from pipelines.cli import main
-from pipelines.initialise.command import SERVED_ROLLOUTS, served_requests
-from pipelines.initialise.corpus import StoredRollout
-from pipelines.initialise.report import Figures, summary
-from pipelines.initialise.served import Served
+from pipelines.initialise.result import SERVED_ROLLOUTS, Served, served_requests, summary
+from pipelines.initialise.rollouts import StoredRollout
 
 SMOKE = "configs/smoke.toml"
 
@@ -61,35 +59,21 @@ def test_the_served_evaluation_is_bounded(run_config, prompts, samples, expected
     assert len({r.seed for r in requests}) == expected
 
 
-@pytest.fixture
-def run_config(tmp_path):
-    def build(**changes) -> RunConfig:
-        fields = {
-            "name": "first",
-            "steps": 1,
-            "policy": {"model": "tiny:llama"},
-            "drafter": {"model": {"type": "eagle3"}},
-            "task": {"type": "reasoning_gym", "name": "chain_sum"},
-        }
-        return RunConfig(**fields | changes)
-
-    return build
-
-
 def test_the_summary_says_what_came_out_and_what_to_do_next(run_config):
-    served = Served(1.9, [0.6, 0.3], 1000, 64, 120.0, 80.0)
-    figures = Figures(
-        policy="tiny:llama", source={"type": "policy"}, data_fingerprint="abc", training_rollouts=90,
-        holdout_rollouts=10, response_tokens=5000, vocabulary_coverage=0.987, updates=30, planned_updates=40,
-        best_update=20, expected_acceptance_length=1.88, expected_acceptance_rates=[0.58, 0.3], draft_tokens=2,
-        draft_sample_method="greedy", served=served, served_digests={}, seconds=130.0,
-    )  # fmt: skip
-    text = "\n".join(summary(figures, run_config(rollout=RolloutConfig()), Path("runs/x/drafter"), "tiny-drafter", 3))
+    served = Served(SpeculationCounts((0, 1000), ((0, 0), (600, 300))), 64, 120.0, 80.0)
+    figures = {
+        "source": {"type": "policy"}, "data_fingerprint": "abc", "training_rollouts": 90, "holdout_rollouts": 10,
+        "response_tokens": 5000, "vocabulary_coverage": 0.987, "updates": 30, "planned_updates": 40, "best_update": 20,
+        "expected_acceptance_length": 1.88, "expected_acceptance_rates": [0.58, 0.3], "served": served.to_json(),
+        "seconds": 130.0, "registered_model": "tiny-drafter", "registered_version": 3,
+    }  # fmt: skip
+    config = run_config(policy={"model": "tiny:llama"}, rollout={"draft_tokens": 2})
+    text = "\n".join(summary(figures, config, Path("runs/x/drafter")))
     for part in [
         "5,000 response tokens in 2m",
         "covers 98.70%",
         "expected 1.880, served 1.900",
-        "1: 0.580  2: 0.300",
+        "1: 0.600  2: 0.300",
         "120 tok/s, 80 without speculation: 1.50 times",
         "models:/tiny-drafter/3",
         "drafter.init=runs/x/drafter",

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from cotrain.models.loading import resolve_model
 from cotrain.run.checkpoint import model_fingerprints
-from pipelines.initialise.corpus import Corpus, StoredRollout
+from pipelines.initialise.rollouts import Corpus, StoredRollout
 from pipelines.initialise.sources import GivenRollouts, PromptStream, open_source
 
 
@@ -77,10 +77,10 @@ def test_what_is_too_long_is_left_out_and_said(open_with, dataset):
     path = dataset([{"prompt": "short", "reply": "x"}, {"prompt": "long " * 100, "reply": "x"}])
     source = open_with({"type": "dataset", "path": path}, max_prompt_tokens=200)
     assert source.num_prompts == 1
-    assert source.notes == ("1 of 2 prompts are over rollout.max_prompt_tokens = 200 and left out",)
+    assert source.notes == ("1 of 2 are over rollout.max_prompt_tokens or max_new_tokens and left out",)
     given = open_with({"type": "dataset", "path": path, "response_column": "reply"}, max_prompt_tokens=200)
-    assert len(given.rollouts) == 1 and "1 of 2 examples" in given.notes[0]
-    with pytest.raises(ValueError, match=r"init\.source\.path: .*no prompt within"):
+    assert len(given.rollouts) == 1 and "1 of 2 are over" in given.notes[0]
+    with pytest.raises(ValueError, match=r"init\.source\.path: .*has nothing within"):
         open_with({"type": "dataset", "path": path}, max_prompt_tokens=8)
 
 
@@ -115,4 +115,4 @@ def test_recorded_rollouts_of_another_sampling_are_noted(open_with, model, tmp_p
     source = open_with({"type": "rollouts", "path": str(tmp_path)}, max_new_tokens=50)
     assert [r.prompt_id for r in source.rollouts] == ["p"]
     assert source.notes[0] == "the rollouts were sampled with temperature 0.5, now 1.0"
-    assert source.notes[1].startswith("1 of 2 rollouts are longer")
+    assert source.notes[1].startswith("1 of 2 are over")

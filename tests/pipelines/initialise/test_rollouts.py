@@ -8,10 +8,9 @@ import pytest
 
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Versions
 from cotrain.run.checkpoint import DiskFullError
-from pipelines.initialise import corpus as corpus_module
-from pipelines.initialise.collect import collect
-from pipelines.initialise.corpus import Corpus, StoredRollout, data_fingerprint, read_recorded, split_prompts
-from pipelines.initialise.sources import GivenRollouts, PromptStream
+from pipelines.initialise import rollouts as rollouts_module
+from pipelines.initialise.rollouts import Corpus, StoredRollout, data_fingerprint, read_recorded, split_prompts
+from pipelines.initialise.sources import GivenRollouts, PromptStream, collect
 
 FINGERPRINTS = {"model": "m", "tokenizer": "t"}
 
@@ -46,10 +45,17 @@ def stream(num_prompts: int, samples: int = 2) -> PromptStream:
     return PromptStream(num_prompts, lambda i: (f"p{i}", [3 + i % 4, i]), samples, seed=7)
 
 
-def run_collect(folder, source, tokens: int, stop_after: int = 10**9) -> tuple[Corpus, bool, list[str]]:
-    corpus, said, looks = new_corpus(folder), [], iter(range(10**9))
-    done = asyncio.run(collect(EchoEngine(), corpus, source, tokens, 8, said.append, lambda: next(looks) >= stop_after))
-    return corpus, done, said
+@pytest.fixture
+def run_collect(run_config):
+    """Collect `tokens` tokens into a folder; the user asks to stop after `stop_after` parts."""
+
+    def run(folder, source, tokens: int, stop_after: int = 10**9) -> tuple[Corpus, bool, list[str]]:
+        config = run_config(init={"tokens": tokens}, rollout={"max_new_tokens": 8})
+        corpus, said, asked = new_corpus(folder), [], iter(range(10**9))
+        stop = lambda: next(asked) >= stop_after
+        return corpus, asyncio.run(collect(EchoEngine(), corpus, source, config, said.append, stop)), said
+
+    return run
 
 
 def test_parts_are_read_back_and_half_written_ones_are_not(tmp_path):
@@ -76,7 +82,7 @@ def test_a_full_disk_keeps_the_parts_before(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(corpus_module.os, "fsync", full)
+    monkeypatch.setattr(rollouts_module.os, "fsync", full)
     with pytest.raises(DiskFullError, match=r"disk full while writing rollouts.*--resume"):
         corpus.append([stored(2)])
     assert Corpus(tmp_path / "rollouts").rollouts == corpus.rollouts == [stored(1)]
@@ -108,7 +114,7 @@ def test_the_fingerprint_is_of_the_tokens():
     assert data_fingerprint([stored(1), stored(2)]) != data_fingerprint([stored(2), stored(1)])
 
 
-def test_collecting_stops_at_the_tokens_asked_for_and_goes_on_where_it_was_stopped(tmp_path):
+def test_collecting_stops_at_the_tokens_asked_for_and_goes_on_where_it_was_stopped(run_collect, tmp_path):
     straight, done, said = run_collect(tmp_path / "straight", stream(50), tokens=2000)
     assert done and 2000 <= straight.num_response_tokens < 2000 + 2 * 6
     assert straight.num_parts > 2 and f"{straight.num_response_tokens:,}/2,000 tokens" in said[-1]
@@ -117,7 +123,7 @@ def test_collecting_stops_at_the_tokens_asked_for_and_goes_on_where_it_was_stopp
     assert done and resumed.rollouts == straight.rollouts
 
 
-def test_used_up_prompts_come_again_with_new_samples(tmp_path):
+def test_used_up_prompts_come_again_with_new_samples(run_collect, tmp_path):
     corpus, _, _ = run_collect(tmp_path / "rollouts", stream(4), tokens=60)
     keys = [(r.prompt_id, r.sample_index) for r in corpus.rollouts]
     assert len(set(keys)) == len(keys) > 8
@@ -125,7 +131,7 @@ def test_used_up_prompts_come_again_with_new_samples(tmp_path):
     assert len({(r.prompt_id, r.token_ids[0]) for r in corpus.rollouts}) == len(keys)  # seeds of their own
 
 
-def test_given_rollouts_end_when_they_end(tmp_path):
+def test_given_rollouts_end_when_they_end(run_collect, tmp_path):
     given = GivenRollouts([stored(i) for i in range(200)])
     corpus, done, said = run_collect(tmp_path / "some", given, tokens=100)
     assert done and corpus.rollouts == given.rollouts[:20]

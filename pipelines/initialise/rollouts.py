@@ -9,8 +9,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,20 +35,18 @@ class StoredRollout:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response."""
+        """Tokens of prompt and response together."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
 
 class Corpus:
-    """The rollouts/ folder of one run: append-only, in parts."""
+    """The rollouts/ folder of one run, to which parts are appended."""
 
     def __init__(self, folder: Path) -> None:
         """Open a folder that may be new. Raises ValueError naming a part that cannot be read."""
         self.folder = folder
-        self.rollouts: list[StoredRollout] = []
-        parts = complete_parts(folder)
-        for part in parts:
-            self.rollouts += _read_part(part)
+        parts = sorted(folder.glob("part_*.jsonl"))
+        self.rollouts = [rollout for part in parts for rollout in _read_part(part)]
         self.num_parts = len(parts)
 
     @property
@@ -58,7 +55,7 @@ class Corpus:
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
     def describe(self, about: dict[str, Any]) -> None:
-        """Write corpus.json; `about` must hold the policy's `fingerprints`."""
+        """Write corpus.json; `about` must hold the policy's `fingerprints` and the `sampling`."""
         self.folder.mkdir(exist_ok=True)
         write_json(self.folder / ABOUT, about)
 
@@ -66,25 +63,37 @@ class Corpus:
         """Write one more part. Raises DiskFullError; the parts before it are then as they were."""
         path = self.folder / f"part_{self.num_parts:05d}.jsonl"
         partial = path.with_suffix(".partial")
-        with disk_full_named("rollouts", self.folder):
-            try:
-                with partial.open("w") as file:
-                    for rollout in rollouts:
-                        file.write(json.dumps(asdict(rollout), separators=(",", ":")) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+        try:
+            with partial.open("w") as file:
+                file.writelines(json.dumps(asdict(rollout), separators=(",", ":")) + "\n" for rollout in rollouts)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            if not is_disk_full(error, self.folder):
+                raise
+            raise DiskFullError(
+                errno.ENOSPC,
+                f"disk full while writing rollouts to {self.folder}; the parts that were complete are kept. Make room "
+                "and continue with --resume",
+            ) from error
         self.rollouts += rollouts
         self.num_parts += 1
+
+
+def _read_part(path: Path) -> list[StoredRollout]:
+    try:
+        return [StoredRollout(**json.loads(line)) for line in path.read_text().splitlines()]
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"rollouts: {path} is damaged ({error}); delete it to collect its rollouts again") from error
 
 
 def read_recorded(path: str, fingerprints: dict[str, str]) -> tuple[list[StoredRollout], dict[str, Any]]:
     """The rollouts that an earlier `cotrain init` of the same policy has written, and its corpus.json.
 
     path: its run folder or rollouts/ folder. Raises ValueError naming init.source.path when there is no complete part,
-    or they are of another policy or tokenizer.
+    or the rollouts are of another policy or tokenizer.
     """
     folder = Path(path).expanduser()
     folder = folder / "rollouts" if (folder / "rollouts").is_dir() else folder
@@ -108,11 +117,6 @@ def read_recorded(path: str, fingerprints: dict[str, str]) -> tuple[list[StoredR
     return rollouts, about
 
 
-def complete_parts(folder: Path) -> list[Path]:
-    """Part files in order."""
-    return sorted(folder.glob("part_*.jsonl"))
-
-
 def split_prompts(
     rollouts: Sequence[StoredRollout], share: float, seed: int
 ) -> tuple[list[StoredRollout], list[StoredRollout]]:
@@ -131,8 +135,7 @@ def split_prompts(
         raise ValueError(
             f"init.holdout: {share:g} of {len(keys)} prompts leaves none to train on; lower it or raise init.tokens"
         )
-    ranked = sorted(keys, key=lambda key: hashlib.blake2b(f"{seed}/".encode() + key).digest())
-    held = set(ranked[:count])
+    held = set(sorted(keys, key=lambda key: hashlib.blake2b(f"{seed}/".encode() + key).digest())[:count])
     training = [rollout for rollout in rollouts if _prompt_key(rollout) not in held]
     return training, [rollout for rollout in rollouts if _prompt_key(rollout) in held]
 
@@ -143,28 +146,6 @@ def data_fingerprint(rollouts: Iterable[StoredRollout]) -> str:
     for rollout in rollouts:
         digest.update(json.dumps([rollout.prompt_token_ids, rollout.token_ids]).encode())
     return digest.hexdigest()
-
-
-@contextmanager
-def disk_full_named(what: str, folder: Path) -> Iterator[None]:
-    """Raise DiskFullError, which says what did not fit and how to go on, in place of whatever a full disk raised."""
-    try:
-        yield
-    except Exception as error:
-        if not is_disk_full(error, folder):
-            raise
-        raise DiskFullError(
-            errno.ENOSPC,
-            f"disk full while writing {what} to {folder}; what was complete is kept. Make room and continue with "
-            "--resume",
-        ) from error
-
-
-def _read_part(path: Path) -> list[StoredRollout]:
-    try:
-        return [StoredRollout(**json.loads(line)) for line in path.read_text().splitlines()]
-    except (json.JSONDecodeError, TypeError) as error:
-        raise ValueError(f"rollouts: {path} is damaged ({error}); delete it to collect its rollouts again") from error
 
 
 def _prompt_key(rollout: StoredRollout) -> bytes:
