@@ -19,6 +19,12 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 import pytest
 
 from cotrain.config.schema import RunConfig
+from tests.file_times import FileTimes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the session itself, and none of its processes
+        config.pluginmanager.register(FileTimes())
 
 
 @pytest.fixture
