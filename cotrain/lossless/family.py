@@ -65,8 +65,6 @@ class Verdict:
 
 def judge(results: Sequence[CheckResult], alpha: float) -> Verdict:
     """Holm's procedure: whatever the dependence of the checks, any false alarm has probability alpha at most."""
-    if not results:
-        raise ValueError("results: no check was made, so there is nothing to judge")
     adjusted = holm([result.p for result in results])
     return Verdict(tuple(replace(r, adjusted_p=p) for r, p in zip(results, adjusted, strict=True)), alpha)
 

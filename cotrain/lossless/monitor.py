@@ -69,10 +69,7 @@ class MonitorCheck:
         return {f"lossless/{name}": value for name, value in (found | effects).items()}
 
     def message(self) -> str:
-        """What was found, in one line."""
-        if self.passed:
-            seen = f"{self.num_tokens} tokens, {self.speculated_tokens} of them speculated"
-            return f"rollouts have the policy's distribution: {seen}, check {self.number}"
+        """What a failed check found, in one line."""
         return f"rollouts do not have the policy's distribution: check {self.number}, {self.verdict}"
 
 

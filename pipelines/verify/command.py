@@ -24,14 +24,13 @@ from cotrain.process.engine_output import engine_output_to
 from drafters.base import Drafter, Sampler
 from pipelines.engines import (
     DEFAULT_TASK,
-    Subject,
+    EngineSetup,
     add_engine_options,
     at_least,
     new_folder,
     one_engine,
-    prepare_subject,
+    prepare_engine,
     provenance,
-    roomy_rollout,
 )
 from pipelines.verify.checks import Laws, Plan, Progress, Verifier, target_laws, two_drafters
 from pipelines.verify.report import Outcome, markdown, to_json
@@ -49,9 +48,8 @@ class Verification:
     """What is verified, with everything checked that can be without an engine."""
 
     plan: Plan
-    subject: Subject
+    setup: EngineSetup
     drafter: Drafter
-    rollout: RolloutConfig
     notes: list[str]
 
 
@@ -119,25 +117,23 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Verification:
     samplers = STANDARD_SAMPLERS
     if config and asked.temperature > 0:  # greedy text is always checked
         samplers = (Sampler(asked.temperature, asked.top_p, asked.top_k, ""),)
-    # Near the last position vLLM stops drafting, so that no recorded step would account for a token: k + 1 more.
-    task = config.task if config else DEFAULT_TASK
-    subject = prepare_subject(args, task, NUM_PROMPTS, 2 * args.k + 2, asked.vllm, pulled)
-    drafter = subject.drafter
-    assert drafter is not None
-    num_orders = 2 if len(drafter.draft_to_target) < subject.target.vocab_size else 1
-    rollout = roomy_rollout(
-        subject,
+    setup = prepare_engine(
         args,
+        config.task if config else DEFAULT_TASK,
+        NUM_PROMPTS,
         args.batch,
-        max_prompt_tokens=subject.longest_prompt + args.k + 1,
+        pulled,
         draft_tokens=args.k,
         allow_draft_beyond_trained_depth=True,
+        ignore_eos=True,
         vllm=asked.vllm,
     )
-    notes = []
+    drafter, notes = setup.drafter, []
+    assert drafter is not None
     if args.k > drafter.trained_depth:
         notes.append(f"k = {args.k} is beyond the {drafter.trained_depth} draft positions the drafter was trained for")
-    return Verification(plan_of(args, samplers, subject.prompts, num_orders), subject, drafter, rollout, notes)
+    num_orders = 2 if len(drafter.draft_to_target) < setup.target.vocab_size else 1
+    return Verification(plan_of(args, samplers, setup.prompts, num_orders), setup, drafter, notes)
 
 
 def plan_of(args: argparse.Namespace, samplers: tuple[Sampler, ...], prompts: list[list[int]], num_orders: int) -> Plan:
@@ -152,7 +148,7 @@ async def _run(args: argparse.Namespace, verification: Verification, console: Te
     """Load the target for the laws, start the engine, generate, judge."""
     laws = _laws(verification)
     print("starting the engine", file=console)
-    async with one_engine(verification.subject, verification.rollout, args) as engine:
+    async with one_engine(verification.setup, args.seed, args.threads) as engine:
         return await verify_engine(engine, args, verification, laws, console)
 
 
@@ -163,7 +159,7 @@ def _laws(verification: Verification) -> Laws:
     from cotrain.policy.log_probs import ResponseLogProbs
 
     dtype = verification.plan.dtype
-    model = AutoModelForCausalLM.from_pretrained(verification.subject.model, dtype=getattr(torch, dtype)).float().eval()
+    model = AutoModelForCausalLM.from_pretrained(verification.setup.model, dtype=getattr(torch, dtype)).float().eval()
     ResponseLogProbs(model, 1.0, torch.float32).check_head()
     return target_laws(model, verification.drafter.draft_to_target.tolist(), dtype)
 

@@ -190,7 +190,7 @@ def test_a_runs_configuration_gives_model_sampling_and_draft_length(drafter_fold
     args = build_parser().parse_args(["--config", str(config), "--drafter", str(drafter_folder)])
     verification = prepare(args, tmp_path)
     assert verification.plan.draft_tokens == 2
-    assert verification.rollout.dtype == "float32"
+    assert verification.setup.rollout.dtype == "float32"
     assert verification.plan.settings[1].samplers == (Sampler(0.8, 1.0, 0, ""),)
 
 
