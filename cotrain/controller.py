@@ -180,7 +180,7 @@ class Controller:
             check_log_probs(gap, rollout.dtype)
 
     def _watch(self, step: int, batch: RolloutBatch) -> dict[str, float]:
-        """Now and then: have these rollouts the policy's distribution? Before the policy moves on."""
+        """Check, when it is due, that the rollouts have the distribution of the policy that generated them."""
         drafting, monitor = self.roles.drafting, self.monitor
         if drafting is None or not monitor.due(step, self.run_seconds):
             return {}
@@ -190,12 +190,12 @@ class Controller:
         started = time.perf_counter()
         with self._timed("lossless"):
             draws = self.roles.policy.response_draws(chosen.rollouts, self._sampler, monitor.logit_tolerance)
-            look = monitor.look(step, chosen, draws, time.perf_counter() - started)
-        if not look.passed:
+            found = monitor.check(step, chosen, draws, time.perf_counter() - started)
+        if not found.passed:
             cause = "speculation is not lossless on this engine, or the engines serve other policy weights"
             remedy = "find out with cotrain verify; drafter=none runs without speculation"
-            drafting.respond(step, [Alarm("not_lossless", look.message(), cause, remedy, look.metrics())])
-        return look.metrics()
+            drafting.respond(step, [Alarm("not_lossless", found.message(), cause, remedy, found.metrics())])
+        return found.metrics()
 
     def _learn(self, step: int, rollouts: list[ScoredRollout], batch: RolloutBatch) -> dict[str, float]:
         """Policy update, with the drafter trainer at work beside it."""

@@ -1,1 +1,1 @@
-"""Is generated text distributed as the target says? The statistics behind `cotrain verify`; no engine, no model."""
+"""Statistics that test whether generated text has the target's distribution; they know records, but no engine."""

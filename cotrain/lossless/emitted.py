@@ -1,30 +1,18 @@
-"""From rollouts to checks: each token's law from a forward pass of the target, tokens sorted by their place in a step."""
+"""The law of each emitted token: the target's processed distribution, from a forward over the emitted text.
 
-import math
-from collections.abc import Mapping, Sequence
+Operations come in vLLM's order: temperature, top-k, top-p, softmax. Logits are processed in float32 (or wider) as the
+engine does, so that both cut at the same token; probabilities are float64.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cotrain.lossless.draws import Draws, Floats, concatenate
-from cotrain.lossless.family import CheckResult
-from cotrain.lossless.goodness import log_prob_check, returned_log_prob_check, support_check, uniformity_check
-from cotrain.lossless.target_law import emitted_draws
-from cotrain.lossless.verification import UNKNOWN, by_stratum, response_strata
-from cotrain.records import Rollout
+from cotrain.lossless.draws import Draws, concatenate, draws_of
 from drafters.base import Sampler
-
-LOGIT_ERROR = {"float32": 5e-4, "bfloat16": 0.25}
-"""Largest difference of a logit between the engine in this number format and a float32 forward of the same weights:
-kernels that add up in another order, or two units in the last place of a logit of 16 to 32."""
-
-RARE_EDGES = 0.01
-"""Logit error from which on top-k and top-p often cut at another token than the law does."""
-
-AT_LEAST = 100
-"""Fewest tokens of a stratum that get checks of their own."""
+from drafters.losses import at_least_float32, truncate
 
 CHUNK_ROWS = 64
 
@@ -54,54 +42,61 @@ def response_draws(
     return concatenate(parts)
 
 
-def log_prob_tolerance(sampler: Sampler, logit_error: float) -> tuple[float, float]:
-    """(nats by which a returned log-prob may differ from the law's, and how much more where truncation cuts elsewhere).
+def emitted_draws(
+    logits: Tensor,
+    tokens: Tensor,
+    sampler: Sampler,
+    orders: Mapping[str, Tensor] | None = None,
+    logit_tolerance: float = 0.0,
+) -> Draws:
+    """Emitted tokens [T] under the target's law from logits [T, V]; orders with keys [V] as in `draws_of`.
 
-    A logit error changes a log-prob by up to twice itself. Where top-p cuts one token later, what is kept grows to at
-    most 1, from top_p at least. Top-k keeps all tokens whose logit equals the k-th, in vLLM too: a tie that only one of
-    the two has is a token of at most 1/k of what the other keeps. Both are rare with small errors, and common from
-    RARE_EDGES on.
+    logit_tolerance: largest error of a logit, before temperature, between this forward and the engine's (bfloat16
+    rounds logits of 16 to 32 to 0.125). A token that such an error brings across the edge of top-k or top-p, or to the
+    argmax at temperature 0, does not count as outside. 0 suits an engine in float32 only up to ties.
     """
+    log_law = target_log_probs(logits, sampler)
+    outside = _outside(_scaled(logits, sampler.temperature), log_law, tokens, sampler, logit_tolerance)
+    return draws_of(log_law, tokens, orders, outside)
+
+
+def target_log_probs(logits: Tensor, sampler: Sampler) -> Tensor:
+    """Float64 log-probabilities [T, V] of the processed distribution; -inf outside top-k and top-p.
+
+    logits [T, V]: row t predicts emitted token t. At temperature 0 the argmax has probability 1, as in vLLM. What vLLM
+    returns as processed log-probs is this at the emitted tokens. Raises ValueError when a logit is NaN.
+    """
+    if logits.isnan().any():
+        raise ValueError("logits: NaN in the target's forward; check its weights before testing the engine")
+    scaled = _scaled(logits, sampler.temperature)
     if sampler.temperature == 0:
-        raise ValueError("temperature is 0: greedy log-probs are those of the unprocessed logits, not of the law")
-    edge = -math.log(sampler.top_p) + (math.log1p(1 / sampler.top_k) if sampler.top_k > 0 else 0.0)
-    error = 2 * logit_error / sampler.temperature
-    return (error, edge) if logit_error < RARE_EDGES else (error + edge, 0.0)
+        hot = torch.full_like(scaled, -torch.inf, dtype=torch.float64)
+        return hot.scatter_(1, scaled.argmax(1, keepdim=True), 0.0)
+    return truncate(scaled, sampler.top_k, sampler.top_p).double().log_softmax(1)
 
 
-def setting_checks(
-    rollouts: Sequence[Rollout],
-    samplers: Sequence[Sampler],
-    draws: Sequence[Draws],
-    name: str,
-    rng: np.random.Generator,
-    logit_error: float,
-) -> list[CheckResult]:
-    """All checks of one setting's rollouts; samplers and draws are one for each. logit_error: see LOGIT_ERROR.
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    logits = at_least_float32(logits)
+    return logits / temperature if temperature else logits
 
-    Greedy requests of a mixed batch count for `support` alone: their only possible token has probability 1.
+
+def _outside(scaled: Tensor, log_law: Tensor, tokens: Tensor, sampler: Sampler, tolerance: float) -> Tensor:
+    """[T] True where no error of the logits up to the tolerance makes the token possible.
+
+    With errors up to d, a token gets past another whose logit is up to 2d higher, and a probability m changes by at
+    most 2d m (1 - m) to first order: then top-p cuts later than it does here.
     """
-    together = concatenate(draws)
-    results = [support_check(together, name)]
-    lengths = [len(part) for part in draws]
-    sampled = np.repeat([sampler.temperature > 0 for sampler in samplers], lengths)
-    if not sampled.any():
-        return results
-    random = together.select(sampled)
-    results += distribution_checks(random, name, rng)
-    tolerances = [log_prob_tolerance(s, logit_error) if s.temperature else (0.0, 0.0) for s in samplers]
-    tolerance, edge = (np.repeat([pair[i] for pair in tolerances], lengths)[sampled] for i in range(2))
-    returned: Floats = np.concatenate([r.log_probs for r in rollouts])[sampled]
-    results.append(returned_log_prob_check(returned, random, name, tolerance, edge))
-
-    strata = np.concatenate([response_strata(r.verification_steps, len(r.token_ids)) for r in rollouts])[sampled]
-    if len(set(strata)) > 1:
-        for stratum, part in by_stratum(random, strata, AT_LEAST).items():
-            if stratum != UNKNOWN:
-                results += distribution_checks(part, f"{name}: {stratum}", rng)
-    return results
-
-
-def distribution_checks(draws: Draws, name: str, rng: np.random.Generator) -> list[CheckResult]:
-    """Log-probs, and uniformity by each order."""
-    return [log_prob_check(draws, name), *(uniformity_check(draws, name, rng, order) for order in draws.before)]
+    drawn = tokens[:, None]
+    impossible = log_law.gather(1, drawn) == -torch.inf
+    if not impossible.any():
+        return impossible.squeeze(1)
+    error = tolerance / (sampler.temperature or 1.0)
+    logit = scaled.gather(1, drawn)
+    smallest_kept = scaled.masked_fill(log_law == -torch.inf, torch.inf).amin(1, keepdim=True)
+    explained = logit >= smallest_kept - 2 * error
+    if sampler.temperature > 0 and sampler.top_p < 1:
+        in_top_k = truncate(scaled, sampler.top_k, 1.0)
+        above = (in_top_k.double().softmax(1) * (in_top_k > logit)).sum(1, keepdim=True)
+        latest_cut = sampler.top_p + 2 * error * sampler.top_p * (1 - sampler.top_p)
+        explained |= (in_top_k.gather(1, drawn) > -torch.inf) & (above < latest_cut)
+    return (impossible & ~explained).squeeze(1)

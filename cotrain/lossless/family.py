@@ -1,9 +1,17 @@
-"""One verdict over many checks, with the probability of any false alarm bounded over all of them."""
+"""One verdict over many checks: the chance of any false alarm is bounded, and the tokens needed are known beforehand.
 
+`level` is the p-value at which any check of a family is sure to fail: alpha / number of checks, Holm's first step.
+"""
+
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy import stats
+
+POWER = 0.9
+"""Probability to find a fault of the stated size."""
 
 
 @dataclass(frozen=True)
@@ -11,13 +19,16 @@ class CheckResult:
     """One check of one setting."""
 
     check: str
-    setting: str  # "T=0.7 top_p=0.9 k=3 probabilistic, drafted 2"
-    num: int  # tokens, or texts
-    statistic: float
+    setting: str
+    """For example "k=3 probabilistic, T=0.7 top_p=0.9: drafted 2"."""
+    num: int
+    """Tokens or prompts."""
     effect: float
-    effect_unit: str
+    unit: str
     p: float
-    """Probability of a statistic at least as extreme on a lossless engine; 0 and 1 for checks that prove or pass."""
+    """Probability of an effect at least as extreme on a lossless engine; 0 is proof of a fault."""
+    adjusted_p: float = math.nan
+    """Smallest false-alarm rate of its whole family at which the check fails; known once the family is judged."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.p <= 1:
@@ -25,69 +36,37 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A check within its family."""
-
-    result: CheckResult
-    adjusted_p: float
-    failed: bool
-
-
-@dataclass(frozen=True)
 class Verdict:
     """All checks of a family, in the order they were given."""
 
-    rows: tuple[Row, ...]
+    results: tuple[CheckResult, ...]
     alpha: float
 
     @property
     def passed(self) -> bool:
-        """No check failed. On a lossless engine False with probability at most alpha."""
-        return not any(row.failed for row in self.rows)
+        """No check failed. On a lossless engine this is False with probability at most alpha."""
+        return not self.failures
 
     @property
-    def failures(self) -> list[Row]:
+    def failures(self) -> list[CheckResult]:
         """Checks that failed, the surest first."""
-        return sorted((row for row in self.rows if row.failed), key=lambda row: row.result.p)
-
-    def table(self) -> list[dict[str, str | int | float]]:
-        """One dictionary a check, in plain values."""
-        return [
-            {
-                "check": row.result.check,
-                "setting": row.result.setting,
-                "n": row.result.num,
-                "statistic": row.result.statistic,
-                "effect": row.result.effect,
-                "unit": row.result.effect_unit,
-                "p": row.result.p,
-                "adjusted p": row.adjusted_p,
-                "verdict": "FAIL" if row.failed else "ok",
-            }
-            for row in self.rows
-        ]
+        return sorted((r for r in self.results if r.adjusted_p <= self.alpha), key=lambda result: result.p)
 
     def __str__(self) -> str:
-        count = len(self.rows)
-        if self.passed:
+        count, failures = len(self.results), self.failures
+        if not failures:
             return f"lossless: {count} checks passed, false-alarm rate of all together at most {self.alpha:g}"
-        worst = self.failures[0]
+        worst = failures[0]
         return (
-            f"NOT lossless: {len(self.failures)} of {count} checks failed, first {worst.result.check} "
-            f"({worst.result.setting}): effect {worst.result.effect:.3g} {worst.result.effect_unit}, "
-            f"adjusted p {worst.adjusted_p:.2g}"
+            f"NOT lossless: {len(failures)} of {count} checks failed, first {worst.check} ({worst.setting}): "
+            f"effect {worst.effect:.3g} {worst.unit}, adjusted p {worst.adjusted_p:.2g}"
         )
 
 
 def judge(results: Sequence[CheckResult], alpha: float) -> Verdict:
     """Holm's procedure: whatever the dependence of the checks, any false alarm has probability alpha at most."""
-    if not 0 < alpha < 1:
-        raise ValueError(f"alpha is {alpha}; use a false-alarm rate between 0 and 1, such as 0.01")
-    if not results:
-        raise ValueError("results: no check was made, so there is nothing to judge")
     adjusted = holm([result.p for result in results])
-    rows = (Row(result, p, p <= alpha) for result, p in zip(results, adjusted, strict=True))
-    return Verdict(tuple(rows), alpha)
+    return Verdict(tuple(replace(r, adjusted_p=p) for r, p in zip(results, adjusted, strict=True)), alpha)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -99,8 +78,20 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
-def alpha_of_look(alpha: float, look: int) -> float:
-    """Share of alpha for the look-th (1, 2, ...) look that a monitor considers; those of an endless run add up to alpha."""
-    if look < 1:
-        raise ValueError(f"look is {look}; the first one is 1")
-    return alpha / (look * (look + 1))
+def tokens_for_distance(distance: float, level: float) -> int:
+    """Tokens for `uniformity_check` to find a difference of `distance` at some point of the order.
+
+    That is the total variation distance when the order separates tokens drawn too often from those drawn too rarely.
+    At that point the observed share has a standard deviation of at most 1/2 / sqrt(n); the largest difference is at
+    least the one there. So n is an upper bound.
+    """
+    return math.ceil((_ks_quantiles(level) / distance) ** 2)
+
+
+def detectable_distance(num_tokens: int, level: float) -> float:
+    """Inverse of `tokens_for_distance`; at most 1."""
+    return min(1.0, _ks_quantiles(level) / math.sqrt(num_tokens))
+
+
+def _ks_quantiles(level: float) -> float:
+    return float(stats.kstwobign.isf(level) + 0.5 * stats.norm.ppf(POWER))

@@ -1,25 +1,32 @@
-"""The short form of `cotrain verify` inside a run: tokens of rollouts that were generated anyway, now and then.
+"""The short form of `cotrain verify` inside a run: checks tokens of rollouts that were generated anyway.
 
-One look, all before the policy moves: `due`, `choose`, the policy learner's laws of what was chosen, `look`. Draft
-lengths may have varied and steps without drafts are not recorded, so tokens are not sorted by their place in a step.
+A check takes four calls, all before the policy moves: `due`, `choose`, the policy learner's laws of what was chosen,
+`check`. Draft lengths may have varied and steps without drafts are not recorded, so tokens are not sorted by their place
+in a verification step. A token is speculated when a verification step emitted it: a draft token that was accepted, or
+what came in place of one or behind the last. Only these can show that speculation changes the distribution.
 
-A token is speculated when a verification step emitted it: a draft token that was accepted, or what came in place of one
-or behind the last. Only these can show that speculation changes the distribution.
+False alarms: the n-th step that is considered spends alpha / n(n+1). These shares add up to alpha, so over a run of any
+length any false alarm has probability at most alpha = FALSE_ALARM_RATE. This holds as long as no logit of the engine
+differs from the policy learner's by more than `logit_tolerance` (0.0005 in float32, 0.5 in bfloat16), and top-k and
+top-p cut at another token for EDGE_SHARE of the tokens at most.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cotrain.config.monitor import LEAST_SPECULATED, MonitorConfig
+from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
 from cotrain.lossless.draws import Draws
-from cotrain.lossless.emitted import LOGIT_ERROR, setting_checks
-from cotrain.lossless.family import Verdict, alpha_of_look, judge
+from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.setting import describe
 from cotrain.records import Rollout
 from drafters.base import Sampler
+
+FALSE_ALARM_RATE = 0.01
+"""Chance that any check of a run raises an alarm although its rollouts are as they should be."""
 
 WEIGHT_ROUNDING = 2.0
 """Factor on LOGIT_ERROR in bfloat16: the learner's weights are float32 masters, the engine's are rounded."""
@@ -27,7 +34,7 @@ WEIGHT_ROUNDING = 2.0
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a look is taken at."""
+    """The rollouts to check."""
 
     rollouts: list[Rollout]
     speculated_tokens: int
@@ -35,8 +42,8 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one look found."""
+class MonitorCheck:
+    """What one check found."""
 
     number: int
     num_tokens: int
@@ -50,35 +57,38 @@ class Look:
 
     def metrics(self) -> dict[str, float]:
         """Numbers of the step's row, as lossless/<name>."""
-        return {
-            "lossless/look": float(self.number),
-            "lossless/tokens": float(self.num_tokens),
-            "lossless/speculated_tokens": float(self.speculated_tokens),
-            "lossless/passed": float(self.passed),
-            "lossless/smallest_adjusted_p": min(row.adjusted_p for row in self.verdict.rows),
-            **{
-                f"lossless/{row.result.check.replace(' ', '_').replace('-', '_')}_effect": row.result.effect
-                for row in self.verdict.rows
-            },
+        results = self.verdict.results
+        effects = {f"{r.check.replace(' ', '_').replace('-', '_')}_effect": r.effect for r in results}
+        found = {
+            "check": float(self.number),
+            "tokens": float(self.num_tokens),
+            "speculated_tokens": float(self.speculated_tokens),
+            "passed": float(self.passed),
+            "smallest_adjusted_p": min(result.adjusted_p for result in results),
         }
+        return {f"lossless/{name}": value for name, value in (found | effects).items()}
 
     def message(self) -> str:
-        """What was found, in one line."""
-        if self.passed:
-            seen = f"{self.num_tokens} tokens, {self.speculated_tokens} of them speculated"
-            return f"rollouts have the policy's distribution: {seen}, look {self.number}"
-        return f"rollouts do not have the policy's distribution: look {self.number}, {self.verdict}"
+        """What a failed check found, in one line."""
+        return f"rollouts do not have the policy's distribution: check {self.number}, {self.verdict}"
+
+
+@dataclass
+class _State:
+    checks: int = 0
+    considered: int = 0
+    last_step: int = 0
+    spent: float = 0.0
+    last_cost: float = 0.0
 
 
 class LosslessMonitor:
-    """Chooses tokens, spreads one false-alarm rate over all looks, and keeps their cost within bounds."""
+    """Chooses tokens, spreads one false-alarm rate over all checks, and keeps their cost within bounds."""
 
     def __init__(self, config: MonitorConfig, sampler: Sampler, dtype: str, seed: int):
-        """sampler, dtype: the engine's. Draws random numbers of its own, by seed and look."""
+        """sampler, dtype: the engine's. Draws random numbers of its own, by seed and step considered."""
         self._config, self._sampler, self._dtype, self._seed = config, sampler, dtype, seed
-        self._looks = self._considered = 0
-        self._last_step = 0
-        self._spent = self._last_cost = 0.0
+        self._state = _State()
 
     @property
     def logit_tolerance(self) -> float:
@@ -86,33 +96,31 @@ class LosslessMonitor:
         return LOGIT_ERROR[self._dtype] * (WEIGHT_ROUNDING if self._dtype == "bfloat16" else 1.0)
 
     def due(self, step: int, seconds: float) -> bool:
-        """Whether to consider a look at this step's rollouts, whatever they are.
+        """Whether to consider a check of this step's rollouts, whatever they are.
 
-        seconds: since the run started, over all its sessions.
+        seconds: since the run started, over all its attempts.
         """
-        if not self._config.enabled:
-            return False
-        if self._looks == 0:
-            return True
-        affordable = self._spent + self._last_cost <= self._config.max_share * seconds
-        return step - self._last_step >= self._config.every and affordable
+        state, every = self._state, self._config.every
+        if every == 0 or state.checks == 0:
+            return every > 0
+        affordable = state.spent + state.last_cost <= self._config.max_share * seconds
+        return step - state.last_step >= every and affordable
 
     def choose(self, rollouts: Sequence[Rollout]) -> Chosen | None:
         """Whole rollouts in random order, as many as fit; the last is cut short, the first if it is too long alone.
 
-        None when fewer than LEAST_SPECULATED of their tokens were speculated: then no look takes place in this step.
+        None when fewer than LEAST_SPECULATED of their tokens were speculated: then this step is not checked.
 
         What is chosen depends on lengths and on chance, never on the tokens. So rollouts with verification steps are
         not preferred: a response that ends with its first token has none, and ends would be seen too rarely. Whether
-        the look takes place does depend on the tokens, since rejections make verification steps. That is why a share
-        of the false-alarm rate goes with every step considered, with or without a look.
+        the check takes place does depend on the tokens, since rejections make verification steps. That is why a share
+        of the false-alarm rate goes with every step considered, with or without a check.
         """
-        order = np.random.default_rng([self._seed, self._considered]).permutation(len(rollouts))
-        self._considered += 1
+        order = np.random.default_rng([self._seed, self._state.considered]).permutation(len(rollouts))
+        self._state.considered += 1
         left, speculated = self._config.tokens, 0
         chosen: list[Rollout] = []
-        for index in order:
-            rollout = rollouts[index]
+        for rollout in (rollouts[index] for index in order):
             kept = min(len(rollout.token_ids), left - len(rollout.prompt_token_ids))
             if kept < 1 and chosen:
                 break
@@ -125,32 +133,30 @@ class LosslessMonitor:
                 break
         return Chosen(chosen, speculated) if speculated >= LEAST_SPECULATED else None
 
-    def look(self, step: int, chosen: Chosen, draws: Sequence[Draws], seconds: float) -> Look:
-        """Judge the chosen rollouts by their laws. seconds: what this look took, the forward pass included."""
-        self._looks += 1
-        self._last_step = step
-        self._last_cost = seconds
-        self._spent += seconds
-        rng = np.random.default_rng([self._seed, self._considered, 1])
-        rollouts, samplers = chosen.rollouts, [self._sampler] * len(chosen.rollouts)
-        results = setting_checks(rollouts, samplers, draws, describe(self._sampler), rng, self.logit_tolerance)
-        verdict = judge(results, alpha_of_look(self._config.false_alarm_rate, self._considered))
-        return Look(self._looks, sum(map(len, draws)), chosen.speculated_tokens, verdict)
+    def check(self, step: int, chosen: Chosen, draws: Sequence[Draws], seconds: float) -> MonitorCheck:
+        """Judge the chosen rollouts by their laws. seconds: what this check took, the forward pass included."""
+        state = self._state
+        state.checks, state.last_step, state.last_cost = state.checks + 1, step, seconds
+        state.spent += seconds
+        rng = np.random.default_rng([self._seed, state.considered, 1])
+        samplers = [self._sampler] * len(chosen.rollouts)
+        name = describe(self._sampler)
+        results = setting_checks(chosen.rollouts, samplers, draws, name, rng, self.logit_tolerance)
+        verdict = judge(results, alpha_share(FALSE_ALARM_RATE, state.considered))
+        return MonitorCheck(state.checks, sum(map(len, draws)), chosen.speculated_tokens, verdict)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: a resumed run goes on with the same share of the false-alarm rate."""
-        return {
-            "looks": self._looks,
-            "considered": self._considered,
-            "last_step": self._last_step,
-            "spent": self._spent,
-            "last_cost": self._last_cost,
-        }
+        return asdict(self._state)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
-        self._looks, self._considered, self._last_step = state["looks"], state["considered"], state["last_step"]
-        self._spent, self._last_cost = state["spent"], state["last_cost"]
+        self._state = _State(**state)
+
+
+def alpha_share(alpha: float, number: int) -> float:
+    """Share of alpha for the number-th (1, 2, ...) step considered; those of an endless run add up to alpha."""
+    return alpha / (number * (number + 1))
 
 
 def speculated_tokens(rollout: Rollout, kept: int) -> int:

@@ -207,21 +207,21 @@ def _swaps(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _lossless(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> str:
-    """What was checked, and on how much; a look at tokens that were not speculated says nothing of speculation."""
-    looks = [row for row in rows if row.get("lossless/look") is not None]
+    """What was checked, and on how much; a check of tokens that were not speculated says nothing of speculation."""
+    checks = [row for row in rows if row.get("lossless/check") is not None]
     tokens, speculated = (
-        sum(row.get(f"lossless/{name}") or 0 for row in looks) for name in ("tokens", "speculated_tokens")
+        sum(row.get(f"lossless/{name}") or 0 for row in checks) for name in ("tokens", "speculated_tokens")
     )
-    if failed := sum(not row.get("lossless/passed") for row in looks):
-        found = f"{failed} of {len(looks)} looks FAILED"
+    if failed := sum(not row.get("lossless/passed") for row in checks):
+        found = f"{failed} of {len(checks)} checks FAILED"
     elif speculated:
-        number = "1 look" if len(looks) == 1 else f"{len(looks)} looks"
+        number = "1 check" if len(checks) == 1 else f"{len(checks)} checks"
         found = f"verified on {tokens:,.0f} sampled tokens, {speculated:,.0f} of them speculated ({number} in this run)"
-    elif config.lossless.enabled:
-        least = f"no look held {LEAST_SPECULATED} speculated tokens"
+    elif config.lossless.every:
+        least = f"no check held {LEAST_SPECULATED} speculated tokens"
         found = f"not checked in this run: {least} (cotrain verify checks the engine)"
     else:
-        found = "not checked in this run: lossless.enabled is false"
+        found = "not checked in this run: lossless.every is 0"
     if run.greedy_identical is not None:
         same = "identical with and without speculation" if run.greedy_identical else "DIFFERS: please report this"
         found += f"; greedy output {same}"

@@ -8,14 +8,14 @@ from pathlib import Path
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
 from cotrain.controller import Controller, Roles
-from cotrain.lossless.greedy_check import GreedyCheck, check_greedy
+from cotrain.lossless.greedy import GreedyCheck, compare_greedy
 from cotrain.models.loading import native_head, resolve_model
 from cotrain.process.cluster import Cluster, Placement, place
 from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
 from cotrain.publish.loop import DrafterLoop
-from cotrain.records import RolloutRequest, Versions
+from cotrain.records import Rollout, RolloutRequest, Versions
 from cotrain.roles.drafter import DrafterTraining
 from cotrain.roles.engines import PolicyRanks, RolloutEngines, engine_specs
 from cotrain.run.checkpoint import (
@@ -221,15 +221,27 @@ def _final_check(config: RunConfig, controller: Controller, console: Console) ->
     seen = {r.prompt_id: r.prompt_token_ids for r in controller.last_batch.rollouts}
     requests = [RolloutRequest(prompt_id, 0, ids, None) for prompt_id, ids in list(seen.items())[:GREEDY_PROMPTS]]
     with console.phase("greedy output with and without speculation", terminal_only=True):
-        check = check_greedy(
-            controller.roles.engines,
-            requests,
-            config.rollout.draft_tokens,
-            config.rollout.dtype,
-            min(GREEDY_TOKENS, config.rollout.max_new_tokens),
+        max_tokens = min(GREEDY_TOKENS, config.rollout.max_new_tokens)
+        plain, speculated = (
+            greedy_rollouts(controller.roles.engines, requests, k, max_tokens) for k in (0, config.rollout.draft_tokens)
         )
+        check = compare_greedy(plain, speculated, config.rollout.dtype)
     console.say(f"greedy output with and without speculation: {check}")
     return check
+
+
+def greedy_rollouts(
+    engines: RolloutEngines, requests: list[RolloutRequest], draft_tokens: int, max_tokens: int
+) -> list[Rollout]:
+    """Greedy responses with a draft length of their own; afterwards the engines choose theirs again."""
+    sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None, "max_tokens": max_tokens}
+    try:
+        engines.set_draft_tokens(draft_tokens)
+        engines.reset_prefix_cache()
+        return engines.generate(requests, tap=False, **sampling).rollouts
+    finally:
+        engines.set_draft_tokens(None)
+        engines.reset_prefix_cache()  # what was cached without speculation has no drafter KV
 
 
 def _write_report(run_dir: RunDir, console: Console) -> Path | None:

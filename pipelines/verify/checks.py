@@ -1,27 +1,27 @@
-"""What `cotrain verify` puts an engine through: greedy identity, drafter swaps in mid-generation, sampled settings."""
+"""What `cotrain verify` puts an engine through: greedy text, drafter swaps in mid-generation, sampled settings."""
 
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
 from cotrain.lossless.draws import Draws, members_first
-from cotrain.lossless.emitted import LOGIT_ERROR, response_draws, setting_checks
+from cotrain.lossless.emitted import response_draws
 from cotrain.lossless.family import CheckResult
-from cotrain.lossless.greedy_check import TIE_GAP
-from cotrain.lossless.identity import compare_texts
-from cotrain.lossless.power import permutations_for_level
+from cotrain.lossless.greedy import compare_greedy
 from cotrain.lossless.setting import GREEDY, Setting
-from cotrain.lossless.two_sample import two_sample_check
 from cotrain.records import Rollout, RolloutRequest, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
-from drafters.base import Sampler
+from cotrain.transport.payload import write_payload
+from drafters.base import Drafter, Sampler
 
 if TYPE_CHECKING:
     from cotrain.rollout.engine import RolloutEngine
@@ -30,7 +30,6 @@ Laws = Callable[[Rollout, Sampler], Draws]
 """The response tokens of a rollout under the target's laws."""
 
 DRAFT_VOCABULARY = "draft vocabulary"
-TWO_SAMPLE_PROMPTS = 4
 SECONDS_BETWEEN_SWAPS = 0.05
 PERTURBATION = 0.5
 """Noise on the drafter that takes turns with the real one, in standard deviations of each matrix."""
@@ -42,70 +41,42 @@ class Plan:
 
     settings: tuple[Setting, ...]
     draft_tokens: int
-    """K: the longest draft."""
+    """The longest draft."""
     prompts: list[list[int]]
     response_tokens: int
     tokens: int
-    """Of each sampled setting, at least."""
-    num_texts: int
-    """Of each arm of a two-sample check."""
-    exact: bool
-    """Compare with the target's own laws; otherwise with text sampled without speculation."""
-    level: float
-    """p-value at which a check is sure to fail."""
+    """Fewest of a sampled setting."""
     dtype: str
     seed: int
 
     @property
     def num_requests(self) -> int:
-        """Of each sampled setting: as many with every sampler, seeded and unseeded."""
+        """Requests of each sampled setting."""
         return math.ceil(self.tokens / self.response_tokens)
-
-    @property
-    def text_tokens(self) -> int:
-        """Tokens of a two-sample text: the one of the prefill, and a whole verification step."""
-        return self.draft_tokens + 2
-
-    @property
-    def num_greedy_tokens(self) -> int:
-        """Generated for the greedy checks."""
-        return (self.draft_tokens + 2) * len(self.prompts) * self.response_tokens
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        """Generated for the sampled checks."""
-        arms = 2 * self.num_texts * self.text_tokens
-        if self.exact:
-            return len(self.settings) * self.num_requests * self.response_tokens + arms
-        return arms * len(self.two_sample_settings)
-
-    @property
-    def two_sample_settings(self) -> list[Setting]:
-        """Compared with no speculation when there are no laws; such texts are too short for anything to change."""
-        return [setting for setting in self.settings if setting.draft_tokens and not setting.unsteady]
 
 
 class Progress:
-    """Lines with the time left, from the tokens done so far."""
+    """Says which part is done, what it found, and how much time is left."""
 
-    def __init__(self, total_tokens: int, say: Callable[[str], None]):
-        self._total, self._say = total_tokens, say
-        self._done = 0
-        self._started = time.perf_counter()
+    def __init__(self, parts: int, say: Callable[[str], None]):
+        self._parts, self._say, self._done, self._started = parts, say, 0, time.perf_counter()
 
-    def done(self, what: str, tokens: int, verdict: str = "") -> None:
+    def done(self, what: str, results: Sequence[CheckResult] = ()) -> None:
         """One part of the plan is finished."""
-        self._done += tokens
-        seconds = time.perf_counter() - self._started
-        left = max(0, round(seconds * (self._total / self._done - 1)))
-        self._say(f"{what}: {tokens} tokens{verdict}, about {left // 60}:{left % 60:02d} left")
+        self._done += 1
+        left = round((time.perf_counter() - self._started) * (self._parts / self._done - 1))
+        found = f", smallest p {min(result.p for result in results):.2g}" if results else ""
+        self._say(f"{self._done}/{self._parts} {what}{found}, about {left // 60}:{left % 60:02d} left")
 
 
-def target_laws(model: Any, draft_vocabulary: Sequence[int] | None, dtype: str) -> Laws:
-    """Laws by forward passes of a Hugging Face model that holds the engine's weights, in float32."""
+def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws:
+    """Laws by forward passes of a Hugging Face model that holds the engine's weights, in float32.
+
+    draft_vocabulary: target ids that can be drafted. dtype: the engine's.
+    """
     size = model.get_output_embeddings().weight.shape[0]
     orders: dict[str, Tensor] = {}
-    if draft_vocabulary is not None and len(draft_vocabulary) < size:
+    if len(draft_vocabulary) < size:
         orders[DRAFT_VOCABULARY] = members_first(draft_vocabulary, size)
 
     def laws(rollout: Rollout, sampler: Sampler) -> Draws:
@@ -113,6 +84,16 @@ def target_laws(model: Any, draft_vocabulary: Sequence[int] | None, dtype: str) 
         return response_draws(model, *tokens, sampler, orders, LOGIT_ERROR[dtype])
 
     return laws
+
+
+def two_drafters(drafter: Drafter, plan: Plan, scratch: Path) -> list[WeightPayload]:
+    """The drafter, and another one that takes turns with it, in the folder `scratch`."""
+    state, dtype = drafter.state_for_serving(), getattr(torch, plan.dtype)
+    other = perturbed(state, plan.seed)
+    return [
+        write_payload(state, scratch / "one.safetensors", dtype),
+        write_payload(other, scratch / "other.safetensors", dtype),
+    ]
 
 
 def perturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -127,211 +108,102 @@ def perturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     return {name: moved(tensor) for name, tensor in state.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Greedy
-# ---------------------------------------------------------------------------------------------------------------
+class Verifier:
+    """Generates on one engine what a plan asks for, and turns the texts into checks."""
 
+    def __init__(
+        self, engine: "RolloutEngine", plan: Plan, laws: Laws, drafters: Sequence[WeightPayload], progress: Progress
+    ):
+        """The engine serves the first of the drafters; they take turns where drafters are swapped."""
+        self._engine, self._plan, self._laws, self._drafters, self._progress = engine, plan, laws, drafters, progress
 
-async def greedy_checks(
-    engine: "RolloutEngine", plan: Plan, drafters: Sequence[WeightPayload], progress: Progress
-) -> list[CheckResult]:
-    """Token identity with no speculation: for every draft length, and while the given drafters take turns.
+    async def greedy(self) -> list[CheckResult]:
+        """Token identity with no speculation, for every draft length and while the drafters take turns."""
+        number, longest = len(self._plan.prompts), self._plan.draft_tokens
+        settings = [Setting(k, "greedy", (GREEDY,)) for k in range(longest + 1)]
+        plain = await self.generate(settings[0], number)
+        self._progress.done("greedy, no speculation")
+        results = []
+        for setting in settings[1:]:
+            results.append(self._identity(plain, await self.generate(setting, number), f"k={setting.draft_tokens}"))
+        speculated, swaps = await self._disturbed(self.generate(settings[-1], number), [longest])
+        name = f"k={longest}, {swaps} drafter swaps in mid-generation"
+        return [*results, self._identity(plain, speculated, name)]
 
-    The first of them is served afterwards.
-    """
-    tokens = len(plan.prompts) * plan.response_tokens
-    plain = await _greedy(engine, plan, 0)
-    progress.done("greedy, no speculation", tokens)
-    results = []
-    for k in range(1, plan.draft_tokens + 1):
-        speculated = await _greedy(engine, plan, k)
-        results.append(_identity(plain, speculated, plan, f"greedy, k={k}"))
-        progress.done(f"greedy, k={k}", tokens, _short(results[-1:]))
-    generating = asyncio.create_task(_greedy(engine, plan, plan.draft_tokens))
-    swaps = await _disturb(engine, generating, drafters, [plan.draft_tokens])
-    speculated = await generating
-    name = f"greedy, k={plan.draft_tokens}, {swaps} drafter swaps in mid-generation"
-    results.append(_identity(plain, speculated, plan, name))
-    progress.done(name, tokens, _short(results[-1:]))
-    return results
+    async def sampled(self, repeat: int = 0) -> list[CheckResult]:
+        """Every setting against the target's laws."""
+        rng, results = np.random.default_rng([self._plan.seed, repeat]), []
+        for number, setting in enumerate(self._plan.settings):
+            rollouts = await self._sample(setting, [repeat, number])
+            samplers = [setting.sampler(i) for i in range(len(rollouts))]
+            draws = [self._laws(rollout, sampler) for rollout, sampler in zip(rollouts, samplers, strict=True)]
+            logit_error = LOGIT_ERROR[self._plan.dtype]
+            results.append(setting_checks(rollouts, samplers, draws, str(setting), rng, logit_error))
+            self._progress.done(str(setting), results[-1])
+        return [result for found in results for result in found]
 
+    async def generate(self, setting: Setting, number: int, seeds: Sequence[int] = ()) -> list[Rollout]:
+        """One rollout for each of so many requests; all run side by side, whatever their sampler.
 
-async def _disturb(
-    engine: "RolloutEngine", generating: asyncio.Task[Any], drafters: Sequence[WeightPayload], lengths: Sequence[int]
-) -> int:
-    """Swap drafters and go through draft lengths until the task is done. Number of swaps; the first is served again."""
-    swaps = 0
-    try:
-        while not generating.done():
-            await asyncio.sleep(SECONDS_BETWEEN_SWAPS)
-            swaps += 1
-            await engine.set_draft_tokens(lengths[swaps % len(lengths)])
-            await engine.update_drafter(drafters[swaps % len(drafters)], engine.versions.drafter + 1)
-    except BaseException:
-        generating.cancel()
-        raise
-    await engine.update_drafter(drafters[0], engine.versions.drafter + 1)
-    return swaps
-
-
-async def _greedy(engine: "RolloutEngine", plan: Plan, k: int) -> list[Rollout]:
-    return await generate(engine, plan, Setting(k, "greedy", (GREEDY,)), len(plan.prompts), plan.response_tokens, 0)
-
-
-def _identity(plain: list[Rollout], speculated: list[Rollout], plan: Plan, name: str) -> CheckResult:
-    gap = TIE_GAP[plan.dtype]
-
-    def is_tie(prompt: int, position: int) -> bool:
-        """Each arm emits its argmax: tied tokens have equal probabilities, so at most 1/2 each."""
-        p, q = plain[prompt].log_probs[position], speculated[prompt].log_probs[position]
-        return abs(p - q) <= gap and max(p, q) <= math.log(0.5) + gap
-
-    texts = ([r.token_ids for r in plain], [r.token_ids for r in speculated])
-    return compare_texts(*texts, is_tie).result(name)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Sampled
-# ---------------------------------------------------------------------------------------------------------------
-
-
-async def sampled_checks(
-    engine: "RolloutEngine",
-    plan: Plan,
-    laws: Laws,
-    drafters: Sequence[WeightPayload],
-    rng: np.random.Generator,
-    progress: Progress,
-    repeat: int = 0,
-) -> list[CheckResult]:
-    """Every setting against the target's laws, and one against text sampled without speculation.
-
-    drafters take turns in unsteady settings.
-    """
-    results: list[CheckResult] = []
-    for number, setting in enumerate(plan.settings, 1):
-        rollouts = await _sampled(engine, plan, setting, drafters, _first_seed(plan, repeat, number))
-        samplers = [setting.sampler(i) for i in range(len(rollouts))]
-        draws = [laws(rollout, sampler) for rollout, sampler in zip(rollouts, samplers, strict=True)]
-        found = setting_checks(rollouts, samplers, draws, str(setting), rng, LOGIT_ERROR[plan.dtype])
-        results += found
-        title = f"setting {number}/{len(plan.settings)}, {setting}"
-        progress.done(title, sum(map(len, draws)), _short(found))
-    last = next(s for s in reversed(plan.settings) if s.draft_tokens)
-    setting = replace(last, samplers=plan.settings[0].samplers, seeding="unseeded", unsteady=False)
-    return [*results, await _against_plain_text(engine, plan, setting, rng, progress, repeat, len(plan.settings) + 1)]
-
-
-async def _sampled(
-    engine: "RolloutEngine", plan: Plan, setting: Setting, drafters: Sequence[WeightPayload], first_seed: int
-) -> list[Rollout]:
-    coroutine = generate(engine, plan, setting, plan.num_requests, plan.response_tokens, first_seed)
-    if not setting.unsteady:
-        return await coroutine
-    generating = asyncio.create_task(coroutine)
-    longest = setting.draft_tokens
-    await _disturb(engine, generating, drafters, [*range(longest, -1, -1), *range(1, longest)])
-    return [replace(rollout, verification_steps=()) for rollout in await generating]
-
-
-async def two_sample_checks(
-    engine: "RolloutEngine", plan: Plan, rng: np.random.Generator, progress: Progress, repeat: int = 0
-) -> list[CheckResult]:
-    """Every setting against text sampled without speculation; for targets too large for a forward pass here."""
-    return [
-        await _against_plain_text(engine, plan, setting, rng, progress, repeat, number)
-        for number, setting in enumerate(plan.two_sample_settings, 1)
-    ]
-
-
-async def _against_plain_text(
-    engine: "RolloutEngine",
-    plan: Plan,
-    setting: Setting,
-    rng: np.random.Generator,
-    progress: Progress,
-    repeat: int,
-    number: int,
-) -> CheckResult:
-    short = replace(plan, prompts=plan.prompts[:TWO_SAMPLE_PROMPTS])
-    first_seed = _first_seed(plan, repeat, number)
-    arms = []
-    for arm in (setting, replace(setting, draft_tokens=0)):
-        rollouts = await generate(engine, short, arm, plan.num_texts, plan.text_tokens, first_seed)
-        first_seed += plan.num_texts  # the same seeds would make the arms dependent
-        arms.append(_texts(rollouts, setting, len(short.prompts)))
-    speculated, plain = arms
-    name = f"{setting}, against no speculation"
-    permutations = permutations_for_level(plan.level)
-    result = two_sample_check(speculated, plain, name, rng, plan.text_tokens, permutations=permutations)
-    progress.done(name, 2 * plan.num_texts * plan.text_tokens, _short([result]))
-    return result
-
-
-def _texts(rollouts: list[Rollout], setting: Setting, num_prompts: int) -> list[list[list[int]]]:
-    """[prompt and sampler][sample][token]: only texts of one law are exchangeable."""
-    groups: dict[tuple[int, int], list[list[int]]] = {}
-    for i, rollout in enumerate(rollouts):
-        num = len(setting.samplers)
-        groups.setdefault((i // num % num_prompts, i % num), []).append(rollout.token_ids)
-    return [groups[key] for key in sorted(groups)]
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Generating
-# ---------------------------------------------------------------------------------------------------------------
-
-
-async def generate(
-    engine: "RolloutEngine", plan: Plan, setting: Setting, number: int, tokens: int, first_seed: int
-) -> list[Rollout]:
-    """One rollout of so many tokens for each of so many requests; all run side by side, whatever their sampler.
-
-    Raises RuntimeError when the engine did not speculate as asked, for then nothing would be verified.
-    """
-    await engine.set_draft_tokens(setting.draft_tokens)
-    if setting.draft_tokens:
-        await engine.set_draft_sample_method(setting.method)
-    await engine.reset_prefix_cache()
-    requests = [_request(plan, setting, i, first_seed + i) for i in range(number)]
-    num = len(setting.samplers)
-    batches = await asyncio.gather(
-        *(
-            engine.generate(requests[i::num], tap=False, max_tokens=tokens, **_parameters(sampler))
-            for i, sampler in enumerate(setting.samplers)
-            if requests[i::num]
+        seeds: what tells this call from others, whose requests must have other seeds.
+        Raises RuntimeError when the engine did not speculate as asked, for then nothing would be verified.
+        """
+        engine, plan, num = self._engine, self._plan, len(setting.samplers)
+        await engine.set_draft_tokens(setting.draft_tokens)
+        if setting.draft_tokens:
+            await engine.set_draft_sample_method(setting.method)
+        await engine.reset_prefix_cache()
+        first_seed = int(np.random.SeedSequence([plan.seed, *seeds]).generate_state(1)[0]) % 2**30
+        requests = []
+        for i in range(number):
+            prompt, seed = i // num % len(plan.prompts), first_seed + i if setting.is_seeded(i) else None
+            requests.append(RolloutRequest(f"prompt-{prompt}", i, plan.prompts[prompt], seed))
+        batches = await asyncio.gather(
+            *(
+                engine.generate(requests[i::num], tap=False, max_tokens=plan.response_tokens, **_parameters(sampler))
+                for i, sampler in enumerate(setting.samplers)
+                if requests[i::num]
+            )
         )
-    )
-    rollouts = [batches[i % num].rollouts[i // num] for i in range(number)]
-    _check_speculation(rollouts, setting)
-    return rollouts
+        rollouts = [batches[i % num].rollouts[i // num] for i in range(number)]
+        counts = total_counts(rollout.speculation for rollout in rollouts)
+        num_drafts = counts.num_drafts if counts else 0
+        if bool(num_drafts) != bool(setting.draft_tokens):
+            raise RuntimeError(f"asked for {setting}, the engine verified {num_drafts} drafts: nothing is verified")
+        return rollouts
 
+    async def _sample(self, setting: Setting, seeds: Sequence[int]) -> list[Rollout]:
+        generating, longest = self.generate(setting, self._plan.num_requests, seeds), setting.draft_tokens
+        if not setting.unsteady:
+            return await generating
+        rollouts, _ = await self._disturbed(generating, [*range(longest, -1, -1), *range(1, longest)])
+        # Steps with a draft length of 0 are not recorded, so the others do not tell a token's place.
+        return [replace(rollout, verification_steps=()) for rollout in rollouts]
 
-def _request(plan: Plan, setting: Setting, i: int, seed: int) -> RolloutRequest:
-    prompt = i // len(setting.samplers) % len(plan.prompts)
-    return RolloutRequest(f"prompt-{prompt}", i, plan.prompts[prompt], seed if setting.is_seeded(i) else None)
+    async def _disturbed(
+        self, coroutine: Coroutine[Any, Any, list[Rollout]], lengths: Sequence[int]
+    ) -> tuple[list[Rollout], int]:
+        """Swap drafters and go through draft lengths until the rollouts are there; then serve the first drafter again.
+
+        Returns the rollouts and the number of swaps.
+        """
+        engine, swaps, generating = self._engine, 0, asyncio.create_task(coroutine)
+        try:
+            while not generating.done():
+                await asyncio.sleep(SECONDS_BETWEEN_SWAPS)
+                swaps += 1
+                await engine.set_draft_tokens(lengths[swaps % len(lengths)])
+                await engine.update_drafter(self._drafters[swaps % len(self._drafters)], engine.versions.drafter + 1)
+        finally:
+            generating.cancel()  # without effect once it is done
+        await engine.update_drafter(self._drafters[0], engine.versions.drafter + 1)
+        return await generating, swaps
+
+    def _identity(self, plain: list[Rollout], speculated: list[Rollout], name: str) -> CheckResult:
+        result = compare_greedy(plain, speculated, self._plan.dtype).result(f"greedy, {name}")
+        self._progress.done(result.setting, [result])
+        return result
 
 
 def _parameters(sampler: Sampler) -> dict[str, Any]:
     return {"temperature": sampler.temperature, "top_p": sampler.top_p, "top_k": sampler.top_k or -1}
-
-
-def _check_speculation(rollouts: list[Rollout], setting: Setting) -> None:
-    counts = total_counts(rollout.speculation for rollout in rollouts)
-    num_drafts = counts.num_drafts if counts else 0
-    if bool(num_drafts) != bool(setting.draft_tokens):
-        raise RuntimeError(
-            f"asked for {setting}, the engine verified drafts in {num_drafts} steps: nothing is verified"
-        )
-    if num_drafts and not any(rollout.verification_steps for rollout in rollouts):
-        raise RuntimeError("the engine does not record verification steps: per_request_spec_decode_metrics='detailed'")
-
-
-def _first_seed(plan: Plan, repeat: int, number: int) -> int:
-    """Seeds of their own for every request of every repeat, below 2^31."""
-    key = np.random.SeedSequence([plan.seed, repeat, number]).generate_state(1)[0]
-    return int(key) % 2**30
-
-
-def _short(results: list[CheckResult]) -> str:
-    return f", smallest p {min(result.p for result in results):.2g}"

@@ -64,7 +64,7 @@ class Policy:
             n = len(rollout.token_ids)
             ones, zeros = np.ones(n), np.zeros(n)
             wrong = np.full(n, self.biased)
-            draws.append(Draws(ones, zeros, zeros, zeros, zeros, {"probability": zeros}, wrong, wrong))
+            draws.append(Draws(ones, zeros, {"probability": zeros}, wrong, wrong))
         return draws
 
     def save(self, folder: Path) -> None:
@@ -123,7 +123,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
     opened: list[Any] = []
 
     def build(world: World, name: str = "first", drafter: Any = None, **fields: Any) -> Controller:
-        fields = {"steps": 100, "lossless": {"enabled": False}, "checkpoint": {"every": 3}} | fields
+        fields = {"steps": 100, "lossless": {"every": 0}, "checkpoint": {"every": 3}} | fields
         config = run_config(
             name=name,
             rollout={"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES},
@@ -248,8 +248,8 @@ def test_rollouts_of_another_law_are_an_alarm(start: Any, monkeypatch: pytest.Mo
         go(controller, 5)
 
 
-def test_steps_without_drafts_are_no_passed_look(start: Any) -> None:
-    """The first look waits for the first step in which speculation was on."""
+def test_steps_without_drafts_are_no_passed_check(start: Any) -> None:
+    """The first check waits for the first step in which speculation was on."""
     world = World(GOOD)
     controller = start(world, lossless={"every": 2, "max_share": 1.0})
     world.draft_tokens, controller.roles.engines.gain = 0, NO_DRAFTS
@@ -257,9 +257,9 @@ def test_steps_without_drafts_are_no_passed_look(start: Any) -> None:
     assert all(row["rollout/generated_tokens"] > 500 and "rollout/num_drafts" not in row for row in rows)
     assert [name for row in rows for name in row if name.startswith("lossless/")] == []
     world.draft_tokens, controller.roles.engines.gain = 3, None
-    look = go(controller, 3)[-1]
-    assert (look["lossless/look"], look["lossless/passed"]) == (1.0, 1.0)
-    assert 100 <= look["lossless/speculated_tokens"] < look["lossless/tokens"]
+    found = go(controller, 3)[-1]
+    assert (found["lossless/check"], found["lossless/passed"]) == (1.0, 1.0)
+    assert 100 <= found["lossless/speculated_tokens"] < found["lossless/tokens"]
 
 
 def test_log_probs_of_other_tokens_stop_the_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,8 +188,8 @@ WHERE = {
     "renormalised draft vocabulary": Setting(K, "probabilistic", (PLAIN,)),
     "bonus token from the row before": Setting(1, "probabilistic", (PLAIN,)),
     "accepted prefix one too long": Setting(K, "probabilistic", (PLAIN,)),
-    "accepted prefix one too short": Setting(K, "greedy", (PLAIN,), "seeded"),
-    "vLLM's CPU sampler bug": Setting(K, "greedy", HOT_AND_COLD, "half seeded"),
+    "accepted prefix one too short": Setting(K, "greedy", (PLAIN,)),
+    "vLLM's CPU sampler bug": Setting(K, "greedy", HOT_AND_COLD),
     "lossy acceptance": Setting(K, "probabilistic", (PLAIN,)),
 }
 """A setting in which each bug does something."""

@@ -209,12 +209,12 @@ def test_misspelt_vllm_argument_is_refused(build) -> None:
     assert line == "rollout.vllm.max_num_seq: vLLM has no such engine argument; did you mean rollout.vllm.max_num_seqs?"
 
 
-def test_environment_that_may_change_what_is_sampled_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_changes_what_is_sampled_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     assert quick_problems(build()) == []
-    monkeypatch.setenv("VLLM_USE_RAY_SPMD", "1")
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
     [line] = quick_problems(build())
-    assert line.startswith("VLLM_USE_RAY_SPMD: '1' is not known to leave logits and sampling alone; unset it")
+    assert line.startswith("VLLM_CPU_INT4_W4A8: '1' quantises the target") and line.endswith("unset it")
     assert quick_problems(build("drafter=none")) == []
 
 

@@ -60,7 +60,6 @@ REFUSED = [
     ("drafter.on_drafter_failure=ignore", "drafter.on_drafter_failure"),
     ("rollout.vllm.quantization=fp8", "rollout.vllm.quantization: quantises the target"),
     ("rollout.vllm.logits_processors=['a.b']", "rollout.vllm.logits_processors: changes which tokens can be drawn"),
-    ("rollout.vllm.temperature=2", "rollout.vllm.temperature: is not known to leave speculation lossless"),
     (
         "rollout.speculation.measure_batch_sizes=[1, 65]",
         "rollout.speculation.measure_batch_sizes: [1, 65], but an engine",

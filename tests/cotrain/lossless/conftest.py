@@ -6,8 +6,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from cotrain.lossless.checks import support_check, uniformity_check
 from cotrain.lossless.draws import Draws, draws_of, members_first
-from cotrain.lossless.target_law import target_log_probs
+from cotrain.lossless.emitted import target_log_probs
+from cotrain.lossless.family import CheckResult
 from tests.cotrain.lossless.simulated_sampler import VOCAB, Emitted, Model, Setting
 
 MODEL = Model()
@@ -31,3 +33,8 @@ def split(emitted: Emitted, chains_each: int) -> list[Emitted]:
     """Independent runs of that many chains each."""
     ends = np.searchsorted(emitted.chain, np.arange(0, emitted.chain[-1] + 2, chains_each))
     return [emitted.select(np.arange(a, b)) for a, b in pairwise(ends)]
+
+
+def all_checks(draws: Draws, setting: str, rng: np.random.Generator) -> list[CheckResult]:
+    """All checks that need nothing but the draws."""
+    return [support_check(draws, setting), *(uniformity_check(draws, setting, rng, order) for order in draws.before)]

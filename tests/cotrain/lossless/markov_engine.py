@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cotrain.lossless.target_law import target_log_probs
+from cotrain.lossless.emitted import target_log_probs
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Versions, WeightPayload
 from cotrain.rollout.acceptance_stats import counts_of_steps
 from tests.cotrain.lossless.conftest import MODEL

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from cotrain.lossless.target_law import target_log_probs
+from cotrain.lossless.emitted import target_log_probs
 from drafters.base import Sampler
 
 VOCAB, DRAFT_VOCAB = 30, 20
@@ -169,14 +169,6 @@ def _verified_laws(model, setting, context, drafts, rng, bug) -> tuple[list[np.n
         inside = np.isin(np.arange(VOCAB), model.draft_vocabulary)
         return verified, [v * inside / (v * inside).sum(1, keepdims=True) for v in verified]
     return verified, verified
-
-
-def sample_plainly(model: Model, setting: Setting, first: int, chains: int, tokens: int, rng: np.random.Generator):
-    """Texts [chains][tokens] that follow token `first`, without speculation."""
-    p, texts = model.p(setting), [np.full(chains, first)]
-    for _ in range(tokens):
-        texts.append(draw(p[texts[-1]], rng))
-    return np.stack(texts[1:], axis=1).tolist()
 
 
 def draw(laws: np.ndarray, rng: np.random.Generator) -> np.ndarray:

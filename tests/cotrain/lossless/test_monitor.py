@@ -1,4 +1,4 @@
-"""The monitor inside a run: what it looks at, when, what it finds, and that its false alarms stay within their rate."""
+"""The monitor inside a run: what it checks, when, what it finds, and that its false alarms stay within their rate."""
 
 import asyncio
 from dataclasses import replace
@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from cotrain.config.monitor import LEAST_SPECULATED, MonitorConfig
+from cotrain.lossless import monitor as monitor_module
+from cotrain.lossless.checks import LOGIT_ERROR
 from cotrain.lossless.draws import Draws
-from cotrain.lossless.emitted import LOGIT_ERROR, response_draws
-from cotrain.lossless.monitor import Chosen, Look, LosslessMonitor
-from cotrain.lossless.power import detectable_distance, level_of_check
+from cotrain.lossless.emitted import response_draws
+from cotrain.lossless.family import detectable_distance
+from cotrain.lossless.monitor import FALSE_ALARM_RATE, Chosen, LosslessMonitor, MonitorCheck, alpha_share
 from cotrain.lossless.setting import PLAIN
 from cotrain.records import Rollout, RolloutRequest
 from drafters.base import Sampler
@@ -42,9 +44,9 @@ def laws(monitor: LosslessMonitor, rollouts: list[Rollout], sampler: Sampler = P
     return [response_draws(MODEL, r.prompt_token_ids, r.token_ids, sampler, None, tolerance) for r in rollouts]
 
 
-def look_at(monitor: LosslessMonitor, step: int, rollouts: list[Rollout], seconds: float = 1.0) -> Look:
+def check_of(monitor: LosslessMonitor, step: int, rollouts: list[Rollout], seconds: float = 1.0) -> MonitorCheck:
     chosen = chosen_by(monitor, rollouts)
-    return monitor.look(step, chosen, laws(monitor, chosen.rollouts), seconds)
+    return monitor.check(step, chosen, laws(monitor, chosen.rollouts), seconds)
 
 
 def monitor_of(**fields: object) -> LosslessMonitor:
@@ -52,24 +54,23 @@ def monitor_of(**fields: object) -> LosslessMonitor:
 
 
 def test_a_clean_run_passes_and_says_how_much_was_seen() -> None:
-    look = look_at(monitor_of(), 1, rollouts_of())
-    assert look.passed
-    assert look.metrics()["lossless/passed"] == 1.0
-    assert look.metrics()["lossless/tokens"] == look.num_tokens > 1500
+    check = check_of(monitor_of(), 1, rollouts_of())
+    assert check.passed
+    assert check.metrics()["lossless/passed"] == 1.0
+    assert check.metrics()["lossless/tokens"] == check.num_tokens > 1500
     # All but the one token of a response that prefill samples.
-    assert 0.9 * look.num_tokens < look.speculated_tokens < look.num_tokens
-    assert look.metrics()["lossless/speculated_tokens"] == look.speculated_tokens
-    assert f"{look.num_tokens} tokens, {look.speculated_tokens} of them speculated, look 1" in look.message()
+    assert 0.9 * check.num_tokens < check.speculated_tokens < check.num_tokens
+    assert check.metrics()["lossless/speculated_tokens"] == check.speculated_tokens
 
 
 def test_rollouts_that_were_not_speculated_are_no_pass() -> None:
     monitor, rollouts = monitor_of(), rollouts_of()
     assert monitor.choose(without_speculation(rollouts)) is None
-    assert monitor.state()["looks"] == 0 and monitor.due(2, 0.0)
+    assert monitor.state()["checks"] == 0 and monitor.due(2, 0.0)
     assert monitor.choose(rollouts[:2] + without_speculation(rollouts[2:])) is None
-    look = look_at(monitor, 3, rollouts)
-    assert look.number == 1 and look.speculated_tokens >= LEAST_SPECULATED
-    level = level_of_check(look.verdict.alpha * 6, num_checks=len(look.verdict.rows))  # of a first look
+    check = check_of(monitor, 3, rollouts)
+    assert check.number == 1 and check.speculated_tokens >= LEAST_SPECULATED
+    level = check.verdict.alpha * 6 / len(check.verdict.results)  # a third step has 1/6 of a first one's rate
     assert detectable_distance(LEAST_SPECULATED, level) == pytest.approx(0.26, abs=0.01)
 
 
@@ -83,7 +84,7 @@ def test_the_choice_does_not_depend_on_what_was_speculated() -> None:
 
 
 def test_of_a_response_cut_short_only_what_must_have_been_speculated_counts() -> None:
-    """Where its steps without drafts were is not known: they may all lie in the part that is looked at."""
+    """Where its steps without drafts were is not known: they may all lie in the part that is checked."""
     rollout = rollouts_of(num=1)[0]
     tokens = rollout.token_ids * 10
     for emitted, counted in ((399, 249), (250, 100), (249, None), (0, None)):
@@ -95,13 +96,13 @@ def test_of_a_response_cut_short_only_what_must_have_been_speculated_counts() ->
 
 
 def test_a_step_that_was_considered_uses_up_its_share_of_the_rate() -> None:
-    """How many tokens were speculated depends on the tokens, so a look that does not take place is not free."""
+    """How many tokens were speculated depends on the tokens, so a check that does not take place is not free."""
     monitor, rollouts = monitor_of(), rollouts_of()
     for _ in range(2):
         assert monitor.choose(without_speculation(rollouts)) is None
     resumed = monitor_of()
     resumed.load_state(monitor.state())
-    assert look_at(resumed, 3, rollouts).verdict.alpha == pytest.approx(0.01 / 12)
+    assert check_of(resumed, 3, rollouts).verdict.alpha == pytest.approx(0.01 / 12)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -112,55 +113,56 @@ def test_a_returned_log_prob_is_an_alarm_just_beyond_the_stated_logit_error(dtyp
     for factor, passes in ((0.99, True), (1.01, False)):
         chosen = chosen_by(monitor, rollouts_of())
         shifted = [replace(r, log_probs=[p + factor * allowed for p in r.log_probs]) for r in chosen.rollouts]
-        look = monitor.look(1, replace(chosen, rollouts=shifted), laws(monitor, chosen.rollouts), 1.0)
-        assert look.passed == passes
+        check = monitor.check(1, replace(chosen, rollouts=shifted), laws(monitor, chosen.rollouts), 1.0)
+        assert check.passed == passes
 
 
 @pytest.mark.parametrize(
     "bug", ["typical acceptance", "recovered token from q", "draft temperature is not the ratio's"]
 )
-def test_a_bug_is_caught_in_one_look_and_named(bug: str) -> None:
-    look = look_at(monitor_of(tokens=4096), 1, rollouts_of(bug, num=128))
-    assert not look.passed
-    assert look.message().startswith("rollouts do not have the policy's distribution: look 1, NOT lossless: ")
+def test_a_bug_is_caught_in_one_check_and_named(bug: str) -> None:
+    check = check_of(monitor_of(tokens=4096), 1, rollouts_of(bug, num=128))
+    assert not check.passed
+    assert check.message().startswith("rollouts do not have the policy's distribution: check 1, NOT lossless: ")
 
 
 def test_log_probs_of_another_distribution_are_caught() -> None:
     wrong = [replace(r, log_probs=[p + 0.01 for p in r.log_probs]) for r in rollouts_of()]
-    look = look_at(monitor_of(), 1, wrong)
-    assert [row.result.check for row in look.verdict.failures] == ["returned log-probs"]
+    check = check_of(monitor_of(), 1, wrong)
+    assert [r.check for r in check.verdict.failures] == ["returned log-probs"]
 
 
 def test_weights_of_another_version_are_caught() -> None:
     """Text of a colder policy, which is what an engine that missed an update looks like."""
-    look = look_at(monitor_of(), 1, rollouts_of(sampler=Sampler(0.7, 1.0, 0, "")))
-    assert not look.passed
+    check = check_of(monitor_of(), 1, rollouts_of(sampler=Sampler(0.7, 1.0, 0, "")))
+    assert not check.passed
 
 
-def test_false_alarms_of_a_run_stay_below_the_stated_rate() -> None:
-    """100 runs of 3 looks; with 5 % stated, more than 11 alarms have probability 0.004."""
+def test_false_alarms_of_a_run_stay_below_the_stated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 runs of 3 checks; with 5 % stated, more than 11 alarms have probability 0.004."""
+    monkeypatch.setattr(monitor_module, "FALSE_ALARM_RATE", 0.05)
     alarms = 0
     for run in range(100):
-        monitor = LosslessMonitor(MonitorConfig(tokens=512, false_alarm_rate=0.05), PLAIN, "float32", seed=run)
-        looks = [look_at(monitor, step, rollouts_of(num=16, seed=3 * run + step)) for step in (1, 2, 3)]
-        alarms += not all(look.passed for look in looks)
+        monitor = LosslessMonitor(MonitorConfig(tokens=512), PLAIN, "float32", seed=run)
+        checks = [check_of(monitor, step, rollouts_of(num=16, seed=3 * run + step)) for step in (1, 2, 3)]
+        alarms += not all(check.passed for check in checks)
     assert alarms <= 11
 
 
-def test_looks_come_first_and_then_every_so_often() -> None:
+def test_checks_come_first_and_then_every_so_often() -> None:
     monitor = monitor_of(every=10)
     assert monitor.due(1, 0.0)
-    look_at(monitor, 1, rollouts_of(num=8), seconds=0.0)
+    check_of(monitor, 1, rollouts_of(num=8), seconds=0.0)
     assert next(step for step in range(2, 32) if monitor.due(step, 100.0)) == 11
-    assert not monitor_of(enabled=False).due(1, 0.0)
+    assert not monitor_of(every=0).due(1, 0.0)
 
 
-def test_looks_wait_until_they_can_be_afforded() -> None:
+def test_checks_wait_until_they_can_be_afforded() -> None:
     monitor = monitor_of(every=1, max_share=0.01)
-    look_at(monitor, 1, rollouts_of(num=8), seconds=2.0)
+    check_of(monitor, 1, rollouts_of(num=8), seconds=2.0)
     assert not monitor.due(50, 399.0)
     assert monitor.due(50, 401.0)  # 2 s spent and 2 s to come are 1 % of 400 s
-    look_at(monitor, 50, rollouts_of(num=8), seconds=2.0)
+    check_of(monitor, 50, rollouts_of(num=8), seconds=2.0)
     assert not monitor.due(60, 599.0)
 
 
@@ -173,22 +175,22 @@ def test_the_forward_pass_is_bounded_whatever_the_lengths() -> None:
     assert all(len(r.log_probs) == len(r.token_ids) for r in chosen)
 
 
-def test_every_look_takes_other_rollouts_and_a_smaller_share_of_the_rate() -> None:
+def test_every_check_takes_other_rollouts_and_a_smaller_share_of_the_rate() -> None:
     monitor, rollouts = monitor_of(tokens=200, every=1), rollouts_of(num=64)
-    chosen, looks = [], []
+    chosen, checks = [], []
     for step in (1, 2, 3):
         chosen.append(chosen_by(monitor, rollouts))
-        looks.append(monitor.look(step, chosen[-1], laws(monitor, chosen[-1].rollouts), 0.0))
+        checks.append(monitor.check(step, chosen[-1], laws(monitor, chosen[-1].rollouts), 0.0))
     assert len({tuple(r.prompt_id for r in one.rollouts) for one in chosen}) == 3
-    assert [look.verdict.alpha for look in looks] == pytest.approx([0.01 / 2, 0.01 / 6, 0.01 / 12])
+    assert [check.verdict.alpha for check in checks] == pytest.approx([0.01 / 2, 0.01 / 6, 0.01 / 12])
 
 
 def test_a_resumed_monitor_goes_on_where_it_was() -> None:
     monitor = monitor_of(every=3)
-    look_at(monitor, 5, rollouts_of(num=8), seconds=1.5)
+    check_of(monitor, 5, rollouts_of(num=8), seconds=1.5)
     resumed = monitor_of(every=3)
     resumed.load_state(monitor.state())
-    assert resumed.state()["looks"] == 1
+    assert resumed.state()["checks"] == 1
     for step, seconds in ((7, 1e6), (8, 299.0), (8, 301.0)):
         assert resumed.due(step, seconds) == monitor.due(step, seconds)
     assert resumed.state() == monitor.state()
@@ -198,13 +200,19 @@ def test_greedy_rollouts_are_tested_for_impossible_tokens_alone() -> None:
     greedy = Sampler(0.0, 1.0, 0, "")
     monitor = LosslessMonitor(MonitorConfig(), greedy, "float32", seed=0)
     chosen = chosen_by(monitor, rollouts_of(sampler=greedy))
-    look = monitor.look(1, chosen, laws(monitor, chosen.rollouts, greedy), 1.0)
-    assert [row.result.check for row in look.verdict.rows] == ["support"] and look.passed
+    check = monitor.check(1, chosen, laws(monitor, chosen.rollouts, greedy), 1.0)
+    assert [r.check for r in check.verdict.results] == ["support"] and check.passed
     swapped = [replace(r, token_ids=[(t + 1) % 30 for t in r.token_ids]) for r in chosen.rollouts]
-    assert not monitor.look(2, replace(chosen, rollouts=swapped), laws(monitor, swapped, greedy), 1.0).passed
+    assert not monitor.check(2, replace(chosen, rollouts=swapped), laws(monitor, swapped, greedy), 1.0).passed
 
 
 def test_wider_number_formats_are_given_more_room() -> None:
     tolerances = [LosslessMonitor(MonitorConfig(), PLAIN, d, 0).logit_tolerance for d in ("float32", "bfloat16")]
     assert tolerances[0] < 0.01 < 0.1 < tolerances[1]
     assert np.isfinite(tolerances).all()
+
+
+def test_all_shares_of_the_false_alarm_rate_add_up_to_it() -> None:
+    """The theorem behind FALSE_ALARM_RATE: a union bound over every step that is ever considered."""
+    assert sum(alpha_share(FALSE_ALARM_RATE, n) for n in range(1, 10_000)) == pytest.approx(0.01, rel=1e-3)
+    assert alpha_share(0.01, 1) == 0.005

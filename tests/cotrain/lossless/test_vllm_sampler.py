@@ -14,10 +14,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from cotrain.lossless.emitted import LOGIT_ERROR, setting_checks
+from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
+from cotrain.lossless.emitted import target_log_probs
 from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.setting import Setting
-from cotrain.lossless.target_law import target_log_probs
 from cotrain.records import Rollout, Versions
 from drafters.base import Sampler
 from pipelines.verify.checks import target_laws

@@ -133,28 +133,28 @@ def test_a_step_with_a_handful_of_drafts_does_not_stand_for_a_run(stream, run_co
 
 
 def test_the_summary_tells_what_was_proven_and_decided(stream, run_config, run):
-    looks = {"lossless/look": 1.0, "lossless/tokens": 2048.0, "lossless/passed": 1.0}
-    looks["lossless/speculated_tokens"] = 1500.0
-    steps = [row | ({"gate/publish": float(row["step"] % 4 > 0)} | looks if row["step"] < 9 else {}) for row in rows()]
+    checks = {"lossless/check": 1.0, "lossless/tokens": 2048.0, "lossless/passed": 1.0}
+    checks["lossless/speculated_tokens"] = 1500.0
+    steps = [row | ({"gate/publish": float(row["step"] % 4 > 0)} | checks if row["step"] < 9 else {}) for row in rows()]
     steps[6]["drafter/rolled_back"] = 1.0
     text = summary(stream, run_config(steps=20), run, steps)
     assert "swaps        10 drafters put into the running engine, 2 kept back by the gate, 1 times back" in text
-    seen = "lossless     verified on 16,384 sampled tokens, 12,000 of them speculated (8 looks in this run)"
+    seen = "lossless     verified on 16,384 sampled tokens, 12,000 of them speculated (8 checks in this run)"
     assert f"{seen}; greedy output identical with" in text
     assert "speculation  k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1" in text
     steps[3]["lossless/passed"] = 0.0
-    assert "lossless     1 of 8 looks FAILED" in summary(stream, run_config(steps=20), run, steps)
+    assert "lossless     1 of 8 checks FAILED" in summary(stream, run_config(steps=20), run, steps)
 
 
 def test_the_summary_says_that_speculation_was_not_checked(stream, run_config, run):
-    """Without a look, and with looks at rollouts of which nothing was speculated."""
-    empty = {"lossless/look": 1.0, "lossless/tokens": 2048.0, "lossless/passed": 1.0}
+    """Without a check, and with checks of rollouts of which nothing was speculated."""
+    empty = {"lossless/check": 1.0, "lossless/tokens": 2048.0, "lossless/passed": 1.0}
     for steps in (rows(), rows(**empty), rows(**empty, **{"lossless/speculated_tokens": 0.0})):
         text = summary(stream, run_config(steps=20), run, steps, greedy_identical=None)
-        assert "lossless     not checked in this run: no look held 100 speculated tokens (cotrain verify" in text
+        assert "lossless     not checked in this run: no check held 100 speculated tokens (cotrain verify" in text
         assert "verified" not in text and "passed" not in text
-    text = summary(stream, run_config(lossless={"enabled": False}), run, rows())
-    assert "lossless     not checked in this run: lossless.enabled is false; greedy output identical with" in text
+    text = summary(stream, run_config(lossless={"every": 0}), run, rows())
+    assert "lossless     not checked in this run: lossless.every is 0; greedy output identical with" in text
 
 
 def test_the_summary_claims_no_speed_that_was_not_measured(stream, run_config, run):

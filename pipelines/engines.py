@@ -1,0 +1,188 @@
+"""What commands that work on one engine share: options, checks before the start, and the start itself."""
+
+import argparse
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cotrain.config.schema import DatasetTask, FeatureTapConfig, ReasoningGymTask, RolloutConfig
+from cotrain.models.linear_attention import serving_problems
+from cotrain.models.loading import resolve_model
+from cotrain.process import threads
+from cotrain.process.scratch import scratch_folder
+from cotrain.run.provenance import machine, package_versions
+from drafters.base import Drafter, TargetSpec
+
+if TYPE_CHECKING:
+    from cotrain.rollout.engine import RolloutEngine
+
+TaskConfig = ReasoningGymTask | DatasetTask
+DEFAULT_TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
+KV_BLOCK = 128
+GIB = 2**30
+BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4}
+
+
+def add_engine_options(parser: argparse.ArgumentParser, command: str, tokens: int) -> None:
+    """Options that mean the same in every command; tokens is the default length of a response."""
+    parser.add_argument("--model", help="folder, hub id, or bundled:smollm2-135m-instruct")
+    parser.add_argument("--drafter", help="checkpoint folder, models:/NAME@serving or native")
+    parser.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="MLflow of models:/... (default %(default)s)")
+    parser.add_argument("--dtype", choices=tuple(BYTES_PER_VALUE), help="of the engine (default bfloat16)")
+    parser.add_argument(
+        "--tokens", type=at_least(2), default=tokens, help="length of every response (default %(default)s)"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of prompts and sampling (default %(default)s)")
+    parser.add_argument("--threads", type=at_least(1), default=threads.num_cores(), help="OpenMP threads (all cores)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"a new folder (default runs/{command}-<date>)")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A type for argparse: a whole number that is not below `least`."""
+
+    def whole_number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    return whole_number
+
+
+def new_folder(out: Path | None, command: str) -> Path:
+    """The folder for a command's results, which is made later. Raises ValueError when it holds something already."""
+    out = out or Path("runs") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out: {out} is not empty; give a new folder")
+    return out
+
+
+def provenance(args: argparse.Namespace) -> dict[str, Any]:
+    """Date, machine, packages and options, for the head of a report."""
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "packages": package_versions(),
+        "options": options,
+    }
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """A model, prompts and perhaps a drafter, and the settings of an engine with room for all of them."""
+
+    model: Path
+    target: TargetSpec
+    prompts: list[list[int]]
+    rollout: RolloutConfig
+    drafter: Drafter | None
+    drafter_folder: Path | None
+
+
+def prepare_engine(
+    args: argparse.Namespace, task: TaskConfig, num_prompts: int, batch: int, pulled: Path, **rollout: Any
+) -> EngineSetup:
+    """Find the model, encode prompts of the task, load the drafter; args hold `add_engine_options`.
+
+    batch: most requests at once. A drafter of the registry is copied to the folder `pulled`. rollout: fields of
+    RolloutConfig, among them draft_tokens. Raises ValueError naming the option and the fix.
+    """
+    try:
+        model = resolve_model(args.model)
+    except ValueError as error:
+        raise ValueError(str(error).replace("policy.model:", "--model:")) from error
+    vllm = rollout.pop("vllm", {})
+    if problems := serving_problems(model, not machine()["gpus"], args.dtype, "--dtype", vllm):
+        raise ValueError("; ".join(problems))
+    target = TargetSpec.from_pretrained(model)
+    prompts = _prompts(task, args.seed, model, num_prompts)
+    longest = max(map(len, prompts))
+    # Near the last position vLLM stops drafting for the whole batch, so there are draft_tokens + 1 more of them.
+    positions = longest + args.tokens + 2 * (rollout["draft_tokens"] + 1)
+    if positions > target.max_position_embeddings:
+        raise ValueError(
+            f"--tokens: the longest prompt has {longest} tokens, with {args.tokens} more and the drafts it is over the "
+            f"{target.max_position_embeddings} positions of {args.model}; lower --tokens"
+        )
+    config = RolloutConfig(
+        prompts_per_step=batch,
+        samples_per_prompt=1,
+        max_prompt_tokens=longest + rollout["draft_tokens"] + 1,
+        max_new_tokens=args.tokens,
+        dtype=args.dtype,
+        kv_cache_gib=_kv_cache_gib(target, args.dtype, batch, positions),
+        features=FeatureTapConfig(max_tokens_per_step=positions),
+        vllm=vllm | {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
+        **rollout,
+    )
+    folder, drafter = _drafter(args, model, target, positions, pulled) if args.drafter else (None, None)
+    return EngineSetup(model, target, prompts, config, drafter, folder)
+
+
+def _kv_cache_gib(target: TargetSpec, dtype: str, batch: int, positions: int) -> int:
+    """Room for twice the largest batch: nothing waits and nothing is preempted."""
+    layers = target.num_layers + 1  # the drafter's own
+    bytes_per_token = 2 * layers * target.num_key_value_heads * target.head_dim * BYTES_PER_VALUE[dtype]
+    return max(1, ceil(2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * bytes_per_token / GIB))
+
+
+def _prompts(task_config: TaskConfig, seed: int, model: Path, count: int) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    from cotrain.tasks.base import build_task
+    from cotrain.tasks.prompts import PromptEncoder
+
+    task = build_task(task_config, seed)
+    encoder = PromptEncoder(AutoTokenizer.from_pretrained(model), max_prompt_tokens=sys.maxsize)
+    return [encoder.encode(task.prompt(index)) for index in range(min(count, len(task)))]
+
+
+def _drafter(
+    args: argparse.Namespace, model: Path, target: TargetSpec, positions: int, pulled: Path
+) -> tuple[Path, Drafter]:
+    from cotrain.run.registry import drafter_folder
+    from drafters.build import load_drafter
+
+    try:
+        folder = drafter_folder(args.uri, args.drafter, model, pulled)
+        return folder, load_drafter(folder, target, positions)
+    except ValueError as error:
+        raise ValueError(f"--drafter: {error}") from error
+
+
+@asynccontextmanager
+async def one_engine(
+    setup: EngineSetup, seed: int, num_threads: int, ngram: bool = False
+) -> AsyncIterator["RolloutEngine"]:
+    """A started engine with its drafter, if there is one; its spec.scratch is a folder in shared memory.
+
+    ngram: draft tokens are looked up in the request's own text, whatever drafter there is.
+    """
+    os.environ.update(threads.engine_environment(num_threads, setup.rollout.kv_cache_gib))
+    from cotrain.rollout.engine import RolloutEngine
+    from cotrain.rollout.spec import EngineSpec
+
+    drafter = None if ngram else setup.drafter
+    with scratch_folder("engine") as scratch:
+        spec = EngineSpec(
+            rollout=setup.rollout,
+            model_path=str(setup.model),
+            drafter_folder=str(setup.drafter_folder) if drafter else None,
+            serving=drafter.serving if drafter else None,
+            seed=seed,
+            scratch=str(scratch),
+            speculation="ngram" if ngram else "drafter",
+        )
+        engine = RolloutEngine(spec)
+        try:
+            await engine.start()
+            yield engine
+        finally:
+            await engine.shutdown()

@@ -1,0 +1,54 @@
+"""The greedy check at the end of a run, on engines that answer from a script."""
+
+from typing import Any
+
+import pytest
+
+from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Versions
+from pipelines.train.joint import greedy_rollouts
+
+
+class ScriptedEngines:
+    """Remembers what was asked, and which arm filled the prefix cache."""
+
+    def __init__(self) -> None:
+        self.draft_tokens: int | None = None
+        self.cached_by: int | None = None
+        self.asked: list[tuple[int | None, dict[str, Any]]] = []
+        self.broken = False
+
+    def generate(self, requests: list[RolloutRequest], tap: bool, **sampling: Any) -> RolloutBatch:
+        assert self.cached_by is None, "answered from the other arm's prefix cache"
+        assert not tap
+        if self.broken:
+            raise RuntimeError("no engine is left")
+        self.cached_by = self.draft_tokens
+        self.asked.append((self.draft_tokens, sampling))
+        rollouts = [Rollout(r.prompt_id, 0, [1], [2], [0.0], "", "length", Versions(0, 0), None) for r in requests]
+        return RolloutBatch(rollouts, [], None, 1.0, 1)
+
+    def set_draft_tokens(self, draft_tokens: int | None) -> None:
+        self.draft_tokens = draft_tokens
+
+    def reset_prefix_cache(self) -> None:
+        self.cached_by = None
+
+
+def test_both_arms_are_greedy_at_their_draft_length() -> None:
+    engines: Any = ScriptedEngines()
+    for k in (0, 3):
+        assert len(greedy_rollouts(engines, [RolloutRequest("p", 0, [1], 7)], k, 8)) == 1
+    assert [k for k, _ in engines.asked] == [0, 3]
+    assert all((s["temperature"], s["seed"], s["max_tokens"]) == (0.0, None, 8) for _, s in engines.asked)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_draft_length_is_given_back(broken: bool) -> None:
+    engines: Any = ScriptedEngines()
+    engines.broken = broken
+    if broken:
+        with pytest.raises(RuntimeError, match="no engine"):
+            greedy_rollouts(engines, [], 3, 8)
+    else:
+        greedy_rollouts(engines, [], 3, 8)
+    assert engines.draft_tokens is None and engines.cached_by is None
