@@ -6,33 +6,32 @@ A study can be stopped and started again at any point: what is finished is not r
 """
 
 import argparse
+import shlex
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from filelock import FileLock, Timeout
 
 from cotrain.config.errors import ConfigError, did_you_mean
+from cotrain.config.load import merge, parse_config
 from cotrain.config.schema import RunConfig
 from cotrain.run.console import duration
 from cotrain.run.metrics import read_metrics
-from pipelines.ablate.jobs import PROGRAM, Job, Stop, last_error, run_jobs
-from pipelines.ablate.plan import Arm, Study, load_study, nested_under
+from pipelines.ablate.jobs import PROGRAM, Ended, Job, Stop, last_error, run_jobs
+from pipelines.ablate.plan import Study, load_study
+from pipelines.ablate.record import Arm, ArmRun, Status
 from pipelines.ablate.state import (
     Action,
-    StudyFolder,
-    check_same_study,
+    action_of,
+    check_same_settings,
     clear,
-    next_action,
+    is_made,
     next_init_action,
-    run_status,
-    saved_record,
     steps_done,
+    study_record,
 )
-
-if TYPE_CHECKING:
-    from pipelines.ablate.tracking import StudyRun
 
 DESCRIPTION = "Run the arms of a study, each with every seed, and compare them in one table."
 EPILOG = """\
@@ -54,22 +53,28 @@ def main(arguments: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
     if parsed.parallel < 1:
         raise ValueError(f"--parallel: must be at least 1, got {parsed.parallel}")
     study = load_study(parsed.study, parsed.overrides)
-    selected = _selected(study, parsed.only)
-    check_same_study(study)
-    command = f"cotrain ablate {' '.join(_quoted(argument) for argument in arguments)}"
-    print("\n".join(_plan(study, selected, parsed.parallel)), flush=True)
+    arms = _selected(study, parsed.only)
+    check_same_settings(study)
+    print("\n".join(_plan(study, arms, parsed.parallel)), flush=True)
     if parsed.dry_run:
         from pipelines.preflight import quick_problems
 
         if problems := quick_problems(study.shared, resume=True):
             raise ConfigError(problems)
-        print("no problem found; model, data and drafters are looked at when the study starts")
+        print("no problem found; models, data and drafters are checked when the study starts")
         return 0
-    _check(study, selected)
-    with StudyFolder(study) as folder:
-        from pipelines.ablate.tracking import StudyRun
-
-        return _Ablation(study, selected, folder, StudyRun(study), parsed.parallel, program, command).run()
+    _check(study, arms)
+    study.folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(study.folder / "study.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"folder: {study.folder} is being run by another process; wait, or set name=...") from None
+    with lock:
+        status = _Ablation(study, arms, parsed.parallel, program).run()
+    if status:
+        print(f"the same command goes on:\n  cotrain ablate {shlex.join(arguments)}")
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,66 +93,52 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _quoted(argument: str) -> str:
-    return f"'{argument}'" if any(character in argument for character in ' []{}"') else argument
-
-
-def _selected(study: Study, only: Sequence[str]) -> list[Arm]:
+def _selected(study: Study, only: Sequence[str]) -> list[str]:
+    """Names of the arms to run."""
     names = [arm.name for arm in study.arms]
     if unknown := [name for name in only if name not in names]:
         known = ", ".join(repr(name) for name in names)
         raise ConfigError(
             [f"--only: there is no arm {name!r}{did_you_mean(name, names) or f'; arms: {known}'}" for name in unknown]
         )
-    return [arm for arm in study.arms if not only or arm.name in only]
+    return list(only) or names
 
 
-def _plan(study: Study, selected: Sequence[Arm], parallel: int) -> list[str]:
+def _plan(study: Study, selected: Sequence[str], parallel: int) -> Iterator[str]:
     """What would run, with what is done already."""
-    record = saved_record(study)
-    lines = [f"study {study.name} in {study.folder}: {len(selected)} arms x {len(study.seeds)} seeds"]
-    for name in _needed_inits(study, selected):
-        lines.append(
-            f"  init   {name}: {next_init_action(study.inits[name])}, {study.inits[name].init.tokens:,} tokens"
-        )
-    for arm in selected:
-        what = (
-            f"init {arm.init}, {'co-trained' if arm.online else 'frozen'}, {arm.draft_tokens} draft tokens, "
-            f"{arm.objective}"
-            if arm.speculation
-            else "no speculation"
-        )
-        actions = []
-        for seed in study.seeds:
-            action = next_action(study.run_config(arm, seed), run_status(record, study, arm, seed)[0])
-            actions.append(f"seed {seed}: {'finished' if action == 'skip' else action}")
-        lines += [f"  arm    {arm.name}", f"         {what}, {arm.policy} policy; {', '.join(actions)}"]
-    lines += [f"  left out of the grid: {text}" for text in study.left_out]
+    arms = [arm for arm in study_record(study).arms if arm.name in selected]
+    yield f"study {study.config.name} in {study.folder}: {len(arms)} arms x {len(study.config.seeds)} seeds"
+    for name in _needed_inits(study, arms):
+        config = study.inits[name]
+        yield f"  init   {name}: {next_init_action(config)}, {config.init.tokens:,} tokens"
+    for arm in arms:
+        what = f"init {arm.init}, {arm.draft_tokens} draft tokens, {arm.objective}, drafter "
+        what += "co-trained" if arm.online else "frozen"
+        actions = (f"seed {run.seed}: {action_of(study, arm, run)}" for run in arm.runs)
+        yield f"  arm    {arm.name}"
+        yield f"         {what if arm.speculation else 'no speculation'}, policy {arm.policy}; {', '.join(actions)}"
     if parallel > 1:
-        address = study.shared.cluster.address
-        where = f"share the Ray cluster at {address}" if address else "share this machine: mind its memory and cores"
-        lines.append(f"  {parallel} runs at a time {where}; speeds of such runs are not comparable")
-    return lines
+        yield f"  {parallel} runs at a time share memory and cores; speeds of such runs are not comparable"
 
 
-def _needed_inits(study: Study, selected: Sequence[Arm]) -> list[str]:
-    return [name for name in study.inits if any(arm.init == name for arm in selected)]
+def _needed_inits(study: Study, arms: Sequence[Arm]) -> list[str]:
+    return [name for name in study.inits if any(arm.init == name for arm in arms)]
 
 
-def _check(study: Study, selected: Sequence[Arm]) -> None:
+def _check(study: Study, selected: Sequence[str]) -> None:
     """What can be checked before a model loads, for the study and for drafters given by the user."""
     from cotrain.models.loading import resolve_model
     from pipelines.preflight import check_drafter_init, check_drafter_shape, check_run
 
-    check_run(study.shared, resume=True)  # a name of its own it does not need
-    model, problems = resolve_model(study.shared.policy.model), []
-    for arm in selected:
-        if arm.config.drafter is None:
+    check_run(study.shared, resume=True)  # it is never run under a name of its own
+    model, problems = resolve_model(study.shared.policy.model), list[str]()
+    for arm in study.arms:
+        if arm.name not in selected or not arm.speculation:
             continue
-        made_here = arm.config.drafter.init is None or arm.init in study.inits
-        for check in (check_drafter_shape, *(() if made_here else (check_drafter_init,))):
+        given = arm.init not in study.inits and study.arm_configs[arm.name].drafter.init is not None  # type: ignore[union-attr]
+        for check in (check_drafter_shape, check_drafter_init) if given else (check_drafter_shape,):
             try:
-                check(arm.config, model)
+                check(study.arm_configs[arm.name], model)
             except ValueError as error:
                 lines = error.problems if isinstance(error, ConfigError) else [str(error)]
                 problems += [f"arm {arm.name!r}: {line}" for line in lines]
@@ -155,139 +146,123 @@ def _check(study: Study, selected: Sequence[Arm]) -> None:
         raise ConfigError(problems)
 
 
-@dataclass
 class _Ablation:
-    """One run of the command."""
+    """One run of the command on a locked study folder."""
 
-    study: Study
-    selected: list[Arm]
-    folder: StudyFolder
-    tracking: "StudyRun"
-    parallel: int
-    program: Sequence[str]
-    command: str
-    stop: Stop = field(default_factory=Stop)
-    arm_seconds: list[float] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    left: int = 0
+    def __init__(self, study: Study, selected: Sequence[str], parallel: int, program: Sequence[str]) -> None:
+        from pipelines.ablate.tracking import StudyRun
+
+        for name in ("configs", "logs", "runs", "inits"):
+            (study.folder / name).mkdir(exist_ok=True)
+        self.study, self.parallel, self.program = study, parallel, program
+        self.record = study_record(study)
+        self.arms = [arm for arm in self.record.arms if arm.name in selected]
+        self.parent = StudyRun(study)
+        self.stop = Stop()
+        self.init_errors: dict[str, str] = {}
+        self.left = 0
+        self.seconds: list[float] = []
+        self.record.write(study.folder)
 
     def run(self) -> int:
+        """Returns the exit status of the command."""
         started = time.monotonic()
         with self.stop.on_signals():
-            failed_inits = self._run_inits()
+            run_jobs(list(self._init_jobs()), self.parallel, self.stop, self.program)
             if not self.stop.requested:
-                self._run_arms(failed_inits)
+                jobs = list(self._train_jobs())
+                self.left = len(jobs)
+                run_jobs(jobs, self.parallel, self.stop, self.program)
         self._report()
-        done = f"{duration(time.monotonic() - started)}"
+        failed = [(arm, run) for arm in self.arms for run in arm.runs if run.status == "failed"]
+        for arm, run in failed:
+            print(f"  {arm.name}, seed {run.seed}: {run.error}")
+        took = duration(time.monotonic() - started)
         if self.stop.requested:
-            print(f"stopped after {done}; everything finished is kept. Go on with:\n  {self.command}")
+            print(f"stopped after {took}; everything finished is kept")
             return 130
-        print(f"{len(self.failures)} failed, in {done}" if self.failures else f"all runs finished, in {done}")
-        for failure in self.failures:
-            print(f"  {failure}")
-        if self.failures:
-            print(f"the same command runs these again:\n  {self.command}")
-        return 1 if self.failures else 0
+        print(f"{len(failed)} runs failed, in {took}" if failed else f"all runs finished, in {took}")
+        return 1 if failed else 0
 
-    def _run_inits(self) -> dict[str, str]:
-        """Make what the selected arms need; the errors of those that failed, by name."""
-        errors: dict[str, str] = {}
-        jobs, names = [], {}
-        for name in _needed_inits(self.study, self.selected):
-            action = next_init_action(self.study.inits[name])
-            if action != "skip":
-                job = self._job(f"init {name}", "init", self.study.inits[name], action, f"init-{name}")
-                jobs.append(job)
-                names[job.title] = name
+    def _init_jobs(self) -> Iterator[Job]:
+        for name in _needed_inits(self.study, self.arms):
+            config = self.study.inits[name]
+            if (action := next_init_action(config)) != "skip":
+                yield self._job(f"init {name}", "init", config, action, self._init_ended)
 
-        def ended(job: Job, status: int, seconds: float) -> None:
-            if (job.config.run_root / job.config.name / "init.json").is_file():
-                print(f"{job.title}: made in {duration(seconds)}", flush=True)
-            elif not self.stop.requested:
-                name = names[job.title]
-                errors[name] = last_error(job.log, status)
-                self.failures.append(f"{job.title}: {errors[name]} (log: {job.log})")
-                print(f"{job.title}: FAILED: {errors[name]}", flush=True)
-
-        run_jobs(jobs, self.parallel, self.stop, ended, self.program)
-        return errors
-
-    def _run_arms(self, failed_inits: dict[str, str]) -> None:
-        jobs: list[Job] = []
-        of_job: dict[str, tuple[Arm, int]] = {}
+    def _train_jobs(self) -> Iterator[Job]:
         # Seeds outside, arms inside: a study that is stopped early has whole comparisons of fewer seeds.
-        for seed in self.study.seeds:
-            for arm in self.selected:
-                if arm.init in failed_inits and arm.init in self.study.inits:
-                    error = f"its initialisation {arm.init} failed: {failed_inits[arm.init]}"
-                    self.folder.set_status(arm, seed, "failed", error)
-                    self.failures.append(f"{arm.name}, seed {seed}: {error}")
-                    continue
-                config = self.study.run_config(arm, seed)
-                action = next_action(config, self.folder.status(arm, seed)[0])
-                if action != "skip":
-                    job = self._job(f"{arm.name}, seed {seed}", "train", config, action, config.name)
-                    jobs.append(job)
-                    of_job[config.name] = (arm, seed)
-        self.left = len(jobs)
-        total = len(self.selected) * len(self.study.seeds)
+        for i in range(len(self.record.seeds)):
+            for arm in self.arms:
+                run = arm.runs[i]
+                if arm.init in self.init_errors:
+                    error = f"its initialisation {arm.init} failed: {self.init_errors[arm.init]}"
+                    self._set_status(run, "failed", error)
+                elif (action := action_of(self.study, arm, run)) != "skip":
+                    config = self.study.run_config(arm, run)
+                    yield self._job(
+                        f"{arm.name}, seed {run.seed}", "train", config, action, partial(self._arm_ended, run)
+                    )
 
-        def ended(job: Job, status: int, seconds: float) -> None:
-            self.left -= 1
-            self._arm_ended(job, *of_job[job.config.name], status, seconds, f"[{total - self.left}/{total}]")
-
-        run_jobs(jobs, self.parallel, self.stop, ended, self.program)
-
-    def _arm_ended(self, job: Job, arm: Arm, seed: int, status: int, seconds: float, count: str) -> None:
-        folder = job.config.run_root / job.config.name
-        if status == 0 and steps_done(folder) == job.config.steps:
-            self.folder.set_status(arm, seed, "finished")
-            if not self.study.keep_checkpoints:
-                shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes that nothing reads any more
-            self.arm_seconds.append(seconds)
-            eta = self.left * sum(self.arm_seconds) / len(self.arm_seconds) / self.parallel
-            more = f", eta {duration(eta)}" if self.left else ""
-            print(f"{count} {job.title}: {_result(folder)}, {duration(seconds)}{more}", flush=True)
-        elif self.stop.requested or status == 0:
-            self.folder.set_status(arm, seed, "missing")
-            print(f"{count} {job.title}: stopped after step {steps_done(folder)}", flush=True)
-            if not self.stop.requested:
-                self.failures.append(f"{job.title}: was stopped by somebody else after step {steps_done(folder)}")
-        else:
-            error = last_error(job.log, status)
-            self.folder.set_status(arm, seed, "failed", error)
-            self.failures.append(f"{job.title}: {error} (log: {job.log})")
-            print(f"{count} {job.title}: FAILED: {error}", flush=True)
-
-    def _job(self, title: str, command: str, config: RunConfig, action: Action, file: str) -> Job:
+    def _job(self, title: str, command: str, config: RunConfig, action: Action, ended: Ended) -> Job:
         if action == "start over":
             clear(config)
+        nested = merge(config.model_dump(mode="json"), {"tracking": {"parent_run": self.parent.run_id}})
+        file = f"{command}-{config.name}"
         return Job(
             title=title,
             command=command,
-            config=nested_under(config, self.tracking.run_id),
+            config=parse_config(nested),
             resume=action == "resume",
-            config_file=self.folder.path / "configs" / f"{file}.toml",
-            log=self.folder.path / "logs" / f"{file}.log",
+            config_file=self.study.folder / "configs" / f"{file}.toml",
+            log=self.study.folder / "logs" / f"{file}.log",
+            ended=ended,
         )
+
+    def _init_ended(self, job: Job, status: int, seconds: float) -> None:
+        if is_made(job.config):
+            print(f"{job.title}: made in {duration(seconds)}", flush=True)
+        elif not self.stop.requested:
+            self.init_errors[job.config.name] = f"{last_error(job.log, status)} (log: {job.log})"
+            print(f"{job.title}: FAILED: {self.init_errors[job.config.name]}", flush=True)
+
+    def _arm_ended(self, run: ArmRun, job: Job, status: int, seconds: float) -> None:
+        self.left -= 1
+        total, done = len(self.arms) * len(self.record.seeds), steps_done(job.config)
+        if status == 0 and done == job.config.steps:
+            self._set_status(run, "finished")
+            if not self.study.config.keep_checkpoints:  # gigabytes that nothing reads any more
+                shutil.rmtree(job.config.run_root / job.config.name / "checkpoints", ignore_errors=True)
+            self.seconds.append(seconds)
+            eta = self.left * sum(self.seconds) / len(self.seconds) / self.parallel
+            text = f"{_result(job.config)}, {duration(seconds)}, eta {duration(eta)}"
+        elif self.stop.requested:
+            self._set_status(run, "missing")
+            text = f"stopped after step {done}"
+        else:
+            why = f"somebody stopped it after step {done}" if status == 0 else last_error(job.log, status)
+            self._set_status(run, "failed", f"{why} (log: {job.log})")
+            text = f"FAILED: {run.error}"
+        print(f"[{total - self.left}/{total}] {job.title}: {text}", flush=True)
+
+    def _set_status(self, run: ArmRun, status: Status, error: str | None = None) -> None:
+        run.status, run.error = status, error
+        self.record.write(self.study.folder)
 
     def _report(self) -> None:
         from pipelines.ablate.report import write_study_report
 
-        page = write_study_report(self.folder.path)
-        table = page.parent / "table.md"
-        statuses = [self.folder.status(arm, seed)[0] for arm in self.study.arms for seed in self.study.seeds]
-        if error := self.tracking.finish("failed" not in statuses and "missing" not in statuses, table, page):
+        page = write_study_report(self.study.folder)
+        table = page.with_name("table.md")
+        finished = all(run.status == "finished" for arm in self.record.arms for run in arm.runs)
+        if error := self.parent.finish(finished, table, page):
             print(f"MLflow did not take the table ({error}); it is in {table}")
         print(f"\n{table.read_text()}\nreport: {page}")
 
 
-def _result(folder: Path) -> str:
-    """Acceptance length and reward over the last third of the steps, as the report has them."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    rows = rows[-max(1, len(rows) // 3) :]
-    parts = []
-    for text, metric in (("acceptance length", "rollout/acceptance_length"), ("reward", "policy/reward")):
-        if values := [row[metric] for row in rows if row.get(metric) is not None]:
-            parts.append(f"{text} {sum(values) / len(values):.2f}")
-    return ", ".join(parts) or "no acceptance length measured"
+def _result(config: RunConfig) -> str:
+    """Acceptance length and reward of the last step."""
+    row = read_metrics(config.run_root / config.name / "metrics.jsonl")[-1]
+    parts = (("acceptance length", "rollout/acceptance_length"), ("reward", "policy/reward"))
+    texts = [f"{name} {row[metric]:.2f}" for name, metric in parts if row.get(metric) is not None]
+    return ", ".join(texts) or "no acceptance length measured"

@@ -35,6 +35,11 @@ class Job:
     resume: bool
     config_file: Path
     log: Path
+    ended: "Ended"
+
+
+Ended = Callable[[Job, int, float], None]
+"""Called at the end of a job with the job, its exit status and its seconds."""
 
 
 class Stop:
@@ -63,17 +68,8 @@ class Stop:
                 signal.signal(s, handler)
 
 
-def run_jobs(
-    jobs: Sequence[Job],
-    parallel: int,
-    stop: Stop,
-    ended: Callable[[Job, int, float], None],
-    program: Sequence[str] = PROGRAM,
-) -> None:
-    """Run all jobs in order, `parallel` at a time; `ended(job, exit status, seconds)` after each.
-
-    After a stop no further job is started, and the running ones are waited for.
-    """
+def run_jobs(jobs: Sequence[Job], parallel: int, stop: Stop, program: Sequence[str] = PROGRAM) -> None:
+    """Run all jobs in order, `parallel` at a time. After a stop no further one is started; running ones are waited for."""
     waiting = deque(jobs)
     running: dict[subprocess.Popen, tuple[Job, float]] = {}
     try:
@@ -88,7 +84,7 @@ def run_jobs(
             for process in [process for process in running if process.poll() is not None]:
                 stop.running.remove(process)
                 job, started = running.pop(process)
-                ended(job, process.returncode, time.monotonic() - started)
+                job.ended(job, process.returncode, time.monotonic() - started)
             time.sleep(POLL_S)
     finally:
         for process in running:
@@ -100,7 +96,7 @@ def _start(job: Job, program: Sequence[str]) -> subprocess.Popen:
     job.config_file.write_text(to_toml(job.config), encoding="utf-8")
     resume = ["--resume", job.config.name] if job.resume else []
     with job.log.open("ab") as log:
-        # A session of its own: Ctrl-C in the terminal reaches this process alone, which hands it on once.
+        # In a session of its own: Ctrl-C in the terminal reaches this process alone, which hands it on once.
         return subprocess.Popen(
             [*program, job.command, str(job.config_file), *resume],
             stdin=subprocess.DEVNULL,
@@ -121,9 +117,8 @@ def last_error(log: Path, status: int) -> str:
         file.seek(max(0, log.stat().st_size - LAST_BYTES))
         lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     for i, line in reversed(list(enumerate(lines))):
-        if line.startswith("cotrain: "):
-            return " ".join([line.removeprefix("cotrain: "), *(more.strip() for more in lines[i + 1 :])])
-        if "DIFFERS" in line or re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line):
+        if re.match(r"cotrain: |[\w.]*(Error|Exception|Interrupt)\b", line) or "DIFFERS" in line:
             indented = itertools.takewhile(lambda more: more[0].isspace(), lines[i + 1 :])
-            return " ".join([line, *(more.strip() for more in indented)])[:MESSAGE_LENGTH]
+            text = " ".join([line.removeprefix("cotrain: "), *(more.strip() for more in indented)])
+            return text[:MESSAGE_LENGTH]
     return lines[-1] if lines else f"exit status {status} without output"

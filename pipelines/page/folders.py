@@ -1,7 +1,9 @@
-"""The folder of a run or a study by its name."""
+"""The folder of a run or a study by its name, and the JSON files in it."""
 
 import difflib
+import json
 from pathlib import Path
+from typing import Any
 
 CONFIG, STUDY = "config.json", "study.json"
 
@@ -22,3 +24,16 @@ def find(name: str, run_root: Path) -> Path:
             f"RUN|STUDY: {existing} is neither a run (no {CONFIG}) nor a study (no {STUDY}); {listed}{hint}"
         )
     raise ValueError(f"RUN|STUDY: no folder {name!r}, here or in {run_root}; {listed}{hint}")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ValueError naming the path."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give the folder of a run or a study")
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); restore it or run again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, not an object; restore it or run again")
+    return content
