@@ -126,22 +126,15 @@ def _needed_inits(study: Study, arms: Sequence[Arm]) -> list[str]:
 
 
 def _check(study: Study, selected: Sequence[str]) -> None:
-    """What can be checked before a model loads, for the study and for drafters given by the user."""
-    from cotrain.models.loading import resolve_model
-    from pipelines.preflight import check_drafter_init, check_drafter_shape, check_run
+    """What can be checked before a model loads; a drafter given by the user is checked by the runs themselves."""
+    from pipelines.preflight import check_run
 
-    check_run(study.shared, resume=True)  # it is never run under a name of its own
-    model, problems = resolve_model(study.shared.policy.model), list[str]()
-    for arm in study.arms:
-        if arm.name not in selected or not arm.speculation:
-            continue
-        given = arm.init not in study.inits and study.arm_configs[arm.name].drafter.init is not None  # type: ignore[union-attr]
-        for check in (check_drafter_shape, check_drafter_init) if given else (check_drafter_shape,):
-            try:
-                check(study.arm_configs[arm.name], model)
-            except ValueError as error:
-                lines = error.problems if isinstance(error, ConfigError) else [str(error)]
-                problems += [f"arm {arm.name!r}: {line}" for line in lines]
+    problems = list[str]()
+    for name in selected:
+        try:
+            check_run(study.arm_configs[name], resume=True)  # an arm is never run under a name of its own
+        except ConfigError as error:
+            problems += [f"arm {name!r}: {line}" for line in error.problems]
     if problems:
         raise ConfigError(problems)
 

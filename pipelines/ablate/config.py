@@ -68,7 +68,8 @@ class StudyConfig(Section):
     """Drafters made once by `cotrain init` before the arms: name, and what differs from the shared configuration."""
 
     grid: dict[str, list[Any]] = Field(default_factory=dict)
-    """Fields of an arm, each with a list of values: every combination becomes an arm."""
+    """Fields of an arm, each with a list of values: every combination becomes an arm, but those of a frozen drafter with
+    random weights."""
 
     arms: list[dict[str, Any]] = Field(default_factory=list)
     """Arms one by one."""
@@ -102,19 +103,18 @@ def read_arms(config: StudyConfig, problems: list[str]) -> Iterator[ArmConfig]:
 
 
 def _grid_arms(grid: dict[str, list[Any]]) -> Iterator[Table]:
-    """Every combination, named by its values; a value that all arms share is not in the name."""
+    """Every combination but frozen random drafters, named by its values; one that all arms share is not in the name."""
     for combination in itertools.product(*grid.values()) if grid else ():
         fields = dict(zip(grid, combination, strict=True))
+        if (fields.get("init"), fields.get("online")) == (NO_INIT, False):
+            continue
         words = [_word(name, value) for name, value in fields.items() if len(grid[name]) > 1 or name == "init"]
         yield fields | {"name": ", ".join(words) or "grid"}
 
 
 def _word(name: str, value: Any) -> str:
-    if name == "init":
-        return "random" if value == NO_INIT else str(value).removeprefix("models:/")
-    if name == "online":
-        return "co-trained" if value else "frozen"
+    """A value as part of an arm's name."""
     if isinstance(value, dict):
-        words = " ".join(str(field) if key == "type" else f"{key} {field}" for key, field in value.items())
-        return words or f"base {name}"
-    return f"k {value}" if name == "draft_tokens" else f"{value} {name}"
+        value = " ".join(f"{key} {field}" for key, field in value.items())
+    words = {"init": value, "online": "co-trained" if value else "frozen", "draft_tokens": f"k {value}"}
+    return str(words.get(name, f"{name} {value}"))

@@ -189,7 +189,9 @@ def _init_config(plan: _Plan, name: str, given: Table) -> RunConfig:
     """Raises ConfigError naming the fields of the initialisation."""
     flat = flatten(given)
     refused = [path for path in flat if path.split(".")[0] not in INIT_SECTIONS or path.startswith("drafter.init")]
-    problems = [f"{path}: arms share this with the initialisation; put {path} in the shared config" for path in refused]
+    problems = [
+        f"{path}: an initialisation shares this with the arms; put {path} in the shared config" for path in refused
+    ]
     if name == NO_INIT:
         problems.append(f"{NO_INIT!r} means random weights; choose another name")
     if plan.shared.drafter is None:

@@ -33,11 +33,10 @@ MEANS = {
 }
 """What is measured of an arm, and the metric whose mean it is."""
 
-COSTS = list(MEANS)[3:]
 HOW_TO_READ = (
     "Means over the last third of the steps, then over seeds, with (lowest..highest). Acceptance length: tokens that a "
     "verification step emits, 1 is no gain. The speeds of generation and of whole steps (drafter training and swaps "
-    "included) are ratios to the no-speculation arm of the same policy and seed. table.csv has these and all costs."
+    "included) are ratios to the no-speculation arm of the same policy and seed. table.csv also has what training and swaps cost."
 )
 
 
@@ -99,16 +98,18 @@ def measures(study: Study) -> pd.DataFrame:
     counted = counted[counted["step"] > study.record.steps - max(1, study.record.steps // 3)]
     runs = counted.groupby(["arm", "seed"], sort=False)
     table = pd.DataFrame({name: runs[metric].mean() for name, metric in means.items()})
-    whole = runs["rollout/generated_tokens"].sum() / runs["time/step_s"].sum()
+    whole = runs["rollout/generated_tokens"].sum(min_count=1) / runs["time/step_s"].sum(min_count=1)
     table[GAIN], table[STEP_GAIN] = _gain(study, table["tokens/s"]), _gain(study, whole)
     return table
 
 
-def _gain(study: Study, speeds: pd.Series) -> list[float]:
+def _gain(study: Study, speeds: pd.Series) -> pd.Series:
     """Ratio of each run to the no-speculation arm of the same policy and seed."""
     policies = {arm.name: arm.policy for arm in study.record.arms}
     plain = {arm.policy: arm.name for arm in study.record.arms if not arm.speculation}
-    return [speed / speeds.get((plain.get(policies[arm]), seed), float("nan")) for (arm, seed), speed in speeds.items()]
+    known = speeds.to_dict()
+    baselines = [known.get((plain.get(policies[arm]), seed), float("nan")) for arm, seed in known]
+    return speeds / pd.Series(baselines, index=speeds.index, dtype=float)
 
 
 def comparison(study: Study, measured: pd.DataFrame) -> pd.DataFrame:
@@ -127,19 +128,18 @@ def comparison(study: Study, measured: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _spread(values: pd.Series, decimals: int = 2) -> str:
+def _spread(values: pd.Series) -> str:
     """Mean over seeds, with the lowest and the highest where they differ."""
     if values.isna().all():
         return NONE
-    low, high = f"{values.min():.{decimals}f}", f"{values.max():.{decimals}f}"
-    return f"{values.mean():.{decimals}f}" + (f" ({low}..{high})" if low != high else "")
+    low, high = f"{values.min():.2f}", f"{values.max():.2f}"
+    return f"{values.mean():.2f}" + (f" ({low}..{high})" if low != high else "")
 
 
 def study_page(study: Study) -> Page:
     """The page of a study; arms may be unfinished."""
     record, measured = study.record, measures(study)
     arms, seeds = len(record.arms), len(record.seeds)
-    costs = measured.groupby("arm", sort=False)[COSTS].mean().dropna(how="all").map("{:.3g}".format)
     problems = [Section("Failed and missing runs", ["They are in no number above."], study.problems)]
     return Page(
         title=record.name,
@@ -149,7 +149,6 @@ def study_page(study: Study) -> Page:
         sections=[
             Section("Comparison", [HOW_TO_READ], comparison(study, measured)),
             Section("Acceptance and speed", plots=[*_group_plots(study, measured), _gain_plot(measured)]),
-            Section("What the drafters cost", ["Means over the last third of the steps."], costs.reset_index()),
             *(problems if len(study.problems) else []),
             Section("Runs", table=_runs(study), folded=True),
         ],
@@ -244,4 +243,4 @@ def _runs(study: Study) -> pd.DataFrame:
             link = Markup('<a href="../{}">{}</a>').format(page, run.folder)
             name = link if (study.folder / page).is_file() else run.folder
             rows.append((name, arm.name, run.seed, run.status))
-    return pd.DataFrame(rows, columns=["run", "arm", "seed", "status"])
+    return pd.DataFrame(rows, columns=["run", "arm", "seed", "status"], dtype=object)  # else links become mere text

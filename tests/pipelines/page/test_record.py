@@ -29,7 +29,9 @@ def test_new_drafters_are_found_across_a_step_that_lost_its_version(tmp_path: Pa
 
 
 def test_a_drafter_that_was_taken_back_is_no_new_one(tmp_path: Path) -> None:
-    run = run_with(tmp_path, versions__drafter=[0, 1, 2, 2], drafter__rolled_back=[0, 1, 0, 0], gate__publish=[1, 0, 0, None])
+    run = run_with(
+        tmp_path, versions__drafter=[0, 1, 2, 2], drafter__rolled_back=[0, 1, 0, 0], gate__publish=[1, 0, 0, None]
+    )
     marks = drafter_marks(run)
     assert marks["first step of a new drafter"].tolist() == [False, True, False, False]
     assert marks["taken back after this step"].tolist() == [False, True, False, False]
