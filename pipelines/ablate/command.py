@@ -24,10 +24,10 @@ from pipelines.ablate.plan import Study, load_study
 from pipelines.ablate.record import Arm, ArmRun, Status
 from pipelines.ablate.state import (
     Action,
-    action_of,
     check_same_settings,
     clear,
     is_made,
+    next_action,
     next_init_action,
     steps_done,
     study_record,
@@ -109,14 +109,11 @@ def _plan(study: Study, selected: Sequence[str], parallel: int) -> Iterator[str]
     arms = [arm for arm in study_record(study).arms if arm.name in selected]
     yield f"study {study.config.name} in {study.folder}: {len(arms)} arms x {len(study.config.seeds)} seeds"
     for name in _needed_inits(study, arms):
-        config = study.inits[name]
-        yield f"  init   {name}: {next_init_action(config)}, {config.init.tokens:,} tokens"
+        yield f"  init   {name}: {next_init_action(study.inits[name])}, {study.inits[name].init.tokens:,} tokens"
     for arm in arms:
-        what = f"init {arm.init}, {arm.draft_tokens} draft tokens, {arm.objective}, drafter "
-        what += "co-trained" if arm.online else "frozen"
-        actions = (f"seed {run.seed}: {action_of(study, arm, run)}" for run in arm.runs)
-        yield f"  arm    {arm.name}"
-        yield f"         {what if arm.speculation else 'no speculation'}, policy {arm.policy}; {', '.join(actions)}"
+        what = f"init {arm.init}, k {arm.draft_tokens}, {arm.objective}" if arm.speculation else "no speculation"
+        actions = (f"seed {run.seed} {next_action(study.run_config(arm, run), run.status)}" for run in arm.runs)
+        yield f"  arm    {arm.name} ({what}): {', '.join(actions)}"
     if parallel > 1:
         yield f"  {parallel} runs at a time share memory and cores; speeds of such runs are not comparable"
 
@@ -167,7 +164,7 @@ class _Ablation:
                 self.left = len(jobs)
                 run_jobs(jobs, self.parallel, self.stop, self.program)
         self._report()
-        failed = [(arm, run) for arm in self.arms for run in arm.runs if run.status == "failed"]
+        failed = [(arm, run) for arm, run in self._runs if run.status == "failed"]
         for arm, run in failed:
             print(f"  {arm.name}, seed {run.seed}: {run.error}")
         took = duration(time.monotonic() - started)
@@ -177,40 +174,33 @@ class _Ablation:
         print(f"{len(failed)} runs failed, in {took}" if failed else f"all runs finished, in {took}")
         return 1 if failed else 0
 
-    def _init_jobs(self) -> Iterator[Job]:
+    @property
+    def _runs(self) -> list[tuple[Arm, ArmRun]]:
+        return [(arm, run) for arm in self.arms for run in arm.runs]
+
+    def _init_jobs(self) -> Iterator[tuple[Job, Ended]]:
         for name in _needed_inits(self.study, self.arms):
             config = self.study.inits[name]
-            if (action := next_init_action(config)) != "skip":
-                yield self._job(f"init {name}", "init", config, action, self._init_ended)
+            if (action := next_init_action(config)) != "finished":
+                yield self._job(f"init {name}", "init", config, action), self._init_ended
 
-    def _train_jobs(self) -> Iterator[Job]:
+    def _train_jobs(self) -> Iterator[tuple[Job, Ended]]:
         # Seeds outside, arms inside: a study that is stopped early has whole comparisons of fewer seeds.
-        for i in range(len(self.record.seeds)):
-            for arm in self.arms:
-                run = arm.runs[i]
-                if arm.init in self.init_errors:
-                    error = f"its initialisation {arm.init} failed: {self.init_errors[arm.init]}"
-                    self._set_status(run, "failed", error)
-                elif (action := action_of(self.study, arm, run)) != "skip":
-                    config = self.study.run_config(arm, run)
-                    yield self._job(
-                        f"{arm.name}, seed {run.seed}", "train", config, action, partial(self._arm_ended, run)
-                    )
+        for arm, run in sorted(self._runs, key=lambda pair: self.record.seeds.index(pair[1].seed)):
+            if arm.init in self.init_errors:
+                self._set_status(run, "failed", f"its initialisation {arm.init} failed: {self.init_errors[arm.init]}")
+                continue
+            config = self.study.run_config(arm, run)
+            if (action := next_action(config, run.status)) != "finished":
+                yield self._job(f"{arm.name}, seed {run.seed}", "train", config, action), partial(self._arm_ended, run)
 
-    def _job(self, title: str, command: str, config: RunConfig, action: Action, ended: Ended) -> Job:
+    def _job(self, title: str, command: str, config: RunConfig, action: Action) -> Job:
         if action == "start over":
             clear(config)
-        nested = merge(config.model_dump(mode="json"), {"tracking": {"parent_run": self.parent.run_id}})
+        nested = parse_config(merge(config.model_dump(mode="json"), {"tracking": {"parent_run": self.parent.run_id}}))
         file = f"{command}-{config.name}"
-        return Job(
-            title=title,
-            command=command,
-            config=parse_config(nested),
-            resume=action == "resume",
-            config_file=self.study.folder / "configs" / f"{file}.toml",
-            log=self.study.folder / "logs" / f"{file}.log",
-            ended=ended,
-        )
+        config_file, log = (self.study.folder / path for path in (f"configs/{file}.toml", f"logs/{file}.log"))
+        return Job(title, command, nested, action == "resume", config_file, log)
 
     def _init_ended(self, job: Job, status: int, seconds: float) -> None:
         if is_made(job.config):
@@ -221,7 +211,7 @@ class _Ablation:
 
     def _arm_ended(self, run: ArmRun, job: Job, status: int, seconds: float) -> None:
         self.left -= 1
-        total, done = len(self.arms) * len(self.record.seeds), steps_done(job.config)
+        total, done = len(self._runs), steps_done(job.config)
         if status == 0 and done == job.config.steps:
             self._set_status(run, "finished")
             if not self.study.config.keep_checkpoints:  # gigabytes that nothing reads any more

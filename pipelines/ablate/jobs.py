@@ -35,7 +35,6 @@ class Job:
     resume: bool
     config_file: Path
     log: Path
-    ended: "Ended"
 
 
 Ended = Callable[[Job, int, float], None]
@@ -68,28 +67,23 @@ class Stop:
                 signal.signal(s, handler)
 
 
-def run_jobs(jobs: Sequence[Job], parallel: int, stop: Stop, program: Sequence[str] = PROGRAM) -> None:
+def run_jobs(jobs: Sequence[tuple[Job, Ended]], parallel: int, stop: Stop, program: Sequence[str] = PROGRAM) -> None:
     """Run all jobs in order, `parallel` at a time. After a stop no further one is started; running ones are waited for."""
     waiting = deque(jobs)
-    running: dict[subprocess.Popen, tuple[Job, float]] = {}
-    try:
-        while running or (waiting and not stop.requested):
-            while waiting and len(running) < parallel and not stop.requested:
-                job = waiting.popleft()
-                process = _start(job, program)
-                running[process] = (job, time.monotonic())
-                stop.running.append(process)
-                if stop.requested:  # the signal came before the process was in the list
-                    process.send_signal(signal.SIGINT)
-            for process in [process for process in running if process.poll() is not None]:
-                stop.running.remove(process)
-                job, started = running.pop(process)
-                job.ended(job, process.returncode, time.monotonic() - started)
-            time.sleep(POLL_S)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    running: dict[subprocess.Popen, tuple[Job, Ended, float]] = {}
+    while running or (waiting and not stop.requested):
+        while waiting and len(running) < parallel and not stop.requested:
+            job, ended = waiting.popleft()
+            process = _start(job, program)
+            running[process] = (job, ended, time.monotonic())
+            stop.running.append(process)
+            if stop.requested:  # the signal came before the process was in the list
+                process.send_signal(signal.SIGINT)
+        for process in [process for process in running if process.poll() is not None]:
+            stop.running.remove(process)
+            job, ended, started = running.pop(process)
+            ended(job, process.returncode, time.monotonic() - started)
+        time.sleep(POLL_S)
 
 
 def _start(job: Job, program: Sequence[str]) -> subprocess.Popen:

@@ -2,8 +2,8 @@
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +28,21 @@ class Study:
     """A checked study."""
 
     config: StudyConfig
+    here: Path
+    """Folder of the study file."""
     folder: Path
     """The study's own folder."""
     shared: RunConfig
-    arms: list[Arm]
-    arm_configs: dict[str, RunConfig]
+    arms: list[Arm] = field(default_factory=list)
+    arm_configs: dict[str, RunConfig] = field(default_factory=dict)
     """What an arm runs, of any seed, by the arm's name."""
-    inits: dict[str, RunConfig]
+    inits: dict[str, RunConfig] = field(default_factory=dict)
     """What `cotrain init` runs, by name."""
 
     def run_config(self, arm: Arm, run: ArmRun) -> RunConfig:
         """What `cotrain train` runs for an arm and a seed."""
         fields = self.arm_configs[arm.name].model_dump(mode="json")
         return parse_config(fields | {"name": Path(run.folder).name, "seed": run.seed})
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What arms and initialisations are resolved against."""
-
-    config: StudyConfig
-    here: Path
-    """Folder of the study file."""
-    folder: Path
-    shared: RunConfig
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
@@ -62,28 +53,27 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     path = Path(path)
     config = read_study(path, overrides)
     folder, problems = config.folder / config.name, list[str]()
-    plan = _Plan(config, path.parent, folder, _shared_config(config, path.parent, folder))
-    inits, arms, arm_configs = dict[str, RunConfig](), list[Arm](), dict[str, RunConfig]()
-    for name, given in config.inits.items():
+    study = Study(config, path.parent, folder, _shared_config(config, path.parent, folder))
+    for name, fields in config.inits.items():
         try:
-            inits[name] = _init_config(plan, name, given)
+            study.inits[name] = _init_config(study, name, fields)
         except ConfigError as error:
             problems += [f"inits.{name}: {line}" for line in error.problems]
-    for given_arm in read_arms(config, problems):
+    for given in read_arms(config, problems):
         try:
-            arm_config = _arm_config(plan, given_arm)
+            arm_config = _arm_config(study, given)
+            arm = _arm(study, given, arm_config)
+            _check_beside_others(study, arm, arm_config)
         except ConfigError as error:
-            problems += [f"arm {given_arm.name!r}: {line}" for line in error.problems]
+            problems += [f"arm {given.name!r}: {line}" for line in error.problems]
             continue
-        arm = _arm(plan, given_arm, arm_config)
-        problems += _problems_between(arm, arm_config, arms, arm_configs, inits)
-        arms.append(arm)
-        arm_configs[arm.name] = arm_config
-    if not arms and not problems:
+        study.arms.append(arm)
+        study.arm_configs[arm.name] = arm_config
+    if not study.arms and not problems:
         problems.append("arms: the study has none; add [[arms]] or a [grid]")
     if problems:
         raise ConfigError(problems)
-    return Study(config, folder, plan.shared, arms, arm_configs, inits)
+    return study
 
 
 def _shared_config(config: StudyConfig, here: Path, folder: Path) -> RunConfig:
@@ -97,9 +87,9 @@ def _shared_config(config: StudyConfig, here: Path, folder: Path) -> RunConfig:
     return parse_config(merge(shared.model_dump(mode="json"), own))
 
 
-def _arm_config(plan: _Plan, given: ArmConfig) -> RunConfig:
+def _arm_config(study: Study, given: ArmConfig) -> RunConfig:
     """Raises ConfigError naming the fields of the arm."""
-    shared = plan.shared
+    shared = study.shared
     changes: Table = {} if given.policy is None else {"policy": {"train": given.policy == "moving"}}
     if not given.speculation:
         if wrong := [name for name in DRAFTING if getattr(given, name) is not None]:
@@ -111,7 +101,7 @@ def _arm_config(plan: _Plan, given: ArmConfig) -> RunConfig:
     objective = shared.drafter.objective.model_dump(mode="json") | (given.objective or {})
     drafter: Table = {"objective": objective, "model": given.model or {}}
     if given.init is not None:
-        drafter["init"] = _init_source(plan, given.init)
+        drafter["init"] = _init_source(study, given.init)
     if given.online is not None:
         drafter["train"] = given.online
     draft_tokens = given.draft_tokens or shared.rollout.draft_tokens
@@ -119,8 +109,8 @@ def _arm_config(plan: _Plan, given: ArmConfig) -> RunConfig:
     return parse_config(merge(shared.model_dump(mode="json"), changes))
 
 
-def _arm(plan: _Plan, given: ArmConfig, config: RunConfig) -> Arm:
-    drafter, shared = config.drafter, plan.shared.drafter
+def _arm(study: Study, given: ArmConfig, config: RunConfig) -> Arm:
+    drafter, shared = config.drafter, study.shared.drafter
     return Arm(
         name=given.name,
         init=(given.init or (shared and shared.init) or NO_INIT) if drafter else NO_INIT,
@@ -130,7 +120,7 @@ def _arm(plan: _Plan, given: ArmConfig, config: RunConfig) -> Arm:
         draft_tokens=config.rollout.draft_tokens if drafter else 0,
         objective=_described(drafter and drafter.objective, shared and shared.objective),
         speculation=given.speculation,
-        runs=[ArmRun(seed=seed, folder=f"runs/{_slug(given.name)}-s{seed}") for seed in plan.config.seeds],
+        runs=[ArmRun(seed=seed, folder=f"runs/{_slug(given.name)}-s{seed}") for seed in study.config.seeds],
     )
 
 
@@ -148,35 +138,31 @@ def _described(section: Section | None, shared: Section | None) -> str:
     return ", ".join([fields["type"], *sorted(text for text in changed if not text.startswith("type "))])
 
 
-def _problems_between(
-    arm: Arm, config: RunConfig, arms: Sequence[Arm], arm_configs: dict[str, RunConfig], inits: dict[str, RunConfig]
-) -> Iterator[str]:
-    """What is wrong with an arm beside those before it, and with the drafter it starts from."""
-    for other in arms:
+def _check_beside_others(study: Study, arm: Arm, config: RunConfig) -> None:
+    """Raise ConfigError when an arm is one of those before it, or has another drafter than it starts from."""
+    for other in study.arms:
         if _slug(arm.name) == _slug(other.name):
-            yield f"arms: {other.name!r} and {arm.name!r} would share run folders {_slug(arm.name)}-s*; rename one"
-        if config == arm_configs[other.name]:
-            yield f"arms: {other.name!r} and {arm.name!r} are the same; change or remove one"
-    made = inits[arm.init].drafter if arm.init in inits else None
+            raise ConfigError([f"would share run folders {_slug(arm.name)}-s* with {other.name!r}; rename one"])
+        if config == study.arm_configs[other.name]:
+            raise ConfigError([f"is the same as {other.name!r}; change or remove one"])
+    made = study.inits[arm.init].drafter if arm.init in study.inits else None
     if made is not None and config.drafter is not None and made.model != config.drafter.model:
         ours, theirs = (model.model_dump(exclude_none=True) for model in (config.drafter.model, made.model))
-        yield (
-            f"arm {arm.name!r}: init: inits.{arm.init} makes a drafter with {theirs}, the arm has {ours}; give both the "
-            "same drafter.model"
-        )
+        fix = "give both the same drafter.model"
+        raise ConfigError([f"init: inits.{arm.init} makes a drafter with {theirs}, the arm has {ours}; {fix}"])
 
 
-def _init_source(plan: _Plan, init: str) -> str | None:
+def _init_source(study: Study, init: str) -> str | None:
     """drafter.init of an arm. Raises ConfigError naming init."""
     if init == NO_INIT:
         return None
-    if init in plan.config.inits:
-        return str(plan.folder / "inits" / init / "drafter")
+    if init in study.config.inits:
+        return str(study.folder / "inits" / init / "drafter")
     if init.startswith("models:/"):
         return init
-    if (folder := plan.here / Path(init).expanduser()).is_dir():
+    if (folder := study.here / Path(init).expanduser()).is_dir():
         return str(folder)
-    known = [*plan.config.inits, NO_INIT]
+    known = [*study.config.inits, NO_INIT]
     raise ConfigError(
         [
             f"init: {init!r} is none of {', '.join(known)}, and {folder} is no folder; give one of these names (of "
@@ -185,7 +171,7 @@ def _init_source(plan: _Plan, init: str) -> str | None:
     )
 
 
-def _init_config(plan: _Plan, name: str, given: Table) -> RunConfig:
+def _init_config(study: Study, name: str, given: Table) -> RunConfig:
     """Raises ConfigError naming the fields of the initialisation."""
     flat = flatten(given)
     refused = [path for path in flat if path.split(".")[0] not in INIT_SECTIONS or path.startswith("drafter.init")]
@@ -194,16 +180,16 @@ def _init_config(plan: _Plan, name: str, given: Table) -> RunConfig:
     ]
     if name == NO_INIT:
         problems.append(f"{NO_INIT!r} means random weights; choose another name")
-    if plan.shared.drafter is None:
+    if study.shared.drafter is None:
         problems.append("the shared config has no [drafter]; add one")
     if problems:
         raise ConfigError(problems)
     changes: Table = {}
     for path, value in flat.items():  # a key may be a whole path, as in "init.tokens" = 500
         changes = merge(changes, functools.reduce(lambda table, key: {key: table}, reversed(path.split(".")), value))
-    _resolve_source(plan.here, changes)
-    own = {"name": name, "run_root": str(plan.folder / "inits")}
-    return parse_config(merge(merge(plan.shared.model_dump(mode="json"), changes), own))
+    _resolve_source(study.here, changes)
+    own = {"name": name, "run_root": str(study.folder / "inits")}
+    return parse_config(merge(merge(study.shared.model_dump(mode="json"), changes), own))
 
 
 def _resolve_source(here: Path, changes: Table) -> None:

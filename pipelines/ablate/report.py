@@ -44,12 +44,11 @@ HOW_TO_READ = (
 class Study:
     """A study with the metrics of its finished runs."""
 
-    folder: Path
     record: StudyRecord
     steps: pd.DataFrame
     """A row for each step of each run: arm, seed, step and metrics."""
-    problems: pd.DataFrame
-    """arm, seed and error of the runs that are not in `steps`."""
+    runs: pd.DataFrame
+    """A row for each run: its folder, arm, seed, and finished or why not."""
 
 
 def write_study_report(folder: Path) -> Path:
@@ -71,22 +70,28 @@ def write_study_report(folder: Path) -> Path:
 
 
 def read_study(folder: Path) -> Study:
-    """Raises ValueError naming study.json. A finished run that cannot be read becomes a problem of its arm."""
+    """Raises ValueError naming study.json. A finished run that cannot be read is told so in the table of runs."""
     record = read_record(folder)
-    tables, problems = [pd.DataFrame(columns=["arm", "seed", "step"])], []
+    tables, runs = list[pd.DataFrame](), []
     for arm in record.arms:
         for run in arm.runs:
-            error = run.error or ("not run yet" if run.status == "missing" else run.status)
+            outcome = run.error or run.status
             if run.status == "finished":
                 try:
                     metrics = read_run(folder / run.folder).metrics.reset_index()
                     tables.append(metrics.assign(arm=arm.name, seed=run.seed))
-                    continue
-                except ValueError as unreadable:
-                    error = f"finished, but {unreadable}"
-            problems.append((arm.name, run.seed, error))
-    steps = pd.concat(tables[1:] or tables, ignore_index=True)
-    return Study(folder, record, steps, pd.DataFrame(problems, columns=["arm", "seed", "error"]))
+                except ValueError as error:
+                    outcome = f"finished, but {error}"
+            runs.append((_linked(folder, run.folder), arm.name, run.seed, outcome))
+    steps = pd.concat(tables or [pd.DataFrame(columns=["arm", "seed", "step"])], ignore_index=True)
+    # Links would become mere text in a column of pandas' own string type.
+    return Study(record, steps, pd.DataFrame(runs, columns=["run", "arm", "seed", "outcome"], dtype=object))
+
+
+def _linked(folder: Path, run: str) -> str:
+    """The folder of a run, as a link to its own report where it has one."""
+    page = f"{run}/{REPORT}/report.html"
+    return Markup('<a href="../{}">{}</a>').format(page, run) if (folder / page).is_file() else run
 
 
 def measures(study: Study) -> pd.DataFrame:
@@ -139,32 +144,22 @@ def _spread(values: pd.Series) -> str:
 def study_page(study: Study) -> Page:
     """The page of a study; arms may be unfinished."""
     record, measured = study.record, measures(study)
-    arms, seeds = len(record.arms), len(record.seeds)
-    problems = [Section("Failed and missing runs", ["They are in no number above."], study.problems)]
+    unfinished = int((study.runs["outcome"] != "finished").sum())
+    gaps = [_gap_closed(study, arm, measured) for arm in record.arms if arm.init == GENERIC and arm.online]
     return Page(
         title=record.name,
         kind="cotrain study",
-        subtitle=f"arms: {arms}, seeds: {seeds}, steps of each run: {record.steps}",
-        facts=_facts(study, measured),
+        subtitle=f"arms: {len(record.arms)}, seeds: {len(record.seeds)}, steps of each run: {record.steps}",
+        facts=[
+            Fact("Runs that failed or are missing", f"{unfinished} of {len(study.runs)}", "they are in no number"),
+            *gaps,
+        ],
         sections=[
             Section("Comparison", [HOW_TO_READ], comparison(study, measured)),
             Section("Acceptance and speed", plots=[*_group_plots(study, measured), _gain_plot(measured)]),
-            *(problems if len(study.problems) else []),
-            Section("Runs", table=_runs(study), folded=True),
+            Section("Runs", table=study.runs, folded=not unfinished),
         ],
     )
-
-
-def _facts(study: Study, measured: pd.DataFrame) -> list[Fact]:
-    facts = []
-    for label, name in (("Longest acceptance length", LENGTH), ("Fastest generation, x no speculation", GAIN)):
-        means = measured[name].groupby("arm").mean().dropna()
-        if len(means):
-            facts.append(Fact(label, f"{means.max():.2f}", str(means.idxmax())))
-    gaps = (_gap_closed(study, arm, measured) for arm in study.record.arms if arm.init == GENERIC and arm.online)
-    planned = sum(len(arm.runs) for arm in study.record.arms)
-    finished = Fact("Runs finished", f"{planned - len(study.problems)} of {planned}", "the others are listed below")
-    return [finished, *facts, *gaps]
 
 
 def _gap_closed(study: Study, online: Arm, measured: pd.DataFrame) -> Fact:
@@ -232,15 +227,3 @@ def _gain_plot(measured: pd.DataFrame) -> Plot:
         return Plot("net_gain", title, None, NOT_MEASURED)
     text = "A dot at the mean over seeds, a bar from the lowest seed to the highest. Below 1, speculation costs time."
     return Plot("net_gain", title, range_figure(gains, "tokens/s, ratio to no speculation"), text, gains.to_string())
-
-
-def _runs(study: Study) -> pd.DataFrame:
-    """Every run, linked to its own report where it has one."""
-    rows = []
-    for arm in study.record.arms:
-        for run in arm.runs:
-            page = f"{run.folder}/{REPORT}/report.html"
-            link = Markup('<a href="../{}">{}</a>').format(page, run.folder)
-            name = link if (study.folder / page).is_file() else run.folder
-            rows.append((name, arm.name, run.seed, run.status))
-    return pd.DataFrame(rows, columns=["run", "arm", "seed", "status"], dtype=object)  # else links become mere text

@@ -20,10 +20,10 @@ from cotrain.run.metrics import read_metrics
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
 from pipelines.ablate.plan import Study
-from pipelines.ablate.record import Arm, ArmRun, Status, StudyRecord, read_record
+from pipelines.ablate.record import ArmRun, Status, StudyRecord, read_record
 from pipelines.page.folders import STUDY
 
-Action = Literal["skip", "resume", "start", "start over"]
+Action = Literal["finished", "resume", "start", "start over"]
 
 
 def study_record(study: Study) -> StudyRecord:
@@ -68,7 +68,7 @@ def next_action(config: RunConfig, status: Status) -> Action:
         return "start"
     done = steps_done(config) == config.steps
     if status == "finished" and done:
-        return "skip"
+        return "finished"
     if status == "failed" and done:
         return "start over"  # its own last check failed, which a resume would not repeat
     if not (folder / "run.lock").is_file():
@@ -83,7 +83,7 @@ def next_init_action(config: RunConfig) -> Action:
     if not folder.exists():
         return "start"
     if is_made(config):
-        return "skip"
+        return "finished"
     return "resume" if (folder / "config.json").is_file() else "start over"
 
 
@@ -105,8 +105,3 @@ def steps_done(config: RunConfig) -> int:
     path = config.run_root / config.name / "metrics.jsonl"
     rows = read_metrics(path) if path.is_file() else []
     return int(rows[-1]["step"]) if rows else 0
-
-
-def action_of(study: Study, arm: Arm, run: ArmRun) -> Action:
-    """What to do with the run of an arm."""
-    return next_action(study.run_config(arm, run), run.status)

@@ -207,7 +207,7 @@ async def _run(bench: Bench, console: TextIO) -> list[Turn]:
             return await take_turns(bench, engines, console)
         engine = engines["drafter"]
         await engine.set_draft_sample_method(_draft_sample_method(bench, ADAPTIVE))
-        print(f"timed draft lengths: {await engine.time_draft_lengths(bench.prompts)} timings", file=console)
+        print(f"timed draft lengths: {await engine.time_draft_lengths(bench.subject.prompts)} timings", file=console)
         turns = await take_turns(bench, engines, console)
         await engine.set_draft_tokens(None)  # the last arm may have fixed it
         bench.notes.append(f"adaptive, at the end: {await engine.describe_speculation()}")

@@ -29,7 +29,7 @@ FEW = 15
 """Points of a line up to which its markers are large."""
 MOST_BARS = 40
 
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,
     "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.edgecolor": MUTED, "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "hatch.linewidth": 0.8,
@@ -39,11 +39,11 @@ STYLE: dict[str, Any] = {
 
 
 @contextmanager
-def styled_figure(height: float, panels: int = 1) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure with panels side by side. Height is in inches."""
+def _styled_axes(height: float) -> Iterator[tuple[Figure, Axes]]:
+    """Height is in inches."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(max(WIDTH, 3.0 * panels), height), layout="constrained")
-        yield figure, list(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        yield figure, figure.subplots()
 
 
 def line_figure(
@@ -59,7 +59,7 @@ def line_figure(
     bands: lowest and highest values around a line. marks: true where the first line gets this mark. floor: what it means
     to be at 1, where a dotted line is drawn.
     """
-    with styled_figure(3.2 + 0.1 * len(lines)) as (figure, [axes]):
+    with _styled_axes(3.2 + 0.1 * len(lines)) as (figure, axes):
         for label, values in lines.items():
             size = 5 if len(values) <= FEW else 2
             [line] = axes.plot(values.index, values, label=label, linewidth=1.8, markersize=size)
@@ -83,10 +83,14 @@ def stacked_figure(stages: pd.DataFrame, ylabel: str) -> Figure:
     group = ceil(len(stages) / MOST_BARS)
     bars = stages.reset_index().groupby(np.arange(len(stages)) // group).mean()
     x, bottom = bars.pop(bars.columns[0]), 0.0
-    with styled_figure(3.2) as (figure, [axes]):
+    with _styled_axes(3.2) as (figure, axes):
         for i, (stage, heights) in enumerate(bars.items()):
-            style = {"hatch": HATCHES[i % len(HATCHES)], "color": COLOURS[i % len(COLOURS)]}
-            axes.bar(x, heights, 0.85 * group, bottom, label=stage, alpha=0.8, edgecolor="white", linewidth=0, **style)
+            style: dict[str, Any] = {
+                "hatch": HATCHES[i % len(HATCHES)],
+                "color": COLOURS[i % len(COLOURS)],
+                "alpha": 0.8,
+            }
+            axes.bar(x, heights, 0.85 * group, bottom, label=stage, edgecolor="white", linewidth=0, **style)
             bottom = bottom + heights
         axes.set(xlabel=stages.index.name, ylabel=ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -97,7 +101,7 @@ def stacked_figure(stages: pd.DataFrame, ylabel: str) -> Figure:
 def range_figure(ranges: pd.DataFrame, xlabel: str) -> Figure:
     """A row for each label of the index: a dot at `mean`, a bar from `min` to `max`, and a line at 1."""
     rows = range(len(ranges))
-    with styled_figure(1.1 + 0.42 * len(ranges)) as (figure, [axes]):
+    with _styled_axes(1.1 + 0.42 * len(ranges)) as (figure, axes):
         axes.axvline(1, color=MUTED, linewidth=1, linestyle=(0, (2, 3)))
         axes.hlines(rows, ranges["min"], ranges["max"], color=COLOURS[0], linewidth=3, alpha=0.5)
         axes.plot(ranges["mean"], rows, "o", color=COLOURS[0], markersize=7)

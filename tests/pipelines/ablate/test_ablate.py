@@ -116,7 +116,10 @@ def test_a_dry_run_writes_nothing(study_file, calls, tmp_path, capsys):
     assert main([str(study_file), "--dry-run"], PROGRAM) == 0
     assert calls() == [] and not (tmp_path / "studies").exists()
     output = capsys.readouterr().out
-    assert "init   generic: start, 500 tokens" in output and "seed 1: start" in output
+    assert (
+        "init   generic: start, 500 tokens" in output
+        and "no speculation (no speculation): seed 0 start, seed 1 start" in output
+    )
 
 
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(

@@ -33,7 +33,7 @@ def test_a_run_that_never_started_starts(config):
 @pytest.mark.parametrize(
     ("steps", "checkpoint", "status", "action"),
     [
-        (3, None, "finished", "skip"),
+        (3, None, "finished", "finished"),
         (2, 2, "missing", "resume"),
         (2, 2, "failed", "resume"),
         (2, None, "missing", "start over"),
@@ -66,7 +66,7 @@ def test_an_initialisation_is_made_once(study_file):
     (folder / "config.json").write_text("{}")
     assert next_init_action(config) == "resume"
     (folder / "init.json").write_text("{}")
-    assert next_init_action(config) == "skip"
+    assert next_init_action(config) == "finished"
 
 
 def start_all(study):
