@@ -8,8 +8,10 @@ A study can be stopped and started again at any point: what is finished is not r
 import argparse
 import shlex
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from filelock import FileLock, Timeout
@@ -33,11 +35,9 @@ from pipelines.ablate.state import (
     study_record,
 )
 
-DESCRIPTION = "Run the arms of a study, each with every seed, and compare them in one table."
 EPILOG = """\
   cotrain ablate configs/studies/initialisation/study.toml --dry-run
-  cotrain ablate configs/studies/initialisation/study.toml seeds=[0]
-  cotrain ablate configs/studies/initialisation/study.toml --only "generic, frozen" "generic, co-trained"
+  cotrain ablate configs/studies/initialisation/study.toml --only "generic, frozen" "generic, co-trained" seeds=[0]
 
 The same command goes on with a study that was stopped. docs/studies.md explains the file.
 """
@@ -65,9 +65,8 @@ def main(arguments: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
         return 0
     _check(study, arms)
     study.folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(study.folder / "study.lock")
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(study.folder / "study.lock").acquire(timeout=0)
     except Timeout:
         raise ValueError(f"folder: {study.folder} is being run by another process; wait, or set name=...") from None
     with lock:
@@ -80,8 +79,7 @@ def main(arguments: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cotrain ablate",
-        usage="cotrain ablate STUDY.toml [key=value...] [--dry-run] [--only ARM...] [--parallel N]",
-        description=DESCRIPTION,
+        description="Run the arms of a study, each with every seed, and compare them in one table.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -96,11 +94,9 @@ def _parser() -> argparse.ArgumentParser:
 def _selected(study: Study, only: Sequence[str]) -> list[str]:
     """Names of the arms to run."""
     names = [arm.name for arm in study.arms]
-    if unknown := [name for name in only if name not in names]:
-        known = ", ".join(repr(name) for name in names)
-        raise ConfigError(
-            [f"--only: there is no arm {name!r}{did_you_mean(name, names) or f'; arms: {known}'}" for name in unknown]
-        )
+    for name in only:
+        if name not in names:
+            raise ValueError(f"--only: there is no arm {name!r}{did_you_mean(name, names) or f'; arms: {names}'}")
     return list(only) or names
 
 
@@ -157,7 +153,9 @@ class _Ablation:
     def run(self) -> int:
         """Returns the exit status of the command."""
         started = time.monotonic()
-        with self.stop.on_signals():
+        with ExitStack() as stack:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                stack.callback(signal.signal, number, signal.signal(number, self.stop))
             run_jobs(list(self._init_jobs()), self.parallel, self.stop, self.program)
             if not self.stop.requested:
                 jobs = list(self._train_jobs())

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,7 +19,6 @@ from cotrain.process.orphans import die_with_parent
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
 POLL_S = 0.05
-LAST_BYTES = 64 * 1024
 MESSAGE_LENGTH = 300
 
 
@@ -42,29 +40,19 @@ Ended = Callable[[Job, int, float], None]
 
 
 class Stop:
-    """Whether the user asked for the end; the children hear of every signal."""
+    """A handler of SIGINT and SIGTERM, which hands them on: a run finishes its step and saves at the first, ends at the
+    second."""
 
     def __init__(self) -> None:
         self.requested = False
         self.running: list[subprocess.Popen] = []
 
-    @contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM are handed on: a run finishes its step and saves at the first, ends at the second."""
-
-        def handle(signum: int, frame: FrameType | None) -> None:
-            if not self.requested:
-                print("stopping: each run finishes its step and saves; once more to stop at once", flush=True)
-            self.requested = True
-            for process in self.running:
-                process.send_signal(signal.SIGINT)
-
-        previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for s, handler in previous.items():
-                signal.signal(s, handler)
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if not self.requested:
+            print("stopping: each run finishes its step and saves; once more to stop at once", flush=True)
+        self.requested = True
+        for process in self.running:
+            process.send_signal(signal.SIGINT)
 
 
 def run_jobs(jobs: Sequence[tuple[Job, Ended]], parallel: int, stop: Stop, program: Sequence[str] = PROGRAM) -> None:
@@ -107,9 +95,7 @@ def last_error(log: Path, status: int) -> str:
     if status < 0:
         killed = signal.Signals(-status).name
         return f"killed by {killed}" + (" (out of memory?)" if killed == "SIGKILL" else "")
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LAST_BYTES))
-        lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     for i, line in reversed(list(enumerate(lines))):
         if re.match(r"cotrain: |[\w.]*(Error|Exception|Interrupt)\b", line) or "DIFFERS" in line:
             indented = itertools.takewhile(lambda more: more[0].isspace(), lines[i + 1 :])

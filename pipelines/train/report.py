@@ -24,6 +24,21 @@ STAGES = {
     "swap_drafter": "drafter swap",
 }
 SPEEDUP = "rollout/speedup_vs_no_speculation"
+CURVES = {
+    "reward": ("Reward", "policy/reward", "mean reward", "Mean reward of each step's rollouts."),
+    "response_length": ("Response length", "rollout/response_length", "tokens", "Mean length of a step's responses."),
+    "tokens_per_s": (
+        "Generation speed", "rollout/tokens_per_s", "tokens/s",
+        "Generated tokens per second of generation. It moves with response lengths as well as with acceptance.",
+    ),
+    "speedup": (
+        "Speed against no speculation", SPEEDUP, "times as fast",
+        "How many times faster the step's tokens were decoded than without speculation, by the measured times of engine "
+        "steps. Prefilling of prompts is left out.",
+    ),
+    "drafter_loss": ("Drafter loss", "drafter/loss", "loss", "Mean training loss of each step."),
+}  # fmt: skip
+"""Figures of a single metric by name: title, metric, label of the axis, and how to read it."""
 
 
 def write_run_report(folder: Path) -> Path:
@@ -40,17 +55,6 @@ def run_page(run: RunRecord) -> Page:
         speculation = Section("Speculation", plots=_speculation(run))
     else:
         speculation = Section("Speculation", ["This run has no drafter: its rollouts were generated without one."])
-    policy = [
-        _curve(run, "reward", "Reward", "policy/reward", "mean reward", "Mean reward of each step's rollouts."),
-        _curve(
-            run, "response_length", "Response length", "rollout/response_length", "tokens",
-            "Mean length of each step's responses, in tokens.",
-        ),
-    ]  # fmt: skip
-    speed = _curve(
-        run, "tokens_per_s", "Generation speed", "rollout/tokens_per_s", "tokens/s",
-        "Generated tokens per second of generation. It moves with response lengths as well as with acceptance.",
-    )  # fmt: skip
     return Page(
         title=run.name,
         kind="cotrain run",
@@ -59,8 +63,8 @@ def run_page(run: RunRecord) -> Page:
         sections=[
             speculation,
             *_decisions(run),
-            Section("Policy", plots=policy),
-            Section("Time", plots=[_stages(run), speed]),
+            Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]),
+            Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s")]),
             *_provenance(run),
             Section("Configuration", table=_settings(run), folded=True),
         ],
@@ -84,7 +88,7 @@ def _facts(run: RunRecord) -> list[Fact]:
         _change(run, "Reward", "policy/reward", 3, "means of the first and the last third; higher is better"),
         _change(run, "Response length", "rollout/response_length", 3, "tokens; first and last third"),
         Fact("Time", duration(run.column("time/step_s").sum()), f"{steps} of {run.setting('steps')} steps"),
-        Fact("Tokens generated", f"{tokens:,.0f}", f"{speed:,.0f} a second of generation"),
+        Fact("Tokens generated", f"{tokens:,.0f}", f"{speed:,.0f} a second of generation" if speed > 0 else ""),
     ]
     if not run.setting("drafter"):
         return [*facts, Fact("Drafter", "none", "rollouts without speculation")]
@@ -140,11 +144,7 @@ def _speculation(run: RunRecord) -> list[Plot]:
             {f"token {i}": run.column(f"rollout/acceptance_rate_pos_{i}") for i in positions},
             "accepted share", "Share of verification steps that accepted all draft tokens up to this position.",
         ),
-        _curve(
-            run, "speedup", "Speed against no speculation", SPEEDUP, "times as fast",
-            "How many times faster the step's tokens were decoded than without speculation, by the measured times of "
-            "engine steps. Prefilling of prompts is left out.",
-        ),
+        _curve(run, "speedup"),
         line_plot(
             "drafter_lag", "Drafter lag",
             {"drafter that served": drafter_age(run), "features trained on": run.column("drafter/lag_versions")},
@@ -152,11 +152,12 @@ def _speculation(run: RunRecord) -> list[Plot]:
             "Policy versions since the served drafter was put into the engine, and mean age of the features in the "
             "trainer's batches.",
         ),
-        _curve(run, "drafter_loss", "Drafter loss", "drafter/loss", "loss", "Mean training loss of each step."),
+        _curve(run, "drafter_loss"),
     ]  # fmt: skip
 
 
-def _curve(run: RunRecord, name: str, title: str, metric: str, ylabel: str, text: str) -> Plot:
+def _curve(run: RunRecord, name: str) -> Plot:
+    title, metric, ylabel, text = CURVES[name]
     return line_plot(name, title, {title: run.column(metric)}, ylabel, text)
 
 
