@@ -20,7 +20,6 @@ from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import merge, parse_config
 from cotrain.config.schema import RunConfig
 from cotrain.run.console import duration
-from cotrain.run.metrics import read_metrics
 from pipelines.ablate.jobs import PROGRAM, Ended, Job, Stop, last_error, run_jobs
 from pipelines.ablate.plan import Study, load_study
 from pipelines.ablate.record import Arm, ArmRun, Status
@@ -216,7 +215,7 @@ class _Ablation:
                 shutil.rmtree(job.config.run_root / job.config.name / "checkpoints", ignore_errors=True)
             self.seconds.append(seconds)
             eta = self.left * sum(self.seconds) / len(self.seconds) / self.parallel
-            text = f"{_result(job.config)}, {duration(seconds)}, eta {duration(eta)}"
+            text = f"finished in {duration(seconds)}, eta {duration(eta)}"
         elif self.stop.requested:
             self._set_status(run, "missing")
             text = f"stopped after step {done}"
@@ -239,11 +238,3 @@ class _Ablation:
         if error := self.parent.finish(finished, table, page):
             print(f"MLflow did not take the table ({error}); it is in {table}")
         print(f"\n{table.read_text()}\nreport: {page}")
-
-
-def _result(config: RunConfig) -> str:
-    """Acceptance length and reward of the last step."""
-    row = read_metrics(config.run_root / config.name / "metrics.jsonl")[-1]
-    parts = (("acceptance length", "rollout/acceptance_length"), ("reward", "policy/reward"))
-    texts = [f"{name} {row[metric]:.2f}" for name, metric in parts if row.get(metric) is not None]
-    return ", ".join(texts) or "no acceptance length measured"

@@ -11,7 +11,6 @@ from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import Table, load_config, merge, parse_config
 from cotrain.config.schema import RunConfig
 from cotrain.run.provenance import flatten
-from drafters.config import Section
 from pipelines.ablate.config import NO_INIT, ArmConfig, StudyConfig, read_arms, read_study
 from pipelines.ablate.record import Arm, ArmRun
 
@@ -114,11 +113,11 @@ def _arm(study: Study, given: ArmConfig, config: RunConfig) -> Arm:
     return Arm(
         name=given.name,
         init=(given.init or (shared and shared.init) or NO_INIT) if drafter else NO_INIT,
-        model=_described(drafter and drafter.model, shared and shared.model),
+        model=drafter.model.type if drafter else NO_INIT,
         online=drafter is not None and drafter.train,
         policy="moving" if config.policy.train else "frozen",
         draft_tokens=config.rollout.draft_tokens if drafter else 0,
-        objective=_described(drafter and drafter.objective, shared and shared.objective),
+        objective=drafter.objective.type if drafter else NO_INIT,
         speculation=given.speculation,
         runs=[ArmRun(seed=seed, folder=f"runs/{_slug(given.name)}-s{seed}") for seed in study.config.seeds],
     )
@@ -127,15 +126,6 @@ def _arm(study: Study, given: ArmConfig, config: RunConfig) -> Arm:
 def _slug(name: str) -> str:
     """The name as part of a folder's name."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")
-
-
-def _described(section: Section | None, shared: Section | None) -> str:
-    """The type of a section, and its fields that differ from the shared configuration's."""
-    if section is None or shared is None:
-        return "none"
-    fields, base = section.model_dump(mode="json"), shared.model_dump(mode="json")
-    changed = [f"{name} {fields[name]}" for name in fields.keys() & base.keys() if fields[name] != base[name]]
-    return ", ".join([fields["type"], *sorted(text for text in changed if not text.startswith("type "))])
 
 
 def _check_beside_others(study: Study, arm: Arm, config: RunConfig) -> None:

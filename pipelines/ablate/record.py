@@ -28,14 +28,14 @@ class Arm(BaseModel):
     init: str
     """none (random), a name of the study's [inits] such as generic or in-domain, or the checkpoint given."""
     model: str = ""
-    """Type of the drafter, and its fields that differ from the shared configuration; none without speculation."""
+    """Type of the drafter; none without speculation."""
     online: bool
     """The drafter is co-trained; False: frozen."""
     policy: Literal["moving", "frozen"]
     draft_tokens: int
     """0 without speculation."""
     objective: str
-    """Its type, and its fields that differ from the shared configuration; none without speculation."""
+    """Type of the objective; none without speculation."""
     speculation: bool
     runs: list[ArmRun]
 

@@ -59,7 +59,9 @@ def write_study_report(folder: Path) -> Path:
     study = read_study(folder)
     measured = measures(study)
     path = write_page(folder, study_page(study))
-    path.with_name("table.md").write_text(comparison(study, measured).to_markdown(index=False) + "\n")
+    path.with_name("table.md").write_text(
+        comparison(study, measured).to_markdown(index=False, disable_numparse=True) + "\n"
+    )
     spreads = measured.groupby("arm", sort=False).agg(["mean", "min", "max"])
     spreads.columns = [" ".join(names) for names in spreads.columns]
     identities = pd.DataFrame([arm.model_dump(exclude={"runs"}) for arm in study.record.arms])
@@ -122,11 +124,10 @@ def comparison(study: Study, measured: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for arm in study.record.arms:
         drafter = f"{arm.model} {'co-trained' if arm.online else 'frozen'}".lstrip()
-        row = {"initialisation": "none (random)" if arm.init == "none" else arm.init, "drafter": drafter}
-        row |= {"k": str(arm.draft_tokens), "objective": arm.objective}
+        row = {"initialisation": arm.init, "drafter": drafter, "k": str(arm.draft_tokens), "objective": arm.objective}
         if not arm.speculation:
             row = dict.fromkeys(row, NONE) | {"drafter": "no speculation"}
-        row["policy"] = arm.policy
+        row = {"arm": arm.name} | row | {"policy": arm.policy}
         own = measured[measured.index.get_level_values("arm") == arm.name]
         row |= {name: _spread(own[name]) for name in COMPARED}
         rows.append(row | {"seeds": f"{len(own)}/{len(arm.runs)}"})

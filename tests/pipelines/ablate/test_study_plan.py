@@ -37,7 +37,7 @@ def test_an_objective_keeps_the_other_fields_of_the_shared_one(study_file):
     study = load_study(study_file, [arms("name='x', objective={type='soft_cross_entropy', kl_decay=2.0}")])
     objective = study.arm_configs["x"].drafter.objective
     assert (objective.type, objective.depth_weights, objective.kl_decay) == ("soft_cross_entropy", "decay", 2.0)
-    assert study.arms[0].objective == "soft_cross_entropy, kl_decay 2.0"
+    assert study.arms[0].objective == "soft_cross_entropy"
 
 
 def test_without_speculation_there_is_no_drafter(study_file):
@@ -107,7 +107,7 @@ def test_an_arm_may_have_another_drafter_and_then_needs_one_of_its_kind(study_fi
     study = load_study(study_file, [arms(mtp)])
     assert study.arms[0].model == "mtp" and study.arm_configs["mtp"].drafter.model.type == "mtp"
     study = load_study(study_file, [arms("name='x', model={draft_vocab_size=64}, init='none'")])
-    assert study.arms[0].model == "eagle3, draft_vocab_size 64"
+    assert study.arms[0].model == "eagle3"
     assert study.arm_configs["x"].drafter.model.trained_depth == 3
     [line] = problems(study_file, arms("name='mtp', model={type='mtp'}, init='generic'"))
     assert line.startswith("arm 'mtp': init: inits.generic makes a drafter with {'type': 'eagle3', 'draft_vocab_size'")
