@@ -68,8 +68,8 @@ class StudyConfig(Section):
     """Drafters made once by `cotrain init` before the arms: name, and what differs from the shared configuration."""
 
     grid: dict[str, list[Any]] = Field(default_factory=dict)
-    """Fields of an arm, each with a list of values: every combination becomes an arm, but those of a frozen drafter with
-    random weights."""
+    """Fields of an arm, each with a list of values: every combination becomes an arm, but those of a frozen drafter
+    with random weights."""
 
     arms: list[dict[str, Any]] = Field(default_factory=list)
     """Arms one by one."""

@@ -19,7 +19,7 @@ DRAFTING = ("init", "model", "online", "draft_tokens", "objective")
 """Fields of an arm that say something about its drafter."""
 
 INIT_SECTIONS = ("init", "task", "rollout", "drafter", "tracking")
-"""What an initialisation may set. It shares the policy with the arms, and must make the drafter that they start from."""
+"""What an initialisation may set. It shares the policy with the arms, and must make the drafter they start from."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ def _init_source(study: Study, init: str) -> str | None:
     known = [*study.config.inits, NO_INIT]
     raise ConfigError(
         [
-            f"init: {init!r} is none of {', '.join(known)}, and {folder} is no folder; give one of these names (of "
-            f"[inits]), a checkpoint folder relative to the study file, or models:/NAME@serving{did_you_mean(init, known)}"
+            f"init: {init!r} is none of {', '.join(known)}, and {folder} is no folder; give one of these names, a "
+            f"checkpoint folder relative to the study file, or models:/NAME@serving{did_you_mean(init, known)}"
         ]
     )
 

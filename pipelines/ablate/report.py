@@ -18,7 +18,8 @@ NONE = "-"
 GENERIC, IN_DOMAIN = "generic", "in-domain"
 """Initialisations whose gap co-training is measured against."""
 
-LENGTH, GAIN, STEP_GAIN, REWARD = "acceptance length", "tokens/s, x none", "whole step, x none", "reward"
+LENGTH, REWARD = "acceptance length", "reward"
+GAIN, STEP_GAIN = "tokens/s, x no speculation", "whole step, x no speculation"
 COMPARED = [LENGTH, GAIN, STEP_GAIN, REWARD]
 MEANS = {
     LENGTH: "rollout/acceptance_length",
@@ -36,7 +37,8 @@ MEANS = {
 HOW_TO_READ = (
     "Means over the last third of the steps, then over seeds, with (lowest..highest). Acceptance length: tokens that a "
     "verification step emits, 1 is no gain. The speeds of generation and of whole steps (drafter training and swaps "
-    "included) are ratios to the no-speculation arm of the same policy and seed. table.csv also has what training and swaps cost."
+    "included) are ratios to the no-speculation arm of the same policy and seed. table.csv also has what training and "
+    "swaps cost."
 )
 
 
@@ -97,7 +99,7 @@ def _linked(folder: Path, run: str) -> str:
 
 
 def measures(study: Study) -> pd.DataFrame:
-    """A row for each finished run, indexed by arm and seed; a column for each measure over the last third of the steps."""
+    """A row for each finished run, by arm and seed, with a column for each measure over the last third of the steps."""
     longest = max((arm.draft_tokens for arm in study.record.arms), default=0)
     means = MEANS | {f"accepted at {i}": f"rollout/acceptance_rate_pos_{i}" for i in range(1, longest + 1)}
     columns = ["arm", "seed", "step", "rollout/generated_tokens", "time/step_s", *means.values()]
@@ -180,7 +182,7 @@ def _gap_closed(study: Study, online: Arm, measured: pd.DataFrame) -> Fact:
     if lengths.empty:
         return Fact(label, NONE, "no seed has finished all three arms")
     gap, mean = lengths["high"] - lengths["low"], lengths.mean()
-    note = f"acceptance length {mean['low']:.2f} generic frozen, {mean['value']:.2f} co-trained, {mean['high']:.2f} in-domain"
+    note = "acceptance length {:.2f} generic frozen, {:.2f} co-trained, {:.2f} in-domain".format(*mean)
     if (gap <= 0).any():
         return Fact(label, NONE, f"there is no gap to close for every seed: {note}")
     shares = 100 * (lengths["value"] - lengths["low"]) / gap

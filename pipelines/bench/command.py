@@ -1,9 +1,9 @@
 """`cotrain bench`: speculation arms side by side on the same prompts, taking turns.
 
-No speculation is measured on a stock engine, scheduled as vLLM schedules without us. A second engine serves the arms of
-the drafter, switched at run time, and a third looks up n-grams; an engine that waits does not use the CPU. In every round
-all arms run once, each round starting with another arm, and each is compared with the same round's no-speculation arm, so
-that a machine that slows down slows all of them alike.
+No speculation is measured on a stock engine, scheduled as vLLM schedules without us. A second engine serves the arms
+of the drafter, switched at run time, and a third looks up n-grams; an engine that waits does not use the CPU. In every
+round all arms run once, each round starting with another arm, and each is compared with the same round's no-speculation
+arm, so that a machine that slows down slows all of them alike.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drain",
         action="store_true",
-        help="the responses of a batch end one after another, the last after --tokens: the batch drains alike in all arms",
+        help="the responses of a batch end one after another, the last after --tokens, alike in all arms",
     )
     parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of every arm (default %(default)s)")
     parser.add_argument(

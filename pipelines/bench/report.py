@@ -116,14 +116,14 @@ def markdown(about: dict[str, Any], found: pd.DataFrame) -> str:
         "",
         f"{about['date']}, {', '.join(host['gpus']) or host['cpu']}, {options['threads']} threads, "
         f"load before the start {about['load']}; {options['dtype']}, temperature {options['temperature']:g}, "
-        f"{each}{options['tokens']} tokens a response, {options['rounds']} rounds of {options['groups']} x batch responses.",
+        f"{each}{options['tokens']} tokens a response, {options['rounds']} rounds of {options['groups']} batches.",
         *(f"Note: {note}." for note in about["notes"]),
         "",
         table.to_markdown(disable_numparse=True),
         "",
-        f"tokens/s: decoding {speed}, median over rounds. ratio: to no speculation in the same round, geometric mean with "
-        "its standard error by the scatter of the rounds, and range. to the end: the same of the time until the last "
-        "response has ended. acceptance length: tokens per verification step. accepted: share of drafts whose position "
+        f"tokens/s: decoding {speed}, median over rounds. ratio: to no speculation in the same round, geometric mean "
+        "with its standard error by the scatter of the rounds, and range. to the end: the same of the time until the "
+        "last response has ended. acceptance length: tokens per verification step. accepted: share of drafts whose position "
         "was accepted.",
     ]
     return "\n".join(lines) + "\n"

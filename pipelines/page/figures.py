@@ -56,8 +56,8 @@ def line_figure(
 ) -> Figure:
     """A line for each label over its index, with gaps where it is NaN.
 
-    bands: lowest and highest values around a line. marks: true where the first line gets this mark. floor: what it means
-    to be at 1, where a dotted line is drawn.
+    bands: lowest and highest values around a line. marks: true where the first line gets this mark. floor: what it
+    means to be at 1, where a dotted line is drawn.
     """
     with _styled_axes(3.2 + 0.1 * len(lines)) as (figure, axes):
         for label, values in lines.items():

@@ -16,8 +16,8 @@ def find(name: str, run_root: Path) -> Path:
             return folder
     known = sorted({path.parent.name for file in (CONFIG, STUDY) for path in run_root.glob(f"*/{file}")})
     raise ValueError(
-        f"RUN|STUDY: {name!r} is neither a run (with {CONFIG}) nor a study (with {STUDY}), here or in {run_root}, which "
-        f"holds {', '.join(known) or 'none'}{did_you_mean(name, known)}"
+        f"RUN|STUDY: {name!r} is neither a run (with {CONFIG}) nor a study (with {STUDY}), here or in {run_root}, "
+        f"which holds {', '.join(known) or 'none'}{did_you_mean(name, known)}"
     )
 
 

@@ -33,8 +33,8 @@ CURVES = {
     ),
     "speedup": (
         "Speed against no speculation", SPEEDUP, "times as fast",
-        "How many times faster the step's tokens were decoded than without speculation, by the measured times of engine "
-        "steps. Prefilling of prompts is left out.",
+        "How many times faster the step's tokens were decoded than without speculation, by the measured times of "
+        "engine steps. Prefilling of prompts is left out.",
     ),
     "drafter_loss": ("Drafter loss", "drafter/loss", "loss", "Mean training loss of each step."),
 }  # fmt: skip
@@ -135,8 +135,8 @@ def _speculation(run: RunRecord) -> list[Plot]:
                 "expected on unseen rollouts": run.column("rollout/expected_acceptance_length"),
             },
             "acceptance length",
-            "Tokens that a verification step of the engine emits, and what the trainer computed for the same drafter on "
-            "the same rollouts before it was trained on them.",
+            "Tokens that a verification step of the engine emits, and what the trainer computed for the same drafter "
+            "on the same rollouts before it was trained on them.",
             marks=drafter_marks(run), floor="1: no gain",
         ),
         line_plot(
