@@ -56,7 +56,7 @@ class Stop:
 
 
 def run_jobs(jobs: Sequence[tuple[Job, Ended]], parallel: int, stop: Stop, program: Sequence[str] = PROGRAM) -> None:
-    """Run all jobs in order, `parallel` at a time. After a stop none is started, and the running ones are waited for."""
+    """Run all jobs in order, `parallel` at a time. After a stop none is started, and running ones are waited for."""
     waiting = deque(jobs)
     running: dict[subprocess.Popen, tuple[Job, Ended, float]] = {}
     while running or (waiting and not stop.requested):

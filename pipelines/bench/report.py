@@ -123,7 +123,7 @@ def markdown(about: dict[str, Any], found: pd.DataFrame) -> str:
         "",
         f"tokens/s: decoding {speed}, median over rounds. ratio: to no speculation in the same round, geometric mean "
         "with its standard error by the scatter of the rounds, and range. to the end: the same of the time until the "
-        "last response has ended. acceptance length: tokens per verification step. accepted: share of drafts whose position "
-        "was accepted.",
+        "last response has ended. acceptance length: tokens per verification step. accepted: share of drafts whose "
+        "position was accepted.",
     ]
     return "\n".join(lines) + "\n"

@@ -1,14 +1,12 @@
-"""The figures of a report, which can be read without colour: lines differ in dash and marker, bars in hatch."""
+"""The figures of a report, which can be read without colour: lines differ in dash and marker."""
 
 import base64
 import io
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import ceil
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from cycler import cycler
 from matplotlib import rc_context
@@ -23,16 +21,14 @@ INK, MUTED, GRID = "#1c2129", "#5b6470", "#d9dee5"
 COLOURS = ("#0b62a8", "#c2410c", "#0f7b55", "#8a3ea8", "#8a6200", "#b0215c", "#46606e")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1)), (0, (1, 3)))
 MARKERS = ("o", "s", "D", "v", "P", "X", "<")
-HATCHES = ("", "////", "....", "xxxx", "----", "++++", "oooo")
 MARKS = ("^", "x", "|")
 FEW = 15
 """Points of a line up to which its markers are large."""
-MOST_BARS = 40
 
 STYLE: dict[Any, Any] = {
     "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,
     "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.edgecolor": MUTED, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "hatch.linewidth": 0.8,
+    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, 
     "legend.frameon": False, "legend.handlelength": 3.4, "svg.fonttype": "none", "svg.hashsalt": "cotrain",
     "axes.prop_cycle": cycler(color=COLOURS) + cycler(linestyle=DASHES) + cycler(marker=MARKERS),
 }  # fmt: skip
@@ -74,26 +70,6 @@ def line_figure(
             axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (2, 3)), label=floor)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
-        _add_legend(figure, axes)
-    return figure
-
-
-def stacked_figure(stages: pd.DataFrame, ylabel: str) -> Figure:
-    """A column for each stage, stacked over the index. A bar is the mean of several rows when there are many."""
-    group = ceil(len(stages) / MOST_BARS)
-    bars = stages.reset_index().groupby(np.arange(len(stages)) // group).mean()
-    x, bottom = bars.pop(bars.columns[0]), 0.0
-    with _styled_axes(3.2) as (figure, axes):
-        for i, (stage, heights) in enumerate(bars.items()):
-            style: dict[str, Any] = {
-                "hatch": HATCHES[i % len(HATCHES)],
-                "color": COLOURS[i % len(COLOURS)],
-                "alpha": 0.8,
-            }
-            axes.bar(x, heights, 0.85 * group, bottom, label=stage, edgecolor="white", linewidth=0, **style)
-            bottom = bottom + heights
-        axes.set(xlabel=stages.index.name, ylabel=ylabel)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         _add_legend(figure, axes)
     return figure
 

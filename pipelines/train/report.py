@@ -6,8 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from cotrain.run.console import duration
-from pipelines.page.figures import stacked_figure
-from pipelines.page.page import NOT_MEASURED, Fact, Page, Plot, Section, line_plot, write_page
+from pipelines.page.page import Fact, Page, Plot, Section, line_plot, write_page
 from pipelines.page.record import RunRecord, drafter_age, drafter_marks, from_to, read_run
 
 MOST_DECISIONS = 50
@@ -162,15 +161,12 @@ def _curve(run: RunRecord, name: str) -> Plot:
 
 
 def _stages(run: RunRecord) -> Plot:
-    stages = pd.DataFrame({label: run.column(f"time/{stage}_s") for stage, label in STAGES.items()}).fillna(0.0)
-    stages["rest"] = (run.column("time/step_s") - stages.sum(axis="columns")).clip(lower=0.0).fillna(0.0)
-    shares = stages.sum() / max(stages.sum().sum(), 1e-9)
-    shares = shares[shares > LEAST_SHARE]
-    if shares.empty:
-        return Plot("time_per_stage", "Time per stage", None, NOT_MEASURED)
-    text = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items())
-    figure = stacked_figure(stages[shares.index], "seconds a step")
-    return Plot("time_per_stage", "Time per stage", figure, f"Over the run: {text}.", text)
+    stages = pd.DataFrame({label: run.column(f"time/{stage}_s") for stage, label in STAGES.items()})
+    stages["rest"] = (run.column("time/step_s") - stages.sum(axis="columns")).clip(lower=0.0)
+    shares = stages.sum() / stages.sum().sum()
+    shown = shares[shares > LEAST_SHARE]
+    text = "Share of the run: " + ", ".join(f"{label} {100 * share:.0f} %" for label, share in shown.items()) + "."
+    return line_plot("time_per_stage", "Time per stage", dict(stages[shown.index].items()), "seconds a step", text)
 
 
 def _decisions(run: RunRecord) -> list[Section]:
