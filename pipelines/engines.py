@@ -1,9 +1,9 @@
-"""What commands share that put one engine through something: their options, the checks before, and the start."""
+"""What commands that work on one engine share: options, checks before the start, and the start itself."""
 
 import argparse
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -75,48 +75,62 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model, prompts and a drafter that an engine can serve together."""
+class EngineSetup:
+    """A model, prompts and perhaps a drafter, and the settings of an engine with room for all of them."""
 
     model: Path
     target: TargetSpec
     prompts: list[list[int]]
-    positions: int
-    """Of the longest prompt, its response and the draft tokens after it."""
+    rollout: RolloutConfig
     drafter: Drafter | None
     drafter_folder: Path | None
 
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens."""
-        return max(map(len, self.prompts))
 
-
-def prepare_subject(
-    args: argparse.Namespace, task: TaskConfig, num_prompts: int, spare: int, vllm: Mapping[str, Any], pulled: Path
-) -> Subject:
+def prepare_engine(
+    args: argparse.Namespace, task: TaskConfig, num_prompts: int, batch: int, pulled: Path, **rollout: Any
+) -> EngineSetup:
     """Find the model, encode prompts of the task, load the drafter; args hold `add_engine_options`.
 
-    spare: positions after a response, for draft tokens. A drafter of the registry is copied to the folder `pulled`.
-    Raises ValueError naming the option and the fix.
+    batch: most requests at once. A drafter of the registry is copied to the folder `pulled`. rollout: fields of
+    RolloutConfig, among them draft_tokens. Raises ValueError naming the option and the fix.
     """
     try:
         model = resolve_model(args.model)
     except ValueError as error:
         raise ValueError(str(error).replace("policy.model:", "--model:")) from error
-    if problems := serving_problems(model, not machine()["gpus"], args.dtype, "--dtype", dict(vllm)):
+    vllm = rollout.pop("vllm", {})
+    if problems := serving_problems(model, not machine()["gpus"], args.dtype, "--dtype", vllm):
         raise ValueError("; ".join(problems))
     target = TargetSpec.from_pretrained(model)
     prompts = _prompts(task, args.seed, model, num_prompts)
     longest = max(map(len, prompts))
-    positions = longest + args.tokens + spare
+    # Near the last position vLLM stops drafting for the whole batch, so there are draft_tokens + 1 more of them.
+    positions = longest + args.tokens + 2 * (rollout["draft_tokens"] + 1)
     if positions > target.max_position_embeddings:
         raise ValueError(
-            f"--tokens: the longest prompt has {longest} tokens, with {args.tokens} more and {spare} for drafts it is "
-            f"over the {target.max_position_embeddings} positions of {args.model}; lower --tokens"
+            f"--tokens: the longest prompt has {longest} tokens, with {args.tokens} more and the drafts it is over the "
+            f"{target.max_position_embeddings} positions of {args.model}; lower --tokens"
         )
+    config = RolloutConfig(
+        prompts_per_step=batch,
+        samples_per_prompt=1,
+        max_prompt_tokens=longest + rollout["draft_tokens"] + 1,
+        max_new_tokens=args.tokens,
+        dtype=args.dtype,
+        kv_cache_gib=_kv_cache_gib(target, args.dtype, batch, positions),
+        features=FeatureTapConfig(max_tokens_per_step=positions),
+        vllm=vllm | {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
+        **rollout,
+    )
     folder, drafter = _drafter(args, model, target, positions, pulled) if args.drafter else (None, None)
-    return Subject(model, target, prompts, positions, drafter, folder)
+    return EngineSetup(model, target, prompts, config, drafter, folder)
+
+
+def _kv_cache_gib(target: TargetSpec, dtype: str, batch: int, positions: int) -> int:
+    """Room for twice the largest batch: nothing waits and nothing is preempted."""
+    layers = target.num_layers + 1  # the drafter's own
+    bytes_per_token = 2 * layers * target.num_key_value_heads * target.head_dim * BYTES_PER_VALUE[dtype]
+    return max(1, ceil(2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * bytes_per_token / GIB))
 
 
 def _prompts(task_config: TaskConfig, seed: int, model: Path, count: int) -> list[list[int]]:
@@ -143,52 +157,26 @@ def _drafter(
         raise ValueError(f"--drafter: {error}") from error
 
 
-def roomy_rollout(subject: Subject, args: argparse.Namespace, batch: int, **fields: Any) -> RolloutConfig:
-    """One prefill step for the largest batch, and room for all its KV: nothing waits and nothing is preempted.
-
-    fields: more of RolloutConfig, such as draft_tokens; arguments for vLLM are added to those set here.
-    """
-    layers = subject.target.num_layers + 1  # the drafter's own
-    values = 2 * layers * subject.target.num_key_value_heads * subject.target.head_dim
-    kv_tokens = 2 * batch * ceil(subject.positions / KV_BLOCK) * KV_BLOCK
-    vllm = {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * subject.positions)}
-    given = {
-        "max_prompt_tokens": subject.longest_prompt,
-        "ignore_eos": True,
-        **fields,
-        "vllm": {**fields.get("vllm", {}), **vllm},
-    }
-    return RolloutConfig(
-        prompts_per_step=batch,
-        samples_per_prompt=1,
-        max_new_tokens=args.tokens,
-        dtype=args.dtype,
-        kv_cache_gib=max(1, ceil(kv_tokens * values * BYTES_PER_VALUE[args.dtype] / GIB)),
-        features=FeatureTapConfig(max_tokens_per_step=subject.positions),
-        **given,
-    )
-
-
 @asynccontextmanager
 async def one_engine(
-    subject: Subject, rollout: RolloutConfig, args: argparse.Namespace, ngram: bool = False
+    setup: EngineSetup, seed: int, num_threads: int, ngram: bool = False
 ) -> AsyncIterator["RolloutEngine"]:
-    """A started engine that serves the subject; its spec.scratch is a folder in shared memory that goes with it.
+    """A started engine with its drafter, if there is one; its spec.scratch is a folder in shared memory.
 
-    ngram: draft tokens are looked up in the request's own text, whatever drafter the subject has.
+    ngram: draft tokens are looked up in the request's own text, whatever drafter there is.
     """
-    os.environ.update(threads.engine_environment(args.threads, rollout.kv_cache_gib))
+    os.environ.update(threads.engine_environment(num_threads, setup.rollout.kv_cache_gib))
     from cotrain.rollout.engine import RolloutEngine
     from cotrain.rollout.spec import EngineSpec
 
-    drafted = subject.drafter is not None and not ngram
+    drafter = None if ngram else setup.drafter
     with scratch_folder("engine") as scratch:
         spec = EngineSpec(
-            rollout=rollout,
-            model_path=str(subject.model),
-            drafter_folder=str(subject.drafter_folder) if drafted else None,
-            serving=subject.drafter.serving if subject.drafter is not None and drafted else None,
-            seed=args.seed,
+            rollout=setup.rollout,
+            model_path=str(setup.model),
+            drafter_folder=str(setup.drafter_folder) if drafter else None,
+            serving=drafter.serving if drafter else None,
+            seed=seed,
             scratch=str(scratch),
             speculation="ngram" if ngram else "drafter",
         )

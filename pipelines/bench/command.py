@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from cotrain.config.files import write_json
 from cotrain.config.load import load_config
-from cotrain.config.schema import RolloutConfig
 from cotrain.process.engine_output import engine_output_to
 from cotrain.records import RolloutRequest
 from cotrain.rollout.acceptance_stats import total_counts
@@ -29,14 +28,13 @@ from cotrain.run.provenance import machine
 from pipelines.bench.report import ADAPTIVE, METHODS, NO_SPECULATION, Arm, Turn, markdown, results
 from pipelines.engines import (
     DEFAULT_TASK,
-    Subject,
+    EngineSetup,
     add_engine_options,
     at_least,
     new_folder,
     one_engine,
-    prepare_subject,
+    prepare_engine,
     provenance,
-    roomy_rollout,
 )
 
 if TYPE_CHECKING:
@@ -54,8 +52,7 @@ class Bench:
 
     options: argparse.Namespace
     arms: list[Arm]
-    subject: Subject
-    rollout: RolloutConfig
+    setup: EngineSetup
     notes: list[str]
 
     def requests(self, batch: int, round_: int, group: int) -> list[RolloutRequest]:
@@ -63,7 +60,7 @@ class Bench:
 
         None has a seed: generators of single requests would slow down the sampler, and probabilistic drafts have none.
         """
-        options, prompts = self.options, self.subject.prompts
+        options, prompts = self.options, self.setup.prompts
         lengths: list[int | None] = [None] * batch
         if options.drain:  # evenly spread
             lengths = [max(2, ceil(options.tokens * (i + 1) / batch)) for i in range(batch)]
@@ -157,11 +154,12 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
     arms = choose_arms(options.methods, sorted(set(options.k)), options.drafter is not None, options.temperature)
     task = load_config([options.prompts]).task if options.prompts else DEFAULT_TASK
     batch, most = max(options.batch), max(options.k)
-    subject = prepare_subject(options, task, batch * options.rounds * options.groups, most + 1, {}, pulled)
-    rollout = roomy_rollout(
-        subject,
+    setup = prepare_engine(
         options,
+        task,
+        batch * options.rounds * options.groups,
         batch,
+        pulled,
         temperature=options.temperature,
         ignore_eos=not options.stop_at_eos,
         draft_tokens=most,
@@ -169,10 +167,9 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
         vllm={"gpu_memory_utilization": GPU_SHARE / len(engines_of(arms))} if machine()["gpus"] else {},
     )
     notes = []
-    if subject.drafter is not None and most > subject.drafter.trained_depth:
-        depth = subject.drafter.trained_depth
+    if setup.drafter is not None and most > (depth := setup.drafter.trained_depth):
         notes.append(f"k = {most} is beyond the {depth} draft positions the drafter was trained for")
-    return Bench(options, arms, subject, rollout, notes)
+    return Bench(options, arms, setup, notes)
 
 
 def choose_arms(
@@ -196,18 +193,18 @@ async def _run(bench: Bench, console: TextIO) -> list[Turn]:
     for note in bench.notes:
         print(f"note: {note}", file=console)
     engines: dict[str, RolloutEngine] = {}
-    stock = replace(bench.subject, drafter=None, drafter_folder=None)
+    stock = replace(bench.setup, drafter=None, drafter_folder=None)
     async with AsyncExitStack() as stack:
         for name in engines_of(bench.arms):
             print(f"starting an engine: {name}", file=console)
-            subject = bench.subject if name == "drafter" else stock
-            start = one_engine(subject, bench.rollout, bench.options, ngram=name == "ngram")
+            setup = bench.setup if name == "drafter" else stock
+            start = one_engine(setup, bench.options.seed, bench.options.threads, ngram=name == "ngram")
             engines[name] = await stack.enter_async_context(start)
         if not any(arm.method == ADAPTIVE for arm in bench.arms):
             return await take_turns(bench, engines, console)
         engine = engines["drafter"]
         await engine.set_draft_sample_method(_draft_sample_method(bench, ADAPTIVE))
-        print(f"timed draft lengths: {await engine.time_draft_lengths(bench.subject.prompts)} timings", file=console)
+        print(f"timed draft lengths: {await engine.time_draft_lengths(bench.setup.prompts)} timings", file=console)
         turns = await take_turns(bench, engines, console)
         await engine.set_draft_tokens(None)  # the last arm may have fixed it
         bench.notes.append(f"adaptive, at the end: {await engine.describe_speculation()}")
@@ -249,7 +246,7 @@ async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, 
         generated = await engine.generate(bench.requests(batch, max(round_, 0), group), tap=False)
         num_tokens += generated.num_generated_tokens - batch
         decode_seconds += engine.decode_seconds
-        if not bench.options.drain and bench.rollout.ignore_eos:
+        if not (bench.options.drain or bench.options.stop_at_eos):
             tokens, seconds = engine.decoded.get(batch, (0, 0.0))
             full_tokens, full_seconds = full_tokens + tokens, full_seconds + seconds
         drafted.append(generated.speculation)

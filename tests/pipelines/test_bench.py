@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
+from cotrain.config.schema import RolloutConfig
 from cotrain.models.loading import resolve_model
 from cotrain.records import RolloutBatch, RolloutRequest, SpeculationCounts
 from drafters.base import TargetSpec
@@ -28,7 +29,7 @@ from pipelines.bench.command import (
     write_results,
 )
 from pipelines.bench.report import ADAPTIVE, NO_SPECULATION, Arm, Turn, markdown, results
-from pipelines.engines import Subject, roomy_rollout
+from pipelines.engines import EngineSetup
 
 GREEDY = Arm("greedy", 2)
 NGRAM = Arm("ngram", 2)
@@ -44,9 +45,8 @@ def options(*arguments: str) -> argparse.Namespace:
 def small_bench(arms: list[Arm], *arguments: str) -> Bench:
     given = options("--batch", "2", "--rounds", "3", "--k", "2", "--tokens", "10", *arguments)
     target = TargetSpec.from_pretrained(resolve_model("tiny:llama"))
-    subject = Subject(Path("model"), target, [[i] for i in range(6)], 16, None, None)
-    rollout = roomy_rollout(subject, given, 2, draft_tokens=2, ignore_eos=not given.stop_at_eos)
-    return Bench(given, arms, subject, rollout, [])
+    setup = EngineSetup(Path("model"), target, [[i] for i in range(6)], RolloutConfig(), None, None)
+    return Bench(given, arms, setup, [])
 
 
 def turn(arm: Arm, round_: int, seconds: float, **changes: Any) -> Turn:
@@ -131,8 +131,8 @@ def test_drafting_beyond_the_trained_depth_is_said(tmp_path: Path) -> None:
 
 def test_the_whole_batch_is_prefilled_in_one_step(tmp_path: Path) -> None:
     prepared = prepare(options("--batch", "300", "--rounds", "2", "--tokens", "8"), tmp_path)
-    assert prepared.rollout.vllm["max_num_seqs"] == 300
-    assert prepared.rollout.vllm["max_num_batched_tokens"] >= sum(map(len, prepared.subject.prompts[:300]))
+    assert prepared.setup.rollout.vllm["max_num_seqs"] == 300
+    assert prepared.setup.rollout.vllm["max_num_batched_tokens"] >= sum(map(len, prepared.setup.prompts[:300]))
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_responses_end_at_eos_only_when_asked(tmp_path: Path) -> None:
-    assert prepare(options("--methods", "none"), tmp_path).rollout.ignore_eos
-    assert not prepare(options("--methods", "none", "--stop-at-eos"), tmp_path).rollout.ignore_eos
+    assert prepare(options("--methods", "none"), tmp_path).setup.rollout.ignore_eos
+    assert not prepare(options("--methods", "none", "--stop-at-eos"), tmp_path).setup.rollout.ignore_eos
 
 
 def test_every_round_has_other_prompts_and_no_two_turns_share_a_request() -> None:
