@@ -89,7 +89,7 @@ def write_page(folder: Path, page: Page) -> Path:
         for plot in section.plots:
             if plot.figure is not None:
                 plot.figure.savefig(target / f"{plot.name}.png", dpi=160, facecolor="white")
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     text = environment.get_template("page.html").render(page=page, svg_uri=svg_uri)
     (target / "report.html").write_text(text, encoding="utf-8")
     return target / "report.html"

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -65,7 +66,7 @@ def run_page(run: RunRecord) -> Page:
             Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]),
             Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s")]),
             *_provenance(run),
-            Section("Configuration", table=_settings(run), folded=True),
+            Section("Configuration", table=_table(run.config), folded=True),
         ],
     )
 
@@ -174,6 +175,7 @@ def _decisions(run: RunRecord) -> list[Section]:
     if not run.decisions:
         return []
     table = pd.DataFrame(run.decisions[-MOST_DECISIONS:])[["step", "kind", "version", "reason"]]
+    table.columns = ["step", "decision", "drafter that serves next", "why"]
     return [Section("What was decided about the drafter", table=table)]
 
 
@@ -181,12 +183,8 @@ def _provenance(run: RunRecord) -> list[Section]:
     """Code, packages and machine of the last attempt; nothing when they were not recorded."""
     if not run.attempts:
         return []
-    last = run.attempts[-1]
-    rows = [("attempts", str(len(run.attempts)))]
-    rows += [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in last.items()]
-    return [Section("What it ran on", table=pd.DataFrame(rows, columns=["", "last attempt"]), folded=True)]
+    return [Section("What it ran on", table=_table({"attempts": len(run.attempts)} | run.attempts[-1]), folded=True)]
 
 
-def _settings(run: RunRecord) -> pd.DataFrame:
-    rows = [(name, json.dumps(value)) for name, value in run.config.items()]
-    return pd.DataFrame(rows, columns=["section", "settings"])
+def _table(fields: dict[str, Any]) -> pd.DataFrame:
+    return pd.DataFrame([(name, json.dumps(value)) for name, value in fields.items()], columns=["field", "value"])
