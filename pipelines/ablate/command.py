@@ -121,14 +121,15 @@ def _check(study: Study, selected: Sequence[str]) -> None:
     """What can be checked before a model loads; a drafter given by the user is checked by the runs themselves."""
     from pipelines.preflight import check_run
 
-    problems = list[str]()
+    problems: dict[str, str] = {}
     for name in selected:
         try:
             check_run(study.arm_configs[name], resume=True)  # an arm is never run under a name of its own
         except ConfigError as error:
-            problems += [f"arm {name!r}: {line}" for line in error.problems]
+            for line in error.problems:
+                problems.setdefault(line, name)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([f"{line} (in arm {name!r})" for line, name in problems.items()])
 
 
 class _Ablation:

@@ -61,15 +61,12 @@ def write_study_report(folder: Path) -> Path:
     study = read_study(folder)
     measured = measures(study)
     path = write_page(folder, study_page(study))
-    path.with_name("table.md").write_text(
-        comparison(study, measured).to_markdown(index=False, disable_numparse=True) + "\n"
-    )
+    table = comparison(study, measured)
+    path.with_name("table.md").write_text(table.to_markdown(index=False, disable_numparse=True) + "\n")
+    arms = pd.DataFrame([arm.model_dump(exclude={"runs"}) for arm in study.record.arms]).assign(seeds=table["seeds"])
     spreads = measured.groupby("arm", sort=False).agg(["mean", "min", "max"])
     spreads.columns = [" ".join(names) for names in spreads.columns]
-    identities = pd.DataFrame([arm.model_dump(exclude={"runs"}) for arm in study.record.arms])
-    identities.merge(spreads, how="left", left_on="name", right_index=True).to_csv(
-        path.with_name("table.csv"), index=False
-    )
+    arms.merge(spreads, how="left", left_on="name", right_index=True).to_csv(path.with_name("table.csv"), index=False)
     return path
 
 

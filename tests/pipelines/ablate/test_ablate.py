@@ -12,8 +12,10 @@ from filelock import FileLock
 
 from cotrain.config.errors import ConfigError
 from cotrain.run.mlflow_store import MlflowClient
+from pipelines.ablate.command import _check as check_arms
 from pipelines.ablate.command import main
 from pipelines.ablate.jobs import last_error
+from pipelines.ablate.plan import load_study
 from tests.pipelines.ablate.conftest import PROGRAM
 
 SEED_0 = ["train generic-frozen-s0", "train random-co-trained-s0", "train no-speculation-s0"]
@@ -194,3 +196,14 @@ def test_a_folder_of_another_study_is_refused(study_file, calls, store, no_page,
     with pytest.raises(ConfigError, match="steps: 3 -> 4"):
         main(arguments, PROGRAM)
     assert calls() == []
+
+
+def test_what_is_wrong_with_all_arms_is_said_once(study_file, monkeypatch):
+    monkeypatch.setattr("pipelines.preflight.check_run", refuse)
+    with pytest.raises(ConfigError) as error:
+        check_arms(load_study(study_file), ["generic, frozen", "no speculation"])
+    assert error.value.problems == ["no disk (in arm 'generic, frozen')", "no drafter (in arm 'no speculation')"]
+
+
+def refuse(config, resume):
+    raise ConfigError(["no disk", *([] if config.drafter else ["no drafter"])])

@@ -109,6 +109,7 @@ def test_the_report_shows_arms_with_the_table_in_files(whole: Path) -> None:
     assert "1.75 (1.70..1.80)" in markdown[4]
     table = pd.read_csv(whole / "report" / "table.csv").set_index("name")
     assert table[f"{LENGTH} min"]["generic-online"] == pytest.approx(1.7)
+    assert table["seeds"]["generic-online"] == "2/2"
     assert table["accepted at 1 mean"]["generic-online"] == pytest.approx(0.44)  # steps 5 and 6: 0.40 and 0.48
 
 
