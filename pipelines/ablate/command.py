@@ -1,44 +1,42 @@
 """`cotrain ablate`: the arms of a study, each with every seed, as subprocesses; then one table and one report.
 
-initialisations (`cotrain init`, once each) --> arm x seed (`cotrain train`) --> study.json --> report, MLflow parent run
+initialisations (`cotrain init`, once each) --> arm x seed (`cotrain train`) --> study.json --> report, MLflow
 
 A study can be stopped and started again at any point: what is finished is not run again.
 """
 
 import argparse
+import shlex
 import shutil
+import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from filelock import FileLock, Timeout
 
 from cotrain.config.errors import ConfigError, did_you_mean
+from cotrain.config.load import merge, parse_config
 from cotrain.config.schema import RunConfig
 from cotrain.run.console import duration
-from cotrain.run.metrics import read_metrics
-from pipelines.ablate.jobs import PROGRAM, Job, Stop, last_error, run_jobs
-from pipelines.ablate.plan import Arm, Study, load_study, nested_under
+from pipelines.ablate.jobs import PROGRAM, Ended, Job, Stop, last_error, run_jobs
+from pipelines.ablate.plan import Study, load_study
+from pipelines.ablate.record import Arm, ArmRun, Status
 from pipelines.ablate.state import (
     Action,
-    StudyFolder,
-    check_same_study,
+    check_same_settings,
     clear,
+    is_made,
     next_action,
     next_init_action,
-    run_status,
-    saved_record,
     steps_done,
+    study_record,
 )
 
-if TYPE_CHECKING:
-    from pipelines.ablate.tracking import StudyRun
-
-DESCRIPTION = "Run the arms of a study, each with every seed, and compare them in one table."
 EPILOG = """\
   cotrain ablate configs/studies/initialisation/study.toml --dry-run
-  cotrain ablate configs/studies/initialisation/study.toml seeds=[0]
-  cotrain ablate configs/studies/initialisation/study.toml --only "generic, frozen" "generic, co-trained"
+  cotrain ablate configs/studies/initialisation/study.toml --only "generic, frozen" "generic, co-trained" seeds=[0]
 
 The same command goes on with a study that was stopped. docs/studies.md explains the file.
 """
@@ -54,29 +52,33 @@ def main(arguments: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
     if parsed.parallel < 1:
         raise ValueError(f"--parallel: must be at least 1, got {parsed.parallel}")
     study = load_study(parsed.study, parsed.overrides)
-    selected = _selected(study, parsed.only)
-    check_same_study(study)
-    command = f"cotrain ablate {' '.join(_quoted(argument) for argument in arguments)}"
-    print("\n".join(_plan(study, selected, parsed.parallel)), flush=True)
+    arms = _selected(study, parsed.only)
+    check_same_settings(study)
+    print("\n".join(_plan(study, arms, parsed.parallel)), flush=True)
     if parsed.dry_run:
         from pipelines.preflight import quick_problems
 
         if problems := quick_problems(study.shared, resume=True):
             raise ConfigError(problems)
-        print("no problem found; model, data and drafters are looked at when the study starts")
+        print("no problem found; models, data and drafters are checked when the study starts")
         return 0
-    _check(study, selected)
-    with StudyFolder(study) as folder:
-        from pipelines.ablate.tracking import StudyRun
-
-        return _Ablation(study, selected, folder, StudyRun(study), parsed.parallel, program, command).run()
+    _check(study, arms)
+    study.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(study.folder / "study.lock").acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"folder: {study.folder} is being run by another process; wait, or set name=...") from None
+    with lock:
+        status = _Ablation(study, arms, parsed.parallel, program).run()
+    if status:
+        print(f"the same command goes on:\n  cotrain ablate {shlex.join(arguments)}")
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cotrain ablate",
-        usage="cotrain ablate STUDY.toml [key=value...] [--dry-run] [--only ARM...] [--parallel N]",
-        description=DESCRIPTION,
+        description="Run the arms of a study, each with every seed, and compare them in one table.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -88,206 +90,152 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _quoted(argument: str) -> str:
-    return f"'{argument}'" if any(character in argument for character in ' []{}"') else argument
-
-
-def _selected(study: Study, only: Sequence[str]) -> list[Arm]:
+def _selected(study: Study, only: Sequence[str]) -> list[str]:
+    """Names of the arms to run."""
     names = [arm.name for arm in study.arms]
-    if unknown := [name for name in only if name not in names]:
-        known = ", ".join(repr(name) for name in names)
-        raise ConfigError(
-            [f"--only: there is no arm {name!r}{did_you_mean(name, names) or f'; arms: {known}'}" for name in unknown]
-        )
-    return [arm for arm in study.arms if not only or arm.name in only]
+    for name in only:
+        if name not in names:
+            raise ValueError(f"--only: there is no arm {name!r}{did_you_mean(name, names) or f'; arms: {names}'}")
+    return list(only) or names
 
 
-def _plan(study: Study, selected: Sequence[Arm], parallel: int) -> list[str]:
+def _plan(study: Study, selected: Sequence[str], parallel: int) -> Iterator[str]:
     """What would run, with what is done already."""
-    record = saved_record(study)
-    lines = [f"study {study.name} in {study.folder}: {len(selected)} arms x {len(study.seeds)} seeds"]
-    for name in _needed_inits(study, selected):
-        lines.append(
-            f"  init   {name}: {next_init_action(study.inits[name])}, {study.inits[name].init.tokens:,} tokens"
-        )
-    for arm in selected:
-        what = (
-            f"init {arm.init}, {'co-trained' if arm.online else 'frozen'}, {arm.draft_tokens} draft tokens, "
-            f"{arm.objective}"
-            if arm.speculation
-            else "no speculation"
-        )
-        actions = []
-        for seed in study.seeds:
-            action = next_action(study.run_config(arm, seed), run_status(record, study, arm, seed)[0])
-            actions.append(f"seed {seed}: {'finished' if action == 'skip' else action}")
-        lines += [f"  arm    {arm.name}", f"         {what}, {arm.policy} policy; {', '.join(actions)}"]
-    lines += [f"  left out of the grid: {text}" for text in study.left_out]
+    arms = [arm for arm in study_record(study).arms if arm.name in selected]
+    yield f"study {study.config.name} in {study.folder}: {len(arms)} arms x {len(study.config.seeds)} seeds"
+    for name in _needed_inits(study, arms):
+        yield f"  init   {name}: {next_init_action(study.inits[name])}, {study.inits[name].init.tokens:,} tokens"
+    for arm in arms:
+        what = f"init {arm.init}, k {arm.draft_tokens}, {arm.objective}" if arm.speculation else "no speculation"
+        actions = (f"seed {run.seed} {next_action(study.run_config(arm, run), run.status)}" for run in arm.runs)
+        yield f"  arm    {arm.name} ({what}): {', '.join(actions)}"
     if parallel > 1:
-        address = study.shared.cluster.address
-        where = f"share the Ray cluster at {address}" if address else "share this machine: mind its memory and cores"
-        lines.append(f"  {parallel} runs at a time {where}; speeds of such runs are not comparable")
-    return lines
+        yield f"  {parallel} runs at a time share memory and cores; speeds of such runs are not comparable"
 
 
-def _needed_inits(study: Study, selected: Sequence[Arm]) -> list[str]:
-    return [name for name in study.inits if any(arm.init == name for arm in selected)]
+def _needed_inits(study: Study, arms: Sequence[Arm]) -> list[str]:
+    return [name for name in study.inits if any(arm.init == name for arm in arms)]
 
 
-def _check(study: Study, selected: Sequence[Arm]) -> None:
-    """What can be checked before a model loads, for the study and for drafters given by the user."""
-    from cotrain.models.loading import resolve_model
-    from pipelines.preflight import check_drafter_init, check_drafter_shape, check_run
+def _check(study: Study, selected: Sequence[str]) -> None:
+    """What can be checked before a model loads; a drafter given by the user is checked by the runs themselves."""
+    from pipelines.preflight import check_run
 
-    check_run(study.shared, resume=True)  # a name of its own it does not need
-    model, problems = resolve_model(study.shared.policy.model), []
-    for arm in selected:
-        if arm.config.drafter is None:
-            continue
-        made_here = arm.config.drafter.init is None or arm.init in study.inits
-        for check in (check_drafter_shape, *(() if made_here else (check_drafter_init,))):
-            try:
-                check(arm.config, model)
-            except ValueError as error:
-                lines = error.problems if isinstance(error, ConfigError) else [str(error)]
-                problems += [f"arm {arm.name!r}: {line}" for line in lines]
+    problems: dict[str, str] = {}
+    for name in selected:
+        try:
+            check_run(study.arm_configs[name], resume=True)  # an arm is never run under a name of its own
+        except ConfigError as error:
+            for line in error.problems:
+                problems.setdefault(line, name)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([f"{line} (in arm {name!r})" for line, name in problems.items()])
 
 
-@dataclass
 class _Ablation:
-    """One run of the command."""
+    """One run of the command on a locked study folder."""
 
-    study: Study
-    selected: list[Arm]
-    folder: StudyFolder
-    tracking: "StudyRun"
-    parallel: int
-    program: Sequence[str]
-    command: str
-    stop: Stop = field(default_factory=Stop)
-    arm_seconds: list[float] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    left: int = 0
+    def __init__(self, study: Study, selected: Sequence[str], parallel: int, program: Sequence[str]) -> None:
+        from pipelines.ablate.tracking import StudyRun
+
+        for name in ("configs", "logs", "runs", "inits"):
+            (study.folder / name).mkdir(exist_ok=True)
+        self.study, self.parallel, self.program = study, parallel, program
+        self.record = study_record(study)
+        self.arms = [arm for arm in self.record.arms if arm.name in selected]
+        self.parent = StudyRun(study)
+        self.stop = Stop()
+        self.init_errors: dict[str, str] = {}
+        self.left = 0
+        self.seconds: list[float] = []
+        self.record.write(study.folder)
 
     def run(self) -> int:
+        """Returns the exit status of the command."""
         started = time.monotonic()
-        with self.stop.on_signals():
-            failed_inits = self._run_inits()
+        with ExitStack() as stack:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                stack.callback(signal.signal, number, signal.signal(number, self.stop))
+            run_jobs(list(self._init_jobs()), self.parallel, self.stop, self.program)
             if not self.stop.requested:
-                self._run_arms(failed_inits)
+                jobs = list(self._train_jobs())
+                self.left = len(jobs)
+                run_jobs(jobs, self.parallel, self.stop, self.program)
         self._report()
-        done = f"{duration(time.monotonic() - started)}"
+        failed = [(arm, run) for arm, run in self._runs if run.status == "failed"]
+        for arm, run in failed:
+            print(f"  {arm.name}, seed {run.seed}: {run.error}")
+        took = duration(time.monotonic() - started)
         if self.stop.requested:
-            print(f"stopped after {done}; everything finished is kept. Go on with:\n  {self.command}")
+            print(f"stopped after {took}; everything finished is kept")
             return 130
-        print(f"{len(self.failures)} failed, in {done}" if self.failures else f"all runs finished, in {done}")
-        for failure in self.failures:
-            print(f"  {failure}")
-        if self.failures:
-            print(f"the same command runs these again:\n  {self.command}")
-        return 1 if self.failures else 0
+        print(f"{len(failed)} runs failed, in {took}" if failed else f"all runs finished, in {took}")
+        return 1 if failed else 0
 
-    def _run_inits(self) -> dict[str, str]:
-        """Make what the selected arms need; the errors of those that failed, by name."""
-        errors: dict[str, str] = {}
-        jobs, names = [], {}
-        for name in _needed_inits(self.study, self.selected):
-            action = next_init_action(self.study.inits[name])
-            if action != "skip":
-                job = self._job(f"init {name}", "init", self.study.inits[name], action, f"init-{name}")
-                jobs.append(job)
-                names[job.title] = name
+    @property
+    def _runs(self) -> list[tuple[Arm, ArmRun]]:
+        return [(arm, run) for arm in self.arms for run in arm.runs]
 
-        def ended(job: Job, status: int, seconds: float) -> None:
-            if (job.config.run_root / job.config.name / "init.json").is_file():
-                print(f"{job.title}: made in {duration(seconds)}", flush=True)
-            elif not self.stop.requested:
-                name = names[job.title]
-                errors[name] = last_error(job.log, status)
-                self.failures.append(f"{job.title}: {errors[name]} (log: {job.log})")
-                print(f"{job.title}: FAILED: {errors[name]}", flush=True)
+    def _init_jobs(self) -> Iterator[tuple[Job, Ended]]:
+        for name in _needed_inits(self.study, self.arms):
+            config = self.study.inits[name]
+            if (action := next_init_action(config)) != "finished":
+                yield self._job(f"init {name}", "init", config, action), self._init_ended
 
-        run_jobs(jobs, self.parallel, self.stop, ended, self.program)
-        return errors
-
-    def _run_arms(self, failed_inits: dict[str, str]) -> None:
-        jobs: list[Job] = []
-        of_job: dict[str, tuple[Arm, int]] = {}
+    def _train_jobs(self) -> Iterator[tuple[Job, Ended]]:
         # Seeds outside, arms inside: a study that is stopped early has whole comparisons of fewer seeds.
-        for seed in self.study.seeds:
-            for arm in self.selected:
-                if arm.init in failed_inits and arm.init in self.study.inits:
-                    error = f"its initialisation {arm.init} failed: {failed_inits[arm.init]}"
-                    self.folder.set_status(arm, seed, "failed", error)
-                    self.failures.append(f"{arm.name}, seed {seed}: {error}")
-                    continue
-                config = self.study.run_config(arm, seed)
-                action = next_action(config, self.folder.status(arm, seed)[0])
-                if action != "skip":
-                    job = self._job(f"{arm.name}, seed {seed}", "train", config, action, config.name)
-                    jobs.append(job)
-                    of_job[config.name] = (arm, seed)
-        self.left = len(jobs)
-        total = len(self.selected) * len(self.study.seeds)
+        for arm, run in sorted(self._runs, key=lambda pair: self.record.seeds.index(pair[1].seed)):
+            if arm.init in self.init_errors:
+                self._set_status(run, "failed", f"its initialisation {arm.init} failed: {self.init_errors[arm.init]}")
+                continue
+            config = self.study.run_config(arm, run)
+            if (action := next_action(config, run.status)) != "finished":
+                yield self._job(f"{arm.name}, seed {run.seed}", "train", config, action), partial(self._arm_ended, run)
 
-        def ended(job: Job, status: int, seconds: float) -> None:
-            self.left -= 1
-            self._arm_ended(job, *of_job[job.config.name], status, seconds, f"[{total - self.left}/{total}]")
-
-        run_jobs(jobs, self.parallel, self.stop, ended, self.program)
-
-    def _arm_ended(self, job: Job, arm: Arm, seed: int, status: int, seconds: float, count: str) -> None:
-        folder = job.config.run_root / job.config.name
-        if status == 0 and steps_done(folder) == job.config.steps:
-            self.folder.set_status(arm, seed, "finished")
-            if not self.study.keep_checkpoints:
-                shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes that nothing reads any more
-            self.arm_seconds.append(seconds)
-            eta = self.left * sum(self.arm_seconds) / len(self.arm_seconds) / self.parallel
-            more = f", eta {duration(eta)}" if self.left else ""
-            print(f"{count} {job.title}: {_result(folder)}, {duration(seconds)}{more}", flush=True)
-        elif self.stop.requested or status == 0:
-            self.folder.set_status(arm, seed, "missing")
-            print(f"{count} {job.title}: stopped after step {steps_done(folder)}", flush=True)
-            if not self.stop.requested:
-                self.failures.append(f"{job.title}: was stopped by somebody else after step {steps_done(folder)}")
-        else:
-            error = last_error(job.log, status)
-            self.folder.set_status(arm, seed, "failed", error)
-            self.failures.append(f"{job.title}: {error} (log: {job.log})")
-            print(f"{count} {job.title}: FAILED: {error}", flush=True)
-
-    def _job(self, title: str, command: str, config: RunConfig, action: Action, file: str) -> Job:
+    def _job(self, title: str, command: str, config: RunConfig, action: Action) -> Job:
         if action == "start over":
             clear(config)
-        return Job(
-            title=title,
-            command=command,
-            config=nested_under(config, self.tracking.run_id),
-            resume=action == "resume",
-            config_file=self.folder.path / "configs" / f"{file}.toml",
-            log=self.folder.path / "logs" / f"{file}.log",
-        )
+        nested = parse_config(merge(config.model_dump(mode="json"), {"tracking": {"parent_run": self.parent.run_id}}))
+        file = f"{command}-{config.name}"
+        config_file, log = (self.study.folder / path for path in (f"configs/{file}.toml", f"logs/{file}.log"))
+        return Job(title, command, nested, action == "resume", config_file, log)
+
+    def _init_ended(self, job: Job, status: int, seconds: float) -> None:
+        if is_made(job.config):
+            print(f"{job.title}: made in {duration(seconds)}", flush=True)
+        elif not self.stop.requested:
+            self.init_errors[job.config.name] = f"{last_error(job.log, status)} (log: {job.log})"
+            print(f"{job.title}: FAILED: {self.init_errors[job.config.name]}", flush=True)
+
+    def _arm_ended(self, run: ArmRun, job: Job, status: int, seconds: float) -> None:
+        self.left -= 1
+        total, done = len(self._runs), steps_done(job.config)
+        if status == 0 and done == job.config.steps:
+            self._set_status(run, "finished")
+            if not self.study.config.keep_checkpoints:  # gigabytes that nothing reads any more
+                shutil.rmtree(job.config.run_root / job.config.name / "checkpoints", ignore_errors=True)
+            self.seconds.append(seconds)
+            eta = self.left * sum(self.seconds) / len(self.seconds) / self.parallel
+            text = f"finished in {duration(seconds)}, eta {duration(eta)}"
+        elif self.stop.requested:
+            self._set_status(run, "missing")
+            text = f"stopped after step {done}"
+        else:
+            why = f"somebody stopped it after step {done}" if status == 0 else last_error(job.log, status)
+            self._set_status(run, "failed", f"{why} (log: {job.log})")
+            text = f"FAILED: {run.error}"
+        print(f"[{total - self.left}/{total}] {job.title}: {text}", flush=True)
+
+    def _set_status(self, run: ArmRun, status: Status, error: str | None = None) -> None:
+        run.status, run.error = status, error
+        self.record.write(self.study.folder)
 
     def _report(self) -> None:
         from pipelines.ablate.report import write_study_report
 
-        page = write_study_report(self.folder.path)
-        table = page.parent / "table.md"
-        statuses = [self.folder.status(arm, seed)[0] for arm in self.study.arms for seed in self.study.seeds]
-        if error := self.tracking.finish("failed" not in statuses and "missing" not in statuses, table, page):
+        page = write_study_report(self.study.folder)
+        table = page.with_name("table.md")
+        finished = all(run.status == "finished" for arm in self.record.arms for run in arm.runs)
+        if error := self.parent.finish(finished, table, page):
             print(f"MLflow did not take the table ({error}); it is in {table}")
         print(f"\n{table.read_text()}\nreport: {page}")
-
-
-def _result(folder: Path) -> str:
-    """Acceptance length and reward over the last third of the steps, as the report has them."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    rows = rows[-max(1, len(rows) // 3) :]
-    parts = []
-    for text, metric in (("acceptance length", "rollout/acceptance_length"), ("reward", "policy/reward")):
-        if values := [row[metric] for row in rows if row.get(metric) is not None]:
-            parts.append(f"{text} {sum(values) / len(values):.2f}")
-    return ", ".join(parts) or "no acceptance length measured"

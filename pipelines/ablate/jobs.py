@@ -8,8 +8,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,7 +19,6 @@ from cotrain.process.orphans import die_with_parent
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
 POLL_S = 0.05
-LAST_BYTES = 64 * 1024
 MESSAGE_LENGTH = 300
 
 
@@ -37,70 +35,50 @@ class Job:
     log: Path
 
 
+Ended = Callable[[Job, int, float], None]
+"""Called at the end of a job with the job, its exit status and its seconds."""
+
+
 class Stop:
-    """Whether the user asked for the end; the children hear of every signal."""
+    """A handler of SIGINT and SIGTERM, which hands them on: a run finishes its step and saves at the first, ends at the
+    second."""
 
     def __init__(self) -> None:
         self.requested = False
         self.running: list[subprocess.Popen] = []
 
-    @contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM are handed on: a run finishes its step and saves at the first, ends at the second."""
-
-        def handle(signum: int, frame: FrameType | None) -> None:
-            if not self.requested:
-                print("stopping: each run finishes its step and saves; once more to stop at once", flush=True)
-            self.requested = True
-            for process in self.running:
-                process.send_signal(signal.SIGINT)
-
-        previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for s, handler in previous.items():
-                signal.signal(s, handler)
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if not self.requested:
+            print("stopping: each run finishes its step and saves; once more to stop at once", flush=True)
+        self.requested = True
+        for process in self.running:
+            process.send_signal(signal.SIGINT)
 
 
-def run_jobs(
-    jobs: Sequence[Job],
-    parallel: int,
-    stop: Stop,
-    ended: Callable[[Job, int, float], None],
-    program: Sequence[str] = PROGRAM,
-) -> None:
-    """Run all jobs in order, `parallel` at a time; `ended(job, exit status, seconds)` after each.
-
-    After a stop no further job is started, and the running ones are waited for.
-    """
+def run_jobs(jobs: Sequence[tuple[Job, Ended]], parallel: int, stop: Stop, program: Sequence[str] = PROGRAM) -> None:
+    """Run all jobs in order, `parallel` at a time. After a stop none is started, and running ones are waited for."""
     waiting = deque(jobs)
-    running: dict[subprocess.Popen, tuple[Job, float]] = {}
-    try:
-        while running or (waiting and not stop.requested):
-            while waiting and len(running) < parallel and not stop.requested:
-                job = waiting.popleft()
-                process = _start(job, program)
-                running[process] = (job, time.monotonic())
-                stop.running.append(process)
-                if stop.requested:  # the signal came before the process was in the list
-                    process.send_signal(signal.SIGINT)
-            for process in [process for process in running if process.poll() is not None]:
-                stop.running.remove(process)
-                job, started = running.pop(process)
-                ended(job, process.returncode, time.monotonic() - started)
-            time.sleep(POLL_S)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    running: dict[subprocess.Popen, tuple[Job, Ended, float]] = {}
+    while running or (waiting and not stop.requested):
+        while waiting and len(running) < parallel and not stop.requested:
+            job, ended = waiting.popleft()
+            process = _start(job, program)
+            running[process] = (job, ended, time.monotonic())
+            stop.running.append(process)
+            if stop.requested:  # the signal came before the process was in the list
+                process.send_signal(signal.SIGINT)
+        for process in [process for process in running if process.poll() is not None]:
+            stop.running.remove(process)
+            job, ended, started = running.pop(process)
+            ended(job, process.returncode, time.monotonic() - started)
+        time.sleep(POLL_S)
 
 
 def _start(job: Job, program: Sequence[str]) -> subprocess.Popen:
     job.config_file.write_text(to_toml(job.config), encoding="utf-8")
     resume = ["--resume", job.config.name] if job.resume else []
     with job.log.open("ab") as log:
-        # A session of its own: Ctrl-C in the terminal reaches this process alone, which hands it on once.
+        # In a session of its own: Ctrl-C in the terminal reaches this process alone, which hands it on once.
         return subprocess.Popen(
             [*program, job.command, str(job.config_file), *resume],
             stdin=subprocess.DEVNULL,
@@ -117,13 +95,10 @@ def last_error(log: Path, status: int) -> str:
     if status < 0:
         killed = signal.Signals(-status).name
         return f"killed by {killed}" + (" (out of memory?)" if killed == "SIGKILL" else "")
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LAST_BYTES))
-        lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     for i, line in reversed(list(enumerate(lines))):
-        if line.startswith("cotrain: "):
-            return " ".join([line.removeprefix("cotrain: "), *(more.strip() for more in lines[i + 1 :])])
-        if "DIFFERS" in line or re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line):
+        if re.match(r"cotrain: |[\w.]*(Error|Exception|Interrupt)\b", line) or "DIFFERS" in line:
             indented = itertools.takewhile(lambda more: more[0].isspace(), lines[i + 1 :])
-            return " ".join([line, *(more.strip() for more in indented)])[:MESSAGE_LENGTH]
+            text = " ".join([line.removeprefix("cotrain: "), *(more.strip() for more in indented)])
+            return text[:MESSAGE_LENGTH]
     return lines[-1] if lines else f"exit status {status} without output"

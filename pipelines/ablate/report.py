@@ -1,42 +1,56 @@
-"""What the report of a study shows: arms over steps with their spread over seeds, the comparison table, what failed.
+"""What the report of a study shows: the comparison of its arms, their curves with the spread over seeds, what failed.
 
-The numbers of an arm are means over the last third of the steps, averaged over seeds, with (lowest..highest).
+The numbers of an arm are means over the last third of the steps, then over seeds, with (lowest..highest).
 """
 
-import csv
-import io
-import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.ablate import paper
-from pipelines.ablate.study_costs import cost_sections
-from pipelines.ablate.study_record import (
-    GENERIC,
-    IN_DOMAIN,
-    Arm,
-    ArmRecord,
-    GapClosed,
-    Spread,
-    Study,
-    acceptance_length,
-    curve,
-    gaps_closed,
-    generation_speed,
-    position_rates,
-    read_study,
-    reward,
-    step_speed,
-)
-from pipelines.page.figures import Line, line_figure, range_figure
-from pipelines.page.page import REPORT, Fact, Page, Plot, Section, Table, markdown_table, write_page
+import pandas as pd
+from markupsafe import Markup
+
+from pipelines.ablate.record import Arm, StudyRecord, read_record
+from pipelines.page.figures import range_figure
+from pipelines.page.page import NOT_MEASURED, REPORT, Fact, Page, Plot, Section, line_plot, write_page
+from pipelines.page.record import read_run
 
 NONE = "-"
-MEASURES = ("acceptance length", "tokens/s, x no speculation", "whole step, x no speculation", "reward")
-COLUMNS = ("initialisation", "drafter", "k", "objective", "policy", *MEASURES, "seeds")
+GENERIC, IN_DOMAIN = "generic", "in-domain"
+"""Initialisations whose gap co-training is measured against."""
 
-Group = tuple[str, int]
-"""Policy and k: arms of one group can be compared on one scale."""
+LENGTH, REWARD = "acceptance length", "reward"
+GAIN, STEP_GAIN = "tokens/s, x no speculation", "whole step, x no speculation"
+COMPARED = [LENGTH, GAIN, STEP_GAIN, REWARD]
+MEANS = {
+    LENGTH: "rollout/acceptance_length",
+    REWARD: "policy/reward",
+    "tokens/s": "rollout/tokens_per_s",
+    "training, s a step": "drafter/train_s",
+    "trained tokens/s": "drafter/tokens_per_s",
+    "swap, bytes": "drafter/swap_bytes",
+    "swap, s": "drafter/swap_s",
+    "features, bytes a token": "rollout/feature_bytes_per_token",
+    "tap, share of generation": "rollout/tap_overhead",
+}
+"""What is measured of an arm, and the metric whose mean it is."""
+
+HOW_TO_READ = (
+    "Means over the last third of the steps, then over seeds, with (lowest..highest). Acceptance length: tokens that a "
+    "verification step emits, 1 is no gain. The speeds of generation and of whole steps (drafter training and swaps "
+    "included) are ratios to the no-speculation arm of the same policy and seed. table.csv also has what training and "
+    "swaps cost."
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study with the metrics of its finished runs."""
+
+    record: StudyRecord
+    steps: pd.DataFrame
+    """A row for each step of each run: arm, seed, step and metrics."""
+    runs: pd.DataFrame
+    """A row for each run: its folder, arm, seed, and finished or why not."""
 
 
 def write_study_report(folder: Path) -> Path:
@@ -45,259 +59,171 @@ def write_study_report(folder: Path) -> Path:
     Raises ValueError when the folder is no study or its study.json is damaged. Arms that failed are named in it.
     """
     study = read_study(folder)
+    measured = measures(study)
     path = write_page(folder, study_page(study))
-    _replace(folder / REPORT / "table.md", markdown_table(comparison(study)))
-    _replace(folder / REPORT / "table.csv", comparison_csv(study))
+    table = comparison(study, measured)
+    path.with_name("table.md").write_text(table.to_markdown(index=False, disable_numparse=True) + "\n")
+    arms = pd.DataFrame([arm.model_dump(exclude={"runs"}) for arm in study.record.arms]).assign(seeds=table["seeds"])
+    spreads = measured.groupby("arm", sort=False).agg(["mean", "min", "max"])
+    spreads.columns = [" ".join(names) for names in spreads.columns]
+    arms.merge(spreads, how="left", left_on="name", right_index=True).to_csv(path.with_name("table.csv"), index=False)
     return path
+
+
+def read_study(folder: Path) -> Study:
+    """Raises ValueError naming study.json. A finished run that cannot be read is told so in the table of runs."""
+    record = read_record(folder)
+    tables, runs = list[pd.DataFrame](), []
+    for arm in record.arms:
+        for run in arm.runs:
+            outcome = run.error or run.status
+            if run.status == "finished":
+                try:
+                    metrics = read_run(folder / run.folder).metrics.reset_index()
+                    tables.append(metrics.assign(arm=arm.name, seed=run.seed))
+                except ValueError as error:
+                    outcome = f"finished, but {error}"
+            runs.append((_linked(folder, run.folder), arm.name, run.seed, outcome))
+    steps = pd.concat(tables or [pd.DataFrame(columns=["arm", "seed", "step"])], ignore_index=True)
+    # Links would become mere text in a column of pandas' own string type.
+    return Study(record, steps, pd.DataFrame(runs, columns=["run", "arm", "seed", "outcome"], dtype=object))
+
+
+def _linked(folder: Path, run: str) -> str:
+    """The folder of a run, as a link to its own report where it has one."""
+    page = f"{run}/{REPORT}/report.html"
+    return Markup('<a href="../{}">{}</a>').format(page, run) if (folder / page).is_file() else run
+
+
+def measures(study: Study) -> pd.DataFrame:
+    """A row for each finished run, by arm and seed, with a column for each measure over the last third of the steps."""
+    longest = max((arm.draft_tokens for arm in study.record.arms), default=0)
+    means = MEANS | {f"accepted at {i}": f"rollout/acceptance_rate_pos_{i}" for i in range(1, longest + 1)}
+    columns = ["arm", "seed", "step", "rollout/generated_tokens", "time/step_s", *means.values()]
+    counted = study.steps.reindex(columns=columns)
+    counted = counted[counted["step"] > study.record.steps - max(1, study.record.steps // 3)]
+    runs = counted.groupby(["arm", "seed"], sort=False)
+    table = pd.DataFrame({name: runs[metric].mean() for name, metric in means.items()})
+    whole = runs["rollout/generated_tokens"].sum(min_count=1) / runs["time/step_s"].sum(min_count=1)
+    table[GAIN], table[STEP_GAIN] = _gain(study, table["tokens/s"]), _gain(study, whole)
+    return table
+
+
+def _gain(study: Study, speeds: pd.Series) -> pd.Series:
+    """Ratio of each run to the no-speculation arm of the same policy and seed."""
+    policies = {arm.name: arm.policy for arm in study.record.arms}
+    plain = {arm.policy: arm.name for arm in study.record.arms if not arm.speculation}
+    known = speeds.to_dict()
+    baselines = [known.get((plain.get(policies[arm]), seed), float("nan")) for arm, seed in known]
+    return speeds / pd.Series(baselines, index=speeds.index, dtype=float)
+
+
+def comparison(study: Study, measured: pd.DataFrame) -> pd.DataFrame:
+    """A row of text for each arm: initialisation x online x k x objective x policy, and what it measured."""
+    rows = []
+    for arm in study.record.arms:
+        drafter = f"{arm.model} {'co-trained' if arm.online else 'frozen'}".lstrip()
+        row = {"initialisation": arm.init, "drafter": drafter, "k": str(arm.draft_tokens), "objective": arm.objective}
+        if not arm.speculation:
+            row = dict.fromkeys(row, NONE) | {"drafter": "no speculation"}
+        row = {"arm": arm.name} | row | {"policy": arm.policy}
+        own = measured[measured.index.get_level_values("arm") == arm.name]
+        row |= {name: _spread(own[name]) for name in COMPARED}
+        rows.append(row | {"seeds": f"{len(own)}/{len(arm.runs)}"})
+    return pd.DataFrame(rows)
+
+
+def _spread(values: pd.Series) -> str:
+    """Mean over seeds, with the lowest and the highest where they differ."""
+    if values.isna().all():
+        return NONE
+    low, high = f"{values.min():.2f}", f"{values.max():.2f}"
+    return f"{values.mean():.2f}" + (f" ({low}..{high})" if low != high else "")
 
 
 def study_page(study: Study) -> Page:
     """The page of a study; arms may be unfinished."""
-    gaps = gaps_closed(study)
-    drafting = [record for record in study.arms if record.arm.speculation and record.runs]
-    groups = sorted(
-        {(record.arm.policy, record.arm.draft_tokens) for record in drafting}, key=lambda g: (g[0] != "moving", g[1])
-    )
-    sections = [
-        Section("Comparison", [_how_to_read(study)], [comparison(study)]),
-        Section("Gap closed by co-training", _gap_sentences(gaps)),
-        Section(
-            "Acceptance length over steps",
-            [] if drafting else ["No arm with a drafter has finished a run."],
-            plots=[_curves(study, group, _of_group(drafting, group)) for group in groups],
-        ),
-        Section("Net gain", plots=[_gains(study, drafting)]),
-        Section(
-            "Acceptance by draft position",
-            [] if drafting else ["No arm with a drafter has finished a run."],
-            plots=[_positions(study, group, _of_group(drafting, group)) for group in groups],
-        ),
-        *cost_sections(study, drafting),
-        *_problems(study),
-        Section("Beside it: the published ablation", [paper.SETTING], [paper.TABLE]),
-        Section("Runs", tables=[_runs(study)], folded=True),
-    ]
+    record, measured = study.record, measures(study)
+    unfinished = int((study.runs["outcome"] != "finished").sum())
+    gaps = [_gap_closed(study, arm, measured) for arm in record.arms if arm.init == GENERIC and arm.online]
     return Page(
-        title=study.file.name,
+        title=record.name,
         kind="cotrain study",
-        subtitle=f"{_count(len(study.arms), 'arm')}, {_count(len(study.file.seeds), 'seed')}, "
-        f"{_count(study.file.steps, 'step')} each",
-        summary=_summary(study, drafting),
-        facts=_facts(study, drafting, gaps),
-        sections=sections,
+        subtitle=f"arms: {len(record.arms)}, seeds: {len(record.seeds)}, steps of each run: {record.steps}",
+        facts=[
+            Fact("Runs that failed or are missing", f"{unfinished} of {len(study.runs)}", "they are in no number"),
+            *gaps,
+        ],
+        sections=[
+            Section("Comparison", [HOW_TO_READ], comparison(study, measured)),
+            Section("Acceptance and speed", plots=[*_group_plots(study, measured), _gain_plot(measured)]),
+            Section("Runs", table=study.runs, folded=not unfinished),
+        ],
     )
 
 
-def comparison(study: Study) -> Table:
-    """A row for each arm: initialisation x online x k x objective x policy, and what it measured."""
-    rows = []
-    for record in study.arms:
-        measured = (str(value) if value else NONE for value in _measured(study, record))
-        rows.append((*_identity(record.arm), *measured, f"{len(record.runs)}/{len(record.arm.runs)}"))
-    return Table(COLUMNS, rows, numeric=(2, 5, 6, 7, 8, 9))
-
-
-def comparison_csv(study: Study) -> str:
-    """The same with mean, low and high of each measure in columns of their own, at full precision."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    spreads = [f"{name} {part}" for name in MEASURES for part in ("mean", "low", "high")]
-    writer.writerow(["arm", *COLUMNS[:5], *spreads, "seeds finished", "seeds planned"])
-    for record in study.arms:
-        cells: list[object] = [record.arm.name, *("" if cell == NONE else cell for cell in _identity(record.arm))]
-        for value in _measured(study, record):
-            cells += [value.mean, value.low, value.high] if value else ["", "", ""]
-        writer.writerow([*cells, len(record.runs), len(record.arm.runs)])
-    return stream.getvalue()
-
-
-def _identity(arm: Arm) -> tuple[str, ...]:
-    if not arm.speculation:
-        return (NONE, "no speculation", NONE, NONE, arm.policy)
-    init = "none (random)" if arm.init == "none" else arm.init
-    drafter = f"{arm.model} {'co-trained' if arm.online else 'frozen'}".lstrip()
-    return (init, drafter, str(arm.draft_tokens), arm.objective, arm.policy)
-
-
-def _measured(study: Study, record: ArmRecord) -> tuple[Spread | None, ...]:
-    """In the order of MEASURES."""
-    return (
-        study.measure(record, acceptance_length) if record.arm.speculation else None,
-        study.gain(record, generation_speed),
-        study.gain(record, step_speed),
-        study.measure(record, reward),
+def _gap_closed(study: Study, online: Arm, measured: pd.DataFrame) -> Fact:
+    """(generic co-trained - generic frozen) / (in-domain frozen - generic frozen), over seeds that have all three."""
+    label = f"Gap closed, {online.policy} policy, k = {online.draft_tokens}, {online.objective}"
+    frozen = {
+        arm.init: arm.name
+        for arm in study.record.arms
+        if arm.speculation and not arm.online and (arm.policy, arm.draft_tokens) == (online.policy, online.draft_tokens)
+    }
+    if missing := [init for init in (GENERIC, IN_DOMAIN) if init not in frozen]:
+        return Fact(label, NONE, f"the study has no frozen {missing[0]} arm to compare with")
+    lengths = (
+        measured[LENGTH].unstack("arm").reindex(columns=[frozen[GENERIC], online.name, frozen[IN_DOMAIN]]).dropna()
     )
+    lengths.columns = ["low", "value", "high"]
+    if lengths.empty:
+        return Fact(label, NONE, "no seed has finished all three arms")
+    gap, mean = lengths["high"] - lengths["low"], lengths.mean()
+    note = "acceptance length {:.2f} generic frozen, {:.2f} co-trained, {:.2f} in-domain".format(*mean)
+    if (gap <= 0).any():
+        return Fact(label, NONE, f"there is no gap to close for every seed: {note}")
+    shares = 100 * (lengths["value"] - lengths["low"]) / gap
+    # The mean is a ratio of means: a seed with a small gap would outweigh the others in a mean of ratios.
+    share = 100 * (mean["value"] - mean["low"]) / (mean["high"] - mean["low"])
+    return Fact(label, f"{share:.0f} % ({shares.min():.0f}..{shares.max():.0f})", f"{note}; {len(shares)} seeds")
 
 
-def _how_to_read(study: Study) -> str:
-    return (
-        f"Means over the last third of the steps ({study.first_counted_step} to {study.file.steps}), then over seeds, "
-        "with (lowest..highest). Acceptance length: tokens a verification step emits, 1 is no gain. Tokens/s of "
-        "generation and of whole steps (drafter training and swaps included) are ratios to the no-speculation arm of "
-        "the same policy and seed. The same table is in table.md and table.csv."
-    )
+def _group_plots(study: Study, measured: pd.DataFrame) -> list[Plot]:
+    """Arms of one policy and k are compared on one scale."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for arm in study.record.arms:
+        if arm.speculation:
+            groups.setdefault((arm.policy, arm.draft_tokens), []).append(arm.name)
+    means = measured.groupby("arm").mean()
+    curves = study.steps.reindex(columns=["arm", "step", MEANS[LENGTH]]).groupby(["arm", "step"])[MEANS[LENGTH]]
+    spreads = curves.agg(["mean", "min", "max"])
+    plots = []
+    for (policy, k), names in groups.items():
+        finished = {name: spreads.loc[name] for name in names if name in means.index}
+        slug, title = f"{policy}_policy_k{k}", f"{policy} policy, k = {k}"
+        positions = {
+            name: pd.Series({i: means[f"accepted at {i}"][name] for i in range(1, k + 1)}) for name in finished
+        }
+        plots += [
+            line_plot(
+                f"acceptance_length_{slug}", f"Acceptance length, {title}",
+                {name: spread["mean"] for name, spread in finished.items()}, "acceptance length",
+                "Tokens a verification step emits: mean over seeds, and a band from the lowest seed to the highest.",
+                bands={name: (spread["min"], spread["max"]) for name, spread in finished.items()}, floor="1: no gain",
+            ),
+            line_plot(
+                f"acceptance_by_position_{slug}", f"Acceptance by draft position, {title}", positions, "accepted share",
+                "Share of verification steps that accepted all draft tokens up to this position, over the last third.",
+                xlabel="draft position",
+            ),
+        ]  # fmt: skip
+    return plots
 
 
-def _summary(study: Study, drafting: Sequence[ArmRecord]) -> str:
-    finished = sum(len(record.runs) for record in study.arms)
-    planned = sum(len(record.arm.runs) for record in study.arms)
-    text = f"{finished} of {_count(planned, 'run')} finished."
-    best = [(value.mean, record) for record in drafting if (value := study.measure(record, acceptance_length))]
-    if best:
-        length, record = max(best, key=lambda pair: pair[0])
-        text += (
-            f" The longest acceptance length over the last third of the steps is {length:.2f} tokens a verification "
-            f"step, by {record.arm.name} (k = {record.arm.draft_tokens})."
-        )
-    gains = [(value.mean, record) for record in drafting if (value := study.gain(record, generation_speed))]
-    if gains:
-        ratio, record = max(gains, key=lambda pair: pair[0])
-        text += f" The fastest generation is {ratio:.2f} times that without speculation, by {record.arm.name}."
-    return text
-
-
-def _facts(study: Study, drafting: Sequence[ArmRecord], gaps: Sequence[GapClosed]) -> list[Fact]:
-    facts = [
-        Fact(
-            f"Gap closed, {gap.online.policy} policy, k = {gap.online.draft_tokens}",
-            _percent(gap.share),
-            f"of generic to in-domain, by co-training with {gap.online.objective}",
-        )
-        for gap in gaps
-        if gap.share
-    ]
-    missing = sum(len(record.problems) for record in study.arms)
-    return [*facts, Fact("Runs that failed or are missing", str(missing), "listed below" if missing else "")]
-
-
-def _gap_sentences(gaps: Sequence[GapClosed]) -> list[str]:
-    if not gaps:
-        return [
-            f"Not computed: it needs a co-trained and a frozen arm of an initialisation called {GENERIC}, and a frozen "
-            f"arm of one called {IN_DOMAIN}."
-        ]
-    sentences = []
-    for gap in gaps:
-        where = f"{gap.online.policy.capitalize()} policy, k = {gap.online.draft_tokens}, {gap.online.objective}"
-        lengths = ""
-        if gap.lengths:
-            low, value, high = gap.lengths
-            lengths = (
-                f" Acceptance lengths: generic frozen {low:.2f}, co-trained {value:.2f}, in-domain frozen {high:.2f}."
-            )
-        if gap.share:
-            closed = f"co-training the generic drafter closed {_percent(gap.share)} of its gap to the in-domain one"
-            sentences.append(f"{where}: {closed}, over {_count(gap.share.num_seeds, 'seed')}.{lengths}")
-        else:
-            sentences.append(f"{where}: no share, since {gap.reason}.{lengths}")
-    return sentences
-
-
-def _percent(share: Spread | None) -> str:
-    if share is None:
-        return NONE
-    text = f"{100 * share.mean:.0f}\u00a0%"
-    return text + (f" ({100 * share.low:.0f}..{100 * share.high:.0f})" if share.num_seeds > 1 else "")
-
-
-def _curves(study: Study, group: Group, records: Sequence[ArmRecord]) -> Plot:
-    steps = range(1, study.file.steps + 1)
-    lines = []
-    for record in records:
-        values = curve(study, record, "rollout/acceptance_length")
-        low, high = (
-            [value.low if value else None for value in values],
-            [value.high if value else None for value in values],
-        )
-        line = Line(record.arm.name, steps, [value.mean if value else None for value in values], low, high)
-        lines += [line] if line.measured else []
-    name, title = f"acceptance_length_{_slug(group)}", _title(group)
-    if not lines:
-        return Plot(name, title, None, "No finished run of these arms measured an acceptance length.")
-    ends = "; ".join(f"{line.label} from {line.measured[0]:.2f} to {line.measured[-1]:.2f}" for line in lines)
-    return Plot(
-        name, title,
-        lambda width: line_figure(lines, "acceptance length", width, floor=(1.0, "1: no gain")),
-        "Tokens a verification step emits: mean over seeds, and a band from the lowest seed to the highest.",
-        f"Acceptance length over {_count(study.file.steps, 'step')} by arm: {ends}.", wide=True,
-    )  # fmt: skip
-
-
-def _positions(study: Study, group: Group, records: Sequence[ArmRecord]) -> Plot:
-    lines = []
-    for record in records:
-        rates = position_rates(study, record)
-        if rates:
-            lines.append(Line(
-                record.arm.name, range(1, len(rates) + 1), [rate.mean for rate in rates],
-                [rate.low for rate in rates], [rate.high for rate in rates],
-            ))  # fmt: skip
-    name, title = f"acceptance_by_position_{_slug(group)}", _title(group)
-    if not lines:
-        return Plot(name, title, None, "No finished run of these arms measured acceptance by position.")
-    described = "; ".join(f"{line.label} {', '.join(f'{rate:.2f}' for rate in line.measured)}" for line in lines)
-    return Plot(
-        name, title,
-        lambda width: line_figure(lines, "accepted share", width, xlabel="draft position"),
-        "Share of verification steps that accepted all draft tokens up to this position, over the last third.",
-        f"Acceptance rates by draft position: {described}.",
-    )  # fmt: skip
-
-
-def _gains(study: Study, drafting: Sequence[ArmRecord]) -> Plot:
-    name, title = "net_gain", "Generation speed against no speculation"
-    gains = [(record, gain) for record in drafting if (gain := study.gain(record, generation_speed))]
-    if not gains:
-        return Plot(name, title, None, "No seed finished both an arm with a drafter and one without speculation.")
-    labels = [record.arm.name for record, _ in gains]
-    spreads = [(gain.mean, gain.low, gain.high) for _, gain in gains]
-    return Plot(
-        name, title,
-        lambda width: range_figure(labels, spreads, "tokens/s, ratio to no speculation", 1.0, width),
-        "Tokens/s of generation in the last third, as a ratio to the no-speculation arm of the same policy and seed; "
-        "a bar from the lowest seed to the highest. Left of the dotted line, speculation costs time.",
-        "Ratios: " + "; ".join(f"{label} {gain}" for label, (_, gain) in zip(labels, gains, strict=True)) + ".",
-        wide=True,
-    )  # fmt: skip
-
-
-def _problems(study: Study) -> list[Section]:
-    rows = [(record.arm.name, str(seed), text) for record in study.arms for seed, text in record.problems]
-    if not rows:
-        return []
-    return [
-        Section("Failed and missing runs", ["They are in no number above."], [Table(("arm", "seed", "error"), rows)])
-    ]
-
-
-def _runs(study: Study) -> Table:
-    """Every run, linked to its own report where it has one."""
-    rows, links = [], []
-    for record in study.arms:
-        for run in record.arm.runs:
-            rows.append((run.folder, record.arm.name, str(run.seed), run.status))
-            report = f"{run.folder}/{REPORT}/report.html"
-            links.append(f"../{report}" if (study.folder / report).is_file() else None)
-    return Table(("run", "arm", "seed", "status"), rows, links=links)
-
-
-def _of_group(records: Sequence[ArmRecord], group: Group) -> list[ArmRecord]:
-    return [record for record in records if (record.arm.policy, record.arm.draft_tokens) == group]
-
-
-def _title(group: Group) -> str:
-    return f"{group[0].capitalize()} policy, k = {group[1]}"
-
-
-def _slug(group: Group) -> str:
-    return f"{group[0]}_policy_k{group[1]}"
-
-
-def _count(n: int, word: str) -> str:
-    return f"{n} {word}" if n == 1 else f"{n} {word}s"
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+def _gain_plot(measured: pd.DataFrame) -> Plot:
+    title = "Generation speed against no speculation"
+    gains = measured[GAIN].groupby("arm", sort=False).agg(["mean", "min", "max"]).dropna()
+    if gains.empty:
+        return Plot("net_gain", title, None, NOT_MEASURED)
+    text = "A dot at the mean over seeds, a bar from the lowest seed to the highest. Below 1, speculation costs time."
+    return Plot("net_gain", title, range_figure(gains, "tokens/s, ratio to no speculation"), text, gains.to_string())

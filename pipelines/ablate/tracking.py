@@ -4,19 +4,13 @@ import hashlib
 from pathlib import Path
 
 from cotrain.run.mlflow_store import (  # first of MLflow: sets its environment
-    MlflowClient,
     MlflowException,
     connect,
     experiment_id,
     first_line,
 )
-from cotrain.run.provenance import flatten
 from cotrain.run.store_uri import tracking_uri
 from pipelines.ablate.plan import Study
-
-# isort: split
-from mlflow.entities import Param
-from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 FOLDER_TAG = "cotrain.study_folder"
 
@@ -26,37 +20,26 @@ class StudyRun:
 
     def __init__(self, study: Study) -> None:
         """Raises ValueError naming tracking.uri when the store does not answer."""
-        config = study.shared
-        uri = tracking_uri(config)
-        self._client: MlflowClient = connect(uri)
+        config, uri = study.shared, tracking_uri(study.shared)
+        self._client = connect(uri)
         experiment = experiment_id(self._client, uri, config.tracking.experiment)
-        tags = {FOLDER_TAG: hashlib.blake2b(str(study.folder.resolve()).encode(), digest_size=6).hexdigest()}
-        query = " AND ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        if known := self._client.search_runs([experiment], query, max_results=1):
+        folder = hashlib.blake2b(str(study.folder.resolve()).encode(), digest_size=6).hexdigest()
+        known = self._client.search_runs([experiment], f"tags.`{FOLDER_TAG}` = '{folder}'", max_results=1)
+        if known:
             self.run_id: str = known[0].info.run_id
             self._client.update_run(self.run_id, status="RUNNING")
         else:
-            self.run_id = self._client.create_run(experiment, tags=tags, run_name=study.name).info.run_id
-        self._log_params(study)
+            run = self._client.create_run(experiment, tags={FOLDER_TAG: folder}, run_name=study.config.name)
+            self.run_id = run.info.run_id
+        arms = {arm.name: arm.model_dump(exclude={"name", "runs"}) for arm in study.arms}
+        self._client.log_dict(self.run_id, {"steps": config.steps, "arms": arms}, "arms.json")
 
     def finish(self, finished: bool, *files: Path) -> str | None:
-        """Store the files that exist and set the status. Returns why it could not; the files stay where they are."""
+        """Store the files and set the status. Returns why it could not; the files stay where they are."""
         try:
             for file in files:
-                if file.is_file():
-                    self._client.log_artifact(self.run_id, str(file))
+                self._client.log_artifact(self.run_id, str(file))
             self._client.set_terminated(self.run_id, "FINISHED" if finished else "KILLED")
         except (MlflowException, OSError) as error:
             return first_line(error)
         return None
-
-    def _log_params(self, study: Study) -> None:
-        fields = {"name": study.name, "steps": study.shared.steps}
-        for arm in study.arms:
-            names = ("init", "online", "policy", "draft_tokens", "objective", "speculation")
-            fields |= flatten({arm.slug: {name: getattr(arm, name) for name in names}}, "arm.")
-        # A parameter cannot be changed; arms that were added are new parameters.
-        known = self._client.get_run(self.run_id).data.params
-        params = [Param(key, str(value)[:MAX_PARAM_VAL_LENGTH]) for key, value in fields.items() if key not in known]
-        for start in range(0, len(params), 100):
-            self._client.log_batch(self.run_id, params=params[start : start + 100])

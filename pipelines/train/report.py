@@ -1,16 +1,19 @@
-"""What the report of a run shows: headline facts in words, curves, and what the run was made with."""
+"""What the report of a run shows: headline facts, curves, and what the run was made with."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from cotrain.run.console import duration
-from pipelines.page.figures import Line, line_figure, stacked_figure
-from pipelines.page.page import Fact, Page, Plot, Section, Table, write_page
-from pipelines.page.record import RunRecord, expected_of_served, from_to, marked, mean, read_run, served_lag, total
+import pandas as pd
 
-NOT_MEASURED = "not measured"
+from cotrain.run.console import duration
+from pipelines.page.page import Fact, Page, Plot, Section, line_plot, write_page
+from pipelines.page.record import RunRecord, drafter_age, drafter_marks, from_to, read_run
+
 MOST_DECISIONS = 50
+LEAST_SHARE = 0.005
+"""Share of the run's time below which a stage is left out of the figure, where nobody could see it."""
+
 STAGES = {
     "generate": "rollouts",
     "self_check": "feature check",
@@ -20,8 +23,22 @@ STAGES = {
     "swap_policy": "policy swap",
     "swap_drafter": "drafter swap",
 }
-
 SPEEDUP = "rollout/speedup_vs_no_speculation"
+CURVES = {
+    "reward": ("Reward", "policy/reward", "mean reward", "Mean reward of each step's rollouts."),
+    "response_length": ("Response length", "rollout/response_length", "tokens", "Mean length of a step's responses."),
+    "tokens_per_s": (
+        "Generation speed", "rollout/tokens_per_s", "tokens/s",
+        "Generated tokens per second of generation. It moves with response lengths as well as with acceptance.",
+    ),
+    "speedup": (
+        "Speed against no speculation", SPEEDUP, "times as fast",
+        "How many times faster the step's tokens were decoded than without speculation, by the measured times of "
+        "engine steps. Prefilling of prompts is left out.",
+    ),
+    "drafter_loss": ("Drafter loss", "drafter/loss", "loss", "Mean training loss of each step."),
+}  # fmt: skip
+"""Figures of a single metric by name: title, metric, label of the axis, and how to read it."""
 
 
 def write_run_report(folder: Path) -> Path:
@@ -29,310 +46,145 @@ def write_run_report(folder: Path) -> Path:
 
     Raises ValueError when the folder is no run, or has no metrics yet.
     """
-    run = read_run(folder)
-    return write_page(folder, run_page(run))
+    return write_page(folder, run_page(read_run(folder)))
 
 
 def run_page(run: RunRecord) -> Page:
     """The page of a run with at least one step."""
-    drafter = run.setting("drafter")
-    speculation = [_acceptance(run), _positions(run), _speedup(run), _lag(run), _drafter_loss(run)] if drafter else []
-    policy = [
-        _curve(run, "reward", "Reward", "policy/reward", "mean reward", "Mean reward of each step's rollouts."),
-        _curve(run, "response_length", "Response length", "rollout/response_length", "tokens",
-               "Mean length of each step's responses, in tokens."),
-    ]  # fmt: skip
-    time = [
-        _stages(run),
-        _curve(run, "tokens_per_s", "Generation speed", "rollout/tokens_per_s", "tokens/s",
-               "Generated tokens per second of generation. It moves with response lengths as well as with acceptance."),
-    ]  # fmt: skip
+    if run.setting("drafter"):
+        speculation = Section("Speculation", plots=_speculation(run))
+    else:
+        speculation = Section("Speculation", ["This run has no drafter: its rollouts were generated without one."])
     return Page(
         title=run.name,
         kind="cotrain run",
         subtitle=_subtitle(run),
-        summary=_summary(run),
         facts=_facts(run),
         sections=[
-            Section("Speculation", plots=speculation)
-            if drafter
-            else Section("Speculation", ["This run has no drafter: its rollouts were generated without speculation."]),
-            *([Section("What was decided about the drafter", tables=[_decisions(run)])] if run.decisions else []),
-            Section("Policy", plots=policy),
-            Section("Time", plots=time),
+            speculation,
+            *_decisions(run),
+            Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]),
+            Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s")]),
             *_provenance(run),
-            Section("Configuration", tables=[_settings(run)], folded=True),
+            Section("Configuration", table=_table(run.config), folded=True),
         ],
     )
 
 
 def _subtitle(run: RunRecord) -> str:
-    parts = [str(run.setting("policy.model") or "unknown policy"), _task(run)]
+    task = run.setting("task.name") or run.setting("task.path")
+    parts = [run.setting("policy.model"), task, f"seed {run.setting('seed')}"]
     if run.setting("drafter"):
-        k, method = run.setting("rollout.draft_tokens"), run.setting("rollout.draft_sample_method")
-        parts.append(f"{run.setting('drafter.model.type') or 'drafter'}, k = {k}, {method} drafting")
-    parts.append(f"temperature {run.setting('rollout.temperature')}, seed {run.setting('seed')}")
-    if run.attempts and (date := run.attempts[0].get("date")):
-        parts.append(str(date)[:10])
-    return ", ".join(part for part in parts if part)
-
-
-def _task(run: RunRecord) -> str:
-    return str(run.setting("task.name") or run.setting("task.path") or "")
-
-
-def _summary(run: RunRecord) -> str:
-    """Two or three sentences for somebody who reads nothing else."""
-    planned = run.setting("steps") or len(run.rows)
-    trained = "was kept as it is for" if run.setting("policy.train") is False else "was trained for"
-    text = f"The policy {trained} {len(run.rows)} of {planned} {_plural('step', planned)}"
-    if reward := from_to(run.column("policy/reward"), 3):
-        changed = f"went from {reward[0]:.2f} to {reward[1]:.2f}" if len(run.rows) > 1 else f"was {reward[0]:.2f}"
-        text += f", and its mean reward {changed}"
-    text += "."
-    if not run.setting("drafter"):
-        return f"{text} There was no drafter."
-    how = "stayed frozen" if run.setting("drafter.train") is False else "was trained beside it"
-    text += f" The drafter {how}"
-    if length := from_to(run.column("rollout/acceptance_length"), 10):
-        changed = f"{length[0]:.2f} tokens"
-        changed += f" at the start and {length[1]:.2f} at the end" if len(run.rows) > 1 else ""
-        text += f": a verification step of the engine emitted {changed}, where 1 is no gain and {_most(run)} the most"
-    else:
-        text += "; its acceptance length was not measured"
-    return text + "."
+        method = run.setting("rollout.draft_sample_method")
+        parts.append(f"{run.setting('drafter.model.type')}, k = {run.setting('rollout.draft_tokens')}, {method} drafts")
+    parts += [str(attempt["date"])[:10] for attempt in run.attempts[:1] if "date" in attempt]
+    return ", ".join(str(part) for part in parts if part)
 
 
 def _facts(run: RunRecord) -> list[Fact]:
-    seconds, tokens = run.column("time/step_s"), total(run.column("rollout/generated_tokens"))
+    steps, tokens = run.metrics.index.size, run.column("rollout/generated_tokens").sum()
+    speed = run.column("rollout/tokens_per_s").mean()
     facts = [
-        _from_to(run, "Reward", "policy/reward", 3, "means of the first and the last third; higher is better"),
-        _from_to(run, "Response length", "rollout/response_length", 3, "tokens; first and last third"),
-        Fact("Time", duration(total(seconds)) if mean(seconds) else NOT_MEASURED, _steps(run)),
-        Fact("Tokens generated", f"{tokens:,.0f}" if tokens else NOT_MEASURED, _speed(run)),
+        _change(run, "Reward", "policy/reward", 3, "means of the first and the last third; higher is better"),
+        _change(run, "Response length", "rollout/response_length", 3, "tokens; first and last third"),
+        Fact("Time", duration(run.column("time/step_s").sum()), f"{steps} of {run.setting('steps')} steps"),
+        Fact("Tokens generated", f"{tokens:,.0f}", f"{speed:,.0f} a second of generation" if speed > 0 else ""),
     ]
     if not run.setting("drafter"):
         return [*facts, Fact("Drafter", "none", "rollouts without speculation")]
-    swaps = sum(bool(value) for value in run.column("drafter/published"))
-    length = _from_to(
-        run, "Acceptance length", "rollout/acceptance_length", 10,
-        f"tokens a verification step; 1 is no gain, {_most(run)} the most; first and last tenth",
-    )  # fmt: skip
-    gain = _from_to(
-        run, "Against no speculation", SPEEDUP, 10, "times the speed of decoding, by step times measured in this run"
-    )
-    if gain.value == NOT_MEASURED:
-        gain = Fact(gain.label, gain.value, "cotrain bench or a study with a no-speculation arm measures it")
-    facts.insert(1, length)
-    return [*facts, Fact("Drafter swaps", str(swaps), _swap_note(run)), _agreement(run), gain]
+    swaps, judged = int(run.column("drafter/published").sum()), run.column("gate/publish").count()
+    most = 1 + int(run.setting("rollout.draft_tokens") or 0)
+    how = "frozen" if run.setting("drafter.train") is False else "trained beside the policy"
+    return [
+        *facts,
+        Fact("Drafter", how, f"{swaps} put into the running engine, {judged} candidates judged by the gate"),
+        _change(
+            run, "Acceptance length", "rollout/acceptance_length", 10,
+            f"tokens a verification step; 1 is no gain, {most} the most; first and last tenth",
+        ),
+        _agreement(run),
+        _change(
+            run, "Against no speculation", SPEEDUP, 10,
+            "times the speed of decoding, by step times measured in this run; first and last tenth",
+        ),
+    ]  # fmt: skip
 
 
-def _swap_note(run: RunRecord) -> str:
-    """How many of the swaps can be chance: the gate's confidence holds for each candidate, not for the run."""
-    note = "drafters put into the running engine"
-    judged, confidence = (
-        sum(v is not None for v in run.column("gate/lower_bound")),
-        run.setting("drafter.gate.confidence"),
-    )
-    if not judged or confidence is None or run.setting("drafter.gate.publish_when") == "always":
-        return note
-    return (
-        f"{note}; {judged} judged, of which chance alone publishes {(1 - confidence) * judged:.1f} at most on average"
-    )
-
-
-def _from_to(run: RunRecord, label: str, metric: str, parts: int, note: str) -> Fact:
+def _change(run: RunRecord, label: str, metric: str, parts: int, note: str) -> Fact:
     found = from_to(run.column(metric), parts)
-    if found is None:
-        return Fact(label, NOT_MEASURED, note)
-    decimals = 0 if metric == "rollout/response_length" else 2
-    text = f"{found[0]:.{decimals}f}"
-    return Fact(label, text if len(run.rows) == 1 else f"{text} -> {found[1]:.{decimals}f}", note)
-
-
-def _steps(run: RunRecord) -> str:
-    return f"{len(run.rows)} {_plural('step', len(run.rows))}"
-
-
-def _speed(run: RunRecord) -> str:
-    speed = mean(run.column("rollout/tokens_per_s"))
-    return "" if speed is None else f"{speed:,.0f} a second of generation"
+    return Fact(label, f"{found[0]:.2f} -> {found[1]:.2f}" if found else "not measured", note)
 
 
 def _agreement(run: RunRecord) -> Fact:
-    label = "Expected against served"
-    pairs = [
-        (expected, served)
-        for expected, served in zip(expected_of_served(run.rows), run.column("rollout/acceptance_length"), strict=True)
-        if expected is not None and served is not None
-    ]
-    if not pairs:
-        return Fact(label, NOT_MEASURED, "no step has both for the same drafter")
-    error = 100 * (sum(expected for expected, _ in pairs) / sum(served for _, served in pairs) - 1)
-    return Fact(
-        label,
-        f"{error:+.1f}\u00a0%",
-        f"of the served length; mean of {len(pairs)} {_plural('step', len(pairs))}, + is too hopeful",
-    )
+    served, expected = run.column("rollout/acceptance_length"), run.column("rollout/expected_acceptance_length")
+    both = served.notna() & expected.notna()
+    if not both.any():
+        return Fact("Expected against served", "not measured", "no step has both acceptance lengths")
+    error = 100 * (expected[both].sum() / served[both].sum() - 1)
+    note = f"of the served acceptance length, over {both.sum()} steps; + is too hopeful"
+    return Fact("Expected against served", f"{error:+.1f} %", note)
 
 
-def _acceptance(run: RunRecord) -> Plot:
-    name, title = "acceptance_length", "Acceptance length, served and expected"
-    served, expected = run.column("rollout/acceptance_length"), expected_of_served(run.rows)
-    lines = [Line("served", run.steps, served), Line("expected on unseen rollouts", run.steps, expected)]
-    if not lines[0].measured:
-        return Plot(name, title, None, "No step of this run measured an acceptance length.")
-    lines = [line for line in lines if line.measured]
-    marks = marked(run.rows)
-    num_swaps = len(marks["first step of a new drafter"])
-    text = "Tokens a verification step of the engine emits, as served."
-    if len(lines) == 2:
-        text += " Expected: what the trainer computed for the same drafter on rollouts that it was not trained on."
-    else:
-        text += " No expected length: no published drafter was scored on held-out rollouts before it served."
-    text += f" The served drafter changed {num_swaps} {_plural('time', num_swaps)}."
-    return Plot(
-        name, title,
-        lambda width: line_figure(
-            lines, "acceptance length", width, marks=marks, floor=(1.0, "1: no gain")
+def _speculation(run: RunRecord) -> list[Plot]:
+    positions = range(1, 1 + (run.setting("rollout.draft_tokens") or 0))
+    return [
+        line_plot(
+            "acceptance_length", "Acceptance length, served and expected",
+            {
+                "served": run.column("rollout/acceptance_length"),
+                "expected on unseen rollouts": run.column("rollout/expected_acceptance_length"),
+            },
+            "acceptance length",
+            "Tokens that a verification step of the engine emits, and what the trainer computed for the same drafter "
+            "on the same rollouts before it was trained on them.",
+            marks=drafter_marks(run), floor="1: no gain",
         ),
-        text, f"{_described(run.steps, served, 'Served acceptance length')} {num_swaps} drafter swaps are marked.",
-        wide=True,
-    )  # fmt: skip
+        line_plot(
+            "acceptance_by_position", "Acceptance by draft position",
+            {f"token {i}": run.column(f"rollout/acceptance_rate_pos_{i}") for i in positions},
+            "accepted share", "Share of verification steps that accepted all draft tokens up to this position.",
+        ),
+        _curve(run, "speedup"),
+        line_plot(
+            "drafter_lag", "Drafter lag",
+            {"drafter that served": drafter_age(run), "features trained on": run.column("drafter/lag_versions")},
+            "policy versions",
+            "Policy versions since the served drafter was put into the engine, and mean age of the features in the "
+            "trainer's batches.",
+        ),
+        _curve(run, "drafter_loss"),
+    ]  # fmt: skip
 
 
-def _decisions(run: RunRecord) -> Table:
-    """Every event of the drafter; the newest MOST_DECISIONS of a long run."""
-    rows = [
-        (str(event["step"]), event["kind"], f"d{event['version']}", event["reason"])
-        for event in run.decisions[-MOST_DECISIONS:]
-    ]
-    return Table(("step", "decision", "serves next", "why"), rows, numeric=(0,))
-
-
-def _positions(run: RunRecord) -> Plot:
-    name, title = "acceptance_by_position", "Acceptance by draft position"
-    lines = position_lines(run)
-    if not lines:
-        return Plot(name, title, None, "No step of this run measured acceptance by position.")
-    return Plot(
-        name, title,
-        lambda width: line_figure(lines, "accepted share", width),
-        "Share of verification steps that accepted all draft tokens up to this position; it never rises with it.",
-        " ".join(_described(run.steps, line.values, f"Position {i}") for i, line in enumerate(lines, start=1)),
-    )  # fmt: skip
-
-
-def position_lines(run: RunRecord) -> list[Line]:
-    """Served acceptance rate over steps, a line for each draft position that was measured."""
-    lines = []
-    for position in range(1, (run.setting("rollout.draft_tokens") or 0) + 1):
-        line = Line(f"token {position}", run.steps, run.column(f"rollout/acceptance_rate_pos_{position}"))
-        if line.measured:
-            lines.append(line)
-    return lines
-
-
-def _lag(run: RunRecord) -> Plot:
-    name, title = "drafter_lag", "Drafter lag"
-    served = Line("drafter that served", run.steps, served_lag(run.rows))
-    trained = Line("features trained on", run.steps, run.column("drafter/lag_versions"))
-    lines = [line for line in (served, trained) if line.measured]
-    if not lines:
-        return Plot(name, title, None, "No step of this run recorded versions.")
-    return Plot(
-        name, title,
-        lambda width: line_figure(lines, "policy versions", width),
-        "In policy versions. Drafter that served: from the newest rollouts it can have seen to those it drafted for. "
-        "Features trained on: mean age of the features in the trainer's batches.",
-        _described(run.steps, lines[0].values, f"Lag of the {lines[0].label}"),
-    )  # fmt: skip
-
-
-def _drafter_loss(run: RunRecord) -> Plot:
-    if run.setting("drafter.train") is False:
-        return Plot("drafter_loss", "Drafter loss", None, "The drafter of this run was frozen: it has no loss.")
-    return _curve(
-        run, "drafter_loss", "Drafter loss", "drafter/loss", "loss", "Training loss of the drafter, mean of each step."
-    )
-
-
-def _curve(run: RunRecord, name: str, title: str, metric: str, ylabel: str, text: str) -> Plot:
-    line = Line(title.lower(), run.steps, run.column(metric))
-    if not line.measured:
-        return Plot(name, title, None, f"No step of this run measured it ({metric}).")
-    alt = _described(run.steps, line.values, title)
-    return Plot(name, title, lambda width: line_figure([line], ylabel, width), text, alt)
-
-
-def _speedup(run: RunRecord) -> Plot:
-    return _curve(
-        run, "speedup", "Speed against no speculation", SPEEDUP, "times as fast",
-        "How many times faster the step's tokens were decoded than without speculation, by the measured times of engine "
-        "steps. 1 where speculation was off; prompts are not in it.",
-    )  # fmt: skip
+def _curve(run: RunRecord, name: str) -> Plot:
+    title, metric, ylabel, text = CURVES[name]
+    return line_plot(name, title, {title: run.column(metric)}, ylabel, text)
 
 
 def _stages(run: RunRecord) -> Plot:
-    name, title = "time_per_stage", "Time per stage"
-    stages = {
-        label: [value or 0.0 for value in run.column(f"time/{stage}_s")]
-        for stage, label in STAGES.items()
-        if any(run.column(f"time/{stage}_s"))
-    }
-    if not stages:
-        return Plot(name, title, None, "No step of this run recorded times.")
-    named = [sum(seconds) for seconds in zip(*stages.values(), strict=True)]
-    rest = [max(0.0, (step or 0.0) - sum_) for step, sum_ in zip(run.column("time/step_s"), named, strict=True)]
-    whole = sum(named) + sum(rest)
-    if sum(rest) > 0.01 * whole:
-        stages["rest"] = rest
-    # What nobody could see in the figure only makes its legend longer.
-    stages = {label: seconds for label, seconds in stages.items() if sum(seconds) > 0.005 * whole}
-    shares = ", ".join(f"{label} {100 * sum(seconds) / whole:.0f}\u00a0%" for label, seconds in stages.items())
-    return Plot(
-        name, title,
-        lambda width: stacked_figure(run.steps, stages, width),
-        f"Policy and drafter train side by side. Over the run: {shares}.",
-        f"Stacked bars of seconds a step. {shares}.",
-    )  # fmt: skip
+    stages = pd.DataFrame({label: run.column(f"time/{stage}_s") for stage, label in STAGES.items()})
+    stages["rest"] = (run.column("time/step_s") - stages.sum(axis="columns")).clip(lower=0.0)
+    shares = stages.sum() / stages.sum().sum()
+    shown = shares[shares > LEAST_SHARE]
+    text = "Share of the run: " + ", ".join(f"{label} {100 * share:.0f} %" for label, share in shown.items()) + "."
+    return line_plot("time_per_stage", "Time per stage", dict(stages[shown.index].items()), "seconds a step", text)
 
 
-def _described(steps: list[int], values: Any, what: str) -> str:
-    """Alternative text of a curve."""
-    measured = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
-    (first, start), (last, end) = measured[0], measured[-1]
-    if len(measured) == 1:
-        return f"{what}: {start:.2f} in step {first}, its only value."
-    low, high = min(value for _, value in measured), max(value for _, value in measured)
-    return f"{what}: {start:.2f} in step {first}, {end:.2f} in step {last}, between {low:.2f} and {high:.2f}."
+def _decisions(run: RunRecord) -> list[Section]:
+    """The newest events of the drafter; nothing in a run without any."""
+    if not run.decisions:
+        return []
+    table = pd.DataFrame(run.decisions[-MOST_DECISIONS:])[["step", "kind", "version", "reason"]]
+    table.columns = ["step", "decision", "drafter that serves next", "why"]
+    return [Section("What was decided about the drafter", table=table)]
 
 
 def _provenance(run: RunRecord) -> list[Section]:
     """Code, packages and machine of the last attempt; nothing when they were not recorded."""
     if not run.attempts:
         return []
-    last = run.attempts[-1]
-    git, machine = last.get("git") or {}, last.get("machine") or {}
-    commit = f"{git.get('commit') or 'unknown'}{' with uncommitted changes' if git.get('dirty') else ''}"
-    rows = [
-        ("command", " ".join(last.get("argv", []))),
-        ("attempts", str(len(run.attempts))),
-        ("commit", commit if git else "not a checkout"),
-        ("machine", f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('memory_gib')} GiB"),
-        ("GPUs", "; ".join(machine.get("gpus") or []) or "none"),
-        ("packages", ", ".join(f"{name} {version}" for name, version in (last.get("packages") or {}).items())),
-    ]
-    return [Section("What it ran on", tables=[Table(("", ""), rows)], folded=True)]
+    return [Section("What it ran on", table=_table({"attempts": len(run.attempts)} | run.attempts[-1]), folded=True)]
 
 
-def _settings(run: RunRecord) -> Table:
-    return Table(("section", "settings"), [(key, json.dumps(value)) for key, value in run.config.items()])
-
-
-def _most(run: RunRecord) -> int:
-    return 1 + int(run.setting("rollout.draft_tokens") or 0)
-
-
-def _plural(word: str, n: int) -> str:
-    return word if n == 1 else f"{word}s"
+def _table(fields: dict[str, Any]) -> pd.DataFrame:
+    return pd.DataFrame([(name, json.dumps(value)) for name, value in fields.items()], columns=["field", "value"])

@@ -44,4 +44,4 @@ def test_a_study_runs_to_its_report(tmp_path: Path) -> None:
     assert "rollout/acceptance_length" not in row and "policy/loss" not in row
 
     again = subprocess.run(command, capture_output=True, text=True, timeout=420)
-    assert again.returncode == 0 and "seed 0: finished" in again.stdout, again.stdout + again.stderr
+    assert again.returncode == 0 and "seed 0 finished" in again.stdout, again.stdout + again.stderr

@@ -5,16 +5,17 @@ import json
 import pytest
 
 from cotrain.config.errors import ConfigError
+from cotrain.config.load import write_config
 from cotrain.run.checkpoint import SCHEMA
 from cotrain.run.run_dir import RunDir
 from pipelines.ablate.plan import load_study
-from pipelines.ablate.state import StudyFolder, check_same_study, clear, next_action, next_init_action
+from pipelines.ablate.state import check_same_settings, clear, next_action, next_init_action, study_record
 
 
 @pytest.fixture
 def config(study_file):
     study = load_study(study_file)
-    return study.run_config(study.arms[1], 0)
+    return study.run_config(study.arms[1], study.arms[1].runs[0])
 
 
 def make_run(config, steps: int, checkpoint: int | None) -> None:
@@ -32,7 +33,7 @@ def test_a_run_that_never_started_starts(config):
 @pytest.mark.parametrize(
     ("steps", "checkpoint", "status", "action"),
     [
-        (3, None, "finished", "skip"),
+        (3, None, "finished", "finished"),
         (2, 2, "missing", "resume"),
         (2, 2, "failed", "resume"),
         (2, None, "missing", "start over"),
@@ -65,50 +66,56 @@ def test_an_initialisation_is_made_once(study_file):
     (folder / "config.json").write_text("{}")
     assert next_init_action(config) == "resume"
     (folder / "init.json").write_text("{}")
-    assert next_init_action(config) == "skip"
+    assert next_init_action(config) == "finished"
+
+
+def start_all(study):
+    """Every run and initialisation saves its configuration."""
+    configs = [*study.inits.values(), *(study.run_config(arm, run) for arm in study.arms for run in arm.runs)]
+    for config in configs:
+        (config.run_root / config.name).mkdir(parents=True)
+        write_config(config, config.run_root / config.name / "config.json")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "changed"),
     [
-        ("temperature = 0.5", "temperature = 0.8", "rollout.temperature: 0.5 -> 0.8"),
-        ("steps = 3", "steps = 4", "steps: 3 -> 4"),
+        ("temperature = 0.5", "temperature = 0.8", "rollout.temperature: 0.5 -> 0.8 (in generic)"),
+        ("steps = 3", "steps = 4", "steps: 3 -> 4 (in generic)"),
     ],
 )
 def test_a_folder_of_another_study_is_refused_with_the_field_named(study_file, old, new, changed):
     base = study_file.with_name("base.toml")
     text = base.read_text().replace("[rollout]\n", "[rollout]\ntemperature = 0.5\n")
     base.write_text(text)
-    StudyFolder(load_study(study_file)).close()
+    start_all(load_study(study_file))
+    check_same_settings(load_study(study_file))
     base.write_text(text.replace(old, new))
     with pytest.raises(ConfigError) as error:
-        StudyFolder(load_study(study_file))
-    assert error.value.problems[0] == changed
-    base.write_text(text)
-    StudyFolder(load_study(study_file)).close()
+        check_same_settings(load_study(study_file))
+    assert changed in error.value.problems and len(error.value.problems) == 2
 
 
 def test_a_changed_arm_and_initialisation_are_named(study_file):
-    StudyFolder(load_study(study_file)).close()
+    start_all(load_study(study_file))
     text = study_file.read_text()
     study_file.write_text(text.replace("online = true", 'online = true\npolicy = "frozen"').replace("500", "600"))
     with pytest.raises(ConfigError) as error:
-        check_same_study(load_study(study_file))
+        check_same_settings(load_study(study_file))
     assert error.value.problems[:2] == [
-        "arms.random, co-trained.policy: 'moving' -> 'frozen'", "inits.generic.init.tokens: 500 -> 600"
+        "init.tokens: 500 -> 600 (in generic)", "policy.train: True -> False (in random-co-trained-s0)"
     ]  # fmt: skip
 
 
 def test_arms_and_seeds_may_be_added(study_file):
-    with StudyFolder(load_study(study_file, ["seeds=[0]"])) as folder:
-        folder.set_status(folder.study.arms[0], 0, "finished")
+    study = load_study(study_file, ["seeds=[0]"])
+    start_all(study)
+    record = study_record(study)
+    record.arms[0].runs[0].status = "finished"
+    record.write(study.folder)
     study_file.write_text(study_file.read_text() + '\n[[arms]]\nname = "k 1"\ndraft_tokens = 1\n')
-    with StudyFolder(load_study(study_file)) as folder:
-        assert folder.status(folder.study.arms[0], 0) == ("finished", None)
-        assert folder.status(folder.study.arms[3], 1) == ("missing", None)
-
-
-def test_two_processes_cannot_run_one_study(study_file):
     study = load_study(study_file)
-    with StudyFolder(study), pytest.raises(ValueError, match="is being run by another process"):
-        StudyFolder(study)
+    check_same_settings(study)
+    arms = study_record(study).arms
+    assert [run.status for run in arms[0].runs] == ["finished", "missing"]
+    assert [run.status for run in arms[3].runs] == ["missing", "missing"]

@@ -26,7 +26,7 @@ def row(step: int, **changes: Any) -> Row:
         "rollout/acceptance_length": 1.0 + 0.1 * step,
         "rollout/acceptance_rate_pos_1": 0.08 * step,
         "rollout/acceptance_rate_pos_2": 0.02 * step,
-        "drafter/expected_acceptance_length": 1.1 + 0.1 * step,
+        "rollout/expected_acceptance_length": 1.0 + 0.1 * step,
         "drafter/loss": 5.0 / step,
         "drafter/lag_versions": 0.5,
         "drafter/published": 1.0,
@@ -86,16 +86,17 @@ def write_study(folder: Path, arms: Sequence[dict[str, Any]], lengths: dict[str,
 
 
 def words(page: Page) -> str:
-    """All text of a page, without drawing it."""
-    found = [page.subtitle, page.summary, *(f"{fact.label} {fact.value} {fact.note}" for fact in page.facts)]
+    """All text of a page."""
+    found = [page.subtitle, *(f"{fact.label} {fact.value} {fact.note}" for fact in page.facts)]
     for section in page.sections:
         found += [section.title, *section.paragraphs]
-        found += [cell for table in section.tables for row in (table.header, *table.rows) for cell in row]
+        if section.table is not None:
+            found += [str(cell) for row in section.table.itertuples(index=False) for cell in row]
         found += [text for plot in section.plots for text in (plot.title, plot.text, plot.alt)]
     return "\n".join(found)
 
 
 def images(page: Path) -> list[tuple[str, str]]:
-    """(alternative text, SVG of the narrow variant) of each image of a report."""
+    """(alternative text, SVG) of each image of a report."""
     found = re.findall(r'<img alt="([^"]*)" src="data:image/svg\+xml;base64,([^"]+)"', page.read_text())
     return [(alt, base64.b64decode(data).decode()) for alt, data in found]

@@ -1,40 +1,46 @@
-"""Reading a run's record, and which numbers of different steps belong together."""
+"""Reading a run's record, and what is derived from its columns."""
 
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from pipelines.page.record import expected_of_served, from_to, read_run, served_lag, swapped
+from pipelines.page.record import RunRecord, drafter_age, drafter_marks, from_to, read_run
 from tests.pipelines.page.conftest import row, write_run
 
 
-def test_expected_is_of_the_drafter_that_served() -> None:
-    """Step 2 published nothing, so that step 3 was not served by what step 2 scored; step 5 follows a gap."""
-    rows = [row(1), row(2, drafter__published=0.0), row(3), row(5)]
-    assert expected_of_served(rows) == [None, pytest.approx(1.2), None, None]
+def run_with(tmp_path: Path, **columns: list) -> RunRecord:
+    """`columns`: a value a step; `__` in a name stands for `/`."""
+    steps = range(1, 1 + len(next(iter(columns.values()))))
+    rows = [row(step, **{name: values[step - 1] for name, values in columns.items()}) for step in steps]
+    return read_run(write_run(tmp_path / "run", rows))
 
 
-def test_swaps_are_found_across_a_step_that_lost_its_version() -> None:
-    rows = [row(i, versions__drafter=version) for i, version in enumerate([0, 0, None, 1, 1, 2], start=1)]
-    assert swapped(rows) == [3, 5]
+def test_a_metric_that_no_step_measured_is_a_column_of_nan(tmp_path: Path) -> None:
+    run = run_with(tmp_path, policy__reward=[None, None])
+    assert run.column("policy/reward").isna().tolist() == [True, True]
+    assert run.column("no/such").isna().tolist() == [True, True]
 
 
-def test_lag_counts_from_the_rollouts_before_the_swap() -> None:
-    versions = [0, 0, 0, 1, 1, 1]
-    rows = [row(i, versions__drafter=version) for i, version in enumerate(versions, start=1)]
-    assert served_lag(rows) == [0, 1, 2, 1, 2, 3]
+def test_new_drafters_are_found_across_a_step_that_lost_its_version(tmp_path: Path) -> None:
+    marks = drafter_marks(run_with(tmp_path, versions__drafter=[0, 0, None, 1, 1, 2]))
+    assert marks["first step of a new drafter"].tolist() == [False, False, False, True, False, True]
 
 
-def test_lag_of_a_judged_drafter_counts_from_the_rollouts_before_its_judgement() -> None:
-    rows = [row(i, versions__drafter=version) for i, version in enumerate([0, 0, 1, 1, 2], start=1)]
-    rows[1]["gate/publish"] = 1.0
-    rows[3]["drafter/rolled_back"] = 1.0
-    assert served_lag(rows) == [0, 1, 2, 3, None]
+def test_a_drafter_that_was_taken_back_is_no_new_one(tmp_path: Path) -> None:
+    run = run_with(
+        tmp_path, versions__drafter=[0, 1, 2, 2], drafter__rolled_back=[0, 1, 0, 0], gate__publish=[1, 0, 0, None]
+    )
+    marks = drafter_marks(run)
+    assert marks["first step of a new drafter"].tolist() == [False, True, False, False]
+    assert marks["taken back after this step"].tolist() == [False, True, False, False]
+    assert marks["candidate kept back"].tolist() == [False, True, True, False]
 
 
-def test_lag_of_a_frozen_policy_is_none() -> None:
-    assert served_lag([row(i, versions__policy=0) for i in (1, 2, 3)]) == [0, 0, 0]
+def test_the_age_of_a_drafter_counts_from_its_first_step(tmp_path: Path) -> None:
+    run = run_with(tmp_path, versions__drafter=[0, 0, 1, None, 1, 2], versions__policy=[0, 1, 2, 3, 4, 5])
+    assert drafter_age(run).tolist() == [0, 1, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -46,14 +52,14 @@ def test_lag_of_a_frozen_policy_is_none() -> None:
     ],
 )
 def test_from_to_is_over_measured_steps(values: list[float | None], expected: tuple[float, float] | None) -> None:
-    assert from_to(values, 3) == expected
+    assert from_to(pd.Series(values, dtype=float), 3) == expected
 
 
 def test_a_run_that_was_killed_while_writing_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "killed", [row(1), row(2)])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "policy/rew')
-    assert read_run(folder).steps == [1, 2]
+    assert read_run(folder).metrics.index.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("rows", [[], None])
@@ -86,8 +92,3 @@ def test_a_configuration_of_another_version_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "old", [row(1)])
     (folder / "config.json").write_text(json.dumps({"name": "old", "field_of_the_past": 1}))
     assert read_run(folder).setting("policy.model") is None
-
-
-def test_what_was_expected_of_the_serving_drafter_is_taken_as_it_is() -> None:
-    rows = [row(1, rollout__expected_acceptance_length=1.5), row(2), row(3, rollout__expected_acceptance_length=1.7)]
-    assert expected_of_served(rows) == [1.5, None, 1.7]

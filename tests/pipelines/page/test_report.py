@@ -45,8 +45,8 @@ def test_another_run_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("firts", "no folder 'firts', here or in runs; runs holds first; did you mean 'first'?"),
-        ("other", "runs/other is neither a run (no config.json) nor a study (no study.json); runs holds first"),
+        ("firts", "here or in runs, which holds first; did you mean first?"),
+        ("other", "RUN|STUDY: 'other' is neither a run (with config.json) nor a study (with study.json)"),
     ],
 )
 def test_what_is_neither_run_nor_study_is_refused(
