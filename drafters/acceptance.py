@@ -91,11 +91,6 @@ def acceptance_rates(starts: Sequence[StartAcceptance], draft_tokens: int) -> li
     return rates
 
 
-def expected_acceptance_length(starts: Sequence[StartAcceptance], draft_tokens: int) -> float:
-    """1 + the sum of `acceptance_rates`: what the engine would serve on these rollouts. 1.0 without any."""
-    return 1.0 + sum(acceptance_rates(starts, draft_tokens))
-
-
 def _by_rollout(starts: StartAcceptance, draft_tokens: int) -> list[tuple[int, Tensor]]:
     """(rollout, [2, k, L]) of each rollout whose starts are all there: probability and drawn, by offset."""
     begins = starts.offset >= 0

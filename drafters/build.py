@@ -2,50 +2,34 @@
 
 from pathlib import Path
 
-from drafters.base import Drafter, TargetSpec, read_config
+from drafters.base import Drafter, TargetSpec
 from drafters.config import Eagle3Config, MtpConfig
 from drafters.eagle3.model import Eagle3Drafter
-from drafters.mtp.formats import FORMATS
+from drafters.files import read_config
+from drafters.mtp.formats import MIMO, QWEN3_NEXT
 from drafters.mtp.model import MtpDrafter
-from drafters.mtp.native import has_native_head, stitch, write_head, write_policy
-
-__all__ = [
-    "DRAFTERS",
-    "build_drafter",
-    "drafter_config",
-    "has_native_head",
-    "kind_of",
-    "load_drafter",
-    "shape_problems",
-    "stitch",
-    "write_head",
-    "write_policy",
-]
+from drafters.mtp.native import has_native_head as has_native_head
+from drafters.mtp.native import split as split
+from drafters.mtp.native import stitch as stitch
 
 DRAFTERS: dict[str, type[Drafter]] = {"eagle3": Eagle3Drafter, "mtp": MtpDrafter}
 
-CONFIGS: dict[str, type[Eagle3Config] | type[MtpConfig]] = {"eagle3": Eagle3Config, "mtp": MtpConfig}
-
-ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3"} | {
-    architecture: "mtp" for known in FORMATS.values() for architecture in known.architectures
-}
+ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3", MIMO.architecture: "mtp", QWEN3_NEXT.architecture: "mtp"}
 """Type of a checkpoint, by the architecture in its config.json."""
 
 
-def drafter_config(kind: str, **fields: object) -> Eagle3Config | MtpConfig:
-    """Configuration of a kind of drafter; of the fields those that it has."""
-    known = CONFIGS[kind].model_fields
-    return CONFIGS[kind].model_validate({"type": kind} | {name: v for name, v in fields.items() if name in known})
-
-
 def build_drafter(config: Eagle3Config | MtpConfig, target: TargetSpec, seed: int) -> Drafter:
-    """A new drafter with random weights, the same for the same seed. Raises ValueError when it cannot fit the target."""
+    """Make a drafter with random weights, the same for the same seed. Raises ValueError when it cannot fit the target."""
     return DRAFTERS[config.type].from_config(config, target, seed)
 
 
 def shape_problems(config: Eagle3Config | MtpConfig, target: TargetSpec) -> list[str]:
     """Why a drafter of this configuration does not fit the target; empty when it does."""
-    return DRAFTERS[config.type].shape_problems(config, target)
+    try:
+        DRAFTERS[config.type].shape_of(config, target)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def kind_of(folder: str | Path) -> str:
@@ -63,7 +47,7 @@ def load_drafter(
     num_positions: int | None = None,
     config: Eagle3Config | MtpConfig | None = None,
 ) -> Drafter:
-    """The drafter of a checkpoint folder, in float32.
+    """Read the drafter of a checkpoint folder, in float32.
 
     num_positions: positions that the engine is started with (longest prompt and response, and the draft after them);
     None when the drafter is not going to be served. config: the drafter that is wanted; None takes any. Raises
@@ -92,7 +76,7 @@ def load_drafter(
 
 def _check_settings(drafter: Drafter, config: Eagle3Config | MtpConfig, folder: str | Path) -> None:
     """The shape of a loaded drafter is that of its checkpoint; a configuration that says otherwise is refused."""
-    loaded = drafter.settings()
+    loaded = {"intermediate_size": drafter.shape.sizes.intermediate_size} | vars(drafter.shape)
     wrong = [
         f"drafter.model.{name} is {wanted}, the checkpoint has {loaded[name]}"
         for name, wanted in config.model_dump(exclude={"type"}).items()

@@ -37,7 +37,7 @@ from cotrain.records import Rollout, ScoredRollout
 from drafters.base import Sampler
 
 LEARNER_STATE = "learner.pt"
-"""Optimizer, schedule, random state and version, beside the weights in a checkpoint folder."""
+"""Optimizer, schedule and version, beside the weights in a checkpoint folder."""
 
 
 class PolicyLearner:
@@ -57,8 +57,6 @@ class PolicyLearner:
         total_steps counts update() calls and sets the length of a cosine schedule. device is "cpu" or "cuda". Raises
         ValueError when the device is not there or the number of ranks is not policy.num_processes.
         """
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"device is {device!r}; use 'cpu' or 'cuda'")
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is 'cuda', but torch sees no GPU; set cluster.device=cpu")
         self._config = config
@@ -76,19 +74,21 @@ class PolicyLearner:
                 "processes found each other; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
             )
         set_seed(seed)
-
         self._policy = self._load_model(model_path)
         self._policy.check_head()
         if config.gradient_checkpointing:
-            enable_gradient_checkpointing(self._policy.model)
+            _enable_gradient_checkpointing(self._policy.model)
         self._reference = None
         if config.kl_coefficient > 0:
             self._reference = self._load_model(model_path).requires_grad_(False)
-
         optimizer, self._scheduler = build_optimizer(
             self._policy.parameters(), config.optimizer, total_steps * config.minibatches
         )
         self._ddp_policy, self._optimizer = self._accelerator.prepare(self._policy, optimizer)
+
+    def _load_model(self, model_path: str) -> ResponseLogProbs:
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to(self._accelerator.device)
+        return ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
 
     @property
     def policy_version(self) -> int:
@@ -96,7 +96,7 @@ class PolicyLearner:
         return self._policy_version
 
     def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
-        """One policy step: config.minibatches optimizer steps on these rollouts, which all ranks must be given alike.
+        """Take config.minibatches optimizer steps on these rollouts, which all ranks must be given alike.
 
         A step whose advantages are all 0 is still taken, as elsewhere in the field: its gradient is that of the KL
         penalty or zero, AdamW's momentum goes on, and the version goes up.
@@ -111,28 +111,102 @@ class PolicyLearner:
         the optimizer moves.
         """
         check_rollouts(rollouts)
-        accelerator, config = self._accelerator, self._config
-        smallest_minibatch = len(rollouts) // config.minibatches
-        if smallest_minibatch < accelerator.num_processes:
+        config, num_ranks = self._config, self._accelerator.num_processes
+        if len(rollouts) // config.minibatches < num_ranks:
             raise ValueError(
-                f"{len(rollouts)} rollouts in {config.minibatches} minibatches leave a learner process of "
-                f"{accelerator.num_processes} without any; lower policy.minibatches or policy.num_processes"
+                f"{len(rollouts)} rollouts in {config.minibatches} minibatches leave a learner process of {num_ranks} "
+                "without any; lower policy.minibatches or policy.num_processes"
             )
         minibatches = split_minibatches(rollouts, config.minibatches)
         shares = [self._micro_batches(minibatch) for minibatch in minibatches]
         if config.old_log_probs == "recomputed":
-            shares = self._with_recomputed_log_probs(shares)
+            shares = [[self._with_own_log_probs(batch) for batch in share] for share in shares]
 
         sums = MetricSums()
         for index, (minibatch, share) in enumerate(zip(minibatches, shares, strict=True)):
-            normaliser = Normaliser(
-                num_tokens=sum(len(scored.rollout.token_ids) for scored in minibatch),
-                num_sequences=len(minibatch),
-                max_new_tokens=self._rollout.max_new_tokens,
-            )
+            num_tokens = sum(len(scored.rollout.token_ids) for scored in minibatch)
+            normaliser = Normaliser(num_tokens, len(minibatch), self._rollout.max_new_tokens)
             self._optimizer_step(share, normaliser, sums, policy_has_moved=index > 0)
         self._policy_version += 1
-        return sums.means(accelerator)
+        return sums.means(self._accelerator)
+
+    def _micro_batches(self, minibatch: list[ScoredRollout]) -> list[MicroBatch]:
+        """This rank's micro-batches; those that give no gradient are kept apart and come first."""
+        config, accelerator = self._config, self._accelerator
+        share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
+        without = [scored for scored in share if scored.advantage == 0]
+        rest = [scored for scored in share if scored.advantage != 0]
+        return [
+            batch
+            for part in (without, rest)
+            for batch in micro_batches(part, config.micro_batch_tokens, config.batching, accelerator.device)
+        ]
+
+    @torch.no_grad()
+    def _with_own_log_probs(self, batch: MicroBatch) -> MicroBatch:
+        # The forward pass of a step's only minibatch gives them anyway.
+        own = None if self._config.minibatches == 1 else self._log_probs(self._policy, batch)[0]
+        return replace(batch, old_log_probs=own)
+
+    @staticmethod
+    def _log_probs(model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return model(batch.token_ids, batch.position_ids, batch.predictors, batch.targets)
+
+    def _optimizer_step(
+        self, share: list[MicroBatch], normaliser: Normaliser, sums: MetricSums, policy_has_moved: bool
+    ) -> None:
+        broken: list[str] = []
+        local_loss = 0.0
+        for batch in share:
+            last = batch is share[-1]  # always runs backward: DDP's gradient exchange waits for it
+            with_gradient = last or self._reference is not None or bool((batch.advantages != 0).any())
+            with contextlib.nullcontext() if last else self._accelerator.no_sync(self._ddp_policy):
+                batch_loss, names = self._forward_backward(batch, normaliser, sums, with_gradient, policy_has_moved)
+            local_loss += batch_loss
+            broken += names
+
+        parameters = self._ddp_policy.parameters()
+        grad_norm = float(self._accelerator.clip_grad_norm_(parameters, self._config.optimizer.max_grad_norm))
+        loss = float(self._accelerator.reduce(torch.tensor(local_loss, device=self._accelerator.device), "sum"))
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self._optimizer.zero_grad()
+            raise FloatingPointError(self._non_finite_message(loss, grad_norm, gather_object(broken)))
+        sums.add_step(loss, grad_norm, float(self._scheduler.get_last_lr()[0]))
+        self._optimizer.step()
+        self._scheduler.step()
+        self._optimizer.zero_grad()
+
+    def _forward_backward(
+        self, batch: MicroBatch, normaliser: Normaliser, sums: MetricSums, with_gradient: bool, policy_has_moved: bool
+    ) -> tuple[float, list[str]]:
+        """Accumulate the gradient of one micro-batch; returns its loss and the rollouts whose loss is not finite."""
+        with torch.set_grad_enabled(with_gradient):
+            log_probs, entropy = self._log_probs(self._ddp_policy if with_gradient else self._policy, batch)
+            with torch.no_grad():
+                reference = None if self._reference is None else self._log_probs(self._reference, batch)[0]
+            result = policy_loss(self._config, normaliser, batch, log_probs, reference)
+        if with_gradient:
+            # DDP averages gradients over the ranks; the loss is already normalised over all of them.
+            self._accelerator.backward(result.loss * self._accelerator.num_processes)
+
+        current = log_probs.detach()
+        sums.add_tokens(
+            kl=kl_estimate(batch.behaviour_log_probs, current, "k3"),
+            entropy=entropy,
+            rollout_log_prob_gap=None if policy_has_moved else (batch.behaviour_log_probs - current).abs(),
+        )
+        sums.add_loss(result, self._config.behaviour_correction)
+        broken = batch.sequence_ids[~result.per_token.isfinite()].unique().tolist()
+        return float(result.loss.detach()), [rollout_name(batch.rollouts[index]) for index in broken]
+
+    def _non_finite_message(self, loss: float, grad_norm: float, broken: list[str]) -> str:
+        rollouts = ", ".join(broken) if broken else "none: every loss is finite and the gradient overflowed"
+        return (
+            f"policy step {self._policy_version + 1}: loss {loss}, gradient norm {grad_norm}. "
+            f"Rollouts (prompt/sample) with a loss that is not finite: {rollouts}. The optimizer has not moved. "
+            "If a few rollouts are named, look at their log-probs and rewards; if all are, the weights are already "
+            "broken: resume from a checkpoint with a lower policy.optimizer.learning_rate or policy.dtype=float32."
+        )
 
     def state_for_serving(self) -> dict[str, Tensor]:
         """CPU copies of the weights in Hugging Face checkpoint names and rollout.dtype, without tied duplicates."""
@@ -173,16 +247,8 @@ class PolicyLearner:
         """Write weights (a Hugging Face folder, float32) and everything an exact resume needs; call on every rank."""
         if self._accelerator.is_main_process:
             self._policy.model.save_pretrained(folder)
-            torch.save(
-                {
-                    "policy_version": self._policy_version,
-                    "optimizer": self._optimizer.state_dict(),
-                    "scheduler": self._scheduler.state_dict(),
-                    "rng": torch.get_rng_state(),
-                    "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-                },
-                Path(folder) / LEARNER_STATE,
-            )
+            parts = {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
+            torch.save({"policy_version": self._policy_version, **parts}, Path(folder) / LEARNER_STATE)
         self._accelerator.wait_for_everyone()
 
     def load(self, folder: str | Path) -> None:
@@ -192,9 +258,6 @@ class PolicyLearner:
         state = torch.load(Path(folder) / LEARNER_STATE, map_location="cpu", weights_only=True)
         self._optimizer.load_state_dict(state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"])
-        if torch.cuda.is_available() and state["cuda_rng"]:
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
         self._policy_version = state["policy_version"]
 
     def close(self) -> None:
@@ -202,97 +265,8 @@ class PolicyLearner:
         self._accelerator.wait_for_everyone()
         self._accelerator.end_training()
 
-    def _load_model(self, model_path: str) -> ResponseLogProbs:
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to(self._accelerator.device)
-        return ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
 
-    def _micro_batches(self, minibatch: list[ScoredRollout]) -> list[MicroBatch]:
-        """This rank's micro-batches; those that give no gradient are kept apart and come first."""
-        config = self._config
-        share = share_of_rank(minibatch, self._accelerator.process_index, self._accelerator.num_processes)
-        without = [scored for scored in share if scored.advantage == 0]
-        rest = [scored for scored in share if scored.advantage != 0]
-        return [
-            batch
-            for part in (without, rest)
-            for batch in micro_batches(part, config.micro_batch_tokens, config.batching, self._accelerator.device)
-        ]
-
-    @torch.no_grad()
-    def _with_recomputed_log_probs(self, shares: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
-        if len(shares) == 1:  # the only optimizer step's own forward pass gives them
-            return [[replace(batch, old_log_probs=None) for batch in share] for share in shares]
-        return [
-            [replace(batch, old_log_probs=self._log_probs(self._policy, batch)[0]) for batch in share]
-            for share in shares
-        ]
-
-    @staticmethod
-    def _log_probs(model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return model(batch.token_ids, batch.position_ids, batch.predictors, batch.targets)
-
-    def _optimizer_step(
-        self, share: list[MicroBatch], normaliser: Normaliser, sums: MetricSums, policy_has_moved: bool
-    ) -> None:
-        broken: list[str] = []
-        local_loss = 0.0
-        for batch in share:
-            last = batch is share[-1]  # always runs backward: DDP's gradient exchange waits for it
-            with_gradient = last or batch.has_advantage or self._reference is not None
-            with contextlib.nullcontext() if last else self._accelerator.no_sync(self._ddp_policy):
-                batch_loss, names = self._forward_backward(batch, normaliser, sums, with_gradient, policy_has_moved)
-            local_loss += batch_loss
-            broken += names
-
-        parameters = self._ddp_policy.parameters()
-        grad_norm = float(self._accelerator.clip_grad_norm_(parameters, self._config.optimizer.max_grad_norm))
-        loss = float(self._accelerator.reduce(torch.tensor(local_loss, device=self._accelerator.device), "sum"))
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._optimizer.zero_grad()
-            raise FloatingPointError(self._non_finite_message(loss, grad_norm, gather_object(broken)))
-        sums.add_step(loss, grad_norm, float(self._scheduler.get_last_lr()[0]))
-        self._optimizer.step()
-        self._scheduler.step()
-        self._optimizer.zero_grad()
-
-    def _forward_backward(
-        self, batch: MicroBatch, normaliser: Normaliser, sums: MetricSums, with_gradient: bool, policy_has_moved: bool
-    ) -> tuple[float, list[str]]:
-        """Accumulate the gradient of one micro-batch; returns its loss and the rollouts whose loss is not finite."""
-        with torch.set_grad_enabled(with_gradient):
-            log_probs, entropy = self._log_probs(self._ddp_policy if with_gradient else self._policy, batch)
-            with torch.no_grad():
-                reference = None if self._reference is None else self._log_probs(self._reference, batch)[0]
-            result = policy_loss(self._config, normaliser, batch, log_probs, reference)
-        if with_gradient:
-            # DDP averages gradients over the ranks; the loss is already normalised over all of them.
-            self._accelerator.backward(result.loss * self._accelerator.num_processes)
-
-        current = log_probs.detach()
-        sums.add_tokens(
-            kl=kl_estimate(batch.behaviour_log_probs, current, "k3"),
-            entropy=entropy,
-            clip_fraction=result.clipped,
-            kl_reference=result.kl_reference,
-            rollout_log_prob_gap=None if policy_has_moved else (batch.behaviour_log_probs - current).abs(),
-        )
-        sums.add_ratio(result.ratio)
-        if result.behaviour is not None:
-            sums.add_behaviour(result.behaviour, self._config.behaviour_correction)
-        broken = batch.sequence_ids[~result.per_token.isfinite()].unique().tolist()
-        return float(result.loss.detach()), [rollout_name(batch.rollouts[index]) for index in broken]
-
-    def _non_finite_message(self, loss: float, grad_norm: float, broken: list[str]) -> str:
-        rollouts = ", ".join(broken) if broken else "none: every loss is finite and the gradient overflowed"
-        return (
-            f"policy step {self._policy_version + 1}: loss {loss}, gradient norm {grad_norm}. "
-            f"Rollouts (prompt/sample) with a loss that is not finite: {rollouts}. The optimizer has not moved. "
-            "If a few rollouts are named, look at their log-probs and rewards; if all are, the weights are already "
-            "broken: resume from a checkpoint with a lower policy.optimizer.learning_rate or policy.dtype=float32."
-        )
-
-
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """transformers recomputes only layers in training mode; set it on those alone, so that dropout stays off."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():

@@ -30,7 +30,7 @@ class HeadLogProbs(torch.autograd.Function):
         dtype is the number format of the matrix products; everything after them is float32.
         """
         scaled, weight_cast = (hidden / temperature).to(dtype), weight.to(dtype)
-        log_probs, entropy, log_normaliser = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        log_probs, entropy, log_normaliser = hidden.new_empty(3, len(hidden), dtype=torch.float32)
         for rows in _chunks(len(hidden), len(weight)):
             logits = (scaled[rows] @ weight_cast.T).float()
             target_logits = logits.gather(1, targets[rows, None])[:, 0]

@@ -1,7 +1,6 @@
 """What a task is, and the one place that builds the task a configuration asks for."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from cotrain.config.schema import DatasetTask, ReasoningGymTask
 from cotrain.records import Prompt
@@ -22,15 +21,9 @@ class Task(Protocol):
         """Reward of a response to prompt, finite."""
 
 
-TASKS: dict[str, Callable[[Any, int], Task]] = {
-    "reasoning_gym": ReasoningGymProblems,
-    "dataset": DatasetProblems,
-}
-
-
 def build_task(config: ReasoningGymTask | DatasetTask, seed: int) -> Task:
-    """The task of the [task] table.
+    """Build the task of the [task] table.
 
     Raises ValueError naming the field when the task, file, column or reward is not there.
     """
-    return TASKS[config.type](config, seed)
+    return ReasoningGymProblems(config, seed) if isinstance(config, ReasoningGymTask) else DatasetProblems(config)

@@ -1,17 +1,15 @@
 """How a question becomes chat messages."""
 
+Messages = list[dict[str, str]]
 
-def chat_messages(
-    question: str | list[dict[str, str]], instruction: str, system_prompt: str | None
-) -> list[dict[str, str]]:
+
+def chat_messages(question: str | Messages, instruction: str, system_prompt: str | None) -> Messages:
     """System message, then the question (one user message, or messages as they are), instruction on a line below it.
 
     Raises ValueError when the messages bring a system message of their own beside system_prompt.
     """
-    if isinstance(question, str):
-        messages = [{"role": "user", "content": question}]
-    else:
-        messages = [{"role": message["role"], "content": message["content"]} for message in question]
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
     if instruction:
         messages[-1]["content"] += f"\n{instruction}"
     if system_prompt is None:

@@ -16,19 +16,13 @@ class PromptSampler:
                 f"rollout.prompts_per_step = {prompts_per_step} is more than the {num_prompts} prompts of the task; "
                 "lower it, or raise task.size or task.max_examples"
             )
-        self._num_prompts = num_prompts
-        self._prompts_per_step = prompts_per_step
-        self._seed = seed
-        self._epoch = 0
-        self._position = 0
-        self._order = self._shuffled()
+        self._num_prompts, self._prompts_per_step, self._seed = num_prompts, prompts_per_step, seed
+        self.restore({"epoch": 0, "position": 0})
 
     def next(self) -> list[int]:
         """Indices of the next step's prompts."""
         if self._position + self._prompts_per_step > self._num_prompts:
-            self._epoch += 1
-            self._position = 0
-            self._order = self._shuffled()
+            self.restore({"epoch": self._epoch + 1, "position": 0})
         batch = self._order[self._position : self._position + self._prompts_per_step]
         self._position += self._prompts_per_step
         return batch
@@ -41,11 +35,6 @@ class PromptSampler:
         """Continue after the batch at which state() was taken."""
         if not 0 <= state["position"] <= self._num_prompts:
             raise ValueError(f"position {state['position']} lies outside the task's {self._num_prompts} prompts")
-        self._epoch = state["epoch"]
-        self._position = state["position"]
-        self._order = self._shuffled()
-
-    def _shuffled(self) -> list[int]:
-        order = list(range(self._num_prompts))
-        random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
-        return order
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = list(range(self._num_prompts))
+        random.Random(f"{self._seed}/{self._epoch}").shuffle(self._order)

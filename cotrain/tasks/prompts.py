@@ -9,10 +9,6 @@ class PromptEncoder:
     """Applies the policy's chat template, and remembers prompts until their rollouts are scored."""
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int):
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                "policy.model has no chat template; use an instruction-tuned model or add one to its folder"
-            )
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._prompts: dict[str, Prompt] = {}
@@ -44,7 +40,7 @@ class PromptEncoder:
         self._prompts[prompt.id] = prompt
 
     def prompt(self, prompt_id: str) -> Prompt:
-        """A remembered prompt."""
+        """Return a remembered prompt."""
         return self._prompts[prompt_id]
 
     def forget_all(self) -> None:

@@ -15,20 +15,15 @@ def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: PromptEnco
     with path.open("w") as file:
         for scored in rollouts[:num_samples]:
             rollout = scored.rollout
+            answer = prompts.prompt(rollout.prompt_id).answer
             row = {
                 "prompt": prompts.decode(rollout.prompt_token_ids),
                 "response": rollout.text,
-                "answer": _plain(prompts.prompt(rollout.prompt_id).answer),
+                "answer": answer["answer"] if isinstance(answer, dict) else answer,
                 "reward": scored.reward,
                 "advantage": scored.advantage,
                 "finish_reason": rollout.finish_reason,
                 "versions": str(rollout.versions),
                 "acceptance_length": rollout.speculation.acceptance_length if rollout.speculation else None,
             }
-            file.write(json.dumps(row) + "\n")
-
-
-def _plain(answer: object) -> object:
-    if isinstance(answer, dict):
-        return answer.get("answer", str(answer))
-    return answer if isinstance(answer, str | int | float | None) else str(answer)
+            file.write(json.dumps(row, default=str) + "\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafters.acceptance import StartAcceptance, acceptance_rates
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, Experts, Sampler, TargetSpec, TargetWeights
 from drafters.build import build_drafter
@@ -81,7 +82,7 @@ def kind_name(kind: Kind) -> str:
 
 @pytest.fixture(params=KINDS, ids=kind_name)
 def kind(request) -> Kind:
-    """Of every drafter that keeps the contract."""
+    """Every drafter that keeps the contract."""
     return request.param
 
 
@@ -117,6 +118,11 @@ def make_batch(*documents: tuple[int, int, int], seed: int = 0, dtype: torch.dty
         document_ids=document_ids,
         policy_version=0,
     )
+
+
+def acceptance_length(starts: list[StartAcceptance], draft_tokens: int) -> float:
+    """What an engine would serve on these rollouts."""
+    return 1.0 + sum(acceptance_rates(starts, draft_tokens))
 
 
 def edit_config(folder: Path, **changes) -> None:
