@@ -85,3 +85,21 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """A decoder layer that is run again for every draft position, cut in two where attention mixes rows."""
+
+    input_layernorm: nn.Module
+    self_attn: Attention
+    post_attention_layernorm: nn.Module
+    mlp: nn.Module
+
+    def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What queries, keys and values are projected from [R, width], and the residual [R, H]."""
+        raise NotImplementedError
+
+    def finish(self, attended: Tensor, residual: Tensor, x: Tensor) -> Tensor:
+        """Output [R, H] before the final norm, from what each row's heads attended to [R, heads, D]."""
+        hidden = residual + self.self_attn.output(attended, x)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

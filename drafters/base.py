@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,42 +92,17 @@ class Drafter(nn.Module, ABC):
         self.shape = shape
 
     @classmethod
-    def from_config(cls, config: Any, target: TargetSpec, seed: int) -> Self:
-        """Make a drafter in float32 with random weights. Raises ValueError when it cannot fit the target."""
-        # Without memory first, so that torch's own initialisation neither costs time nor moves the global seed.
-        with torch.device("meta"):
-            drafter = cls(cls.shape_of(config, target))
-        drafter.to_empty(device="cpu")
-        drafter.initialise(torch.Generator().manual_seed(seed))
-        return drafter
-
-    @classmethod
-    def from_checkpoint(cls, folder: str | Path, target: TargetSpec, depth_if_unstated: int | None = None) -> Self:
-        """Read the drafter of a folder, in float32. Raises ValueError when it is broken or for another target.
-
-        depth_if_unstated: draft positions trained, for a checkpoint that does not say.
-        """
-        shape, tensors = cls.read(folder, target, depth_if_unstated)
-        with torch.device("meta"):
-            drafter = cls(shape)
-        drafter.check_tensors(tensors, folder)
-        drafter.load_state_dict(tensors, assign=True)
-        drafter = drafter.float()
-        if problems := drafter.overflowing():
-            raise ValueError(f"{folder} has weights that no engine can serve: {'; '.join(problems)}")
-        return drafter
-
-    @classmethod
     @abstractmethod
     def shape_of(cls, config: Any, target: TargetSpec) -> Shape:
         """Shape of a new drafter. Raises ValueError naming the field that does not fit the target."""
 
-    @classmethod
+    @staticmethod
     @abstractmethod
-    def read(
-        cls, folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
-    ) -> tuple[Shape, dict[str, Tensor]]:
-        """Shape and tensors of a checkpoint folder; arguments and errors are those of `from_checkpoint`."""
+    def read(folder: str | Path, target: TargetSpec, depth_if_unstated: int | None) -> tuple[Shape, dict[str, Tensor]]:
+        """Shape and tensors of a checkpoint folder. Raises ValueError when it is broken or for another target.
+
+        depth_if_unstated: draft positions trained, for a checkpoint that does not say.
+        """
 
     @abstractmethod
     def initialise(self, generator: torch.Generator) -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from drafters.base import Drafter, TargetSpec
 from drafters.config import Eagle3Config, MtpConfig
 from drafters.eagle3.model import Eagle3Drafter
@@ -19,8 +21,17 @@ ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3", MIMO.architecture: "mtp", Q
 
 
 def build_drafter(config: Eagle3Config | MtpConfig, target: TargetSpec, seed: int) -> Drafter:
-    """Make a drafter with random weights, the same for the same seed. Raises ValueError when it cannot fit the target."""
-    return DRAFTERS[config.type].from_config(config, target, seed)
+    """Make a drafter in float32 with random weights, the same for the same seed.
+
+    Raises ValueError when it cannot fit the target.
+    """
+    kind = DRAFTERS[config.type]
+    # Without memory first, so that torch's own initialisation neither costs time nor moves the global seed.
+    with torch.device("meta"):
+        drafter = kind(kind.shape_of(config, target))
+    drafter.to_empty(device="cpu")
+    drafter.initialise(torch.Generator().manual_seed(seed))
+    return drafter
 
 
 def shape_problems(config: Eagle3Config | MtpConfig, target: TargetSpec) -> list[str]:
@@ -60,8 +71,14 @@ def load_drafter(
             f'{folder} is a drafter of type "{kind}", but drafter.model.type is "{config.type}"; '
             "take over its type, or choose another drafter.init"
         )
-    depth = None if config is None else config.trained_depth
-    drafter = DRAFTERS[kind].from_checkpoint(folder, target, depth_if_unstated=depth)
+    shape, tensors = DRAFTERS[kind].read(folder, target, None if config is None else config.trained_depth)
+    with torch.device("meta"):
+        drafter = DRAFTERS[kind](shape)
+    drafter.check_tensors(tensors, folder)
+    drafter.load_state_dict(tensors, assign=True)
+    drafter = drafter.float()
+    if problems := drafter.overflowing():
+        raise ValueError(f"{folder} has weights that no engine can serve: {'; '.join(problems)}")
     if num_positions is not None and drafter.max_positions < num_positions:
         raise ValueError(
             f"{folder} has {drafter.max_positions} positions (max_position_embeddings), but {num_positions} are needed "

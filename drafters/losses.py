@@ -29,13 +29,6 @@ class Teacher:
     draft_to_target: Tensor  # [V_draft] ascending target ids
     sampler: Sampler
 
-    def probabilities(self, rows: Tensor) -> Tensor:
-        """Processed probabilities [R, V_draft] of the draft vocabulary at batch rows [R].
-
-        Rows sum to less than 1: the rest is the mass of tokens the drafter cannot propose, hence a certain rejection.
-        """
-        return self.of_draft_vocabulary(*self.processed_logits(rows))
-
     def processed_logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [R, V] of the whole vocabulary after temperature, top-k and top-p, and their logsumexp [R, 1]."""
         logits = at_least_float32(self.final_hidden[rows].to(self.head.dtype) @ self.head.T)
@@ -46,7 +39,10 @@ class Teacher:
         return logits, logits.logsumexp(-1, keepdim=True)
 
     def of_draft_vocabulary(self, logits: Tensor, normaliser: Tensor) -> Tensor:
-        """`probabilities` from `processed_logits`, which stay as they are."""
+        """Processed probabilities [R, V_draft] from `processed_logits`, which stay as they are.
+
+        Rows sum to less than 1: the rest is the mass of tokens the drafter cannot propose, hence a certain rejection.
+        """
         if len(self.draft_to_target) == logits.shape[1]:
             return logits.sub(normaliser).exp_()
         return logits[:, self.draft_to_target].sub_(normaliser).exp_()
@@ -95,7 +91,7 @@ def acceptances(
     tables = [_empty_table(own.head, alignment) for own in drafts]
     for index, k, starts, _, result in _comparisons(heads, alignment, objective, with_gradient=False):
         tables[index][:, k, starts] = torch.stack([result.acceptance, result.drawn_accepted])
-    return [_by_rollout(*table, batch, alignment, drafts[0].eos_token_ids) for table in tables]
+    return [_by_rollout(p, drawn, batch, alignment, drafts[0].eos_token_ids) for p, drawn in tables]
 
 
 def _teacher(drafts: Drafts, batch: DraftBatch, target: TargetWeights, sampler: Sampler) -> Teacher:
@@ -153,7 +149,7 @@ def _comparisons(
 
 
 def _probabilities(teachers: Sequence[Teacher], rows: Tensor) -> list[Tensor]:
-    """`Teacher.probabilities` of each, from the logits of the first: all are of one target."""
+    """[R, V_draft] for each teacher, from the logits of the first: all are of one target."""
     processed = teachers[0].processed_logits(rows)
     return [teacher.of_draft_vocabulary(*processed) for teacher in teachers]
 

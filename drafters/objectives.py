@@ -36,7 +36,7 @@ def compare(
     drawn [R]: draft id of the token the rollout goes on with, -1 outside the draft vocabulary. Given that token x, it
     was an accepted draft with probability min(1, q(x)/p(x)), or for greedy drafts if x = argmax q.
     """
-    greedy = is_greedy(sampler)
+    greedy = sampler.draft_sample_method == "greedy" or sampler.temperature == 0
     temperature = sampler.temperature or 1.0
     log_q = logits.div_(temperature)
     log_q.sub_(log_q.logsumexp(-1, keepdim=True))
@@ -69,11 +69,6 @@ def compare(
     if with_gradient:
         gradient = _gradient(p, q, of_cross_entropy, of_acceptance, greedy).div_(temperature)
     return Comparison(loss, acceptance, drawn_accepted.to(p.dtype), gradient)
-
-
-def is_greedy(sampler: Sampler) -> bool:
-    """Does the engine propose the drafter's likeliest token?"""
-    return sampler.draft_sample_method == "greedy" or sampler.temperature == 0
 
 
 def _gradient(

@@ -155,9 +155,8 @@ def build_once(name: str, build: Callable[[Path], None], notice: str) -> Path:
 def _convert_bundled(target: Path) -> None:
     """Unpack the GGUF to bfloat16 safetensors and write the tokenizer it carries."""
     source = _bundled_gguf()
-    for module in ("gguf", "accelerate"):
-        if util.find_spec(module) is None:
-            raise ValueError(f"{BUNDLED_MODEL} needs the package {module}: pip install 'cotrain[demo]'")
+    if util.find_spec("gguf") is None:
+        raise ValueError(f"{BUNDLED_MODEL} needs the package gguf: pip install 'cotrain[demo]'")
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -182,13 +181,11 @@ def _convert_bundled(target: Path) -> None:
 def _bundled_gguf() -> Path:
     # Not by importing the package: it would import llama-cpp-python, which cotrain does not need.
     try:
-        files = metadata.distribution(BUNDLED_DISTRIBUTION).files or []
-    except metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.name == BUNDLED_FILE:
-            return Path(str(file.locate())).resolve()
-    raise ValueError(f"{BUNDLED_MODEL} ships in the package {BUNDLED_DISTRIBUTION}: pip install 'cotrain[demo]'")
+        (file,) = (file for file in metadata.files(BUNDLED_DISTRIBUTION) or () if file.name == BUNDLED_FILE)
+    except (metadata.PackageNotFoundError, ValueError):
+        message = f"{BUNDLED_MODEL} ships in the package {BUNDLED_DISTRIBUTION}: pip install 'cotrain[demo]'"
+        raise ValueError(message) from None
+    return Path(str(file.locate())).resolve()
 
 
 def _build_tiny(target: Path) -> None:

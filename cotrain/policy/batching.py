@@ -36,19 +36,6 @@ class MicroBatch:
     old_log_probs: Tensor | None  # [N] float32, denominator of the importance ratio; None: the current policy
 
 
-def check_rollouts(rollouts: Sequence[ScoredRollout]) -> None:
-    """Raise ValueError naming a rollout that cannot be trained on."""
-    for scored in rollouts:
-        rollout = scored.rollout
-        if not rollout.prompt_token_ids or not rollout.token_ids:
-            raise ValueError(f"rollout {rollout_name(scored)}: the prompt or the response has no tokens")
-        if len(rollout.log_probs) != len(rollout.token_ids):
-            raise ValueError(
-                f"rollout {rollout_name(scored)}: {len(rollout.log_probs)} behaviour log-probs for "
-                f"{len(rollout.token_ids)} response tokens"
-            )
-
-
 def rollout_name(scored: ScoredRollout) -> str:
     """prompt/sample, for messages."""
     return f"{scored.rollout.prompt_id}/{scored.rollout.sample_index}"

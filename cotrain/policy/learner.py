@@ -24,7 +24,6 @@ from cotrain.lossless.emitted import response_draws
 from cotrain.optimizer import build_optimizer
 from cotrain.policy.batching import (
     MicroBatch,
-    check_rollouts,
     micro_batches,
     rollout_name,
     share_of_rank,
@@ -61,7 +60,7 @@ class PolicyLearner:
             raise ValueError("device is 'cuda', but torch sees no GPU; set cluster.device=cpu")
         self._config = config
         self._rollout = rollout
-        self._policy_version = 0
+        self.policy_version = 0  # calls of update() behind the current weights
         self._accelerator = Accelerator(
             cpu=device == "cpu",
             mixed_precision="no",  # ResponseLogProbs sets autocast itself, for the frozen reference too
@@ -90,27 +89,19 @@ class PolicyLearner:
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to(self._accelerator.device)
         return ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
 
-    @property
-    def policy_version(self) -> int:
-        """Number of update() calls behind the current weights."""
-        return self._policy_version
-
     def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
-        """Take config.minibatches optimizer steps on these rollouts, which all ranks must be given alike.
+        """Take policy.minibatches optimizer steps on these rollouts, which all ranks must be given alike.
 
-        A step whose advantages are all 0 is still taken, as elsewhere in the field: its gradient is that of the KL
-        penalty or zero, AdamW's momentum goes on, and the version goes up.
+        A step whose advantages are all 0 is still taken, as elsewhere in the field: AdamW's momentum goes on.
 
         Returns means over the response tokens of all ranks: policy/loss, kl (k3 of behaviour || current policy),
-        kl_reference (with a reference), entropy (nats), grad_norm (before clipping), clip_fraction, ratio_max,
-        learning_rate, rollout_log_prob_gap (mean |engine's - learner's log-prob| before the policy moves: the
-        train-inference mismatch). With config.behaviour_correction it also returns behaviour_ratio_mean (learner over
-        engine, which is 1 in expectation), behaviour_weight_mean, behaviour_capped or behaviour_masked (share of
-        tokens), and behaviour_ess (effective sample size of the weights, as a share of the tokens). Raises ValueError
-        for rollouts that cannot be trained on and FloatingPointError for a loss or gradient that is not finite, before
-        the optimizer moves.
+        kl_reference, entropy (nats), grad_norm (before clipping), clip_fraction, ratio_max, learning_rate,
+        rollout_log_prob_gap (mean |engine's - learner's log-prob| before the policy moves). With
+        policy.behaviour_correction also behaviour_ratio_mean (learner over engine, which is 1 in expectation),
+        behaviour_weight_mean, behaviour_capped or behaviour_masked (share of tokens), and behaviour_ess (effective
+        sample size of the weights, as a share of the tokens). Raises ValueError for fewer rollouts than ranks, and
+        FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
         """
-        check_rollouts(rollouts)
         config, num_ranks = self._config, self._accelerator.num_processes
         if len(rollouts) // config.minibatches < num_ranks:
             raise ValueError(
@@ -127,7 +118,7 @@ class PolicyLearner:
             num_tokens = sum(len(scored.rollout.token_ids) for scored in minibatch)
             normaliser = Normaliser(num_tokens, len(minibatch), self._rollout.max_new_tokens)
             self._optimizer_step(share, normaliser, sums, policy_has_moved=index > 0)
-        self._policy_version += 1
+        self.policy_version += 1
         return sums.means(self._accelerator)
 
     def _micro_batches(self, minibatch: list[ScoredRollout]) -> list[MicroBatch]:
@@ -202,7 +193,7 @@ class PolicyLearner:
     def _non_finite_message(self, loss: float, grad_norm: float, broken: list[str]) -> str:
         rollouts = ", ".join(broken) if broken else "none: every loss is finite and the gradient overflowed"
         return (
-            f"policy step {self._policy_version + 1}: loss {loss}, gradient norm {grad_norm}. "
+            f"policy step {self.policy_version + 1}: loss {loss}, gradient norm {grad_norm}. "
             f"Rollouts (prompt/sample) with a loss that is not finite: {rollouts}. The optimizer has not moved. "
             "If a few rollouts are named, look at their log-probs and rewards; if all are, the weights are already "
             "broken: resume from a checkpoint with a lower policy.optimizer.learning_rate or policy.dtype=float32."
@@ -224,12 +215,7 @@ class PolicyLearner:
         """Hidden states of T tokens, to compare an engine's with: aux [T, A*H] and final [T, H], float32 on the CPU.
 
         Layer id k is Hugging Face's hidden_states[k], the input of decoder layer k; final is after the final norm.
-        Raises ValueError for a layer id that the model does not have.
         """
-        num_layers = self._policy.model.config.num_hidden_layers
-        for layer in layers:
-            if not 0 <= layer < num_layers:
-                raise ValueError(f"aux layer {layer} is not one of 0..{num_layers - 1} of the policy")
         tokens = torch.tensor([token_ids], device=self._accelerator.device)
         output = self._policy.last_hidden(tokens, output_hidden_states=True)
         final = output.last_hidden_state[0]
@@ -248,7 +234,7 @@ class PolicyLearner:
         if self._accelerator.is_main_process:
             self._policy.model.save_pretrained(folder)
             parts = {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
-            torch.save({"policy_version": self._policy_version, **parts}, Path(folder) / LEARNER_STATE)
+            torch.save({"policy_version": self.policy_version, **parts}, Path(folder) / LEARNER_STATE)
         self._accelerator.wait_for_everyone()
 
     def load(self, folder: str | Path) -> None:
@@ -258,7 +244,7 @@ class PolicyLearner:
         state = torch.load(Path(folder) / LEARNER_STATE, map_location="cpu", weights_only=True)
         self._optimizer.load_state_dict(state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
-        self._policy_version = state["policy_version"]
+        self.policy_version = state["policy_version"]
 
     def close(self) -> None:
         """Leave the process group, once all ranks are done with it."""

@@ -102,7 +102,7 @@ class ResponseLogProbs(nn.Module):
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Raises ValueError for a model whose logits are more than hidden state times head (bias, scale, soft cap)."""
+        """Raise ValueError for a model whose logits are more than hidden state times head (bias, scale, soft cap)."""
         token_ids = torch.arange(4, device=self.model.device)[None]
         hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
         own = hidden @ self.model.get_output_embeddings().weight.T

@@ -19,7 +19,7 @@ def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: PromptEnco
             row = {
                 "prompt": prompts.decode(rollout.prompt_token_ids),
                 "response": rollout.text,
-                "answer": answer["answer"] if isinstance(answer, dict) else answer,
+                "answer": answer.get("answer", answer) if isinstance(answer, dict) else answer,
                 "reward": scored.reward,
                 "advantage": scored.advantage,
                 "finish_reason": rollout.finish_reason,

@@ -1,4 +1,4 @@
-"""The shape of an EAGLE-3 drafter and its decoder layer, on packed rows. R rows, H hidden size, D head size.
+"""The shape of an EAGLE-3 drafter and its decoder layer, on packed rows. R rows, H hidden size.
 
 Maths and tensor names are those of vLLM's Eagle3LlamaForCausalLM (model_executor/models/llama_eagle3.py).
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drafters.attention import MLP, Attention
+from drafters.attention import MLP, Attention, DraftLayer
 from drafters.base import Shape
 
 
@@ -22,8 +22,8 @@ class Eagle3Shape(Shape):
     norm_before_residual: bool
 
 
-class DecoderLayer(nn.Module):
-    """One layer, cut in two where attention mixes rows."""
+class DecoderLayer(DraftLayer):
+    """The layer; its attention reads the normed embedding and the normed hidden state side by side."""
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -35,18 +35,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(size, shape.sizes.intermediate_size)
         self.norm_before_residual = shape.norm_before_residual
 
-    @property
-    def attention(self) -> Attention:
-        """Projections under the name that drafters/unroll.py knows."""
-        return self.self_attn
-
     def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Input of the projections [R, 2H], embedding first, and the residual [R, H]; positions do not matter."""
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         return x, normed if self.norm_before_residual else hidden
-
-    def finish(self, attended: Tensor, residual: Tensor, x: Tensor) -> Tensor:
-        """Output [R, H] before the final norm, from what each row's heads attended to [R, heads, D]."""
-        hidden = residual + self.self_attn.output(attended, x)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))

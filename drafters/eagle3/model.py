@@ -42,6 +42,8 @@ class Eagle3Drafter(Drafter):
             self.register_buffer("d2t", d2t)
             self.register_buffer("t2d", t2d)
 
+    read = staticmethod(read_checkpoint)
+
     @classmethod
     def shape_of(cls, config: Eagle3Config, target: TargetSpec) -> Eagle3Shape:
         if config.draft_vocab_size > target.vocab_size:
@@ -58,12 +60,6 @@ class Eagle3Drafter(Drafter):
             fc_norm=config.fc_norm,
             norm_before_residual=config.norm_before_residual,
         )
-
-    @classmethod
-    def read(
-        cls, folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
-    ) -> tuple[Eagle3Shape, dict[str, Tensor]]:
-        return read_checkpoint(folder, target, depth_if_unstated)
 
     @property
     def serving(self) -> Serving:

@@ -4,7 +4,6 @@ Tensor names are those of its checkpoint. The target's matrices are borrowed for
 update refreshes them and no gradient reaches them.
 """
 
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -35,15 +34,11 @@ class MtpDrafter(Drafter):
             parent = cast(nn.Module, parent.get_submodule(name))
         parent.add_module(last, self.format.module(shape.sizes))
 
+    read = staticmethod(read_checkpoint)
+
     @classmethod
     def shape_of(cls, config: MtpConfig, target: TargetSpec) -> Shape:
         return Shape(head_sizes(target), config.trained_depth)
-
-    @classmethod
-    def read(
-        cls, folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
-    ) -> tuple[Shape, dict[str, Tensor]]:
-        return read_checkpoint(folder, target, depth_if_unstated)
 
     @property
     def head(self) -> MtpHead:

@@ -128,7 +128,7 @@ def test_mass_outside_the_draft_vocabulary_is_a_rejection(target_weights, sample
     batch = make_batch((2, 6, 0))
     alignment = align(batch, 1)
     teacher = teacher_of(batch, target_weights, sampler)
-    p = teacher.probabilities(alignment.target_rows(0))
+    p = teacher.of_draft_vocabulary(*teacher.processed_logits(alignment.target_rows(0)))
     assert (p.sum(-1) < 0.999).all()
     perfect = [batch.final_hidden[alignment.target_rows(0)]]
     losses = draft_loss(perfect, target_weights.head[DRAFT_TOKENS], teacher, alignment, ObjectiveConfig())
@@ -169,9 +169,10 @@ def test_the_whole_vocabulary_is_read_without_an_index(sampler, target_weights):
     everything = dataclasses.replace(
         teacher_of(batch, target_weights, sampler), draft_to_target=torch.arange(TARGET.vocab_size)
     )
-    p = everything.probabilities(rows)
+    p = everything.of_draft_vocabulary(*everything.processed_logits(rows))
     torch.testing.assert_close(p.sum(-1), torch.ones(len(rows), dtype=torch.float64))
-    indexed = teacher_of(batch, target_weights, sampler).probabilities(rows)
+    some = teacher_of(batch, target_weights, sampler)
+    indexed = some.of_draft_vocabulary(*some.processed_logits(rows))
     torch.testing.assert_close(p[:, DRAFT_TOKENS], indexed, rtol=1e-12, atol=0)
     assert torch.equal(everything.drawn_draft_ids(rows), batch.token_ids[rows + 1])
     logits, normaliser = everything.processed_logits(rows)

@@ -55,7 +55,8 @@ def test_no_samples_no_file(tmp_path):
         (3, 3),
         (None, None),
         ({"question": "?", "answer": "7", "metadata": object()}, "7"),
-        ((1, 2), "(1, 2)"),
+        ((1, 2), [1, 2]),
+        ({"tests": [1]}, {"tests": [1]}),
     ],
 )
 def test_an_answer_is_written_as_plainly_as_it_goes(tmp_path, answer, written):

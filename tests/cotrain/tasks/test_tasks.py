@@ -49,8 +49,6 @@ def test_reasoning_prompt_carries_instruction_and_system_prompt():
     assert system == {"role": "system", "content": "You calculate."}
     assert user["role"] == "user"
     assert user["content"].endswith(" =\nOne number only.")
-    with pytest.raises(IndexError):
-        task.prompt(7)
 
 
 def test_reasoning_score_is_the_verifiers_score_of_the_final_answer():
@@ -91,8 +89,8 @@ def test_reasoning_mixture_scores_each_problem_by_its_own_verifier():
             r"task\.parameters: chain_sum: .*'digits'; parameters are min_terms, max_terms",
         ),
         ({"parameters": {"min_terms": 5, "max_terms": 2}}, r"task\.parameters: chain_sum: max_terms must be"),
-        ({"parameters": {"size": 5}}, r"task\.parameters\.size: set task\.size"),
-        ({"parameters": {"seed": 5}}, r"task\.parameters\.seed: set seed"),
+        ({"parameters": {"size": 5}}, r"task\.parameters: chain_sum: .*'size'.*set task\.size and seed"),
+        ({"parameters": {"seed": 5}}, r"task\.parameters: chain_sum: .*'seed'.*set task\.size and seed"),
     ],
 )
 def test_reasoning_task_that_is_not_there(fields, message):
@@ -198,7 +196,7 @@ def test_users_reward_may_do_without_answers(tmp_path, monkeypatch):
             {"system_prompt": "x"},
             r"task\.system_prompt: .* already begin with a system message",
         ),
-        ([{"prompt": "a", "answer": "b"}], {"reward": "wrong"}, r"task\.reward: unknown reward 'wrong'"),
+        ([{"prompt": "a", "answer": "b"}], {"reward": "wrong"}, r"task\.reward: wrong is neither exact"),
     ],
 )
 def test_rows_that_do_not_fit(tmp_path, rows, fields, message):
@@ -213,13 +211,13 @@ def test_rows_that_do_not_fit(tmp_path, rows, fields, message):
         ("missing.jsonl", {}, r"task\.path: no file or folder 'missing\.jsonl'"),
         ("./missing", {}, r"task\.path: no file or folder '\./missing'"),
         ("notes.txt", {}, r"task\.path: notes\.txt must end in \.json, \.jsonl, \.parquet"),
-        ("empty.jsonl", {}, r"task\.path: empty\.jsonl is empty"),
-        ("none.json", {}, r"task\.path: none\.json: .* no data"),
-        ("split", {"split": "test[:0]"}, r"task\.split or task\.subset: split: .* no data"),
+        ("empty.jsonl", {}, r"task\.path: cannot read empty\.jsonl"),
+        ("none.json", {}, r"task\.path: cannot read none\.json: .* no data"),
+        ("split", {"split": "test[:0]"}, r"task\.split or task\.subset: cannot read split: .* no data"),
         ("broken.jsonl", {}, r"task\.path: cannot read broken\.jsonl: JSON parse error"),
-        ("folder", {}, r"task\.path: cannot read folder"),
-        ("split", {"split": "train"}, r"task\.split or task\.subset: split: .*\['test'\]"),
-        ("openai/gsm8k", {}, r"task\.path: .*'openai/gsm8k', and the hub did not.* give a json, jsonl or parquet file"),
+        ("folder", {}, r"task\.path, .*: cannot read folder"),
+        ("split", {"split": "train"}, r"task\.split or task\.subset: cannot read split: .*\['test'\]"),
+        ("openai/gsm8k", {}, r"task\.path, .*: cannot read openai/gsm8k: .* Give a json, jsonl or parquet file"),
     ],
 )
 def test_dataset_that_is_not_there(tmp_path, monkeypatch, path, fields, message):

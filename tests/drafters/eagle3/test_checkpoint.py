@@ -71,7 +71,7 @@ def test_a_checkpoint_of_another_target_is_refused(folder):
 
 
 def test_depth_is_the_checkpoints_own_unless_it_says_none(folder):
-    assert Eagle3Drafter.from_checkpoint(folder, TARGET, depth_if_unstated=5).trained_depth == 3
+    assert Eagle3Drafter.read(folder, TARGET, 5)[0].trained_depth == 3
     edit_config(folder, speculators_config=None)
     config = Eagle3Config(type="eagle3", draft_vocab_size=20, trained_depth=5)
     assert load_drafter(folder, TARGET, config=config).trained_depth == 5
