@@ -49,10 +49,8 @@ def rollout_acceptance(starts: Sequence[StartAcceptance], draft_tokens: int) -> 
     """One row for each rollout in the order given, each part numbering its own from 0.
 
     Where acceptance is not known, as beyond the length limit of a rollout, a position has its mean over all rollouts.
-    Raises ValueError when draft_tokens is above K.
+    draft_tokens is at most K.
     """
-    if starts and draft_tokens > len(starts[0].probability):
-        raise ValueError(f"{draft_tokens} draft tokens, but acceptance is known for {len(starts[0].probability)}")
     tables: list[Tensor] = []
     rows: list[int] = []
     num_rollouts = 0
@@ -80,7 +78,6 @@ def acceptance_rates(starts: Sequence[StartAcceptance], draft_tokens: int) -> li
 
     Rollouts with a hole among their starts are left out; empty when none is left. Where acceptance is not known, as
     beyond the length limit of a rollout, a position has its mean. Unbiased over rollouts sampled from the target.
-    Raises ValueError when draft_tokens is above K.
     """
     rollouts = rollout_acceptance(starts, draft_tokens)
     whole = rollouts.steps.isfinite()

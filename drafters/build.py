@@ -86,18 +86,13 @@ def load_drafter(
             "the whole batch. Lower rollout.max_prompt_tokens or rollout.max_new_tokens; or, if it was trained on such "
             "lengths, raise max_position_embeddings in its config.json"
         )
-    if config is not None:
-        _check_settings(drafter, config, folder)
-    return drafter
-
-
-def _check_settings(drafter: Drafter, config: Eagle3Config | MtpConfig, folder: str | Path) -> None:
-    """The shape of a loaded drafter is that of its checkpoint; a configuration that says otherwise is refused."""
-    loaded = {"intermediate_size": drafter.shape.sizes.intermediate_size} | vars(drafter.shape)
+    # The shape of a loaded drafter is that of its checkpoint; a configuration that says otherwise is refused.
+    wanted = {} if config is None else config.model_dump(exclude={"type"}, exclude_none=True)
     wrong = [
-        f"drafter.model.{name} is {wanted}, the checkpoint has {loaded[name]}"
-        for name, wanted in config.model_dump(exclude={"type"}).items()
-        if wanted is not None and wanted != loaded[name]
+        f"drafter.model.{name} is {value}, the checkpoint has {getattr(shape, name)}"
+        for name, value in wanted.items()
+        if value != getattr(shape, name)
     ]
     if wrong:
         raise ValueError(f"drafter.init {folder} was made with other settings; take them over: " + "; ".join(wrong))
+    return drafter

@@ -18,6 +18,11 @@ from drafters.base import Drafter, DraftLoss, Drafts, Sampler, TargetWeights
 from drafters.config import ObjectiveConfig
 from drafters.objectives import Comparison, compare
 
+CHUNK_TOKENS = 512
+"""Rows whose logits are in memory at once. It bounds peak memory and never changes the result."""
+DEPTH_DECAY = 0.8
+"""Weight of a draft position against the one before it, with depth_weights = "decay"."""
+
 
 @dataclass(frozen=True)
 class Teacher:
@@ -80,12 +85,9 @@ def acceptances(
 ) -> list[StartAcceptance]:
     """`drafter_loss(...).acceptance` of each drafter, for which the target's distribution is computed only once.
 
-    Drafters may differ in weights and draft vocabulary. Raises ValueError when they differ in trained depth.
+    Drafters may differ in weights and draft vocabulary, but not in trained depth.
     """
-    depths = {drafter.trained_depth for drafter in drafters}
-    if len(depths) != 1:
-        raise ValueError(f"drafters of different trained depths cannot be compared: {sorted(depths)}")
-    alignment = align(batch, depths.pop())
+    alignment = align(batch, drafters[0].trained_depth)
     drafts = [drafter.drafts(batch, alignment, target) for drafter in drafters]
     heads = [(own.hidden, own.head, _teacher(own, batch, target, sampler)) for own in drafts]
     tables = [_empty_table(own.head, alignment) for own in drafts]
@@ -132,8 +134,8 @@ def _comparisons(
     supervised = [alignment.supervised[k].nonzero().squeeze(1) for k in range(depth)]
     target_rows = [alignment.target_rows(k) for k in range(depth)]
     all_rows = torch.cat(target_rows).unique()
-    for first in range(0, len(all_rows), objective.chunk_tokens):
-        chunk = all_rows[first : first + objective.chunk_tokens]
+    for first in range(0, len(all_rows), CHUNK_TOKENS):
+        chunk = all_rows[first : first + CHUNK_TOKENS]
         probabilities = _probabilities([teacher for *_, teacher in heads], chunk)
         bounds = torch.stack([chunk[0], chunk[-1] + 1])
         for k in range(depth):
@@ -178,7 +180,7 @@ def draft_loss(
     hidden: K tensors [S, H], what the drafter's head [V_draft, H] reads for each start. Both distributions are at the
     rollout temperature, which is what vLLM's drafter applies (at temperature 0 the drafter's logits are taken as they
     are). The loss of start s at position k has the weight w(k, s), divided by the number of supervised starts of k and
-    normalised to sum 1: depth_decay**k, or with depth_weights = "reach" the probability that the position is reached,
+    normalised to sum 1: DEPTH_DECAY**k, or with depth_weights = "reach" the probability that the position is reached,
     prod_{j<k} alpha_j(s), of which no gradient is taken (`reach_weights`). Only `loss` is differentiable, with respect to
     `hidden` and `draft_head`.
     """
@@ -212,7 +214,7 @@ class _DraftLoss(torch.autograd.Function):
         compared = _comparisons([(hidden, draft_head, teacher)], alignment, objective, with_gradients)
         for _, k, starts, states, result in compared:
             acceptance[k, starts], drawn_accepted[k, starts] = result.acceptance, result.drawn_accepted
-            weight = result.loss.new_full((len(starts),), objective.depth_decay**k)
+            weight = result.loss.new_full((len(starts),), DEPTH_DECAY**k)
             if objective.depth_weights == "reach":
                 # Rows ascend, so that the acceptance of a start's earlier positions is there already.
                 weight = reach_weights(acceptance[:k, starts])

@@ -16,10 +16,8 @@ def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tens
     """Target ids [size] of the draft vocabulary, ascending: `always`, then the most frequent of counts [V].
 
     Ties, and rows left over once all counted tokens are in, go to the lowest token ids.
-    Raises ValueError when size is above V or leaves no room for `always`.
+    size is at most V. Raises ValueError when it leaves no room for `always`.
     """
-    if size > len(counts):
-        raise ValueError(f"draft_vocab_size {size} is above the target's vocabulary of {len(counts)} tokens")
     kept = torch.tensor(sorted(set(always)), dtype=torch.int64, device=counts.device)
     if len(kept) > size:
         raise ValueError(f"draft_vocab_size {size} is below the {len(kept)} tokens that must be in it")

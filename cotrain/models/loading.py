@@ -23,13 +23,8 @@ from filelock import FileLock
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
 from drafters.files import read_config, safetensors_header, weight_files
 
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3NextForCausalLM",
-)
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next")
+SUPPORTED_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 """Decoders whose weights the read-back of an update knows, and from which vLLM reads aux hidden states."""
 
 BUNDLED_MODEL = "bundled:smollm2-135m-instruct"

@@ -182,7 +182,7 @@ class PolicyLearner:
 
         current = log_probs.detach()
         sums.add_tokens(
-            kl=kl_estimate(batch.behaviour_log_probs, current, "k3"),
+            kl=kl_estimate(batch.behaviour_log_probs, current),
             entropy=entropy,
             rollout_log_prob_gap=None if policy_has_moved else (batch.behaviour_log_probs - current).abs(),
         )

@@ -45,7 +45,7 @@ class DatasetProblems:
 
 
 def load_rows(config: DatasetTask | DatasetRollouts) -> Any:
-    """The first max_examples rows, a datasets.Dataset. Raises ValueError naming the field to mend."""
+    """The rows, a datasets.Dataset. Raises ValueError naming the field to mend."""
     import datasets
 
     path = Path(config.path).expanduser()
@@ -56,18 +56,19 @@ def load_rows(config: DatasetTask | DatasetRollouts) -> Any:
     datasets.disable_progress_bars()
     try:
         if path.is_file():
-            rows = datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split="train")
-        elif (path / "dataset_info.json").is_file():
-            rows = datasets.load_from_disk(str(path))
-        else:
-            rows = datasets.load_dataset(str(path) if path.is_dir() else config.path, config.subset, split=config.split)
+            return datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split=config.split)
+        if (path / "dataset_info.json").is_file():
+            return datasets.load_from_disk(str(path))
+        if path.is_dir():
+            return datasets.load_dataset(str(path), split=config.split)
+        # OWNER/NAME of the hub, or OWNER/NAME/CONFIGURATION.
+        owner_and_name, configuration = config.path.split("/")[:2], config.path.split("/")[2:]
+        return datasets.load_dataset("/".join(owner_and_name), *configuration, split=config.split)
     except Exception as error:  # datasets, pyarrow and the hub each have types of their own
-        fields = "task.path" if path.is_file() else "task.path, task.split or task.subset"
         raise ValueError(
-            f"{fields}: cannot read {config.path}: {error.__cause__ or error}. Give a json, jsonl or parquet file, a "
+            f"task.path or task.split: cannot read {config.path}: {error.__cause__ or error}. Give a json, jsonl or parquet file, a "
             "folder of them, or a hub id that the network reaches"
         ) from error
-    return rows if config.max_examples is None else rows.select(range(min(config.max_examples, len(rows))))
 
 
 def find_prompt_column(config: DatasetTask | DatasetRollouts, columns: list[str]) -> str:
@@ -116,7 +117,7 @@ def _read_prompt(
         raise ValueError(
             f"task.answer_column: {where} has the answer {answer!r}; task.reward = '{config.reward}' needs a text"
         )
-    messages = chat_messages(question, config.instruction, config.system_prompt)
+    messages = chat_messages(question, config.instruction)
     return Prompt(id=f"{Path(config.path).stem}-{index}", messages=messages, answer=answer)
 
 

@@ -51,14 +51,13 @@ class Eagle3Drafter(Drafter):
                 f"drafter.model.draft_vocab_size: {config.draft_vocab_size} is above the target's vocabulary of "
                 f"{target.vocab_size} tokens; lower it"
             )
-        width = config.intermediate_size or target.intermediate_size
         return Eagle3Shape(
-            sizes=replace(target, intermediate_size=width, partial_rotary_factor=1.0),
+            sizes=replace(target, partial_rotary_factor=1.0),
             trained_depth=config.trained_depth,
             draft_vocab_size=config.draft_vocab_size,
             aux_layers=check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers"),
-            fc_norm=config.fc_norm,
-            norm_before_residual=config.norm_before_residual,
+            fc_norm=True,
+            norm_before_residual=False,
         )
 
     @property
@@ -119,16 +118,15 @@ class Eagle3Drafter(Drafter):
     def initialise(self, generator: torch.Generator) -> None:
         """Normal(0, 0.02) matrices and unit norms, as Llama starts; the head's rows come from the target later on.
 
-        With fc_norm, fc passes the highest aux state through. Without, that state's outliers would drown the rest.
+        fc passes the highest aux state through; its norm keeps that state's outliers from drowning the rest.
         """
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
-        if self.shape.fc_norm:
-            self.fc.weight.zero_()
-            self.fc.weight[:, -self.shape.sizes.hidden_size :].fill_diagonal_(1.0)
+        self.fc.weight.zero_()
+        self.fc.weight[:, -self.shape.sizes.hidden_size :].fill_diagonal_(1.0)
         if self.has_map:
             self.d2t.zero_()
             self.t2d.zero_()[: self.shape.draft_vocab_size] = True
