@@ -35,7 +35,7 @@ class StartAcceptance:
 
 @dataclass(frozen=True)
 class RolloutAcceptance:
-    """What each of R rollouts adds to an acceptance length, in expectation. NaN for a rollout with a hole.
+    """Each of R rollouts adds this to an acceptance length, in expectation. NaN for a rollout with a hole.
 
     The rates of any choice of rollouts are accepted.sum(0) / steps.sum(), so that resampling needs no forward pass.
     """
@@ -46,7 +46,7 @@ class RolloutAcceptance:
 
 
 def rollout_acceptance(starts: Sequence[StartAcceptance], draft_tokens: int) -> RolloutAcceptance:
-    """One row for each rollout in the order given, each part numbering its own from 0.
+    """Return one row for each rollout in the order given, each part numbering its own from 0.
 
     Where acceptance is not known, as beyond the length limit of a rollout, a position has its mean over all rollouts.
     draft_tokens is at most K.
@@ -69,12 +69,12 @@ def rollout_acceptance(starts: Sequence[StartAcceptance], draft_tokens: int) -> 
 
 
 def rollout_acceptances(starts: Sequence[StartAcceptance], most: int) -> list[RolloutAcceptance]:
-    """`rollout_acceptance` at each draft length 1 to `most`: verification steps begin elsewhere at each of them."""
+    """Call `rollout_acceptance` at each draft length 1 to `most`: verification steps begin elsewhere at each."""
     return [rollout_acceptance(starts, draft_tokens) for draft_tokens in range(1, most + 1)]
 
 
 def acceptance_rates(starts: Sequence[StartAcceptance], draft_tokens: int) -> list[float]:
-    """For each draft position the share of verification steps that accept it and all before it, as vLLM counts.
+    """Return for each draft position the share of verification steps that accept it and all before it, as vLLM counts.
 
     Rollouts with a hole among their starts are left out; empty when none is left. Where acceptance is not known, as
     beyond the length limit of a rollout, a position has its mean. Unbiased over rollouts sampled from the target.

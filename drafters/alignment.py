@@ -52,7 +52,7 @@ class DraftBatch:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Which rows enter the drafter and what is compared with what. C context rows, S start rows, K draft positions."""
+    """Rows that enter the drafter and rows they are compared with: C context rows, S start rows, K draft positions."""
 
     context_rows: Tensor  # [C] ascending batch rows
     start_rows: Tensor  # [S] ascending batch rows
@@ -62,19 +62,19 @@ class Alignment:
     num_rows: int  # N
 
     def input_rows(self, position: int) -> Tensor:
-        """Batch rows [S] of the token that each start is fed at a draft position.
+        """Return the batch rows [S] of the token that each start is fed at a draft position.
 
         Starts too near the end of the batch get its last row; they are not supervised from there on.
         """
         return (self.start_rows + 1 + position).clamp(max=self.num_rows - 1)
 
     def target_rows(self, position: int) -> Tensor:
-        """Batch rows of the target's distributions, ascending, for the starts supervised at a draft position."""
+        """Return the ascending batch rows of the target's distributions, for starts supervised at a draft position."""
         return self.start_rows[self.supervised[position]] + 1 + position
 
 
 def align(batch: DraftBatch, depth: int) -> Alignment:
-    """Alignment of a batch for `depth` draft positions."""
+    """Align a batch for `depth` draft positions."""
     ids, rows = batch.document_ids, torch.arange(len(batch.token_ids), device=batch.token_ids.device)
     context = batch.feature_mask & (ids == _ahead(ids, 1, -1))
     has_target = [_ahead(batch.feature_mask, k + 1, False) for k in range(depth)]
@@ -94,7 +94,7 @@ def align(batch: DraftBatch, depth: int) -> Alignment:
 
 
 def generated_before(batch: DraftBatch, start_rows: Tensor) -> Tensor:
-    """Generated tokens [S] before the first input x_{t+1} of each start row t; negative when it is a prompt token.
+    """Count the generated tokens [S] before the first input x_{t+1} of each start row t; negative for a prompt token.
 
     A verification step begins with a generated token, the first of them at offset 0.
     """
@@ -121,7 +121,7 @@ def beyond_stop(batch: DraftBatch, start_rows: Tensor, depth: int, eos_token_ids
 
 
 def _ahead(values: Tensor, distance: int, beyond: int) -> Tensor:
-    """[N] the value of the row `distance` ahead; `beyond` where the batch has no such row."""
+    """Return [N] the value of the row `distance` ahead; `beyond` where the batch has no such row."""
     return torch.cat([values[distance:], values.new_full((min(distance, len(values)),), beyond)])
 
 

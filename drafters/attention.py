@@ -96,10 +96,10 @@ class DraftLayer(nn.Module):
     mlp: nn.Module
 
     def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What queries, keys and values are projected from [R, width], and the residual [R, H]."""
+        """Return what queries, keys and values are projected from [R, width], and the residual [R, H]."""
         raise NotImplementedError
 
     def finish(self, attended: Tensor, residual: Tensor, x: Tensor) -> Tensor:
-        """Output [R, H] before the final norm, from what each row's heads attended to [R, heads, D]."""
+        """Return the output [R, H] before the final norm, from what each row's heads attended to [R, heads, D]."""
         hidden = residual + self.self_attn.output(attended, x)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -38,7 +38,7 @@ class TargetWeights:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the engine samples; the drafter is trained and scored against this processed distribution."""
+    """The engine samples like this; the drafter is trained and scored against this processed distribution."""
 
     temperature: float
     top_p: float
@@ -48,7 +48,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class DraftLoss:
-    """Result of one pass over a batch; all of it is about the supervised positions only."""
+    """One pass over a batch gives this; all of it is about the supervised positions only."""
 
     loss: Tensor  # scalar, differentiable
     per_position: Tensor  # [K] detached: loss of each draft position
@@ -58,7 +58,7 @@ class DraftLoss:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a drafter makes of a batch, before its head."""
+    """A drafter makes these of a batch, before its head."""
 
     hidden: Sequence[Tensor]  # K tensors [S, H] that the head reads
     head: Tensor  # [V_draft, H]
@@ -68,7 +68,7 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Serving:
-    """What an engine must know of a drafter before it loads the drafter's folder."""
+    """An engine must know this of a drafter before it loads the drafter's folder."""
 
     method: str  # vLLM's name for this kind of speculation
     aux_layers: tuple[int, ...] = ()  # target layers read, ascending; id k = Hugging Face hidden_states[k]
@@ -94,12 +94,12 @@ class Drafter(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def shape_of(cls, config: Any, target: TargetSpec) -> Shape:
-        """Shape of a new drafter. Raises ValueError naming the field that does not fit the target."""
+        """Return the shape of a new drafter. Raises ValueError naming the field that does not fit the target."""
 
     @staticmethod
     @abstractmethod
     def read(folder: str | Path, target: TargetSpec, depth_if_unstated: int | None) -> tuple[Shape, dict[str, Tensor]]:
-        """Shape and tensors of a checkpoint folder. Raises ValueError when it is broken or for another target.
+        """Return shape and tensors of a checkpoint folder. Raises ValueError when it is broken or for another target.
 
         depth_if_unstated: draft positions trained, for a checkpoint that does not say.
         """
@@ -111,24 +111,24 @@ class Drafter(nn.Module, ABC):
     @property
     @abstractmethod
     def serving(self) -> Serving:
-        """How an engine serves it."""
+        """Say how an engine serves it."""
 
     @property
     def trained_depth(self) -> int:
-        """Draft positions unrolled in training."""
+        """Count the draft positions unrolled in training."""
         depth: int = self.shape.trained_depth
         return depth
 
     @property
     def max_positions(self) -> int:
-        """Tokens of prompt, response and draft together beyond which an engine does not draft."""
+        """Count the tokens of prompt, response and draft together beyond which an engine does not draft."""
         positions: int = self.shape.sizes.max_position_embeddings
         return positions
 
     @property
     @abstractmethod
     def draft_to_target(self) -> Tensor:
-        """Target token ids [V_draft] that it can propose, ascending."""
+        """Return the target token ids [V_draft] that it can propose, ascending."""
 
     @abstractmethod
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> Drafts:
@@ -146,7 +146,7 @@ class Drafter(nn.Module, ABC):
         return 1.0
 
     def state_for_serving(self) -> dict[str, Tensor]:
-        """Exactly the tensors an engine loads, in checkpoint names; never the embedding or the target's head."""
+        """Return exactly the tensors an engine loads, in checkpoint names; never the embedding or the target's head."""
         return self.state_dict()
 
     def overflowing(self) -> list[str]:
@@ -158,7 +158,7 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def serving_config(self) -> dict[str, object]:
-        """Contents of config.json of a checkpoint folder."""
+        """Return the contents of config.json of a checkpoint folder."""
 
     def save(self, folder: str | Path, dtype: torch.dtype) -> None:
         """Write config.json and model.safetensors; stock vLLM serves the folder as it is.
@@ -174,7 +174,7 @@ class Drafter(nn.Module, ABC):
     def load(self, folder: str | Path) -> None:
         """Replace the weights by those of a folder written by `save`; dtype and device stay.
 
-        Raises ValueError for a truncated file and for missing, extra or wrong-shape tensors; weights are then as before.
+        Raises ValueError for a truncated file and for missing, extra or wrong-shape tensors; the weights then stay.
         """
         tensors = read_tensors(folder)
         self.check_tensors(tensors, folder)

@@ -35,7 +35,7 @@ def build_drafter(config: Eagle3Config | MtpConfig, target: TargetSpec, seed: in
 
 
 def shape_problems(config: Eagle3Config | MtpConfig, target: TargetSpec) -> list[str]:
-    """Why a drafter of this configuration does not fit the target; empty when it does."""
+    """Say why a drafter of this configuration does not fit the target; empty when it does."""
     try:
         DRAFTERS[config.type].shape_of(config, target)
     except ValueError as error:
@@ -44,7 +44,7 @@ def shape_problems(config: Eagle3Config | MtpConfig, target: TargetSpec) -> list
 
 
 def kind_of(folder: str | Path) -> str:
-    """Type of the drafter in a checkpoint folder. Raises ValueError when it holds no known one."""
+    """Return the type of the drafter in a checkpoint folder. Raises ValueError when it holds no known one."""
     architectures = read_config(folder).get("architectures") or [None]
     if architectures[0] not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -82,9 +82,9 @@ def load_drafter(
     if num_positions is not None and drafter.max_positions < num_positions:
         raise ValueError(
             f"{folder} has {drafter.max_positions} positions (max_position_embeddings), but {num_positions} are needed "
-            "for the longest prompt, its response and the draft after it: beyond its limit an engine stops drafting for "
-            "the whole batch. Lower rollout.max_prompt_tokens or rollout.max_new_tokens; or, if it was trained on such "
-            "lengths, raise max_position_embeddings in its config.json"
+            "for the longest prompt, its response and the draft after it: beyond its limit an engine stops drafting "
+            "for the whole batch. Lower rollout.max_prompt_tokens or rollout.max_new_tokens; or, if it was trained on "
+            "such lengths, raise max_position_embeddings in its config.json"
         )
     # The shape of a loaded drafter is that of its checkpoint; a configuration that says otherwise is refused.
     wanted = {} if config is None else config.model_dump(exclude={"type"}, exclude_none=True)

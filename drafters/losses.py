@@ -35,7 +35,7 @@ class Teacher:
     sampler: Sampler
 
     def processed_logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] of the whole vocabulary after temperature, top-k and top-p, and their logsumexp [R, 1]."""
+        """Return the logits [R, V] after temperature, top-k and top-p, and their logsumexp [R, 1]."""
         logits = at_least_float32(self.final_hidden[rows].to(self.head.dtype) @ self.head.T)
         if self.sampler.temperature == 0:
             likeliest = logits.argmax(-1, keepdim=True)
@@ -44,7 +44,7 @@ class Teacher:
         return logits, logits.logsumexp(-1, keepdim=True)
 
     def of_draft_vocabulary(self, logits: Tensor, normaliser: Tensor) -> Tensor:
-        """Processed probabilities [R, V_draft] from `processed_logits`, which stay as they are.
+        """Return processed probabilities [R, V_draft] from `processed_logits`, which stay as they are.
 
         Rows sum to less than 1: the rest is the mass of tokens the drafter cannot propose, hence a certain rejection.
         """
@@ -53,7 +53,7 @@ class Teacher:
         return logits[:, self.draft_to_target].sub_(normaliser).exp_()
 
     def drawn_draft_ids(self, rows: Tensor) -> Tensor:
-        """Draft ids [R] of the tokens that follow batch rows [R]; -1 outside the draft vocabulary."""
+        """Return the draft ids [R] of the tokens that follow batch rows [R]; -1 outside the draft vocabulary."""
         tokens = self.token_ids[rows + 1]
         ids = torch.searchsorted(self.draft_to_target, tokens).clamp(max=len(self.draft_to_target) - 1)
         return torch.where(self.draft_to_target[ids] == tokens, ids, -1)
@@ -83,7 +83,7 @@ def drafter_loss(
 def acceptances(
     drafters: Sequence[Drafter], batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig
 ) -> list[StartAcceptance]:
-    """`drafter_loss(...).acceptance` of each drafter, for which the target's distribution is computed only once.
+    """Return `drafter_loss(...).acceptance` of each drafter, for which the target's distribution is computed only once.
 
     Drafters may differ in weights and draft vocabulary, but not in trained depth.
     """
@@ -157,7 +157,7 @@ def _probabilities(teachers: Sequence[Teacher], rows: Tensor) -> list[Tensor]:
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits [R, V] with -inf outside the top-k and then the top-p set, in vLLM's order and with its ties.
+    """Return logits [R, V] with -inf outside the top-k and then the top-p set, in vLLM's order and with its ties.
 
     Formula: vLLM v1/sample/ops/topk_topp_sampler.py. top_k 0 and top_p 1 are off.
     """
@@ -175,22 +175,22 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 def draft_loss(
     hidden: Sequence[Tensor], draft_head: Tensor, teacher: Teacher, alignment: Alignment, objective: ObjectiveConfig
 ) -> Losses:
-    """The objective over all supervised starts and draft positions.
+    """Compute the objective over all supervised starts and draft positions.
 
     hidden: K tensors [S, H], what the drafter's head [V_draft, H] reads for each start. Both distributions are at the
     rollout temperature, which is what vLLM's drafter applies (at temperature 0 the drafter's logits are taken as they
     are). The loss of start s at position k has the weight w(k, s), divided by the number of supervised starts of k and
     normalised to sum 1: DEPTH_DECAY**k, or with depth_weights = "reach" the probability that the position is reached,
-    prod_{j<k} alpha_j(s), of which no gradient is taken (`reach_weights`). Only `loss` is differentiable, with respect to
-    `hidden` and `draft_head`.
+    prod_{j<k} alpha_j(s), of which no gradient is taken (`reach_weights`). Only `loss` is differentiable, by `hidden`
+    and `draft_head`.
     """
     return Losses(*_DraftLoss.apply(teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden))
 
 
 def reach_weights(before: Tensor) -> Tensor:
-    """Weight [S'] of some starts at a position: the probability that verification reaches it from there.
+    """Return the weight [S'] of some starts at a position: the probability that verification reaches it from there.
 
-    before [k, S']: acceptance of the positions before it. It is NaN where such a position predicts a token of the prompt,
+    before [k, S']: acceptance of the positions before it. It is NaN where such a position predicts a prompt token,
     which only happens at starts where no verification step begins; these positions count as accepted. Starts of this
     kind are data beyond what is served, and leaving them out made no better drafter: docs/drafters.md,
     benchmarks/start_weights.py.
@@ -239,5 +239,5 @@ class _DraftLoss(torch.autograd.Function):
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Logits in float32, or as they are when they are wider."""
+    """Return logits in float32, or as they are when they are wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""What a drafter is trained to maximise, at one row: its distribution against the target's, and the gradient.
+"""The objective at one row: the drafter's distribution is compared with the target's, and the gradient is taken.
 
 A draft token is accepted with probability
 

@@ -31,7 +31,7 @@ def unroll(
     embedding: Tensor,
     recycles_normed: bool,
 ) -> list[Tensor]:
-    """States [S, H] that the head reads for each start, one tensor for each draft position.
+    """Return the states [S, H] that the head reads for each start, one tensor for each draft position.
 
     fuse: the target's hidden states, rows of features [N, F] -> first hidden state [R, H]. The true tokens are fed at
     every position (teacher forcing); the hidden state fed back is the layer's own output, before the final norm or
@@ -86,7 +86,7 @@ def attend(
     alignment: Alignment,
     starts: slice,
 ) -> Tensor:
-    """Attention output [R, heads, D] of the queries [R, heads, D] of some of the starts.
+    """Return the attention output [R, heads, D] of the queries [R, heads, D] of some of the starts.
 
     keys and values [C, kv heads, D] of the context rows are seen causally within the rollout; own_keys and own_values,
     each [R, kv heads, D], only by their own start.

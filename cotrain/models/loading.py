@@ -39,7 +39,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 
 
 def resolve_model(name: str) -> Path:
-    """Folder of the model called name in policy.model, checked by check_model.
+    """Return the folder of the model called name in policy.model, checked by check_model.
 
     Raises ValueError naming policy.model and the fix: unknown name, missing folder or files, hub unreachable, package
     of a bundled model not installed.
@@ -73,13 +73,13 @@ def _folder(name: str) -> Path:
 
 
 def native_head(model: Path) -> Path | None:
-    """Drafter folder of the MTP head that came with the policy in a folder of `resolve_model`; None if none did."""
+    """Return the drafter folder of the MTP head that came with a policy of `resolve_model`; None if none did."""
     head = model.with_name("head")
     return head if head.is_dir() and model.parent.parent == cache_folder() else None
 
 
 def _without_head(folder: Path) -> Path:
-    """The folder itself, or where its policy is once its MTP head has been split off."""
+    """Return the folder itself, or where its policy is once its MTP head has been split off."""
     if (read_config(folder).get("architectures") or [""])[0] not in NATIVE_HEAD_ARCHITECTURES:
         return folder
     from drafters.build import has_native_head, split
@@ -121,12 +121,12 @@ def check_model(folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """$COTRAIN_CACHE, by default ~/.cache/cotrain."""
+    """Return $COTRAIN_CACHE, by default ~/.cache/cotrain."""
     return Path(os.environ.get("COTRAIN_CACHE") or "~/.cache/cotrain").expanduser()
 
 
 def build_once(name: str, build: Callable[[Path], None], notice: str) -> Path:
-    """Folder cache_folder()/name, made by build(folder) unless it is there. notice is printed before building.
+    """Return cache_folder()/name, made by build(folder) unless it is there. notice is printed before building.
 
     Safe against other processes and against being killed: built under a lock in a temporary folder, which takes its
     name only when everything is written. What is built under a name must never change; give it another name then.

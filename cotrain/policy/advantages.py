@@ -13,7 +13,7 @@ STD_EPSILON = 1e-6
 def group_advantages(
     prompt_ids: Sequence[str], rewards: Sequence[float], kind: Literal["group_mean", "group_mean_std"]
 ) -> list[float]:
-    """Advantage of each rollout, in the order given.
+    """Return the advantage of each rollout, in the order given.
 
     group_mean:      A_i = r_i - mean(r)                            (Dr. GRPO, arXiv:2503.20783)
     group_mean_std:  A_i = (r_i - mean(r)) / (std(r) + 1e-6)        (GRPO, arXiv:2402.03300)

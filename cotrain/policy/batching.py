@@ -37,31 +37,31 @@ class MicroBatch:
 
 
 def rollout_name(scored: ScoredRollout) -> str:
-    """prompt/sample, for messages."""
+    """Return prompt/sample, for messages."""
     return f"{scored.rollout.prompt_id}/{scored.rollout.sample_index}"
 
 
 def split_minibatches(rollouts: Sequence[ScoredRollout], count: int) -> list[list[ScoredRollout]]:
-    """Consecutive minibatches of sizes that differ by at most one, the same for any number of ranks."""
+    """Return consecutive minibatches of sizes that differ by at most one, the same for any number of ranks."""
     bounds = [len(rollouts) * index // count for index in range(count + 1)]
     return [list(rollouts[start:end]) for start, end in pairwise(bounds)]
 
 
 def share_of_rank(minibatch: Sequence[ScoredRollout], rank: int, num_ranks: int) -> list[ScoredRollout]:
-    """Every num_ranks-th rollout by advantage-or-none and length, so that ranks get like amounts of work."""
+    """Return every num_ranks-th rollout by advantage-or-none and length, so that ranks get like amounts of work."""
     by_work = sorted(minibatch, key=lambda scored: (scored.advantage != 0, num_input_tokens(scored)), reverse=True)
     return by_work[rank::num_ranks]
 
 
 def num_input_tokens(scored: ScoredRollout) -> int:
-    """Tokens the model reads: all but the last."""
+    """Count the tokens the model reads: all but the last."""
     return len(scored.rollout.prompt_token_ids) + len(scored.rollout.token_ids) - 1
 
 
 def micro_batches(
     rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, batching: Batching, device: torch.device
 ) -> list[MicroBatch]:
-    """Rollouts sorted by length, in micro-batches of at most micro_batch_tokens positions, padding included.
+    """Sort rollouts by length into micro-batches of at most micro_batch_tokens positions, padding included.
 
     A rollout longer than that gets a micro-batch of its own.
     """

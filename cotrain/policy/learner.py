@@ -122,7 +122,7 @@ class PolicyLearner:
         return sums.means(self._accelerator)
 
     def _micro_batches(self, minibatch: list[ScoredRollout]) -> list[MicroBatch]:
-        """This rank's micro-batches; those that give no gradient are kept apart and come first."""
+        """Build this rank's micro-batches; those that give no gradient are kept apart and come first."""
         config, accelerator = self._config, self._accelerator
         share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
         without = [scored for scored in share if scored.advantage == 0]
@@ -200,7 +200,7 @@ class PolicyLearner:
         )
 
     def state_for_serving(self) -> dict[str, Tensor]:
-        """CPU copies of the weights in Hugging Face checkpoint names and rollout.dtype, without tied duplicates."""
+        """Return CPU copies of the weights in Hugging Face names and rollout.dtype, without tied duplicates."""
         model = self._policy.model
         tied = set(model.all_tied_weights_keys)
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
@@ -212,7 +212,7 @@ class PolicyLearner:
 
     @torch.no_grad()
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Hidden states of T tokens, to compare an engine's with: aux [T, A*H] and final [T, H], float32 on the CPU.
+        """Return hidden states of T tokens to compare an engine's with: aux [T, A*H], final [T, H], float32 on the CPU.
 
         Layer id k is Hugging Face's hidden_states[k], the input of decoder layer k; final is after the final norm.
         """
@@ -223,7 +223,7 @@ class PolicyLearner:
         return aux.float().cpu(), final.float().cpu()
 
     def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
-        """Response tokens of each rollout under the laws of the current weights, in float32."""
+        """Return the response tokens of each rollout under the laws of the current weights, in float32."""
         return [
             response_draws(self._policy.model, r.prompt_token_ids, r.token_ids, sampler, None, logit_tolerance)
             for r in rollouts

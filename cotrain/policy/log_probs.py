@@ -85,7 +85,7 @@ class ResponseLogProbs(nn.Module):
         self.dtype = dtype
 
     def last_hidden(self, token_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        """The base model's output for token_ids [B, L]; last_hidden_state [B, L, H] is after the final norm."""
+        """Return the base model's output for token_ids [B, L]; last_hidden_state [B, L, H] is after the final norm."""
         with torch.autocast(token_ids.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             return self.model.base_model(
                 input_ids=token_ids, position_ids=position_ids, use_cache=False, return_dict=True, **kwargs
@@ -94,7 +94,7 @@ class ResponseLogProbs(nn.Module):
     def forward(
         self, token_ids: Tensor, position_ids: Tensor | None, predictors: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy [N] of the targets [N] at flat positions predictors [N], at the rollout temperature."""
+        """Return log-probs and entropy [N] of the targets, predicted at flat positions [N], at the temperature."""
         hidden = self.last_hidden(token_ids, position_ids).last_hidden_state
         rows = hidden.flatten(0, 1).index_select(0, predictors)
         head = self.model.get_output_embeddings().weight

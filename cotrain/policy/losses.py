@@ -29,7 +29,7 @@ class Normaliser:
     max_new_tokens: int
 
     def token_weights(self, lengths: Tensor, aggregation: Aggregation) -> Tensor:
-        """Weight of each response token [N], for rollouts of `lengths` [S] response tokens.
+        """Return the weight of each response token [N], for rollouts of `lengths` [S] response tokens.
 
         token_mean:           1 / num_tokens                           (DAPO, arXiv:2503.14476)
         seq_mean_token_mean:  1 / (num_sequences * length_s)           (GRPO, arXiv:2402.03300)
@@ -45,7 +45,7 @@ class Normaliser:
 
 
 def _importance_ratio(log_probs: Tensor, old: Tensor, batch: MicroBatch, kind: Literal["token", "sequence"]) -> Tensor:
-    """pi / pi_old of each response token [N]; sequence (GSPO, arXiv:2507.18071): the rollout's geometric mean."""
+    """Return pi / pi_old of each response token [N]; sequence (GSPO, arXiv:2507.18071): the rollout's geometric one."""
     log_ratio = log_probs - old
     if kind == "sequence":
         sums = torch.zeros(len(batch.lengths), dtype=log_ratio.dtype, device=log_ratio.device)
@@ -55,7 +55,7 @@ def _importance_ratio(log_probs: Tensor, old: Tensor, batch: MicroBatch, kind: L
 
 @dataclass(frozen=True)
 class BehaviourWeights:
-    """How N tokens count that the engine drew and the learner would have drawn more or less often; has no gradient."""
+    """N tokens count like this because the learner would have drawn them more or less often; there is no gradient."""
 
     ratio: Tensor  # [N] pi_old / pi_engine
     weight: Tensor  # [N] what multiplies the loss of the token
@@ -63,7 +63,7 @@ class BehaviourWeights:
 
 
 def _behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_log_probs: Tensor) -> BehaviourWeights:
-    """Weights that correct for tokens drawn from the engine's policy instead of pi_old.
+    """Return weights that correct for tokens drawn from the engine's policy instead of pi_old.
 
     With w = pi_old / pi_engine of the token (the decoupled objective: Hilton et al., arXiv:2110.00641; AReaL,
     arXiv:2505.24298):
@@ -110,7 +110,7 @@ def policy_loss(
     log_probs: Tensor,
     reference_log_probs: Tensor | None,
 ) -> PolicyLoss:
-    """PPO's clipped surrogate plus KL penalty of one micro-batch's tokens [N].
+    """Compute PPO's clipped surrogate plus KL penalty of one micro-batch's tokens [N].
 
     surrogate = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A). A behaviour correction multiplies it by
     each token's weight, and leaves the KL penalty alone. The denominators go on counting tokens whose weight is 0,

@@ -41,7 +41,7 @@ class MetricSums:
         self._steps.append((loss, grad_norm, learning_rate))
 
     def means(self, accelerator: Accelerator) -> dict[str, float]:
-        """Metrics under their logged names, the same on every rank; call on all of them."""
+        """Return the metrics under their logged names, the same on every rank; call on all of them."""
         names = sorted(self._tokens)
         local = torch.tensor([self._tokens[name] for name in names], dtype=torch.float64, device=accelerator.device)
         totals = accelerator.reduce(local, "sum")

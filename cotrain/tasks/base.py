@@ -1,4 +1,4 @@
-"""What a task is, and the one place that builds the task a configuration asks for."""
+"""The protocol of a task, and the one place that builds the task a configuration asks for."""
 
 from typing import Protocol
 
@@ -12,13 +12,13 @@ class Task(Protocol):
     """A fixed list of prompts and a way to score responses to them."""
 
     def __len__(self) -> int:
-        """Number of prompts."""
+        """Count the prompts."""
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt of index 0 <= index < len(self); the same one at every call and in every process."""
+        """Return the prompt of index 0 <= index < len(self); the same one at every call and in every process."""
 
     def score(self, prompt: Prompt, response: str) -> float:
-        """Reward of a response to prompt, finite."""
+        """Return the reward of a response to prompt, a finite number."""
 
 
 def build_task(config: ReasoningGymTask | DatasetTask, seed: int) -> Task:

@@ -36,16 +36,16 @@ class DatasetProblems:
         return len(self._prompts)
 
     def prompt(self, index: int) -> Prompt:
-        """Row of that index."""
+        """Return the row of that index."""
         return self._prompts[index]
 
     def score(self, prompt: Prompt, response: str) -> float:
-        """task.reward of the response."""
+        """Return task.reward of the response."""
         return self._reward(prompt.messages, response, prompt.answer)
 
 
 def load_rows(config: DatasetTask | DatasetRollouts) -> Any:
-    """The rows, a datasets.Dataset. Raises ValueError naming the field to mend."""
+    """Read the rows, a datasets.Dataset. Raises ValueError naming the field to mend."""
     import datasets
 
     path = Path(config.path).expanduser()
@@ -66,13 +66,13 @@ def load_rows(config: DatasetTask | DatasetRollouts) -> Any:
         return datasets.load_dataset("/".join(owner_and_name), *configuration, split=config.split)
     except Exception as error:  # datasets, pyarrow and the hub each have types of their own
         raise ValueError(
-            f"task.path or task.split: cannot read {config.path}: {error.__cause__ or error}. Give a json, jsonl or parquet file, a "
-            "folder of them, or a hub id that the network reaches"
+            f"task.path or task.split: cannot read {config.path}: {error.__cause__ or error}. Give a json, jsonl or "
+            "parquet file, a folder of them, or a hub id that the network reaches"
         ) from error
 
 
 def find_prompt_column(config: DatasetTask | DatasetRollouts, columns: list[str]) -> str:
-    """prompt_column, or the first of the schemas' names. Raises ValueError listing the columns found."""
+    """Return prompt_column, or the first of the schemas' names. Raises ValueError listing the columns found."""
     if config.prompt_column is not None:
         return existing_column(config.prompt_column, "task.prompt_column", columns)
     names = ("prompt", "messages") if "reward_model" in columns else ("messages", "prompt", "question")
@@ -86,7 +86,7 @@ def find_prompt_column(config: DatasetTask | DatasetRollouts, columns: list[str]
 
 
 def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) -> str | None:
-    """None where answers come from the last message, or where a user's reward may do without."""
+    """Return None where answers come from the last message, or where a user's reward may do without."""
     if config.answer_column is not None:
         return existing_column(config.answer_column, "task.answer_column", columns)
     for name in ("reward_model", "answer"):
@@ -138,7 +138,7 @@ def split_question(question: str | Messages, column: str, where: str) -> tuple[s
 
 
 def _read_answer(value: Any) -> Any:
-    """Value of an answer cell: verl's ground truth, what follows GSM8K's marker, a number as text."""
+    """Read an answer cell: verl's ground truth, what follows GSM8K's marker, a number as text."""
     if isinstance(value, dict) and "ground_truth" in value:
         value = value["ground_truth"]
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""How a question becomes chat messages."""
+"""Questions become chat messages here."""
 
 Messages = list[dict[str, str]]
 

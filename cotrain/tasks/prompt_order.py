@@ -20,7 +20,7 @@ class PromptSampler:
         self.restore({"epoch": 0, "position": 0})
 
     def next(self) -> list[int]:
-        """Indices of the next step's prompts."""
+        """Return the indices of the next step's prompts."""
         if self._position + self._prompts_per_step > self._num_prompts:
             self.restore({"epoch": self._epoch + 1, "position": 0})
         batch = self._order[self._position : self._position + self._prompts_per_step]
@@ -28,7 +28,7 @@ class PromptSampler:
         return batch
 
     def state(self) -> dict[str, int]:
-        """What restore needs: the epoch, and how many of its indices were handed out."""
+        """Return what restore needs: the epoch, and how many of its indices were handed out."""
         return {"epoch": self._epoch, "position": self._position}
 
     def restore(self, state: dict[str, int]) -> None:

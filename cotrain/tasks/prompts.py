@@ -15,12 +15,12 @@ class PromptEncoder:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Token that ends a response."""
+        """Return the token that ends a response."""
         token: int | None = self._tokenizer.eos_token_id
         return token
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids with the assistant's turn opened. Raises ValueError for a prompt over the limit."""
+        """Return token ids with the assistant's turn opened. Raises ValueError for a prompt over the limit."""
         token_ids = self._tokenizer.apply_chat_template(
             prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
@@ -32,7 +32,7 @@ class PromptEncoder:
         return list(token_ids)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids, special tokens shown."""
+        """Return the text of token ids, special tokens shown."""
         return self._tokenizer.decode(token_ids)
 
     def remember(self, prompt: Prompt) -> None:

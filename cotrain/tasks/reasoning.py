@@ -27,13 +27,13 @@ class ReasoningGymProblems:
         return self._config.size
 
     def prompt(self, index: int) -> Prompt:
-        """Problem of that index; its answer is reasoning-gym's whole entry, which the verifier needs."""
+        """Return the problem of that index; its answer is reasoning-gym's whole entry, which the verifier needs."""
         entry = self._dataset[index]
         messages = chat_messages(entry["question"], self._config.instruction)
         return Prompt(id=f"{self._config.name}-{index}", messages=messages, answer=entry)
 
     def score(self, prompt: Prompt, response: str) -> float:
-        """The verifier's score of the final answer in the response (cotrain.tasks.rewards has the rule)."""
+        """Return the verifier's score of the final answer in the response (cotrain.tasks.rewards has the rule)."""
         expected = prompt.answer["answer"]
         extract = extract_number if isinstance(expected, str) and is_number(expected) else extract_answer
         answer = extract(response)
@@ -63,6 +63,6 @@ def _create_dataset(config: ReasoningGymTask, seed: int) -> Any:
     except (TypeError, ValueError, AssertionError) as error:
         known = [field.name for field in dataclasses.fields(DATASETS[config.name][1]) if field.name not in own]
         raise ValueError(
-            f"task.parameters: {config.name}: {error}; parameters are {', '.join(known)} (set task.size and seed beside "
-            "them)"
+            f"task.parameters: {config.name}: {error}; parameters are {', '.join(known)} (set task.size and seed "
+            "beside them)"
         ) from error

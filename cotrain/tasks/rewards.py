@@ -33,7 +33,7 @@ NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\
 
 
 def extract_answer(response: str) -> str:
-    """Final answer of a response by the module's rule; "" for an empty response."""
+    """Return the final answer of a response by the module's rule; "" for an empty response."""
     marked = _marked_answer(response)
     if marked is not None:
         return marked
@@ -42,7 +42,7 @@ def extract_answer(response: str) -> str:
 
 
 def extract_number(response: str) -> str:
-    """Final number of a response by the module's rule, without thousands commas; "" where there is none."""
+    """Return the final number of a response by the module's rule, without thousands commas; "" where there is none."""
     marked = _marked_answer(response)
     text = response if marked is None else marked
     numbers = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
@@ -63,17 +63,17 @@ def _marked_answer(response: str) -> str | None:
 
 
 def is_number(text: str) -> bool:
-    """Whether the whole text is one number."""
+    """Say whether the whole text is one number."""
     return NUMBER.fullmatch(text.strip()) is not None
 
 
 def exact(prompt: Messages, response: str, answer: Any) -> float:
-    """1 when the final answer is the answer, up to blanks and a final full stop."""
+    """Return 1 when the final answer is the answer, up to blanks and a final full stop."""
     return float(_normalised(extract_answer(response)) == _normalised(str(answer)))
 
 
 def numeric(prompt: Messages, response: str, answer: Any) -> float:
-    """1 when the final number equals the answer as a decimal number."""
+    """Return 1 when the final number equals the answer as a decimal number."""
     expected = extract_number(str(answer))
     if not expected:
         raise ValueError(f"task.reward: numeric needs answers with a number, got {answer!r}")
@@ -82,7 +82,7 @@ def numeric(prompt: Messages, response: str, answer: Any) -> float:
 
 
 def math_verify(prompt: Messages, response: str, answer: Any) -> float:
-    """1 when math-verify finds the response's expression equal to the answer.
+    """Return 1 when math-verify finds the response's expression equal to the answer.
 
     Its limit of five seconds is a signal, which Python delivers to the main thread only; elsewhere it raises.
     """
@@ -95,7 +95,7 @@ REWARDS: dict[str, Reward] = {"exact": exact, "numeric": numeric, "math_verify":
 
 
 def load_reward(name: str) -> Reward:
-    """The reward called name in task.reward: a key of REWARDS, or the dotted path of a user's function.
+    """Return the reward called name in task.reward: a key of REWARDS, or the dotted path of a user's function.
 
     The function may be written package.module:function or package.module.function, and its module may lie in the
     working folder. Raises ValueError naming task.reward when it cannot be imported or called with (prompt, response,

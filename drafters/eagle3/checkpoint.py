@@ -22,7 +22,7 @@ UNSUPPORTED_FLAGS = ("norm_before_fc", "norm_output", "attention_bias")
 
 
 def to_config(shape: Eagle3Shape) -> dict[str, object]:
-    """Contents of config.json."""
+    """Return the contents of config.json."""
     own = {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
     llama = shape.sizes.layer_config() | own
     return {
@@ -56,7 +56,7 @@ def to_config(shape: Eagle3Shape) -> dict[str, object]:
 def read_checkpoint(
     folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
 ) -> tuple[Eagle3Shape, dict[str, Tensor]]:
-    """Shape and tensors of a folder, in layers.0.* names; the position limit stays the checkpoint's own.
+    """Read shape and tensors of a folder, in layers.0.* names; the position limit stays the checkpoint's own.
 
     An embedding in the file is left out: the drafter always reads the target's, of the newest policy version. Raises
     ValueError when the drafter is not for this target, or of another variant, or its files are broken.

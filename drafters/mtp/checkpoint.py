@@ -18,7 +18,7 @@ TRAINED_DEPTH = "trained_draft_positions"
 
 
 def to_config(shape: Shape) -> dict[str, object]:
-    """Contents of config.json."""
+    """Return the contents of config.json."""
     sizes = shape.sizes
     rope = {"rope_theta": sizes.rope_theta, "partial_rotary_factor": sizes.partial_rotary_factor}
     return {
@@ -36,7 +36,7 @@ def to_config(shape: Shape) -> dict[str, object]:
 def read_checkpoint(
     folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
 ) -> tuple[Shape, dict[str, Tensor]]:
-    """Shape and tensors of a folder. Raises ValueError when it is broken, not for this target, or has several heads.
+    """Read shape and tensors of a folder. Raises ValueError when it is broken, for another target, or of several heads.
 
     depth_if_unstated: draft positions trained, for a head that does not say (1 when None).
     """
@@ -44,14 +44,14 @@ def read_checkpoint(
     num_heads = config.get(NUM_HEADS) or 1
     if num_heads != 1:
         raise ValueError(
-            f"{folder} has {num_heads} MTP heads ({NUM_HEADS}), one for each draft position; vLLM runs the first of them "
+            f"{folder} has {num_heads} MTP heads ({NUM_HEADS}), one for each draft position; vLLM runs the first "
             "again for every position, so only a single head is trained and served"
         )
     sizes, wanted = head_sizes(target), TARGETS[target.model_type].architecture
     if config["architectures"][0] != wanted:
         raise ValueError(
-            f"{folder} is an MTP head of format {config['architectures'][0]}; a target of model_type {target.model_type} "
-            f"is served with one of format {wanted}"
+            f"{folder} is an MTP head of format {config['architectures'][0]}; a target of model_type "
+            f"{target.model_type} is served with one of format {wanted}"
         )
     stated = {name: value for name, value in config.items() if value is not None}
     theirs = TargetSpec.from_config({"max_position_embeddings": target.max_position_embeddings} | stated, folder)

@@ -15,7 +15,7 @@ NUM_HEADS = "num_nextn_predict_layers"
 
 @dataclass(frozen=True)
 class HeadFormat:
-    """How one family of models stores its MTP head."""
+    """A row describes how one family of models stores its MTP head."""
 
     prefix: str  # begins the names of the head's tensors in a checkpoint
     module: Callable[[TargetSpec], MtpHead]
@@ -26,12 +26,12 @@ class HeadFormat:
 
     @property
     def tensors(self) -> str:
-        """How the names of all heads of a checkpoint begin."""
+        """Return the beginning of the names of all heads of a checkpoint."""
         return self.prefix.removesuffix("0.")
 
     @property
     def config(self) -> dict[str, object]:
-        """Fields of config.json by which vLLM knows the drafter's folder."""
+        """Return the fields of config.json by which vLLM knows the drafter's folder."""
         return {"architectures": [self.architecture], "model_type": self.model_type}
 
 
@@ -53,7 +53,7 @@ TARGETS = {"llama": MIMO, "mistral": MIMO, "qwen2": MIMO, "qwen3": MIMO, "qwen3_
 
 
 def head_sizes(target: TargetSpec) -> TargetSpec:
-    """Sizes of the head of a target. Raises ValueError when vLLM cannot serve one beside it."""
+    """Return the sizes of the head of a target. Raises ValueError when vLLM cannot serve one beside it."""
     found = TARGETS.get(target.model_type)
     if found is None:
         problem = (

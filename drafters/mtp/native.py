@@ -24,7 +24,7 @@ WHOLE_CONFIG = "whole_config.json"
 
 
 def has_native_head(folder: Path) -> bool:
-    """Whether a model folder holds an MTP head of a known format."""
+    """Say whether a model folder holds an MTP head of a known format."""
     known = NATIVE_ARCHITECTURES.get((read_config(folder).get("architectures") or [""])[0])
     if known is None:
         return False
