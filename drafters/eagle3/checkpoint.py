@@ -121,11 +121,12 @@ def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, 
     for small targets.
     """
     last = target.num_layers - 1
+    name = "the default aux layers" if layers is None else "aux layers"
     layers = (2, target.num_layers // 2, last - 2) if layers is None else tuple(layers)
     if list(layers) != sorted(set(layers)):
         # vLLM sorts the ids and drops duplicates, so that fc would get fewer or other columns than it was trained on.
         raise ValueError(
-            f"{field}: aux layers {list(layers)} must be ascending and different; set three ids between 1 and {last}"
+            f"{field}: {name} {list(layers)} must be ascending and different; set three ids between 1 and {last}"
         )
     if layers[0] < 1 or layers[-1] > last:
         raise ValueError(
