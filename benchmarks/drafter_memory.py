@@ -26,12 +26,13 @@ def status_bytes(field: str) -> int:
 def measure(args: argparse.Namespace) -> None:
     """Take one step in this process and print its memory by what it is for."""
     import torch
+    from pydantic import TypeAdapter
 
     from cotrain.trainer.host_memory import return_freed_blocks
     from drafters.alignment import DraftBatch
     from drafters.base import Sampler, TargetSpec, TargetWeights
-    from drafters.build import build_drafter, drafter_config
-    from drafters.config import ObjectiveConfig
+    from drafters.build import build_drafter
+    from drafters.config import DrafterModelConfig, ObjectiveConfig
 
     return_freed_blocks()
     baseline = status_bytes("VmRSS")
@@ -48,8 +49,9 @@ def measure(args: argparse.Namespace) -> None:
         rope_theta=1e6,
         max_position_embeddings=32_768,
     )
-    config = drafter_config(args.type, draft_vocab_size=args.draft_vocab, trained_depth=args.depth)
-    drafter = build_drafter(config, target, seed=0)
+    fields = {"type": args.type, "trained_depth": args.depth}
+    fields |= {"draft_vocab_size": args.draft_vocab} if args.type == "eagle3" else {}
+    drafter = build_drafter(TypeAdapter(DrafterModelConfig).validate_python(fields), target, seed=0)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4)
     embedding = torch.randn(args.vocab, args.hidden) * 0.1
     weights = TargetWeights(embedding, embedding, policy_version=0)

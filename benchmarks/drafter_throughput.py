@@ -26,14 +26,15 @@ def main() -> None:
     args = parser.parse_args()
 
     import torch
+    from pydantic import TypeAdapter
     from transformers import AutoModelForCausalLM
 
     from cotrain.models.loading import resolve_model
     from cotrain.trainer.target_weights import read_target_weights
     from drafters.alignment import DraftBatch
     from drafters.base import Sampler, TargetSpec
-    from drafters.build import build_drafter, drafter_config
-    from drafters.config import ObjectiveConfig
+    from drafters.build import build_drafter
+    from drafters.config import DrafterModelConfig, ObjectiveConfig
 
     torch.set_num_threads(args.threads)
     folder = resolve_model(args.model)
@@ -45,7 +46,9 @@ def main() -> None:
     tokens = torch.randint(spec.vocab_size, (args.rollouts, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         states = policy(tokens, output_hidden_states=True, logits_to_keep=1).hidden_states
-    aux_layers = build_drafter(drafter_config(args.type), spec, seed=0).serving.aux_layers
+    fields = {"type": args.type} | ({"draft_vocab_size": args.draft_vocab} if args.type == "eagle3" else {})
+    models = TypeAdapter(DrafterModelConfig)
+    aux_layers = build_drafter(models.validate_python(fields), spec, seed=0).serving.aux_layers
     rows = torch.arange(tokens.numel())
     batch = DraftBatch(
         token_ids=tokens.flatten(),
@@ -65,8 +68,7 @@ def main() -> None:
         policy(tokens, logits_to_keep=args.response)
 
     def drafter_step(depth: int) -> Callable[[], None]:
-        config = drafter_config(args.type, draft_vocab_size=args.draft_vocab, trained_depth=depth)
-        drafter = build_drafter(config, spec, seed=0)
+        drafter = build_drafter(models.validate_python(fields | {"trained_depth": depth}), spec, seed=0)
         drafter.choose_vocabulary(torch.bincount(batch.token_ids, minlength=spec.vocab_size).double(), weights)
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=True)
 

@@ -21,12 +21,13 @@ One rollout "The cat sat on a mat", prompt "The cat", the last token without fea
     predicts                 on    a     mat   -     -     -
 
 Every row with features and a next token (0 to 4) is context: later rows of its rollout attend to it. Rows without
-features (those outside of rollout.features.window) are no context, no start and no target. Rows 0 to 3 are starts: they
+features are no context, no start and no target. Rows 0 to 3 are starts: they
 are supervised at some draft position. RoPE positions are the target's: t at draft position 0, t+k at draft position k.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -50,49 +51,35 @@ class DraftBatch:
 
 
 @dataclass(frozen=True)
-class DocumentSpan:
-    """The slices of one rollout in the context rows and in the start rows."""
-
-    context: slice
-    starts: slice
-
-
-@dataclass(frozen=True)
 class Alignment:
-    """Which rows enter the drafter and what is compared with what. C context rows, S start rows, K draft positions."""
+    """Rows that enter the drafter and rows they are compared with: C context rows, S start rows, K draft positions."""
 
     context_rows: Tensor  # [C] ascending batch rows
     start_rows: Tensor  # [S] ascending batch rows
     starts_in_context: Tensor  # [S] start_rows == context_rows[starts_in_context]
     supervised: Tensor  # [K, S] bool, all False beyond the end of the rollout
-    documents: tuple[DocumentSpan, ...]  # rollouts that have a start
+    spans: tuple[tuple[slice, slice], ...]  # context rows and start rows of each rollout that has a start
     num_rows: int  # N
 
     def input_rows(self, position: int) -> Tensor:
-        """Batch rows [S] of the token that each start is fed at a draft position.
+        """Return the batch rows [S] of the token that each start is fed at a draft position.
 
         Starts too near the end of the batch get its last row; they are not supervised from there on.
         """
         return (self.start_rows + 1 + position).clamp(max=self.num_rows - 1)
 
     def target_rows(self, position: int) -> Tensor:
-        """Batch rows of the target's distributions, ascending, for the starts supervised at a draft position."""
+        """Return the ascending batch rows of the target's distributions, for starts supervised at a draft position."""
         return self.start_rows[self.supervised[position]] + 1 + position
 
 
 def align(batch: DraftBatch, depth: int) -> Alignment:
-    """Alignment of a batch for `depth` draft positions."""
-    rows = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
-    context = batch.feature_mask & _same_document(batch, 1)
-    supervised = torch.stack(
-        [
-            context
-            & _same_document(batch, k + 2)
-            & _ahead(batch.response_mask, k + 2)
-            & _ahead(batch.feature_mask, k + 1)
-            for k in range(depth)
-        ]
-    )
+    """Align a batch for `depth` draft positions."""
+    ids, rows = batch.document_ids, torch.arange(len(batch.token_ids), device=batch.token_ids.device)
+    context = batch.feature_mask & (ids == _ahead(ids, 1, -1))
+    has_target = [_ahead(batch.feature_mask, k + 1, False) for k in range(depth)]
+    is_predicted = [(ids == _ahead(ids, k + 2, -1)) & _ahead(batch.response_mask, k + 2, False) for k in range(depth)]
+    supervised = context & torch.stack(has_target) & torch.stack(is_predicted)
     is_start = supervised.any(0)
     context_rows = rows[context]
     start_rows = rows[is_start]
@@ -101,13 +88,13 @@ def align(batch: DraftBatch, depth: int) -> Alignment:
         start_rows=start_rows,
         starts_in_context=torch.searchsorted(context_rows, start_rows),
         supervised=supervised[:, is_start],
-        documents=_document_spans(batch.document_ids[context_rows], is_start[context_rows]),
+        spans=_spans(ids[context_rows], is_start[context_rows]),
         num_rows=len(rows),
     )
 
 
 def generated_before(batch: DraftBatch, start_rows: Tensor) -> Tensor:
-    """Generated tokens [S] before the first input x_{t+1} of each start row t; negative when it is a prompt token.
+    """Count the generated tokens [S] before the first input x_{t+1} of each start row t; negative for a prompt token.
 
     A verification step begins with a generated token, the first of them at offset 0.
     """
@@ -133,30 +120,14 @@ def beyond_stop(batch: DraftBatch, start_rows: Tensor, depth: int, eos_token_ids
     return (predicted > last[of_start]) & stops[of_start]
 
 
-def _ahead(mask: Tensor, distance: int) -> Tensor:
-    """[N] bool: mask of the row `distance` ahead, False beyond the batch."""
-    ahead = torch.zeros_like(mask)
-    ahead[: max(len(mask) - distance, 0)] = mask[distance:]
-    return ahead
+def _ahead(values: Tensor, distance: int, beyond: int) -> Tensor:
+    """Return [N] the value of the row `distance` ahead; `beyond` where the batch has no such row."""
+    return torch.cat([values[distance:], values.new_full((min(distance, len(values)),), beyond)])
 
 
-def _same_document(batch: DraftBatch, distance: int) -> Tensor:
-    """[N] bool: is the row `distance` ahead in the same rollout."""
-    ids = batch.document_ids
-    same = torch.zeros_like(batch.feature_mask)
-    same[: max(len(ids) - distance, 0)] = ids[distance:] == ids[:-distance]
-    return same
-
-
-def _document_spans(document_ids: Tensor, is_start: Tensor) -> tuple[DocumentSpan, ...]:
-    """Spans from the rollout [C] and the start flag [C] of each context row."""
+def _spans(document_ids: Tensor, is_start: Tensor) -> tuple[tuple[slice, slice], ...]:
+    """`Alignment.spans` from the rollout [C] and the start flag [C] of each context row."""
     _, document, lengths = document_ids.unique_consecutive(return_inverse=True, return_counts=True)
     num_starts = torch.zeros_like(lengths).index_add_(0, document, is_start.to(lengths.dtype))
-    spans = []
-    context_end = starts_end = 0
-    for length, starts in zip(lengths.tolist(), num_starts.tolist(), strict=True):
-        context_end += length
-        starts_end += starts
-        if starts:
-            spans.append(DocumentSpan(slice(context_end - length, context_end), slice(starts_end - starts, starts_end)))
-    return tuple(spans)
+    context, starts = (pairwise([0, *counts.cumsum(0).tolist()]) for counts in (lengths, num_starts))
+    return tuple((slice(*c), slice(*s)) for c, s in zip(context, starts, strict=True) if s[0] < s[1])

@@ -2,54 +2,49 @@
 
 from pathlib import Path
 
-from drafters.base import Drafter, TargetSpec, read_config
+import torch
+
+from drafters.base import Drafter, TargetSpec
 from drafters.config import Eagle3Config, MtpConfig
 from drafters.eagle3.model import Eagle3Drafter
-from drafters.mtp.formats import FORMATS
+from drafters.files import read_config
+from drafters.mtp.formats import MIMO, QWEN3_NEXT
 from drafters.mtp.model import MtpDrafter
-from drafters.mtp.native import has_native_head, stitch, write_head, write_policy
-
-__all__ = [
-    "DRAFTERS",
-    "build_drafter",
-    "drafter_config",
-    "has_native_head",
-    "kind_of",
-    "load_drafter",
-    "shape_problems",
-    "stitch",
-    "write_head",
-    "write_policy",
-]
+from drafters.mtp.native import has_native_head as has_native_head
+from drafters.mtp.native import split as split
+from drafters.mtp.native import stitch as stitch
 
 DRAFTERS: dict[str, type[Drafter]] = {"eagle3": Eagle3Drafter, "mtp": MtpDrafter}
 
-CONFIGS: dict[str, type[Eagle3Config] | type[MtpConfig]] = {"eagle3": Eagle3Config, "mtp": MtpConfig}
-
-ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3"} | {
-    architecture: "mtp" for known in FORMATS.values() for architecture in known.architectures
-}
+ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3", MIMO.architecture: "mtp", QWEN3_NEXT.architecture: "mtp"}
 """Type of a checkpoint, by the architecture in its config.json."""
 
 
-def drafter_config(kind: str, **fields: object) -> Eagle3Config | MtpConfig:
-    """Configuration of a kind of drafter; of the fields those that it has."""
-    known = CONFIGS[kind].model_fields
-    return CONFIGS[kind].model_validate({"type": kind} | {name: v for name, v in fields.items() if name in known})
-
-
 def build_drafter(config: Eagle3Config | MtpConfig, target: TargetSpec, seed: int) -> Drafter:
-    """A new drafter with random weights, the same for the same seed. Raises ValueError when it cannot fit the target."""
-    return DRAFTERS[config.type].from_config(config, target, seed)
+    """Make a drafter in float32 with random weights, the same for the same seed.
+
+    Raises ValueError when it cannot fit the target.
+    """
+    kind = DRAFTERS[config.type]
+    # Without memory first, so that torch's own initialisation neither costs time nor moves the global seed.
+    with torch.device("meta"):
+        drafter = kind(kind.shape_of(config, target))
+    drafter.to_empty(device="cpu")
+    drafter.initialise(torch.Generator().manual_seed(seed))
+    return drafter
 
 
 def shape_problems(config: Eagle3Config | MtpConfig, target: TargetSpec) -> list[str]:
-    """Why a drafter of this configuration does not fit the target; empty when it does."""
-    return DRAFTERS[config.type].shape_problems(config, target)
+    """Say why a drafter of this configuration does not fit the target; empty when it does."""
+    try:
+        DRAFTERS[config.type].shape_of(config, target)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def kind_of(folder: str | Path) -> str:
-    """Type of the drafter in a checkpoint folder. Raises ValueError when it holds no known one."""
+    """Return the type of the drafter in a checkpoint folder. Raises ValueError when it holds no known one."""
     architectures = read_config(folder).get("architectures") or [None]
     if architectures[0] not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -63,7 +58,7 @@ def load_drafter(
     num_positions: int | None = None,
     config: Eagle3Config | MtpConfig | None = None,
 ) -> Drafter:
-    """The drafter of a checkpoint folder, in float32.
+    """Read the drafter of a checkpoint folder, in float32.
 
     num_positions: positions that the engine is started with (longest prompt and response, and the draft after them);
     None when the drafter is not going to be served. config: the drafter that is wanted; None takes any. Raises
@@ -76,27 +71,28 @@ def load_drafter(
             f'{folder} is a drafter of type "{kind}", but drafter.model.type is "{config.type}"; '
             "take over its type, or choose another drafter.init"
         )
-    depth = None if config is None else config.trained_depth
-    drafter = DRAFTERS[kind].from_checkpoint(folder, target, depth_if_unstated=depth)
+    shape, tensors = DRAFTERS[kind].read(folder, target, None if config is None else config.trained_depth)
+    with torch.device("meta"):
+        drafter = DRAFTERS[kind](shape)
+    drafter.check_tensors(tensors, folder)
+    drafter.load_state_dict(tensors, assign=True)
+    drafter = drafter.float()
+    if problems := drafter.overflowing():
+        raise ValueError(f"{folder} has weights that no engine can serve: {'; '.join(problems)}")
     if num_positions is not None and drafter.max_positions < num_positions:
         raise ValueError(
             f"{folder} has {drafter.max_positions} positions (max_position_embeddings), but {num_positions} are needed "
-            "for the longest prompt, its response and the draft after it: beyond its limit an engine stops drafting for "
-            "the whole batch. Lower rollout.max_prompt_tokens or rollout.max_new_tokens; or, if it was trained on such "
-            "lengths, raise max_position_embeddings in its config.json"
+            "for the longest prompt, its response and the draft after it: beyond its limit an engine stops drafting "
+            "for the whole batch. Lower rollout.max_prompt_tokens or rollout.max_new_tokens; or, if it was trained on "
+            "such lengths, raise max_position_embeddings in its config.json"
         )
-    if config is not None:
-        _check_settings(drafter, config, folder)
-    return drafter
-
-
-def _check_settings(drafter: Drafter, config: Eagle3Config | MtpConfig, folder: str | Path) -> None:
-    """The shape of a loaded drafter is that of its checkpoint; a configuration that says otherwise is refused."""
-    loaded = drafter.settings()
+    # The shape of a loaded drafter is that of its checkpoint; a configuration that says otherwise is refused.
+    wanted = {} if config is None else config.model_dump(exclude={"type"}, exclude_none=True)
     wrong = [
-        f"drafter.model.{name} is {wanted}, the checkpoint has {loaded[name]}"
-        for name, wanted in config.model_dump(exclude={"type"}).items()
-        if wanted is not None and wanted != loaded[name]
+        f"drafter.model.{name} is {value}, the checkpoint has {getattr(shape, name)}"
+        for name, value in wanted.items()
+        if value != getattr(shape, name)
     ]
     if wrong:
         raise ValueError(f"drafter.init {folder} was made with other settings; take them over: " + "; ".join(wrong))
+    return drafter

@@ -1,4 +1,4 @@
-"""What a drafter is trained to maximise, at one row: its distribution against the target's, and the gradient.
+"""The objective at one row: the drafter's distribution is compared with the target's, and the gradient is taken.
 
 A draft token is accepted with probability
 
@@ -18,6 +18,9 @@ from torch import Tensor
 from drafters.base import Sampler
 from drafters.config import ObjectiveConfig
 
+KL_DECAY = 3.0
+"""How fast lk_hybrid moves from cross-entropy to acceptance; the value of arXiv 2602.23881."""
+
 
 class Comparison(NamedTuple):
     """R rows of drafter logits against the target."""
@@ -36,7 +39,7 @@ def compare(
     drawn [R]: draft id of the token the rollout goes on with, -1 outside the draft vocabulary. Given that token x, it
     was an accepted draft with probability min(1, q(x)/p(x)), or for greedy drafts if x = argmax q.
     """
-    greedy = is_greedy(sampler)
+    greedy = sampler.draft_sample_method == "greedy" or sampler.temperature == 0
     temperature = sampler.temperature or 1.0
     log_q = logits.div_(temperature)
     log_q.sub_(log_q.logsumexp(-1, keepdim=True))
@@ -59,7 +62,7 @@ def compare(
         loss, of_cross_entropy, of_acceptance = cross_entropy, torch.ones_like(trained), None
     elif objective.type == "lk_hybrid":
         assert cross_entropy is not None
-        of_cross_entropy = torch.exp(-objective.kl_decay * trained)
+        of_cross_entropy = torch.exp(-KL_DECAY * trained)
         of_acceptance = 1 - of_cross_entropy
         loss = of_cross_entropy * cross_entropy + of_acceptance * (1 - trained)
     else:
@@ -69,11 +72,6 @@ def compare(
     if with_gradient:
         gradient = _gradient(p, q, of_cross_entropy, of_acceptance, greedy).div_(temperature)
     return Comparison(loss, acceptance, drawn_accepted.to(p.dtype), gradient)
-
-
-def is_greedy(sampler: Sampler) -> bool:
-    """Does the engine propose the drafter's likeliest token?"""
-    return sampler.draft_sample_method == "greedy" or sampler.temperature == 0
 
 
 def _gradient(

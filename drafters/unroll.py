@@ -6,33 +6,19 @@ That is a causal block and k scores a row, never a mask of rows x rows(1 + k).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.attention import Attention
+from drafters.attention import DraftLayer
 
 MAX_SCORES = 2**24
 """Attention scores in memory at once, over all heads (64 MiB in float32)."""
 
 MAX_STARTS = 2048
 """Starts whose intermediate tensors are in memory at once."""
-
-
-class DraftLayer(Protocol):
-    """A decoder layer that is run again for every draft position, cut in two where attention mixes rows."""
-
-    @property
-    def attention(self) -> Attention: ...
-
-    def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What queries, keys and values are projected from, and the residual [R, H]."""
-
-    def finish(self, attended: Tensor, residual: Tensor, x: Tensor) -> Tensor:
-        """Output [R, H] before the final norm, from what each row's heads attended to [R, heads, D]."""
 
 
 def unroll(
@@ -45,13 +31,13 @@ def unroll(
     embedding: Tensor,
     recycles_normed: bool,
 ) -> list[Tensor]:
-    """States [S, H] that the head reads for each start, one tensor for each draft position.
+    """Return the states [S, H] that the head reads for each start, one tensor for each draft position.
 
     fuse: the target's hidden states, rows of features [N, F] -> first hidden state [R, H]. The true tokens are fed at
     every position (teacher forcing); the hidden state fed back is the layer's own output, before the final norm or
     (recycles_normed) after it.
     """
-    dtype = layer.attention.o_proj.weight.dtype
+    dtype = layer.self_attn.o_proj.weight.dtype
     start_positions = batch.positions[alignment.start_rows]
 
     def embed(rows: Tensor) -> Tensor:
@@ -60,7 +46,7 @@ def unroll(
     def read_context(features: Tensor) -> tuple[Tensor, ...]:
         hidden, positions = fuse(features), batch.positions[alignment.context_rows]
         x, _ = layer.attention_input(embed(alignment.context_rows + 1), hidden, positions)
-        return hidden[alignment.starts_in_context], *layer.attention.keys_and_values(x, positions)
+        return hidden[alignment.starts_in_context], *layer.self_attn.keys_and_values(x, positions)
 
     def draft(
         position: int, starts: slice, hidden: Tensor, context: tuple[Tensor, Tensor], *own: Tensor
@@ -68,8 +54,8 @@ def unroll(
         positions = start_positions[starts] + position
         x, residual = layer.attention_input(embed(alignment.input_rows(position)[starts]), hidden, positions)
         # At draft position 0 a start's own key is the last one it sees of the context.
-        own = own + layer.attention.keys_and_values(x, positions) if position else ()
-        queries = layer.attention.queries(x, positions)
+        own = own + layer.self_attn.keys_and_values(x, positions) if position else ()
+        queries = layer.self_attn.queries(x, positions)
         hidden = layer.finish(attend(queries, *context, own[::2], own[1::2], alignment, starts), residual, x)
         normed = norm(hidden)
         return normed if recycles_normed else hidden, normed, *own[-2:]
@@ -100,31 +86,21 @@ def attend(
     alignment: Alignment,
     starts: slice,
 ) -> Tensor:
-    """Attention output [R, heads, D] of the queries [R, heads, D] of some of the starts.
+    """Return the attention output [R, heads, D] of the queries [R, heads, D] of some of the starts.
 
     keys and values [C, kv heads, D] of the context rows are seen causally within the rollout; own_keys and own_values,
     each [R, kv heads, D], only by their own start.
     """
     chunks = []
-    for document in alignment.documents:
-        begin, end = document.context.start, document.context.stop
-        first, last = max(document.starts.start, starts.start), min(document.starts.stop, starts.stop)
-        rows_in_chunk = max(MAX_SCORES // ((end - begin) * queries.shape[1]), 1)
+    for context, own_starts in alignment.spans:
+        first, last = max(own_starts.start, starts.start), min(own_starts.stop, starts.stop)
+        rows_in_chunk = max(MAX_SCORES // ((context.stop - context.start) * queries.shape[1]), 1)
         for start in range(first, last, rows_in_chunk):
             stop = min(start + rows_in_chunk, last)
             rows = slice(start - starts.start, stop - starts.start)
-            last_seen = alignment.starts_in_context[start:stop] - begin
-            chunks.append(
-                _recomputed(
-                    _attend_chunk,
-                    queries[rows],
-                    keys[begin:end],
-                    values[begin:end],
-                    last_seen,
-                    [key[rows] for key in own_keys],
-                    [value[rows] for value in own_values],
-                )
-            )
+            last_seen = alignment.starts_in_context[start:stop] - context.start
+            own = ([tensor[rows] for tensor in tensors] for tensors in (own_keys, own_values))
+            chunks.append(_recomputed(_attend_chunk, queries[rows], keys[context], values[context], last_seen, *own))
     return torch.cat(chunks) if chunks else queries
 
 

@@ -13,13 +13,11 @@ from torch import Tensor
 
 
 def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
-    """Target ids [size] of the draft vocabulary, ascending: `always`, then the most frequent of counts [V].
+    """Choose the target ids [size] of the draft vocabulary, ascending: `always`, then the most frequent of counts [V].
 
     Ties, and rows left over once all counted tokens are in, go to the lowest token ids.
-    Raises ValueError when size is above V or leaves no room for `always`.
+    size is at most V. Raises ValueError when it leaves no room for `always`.
     """
-    if size > len(counts):
-        raise ValueError(f"draft_vocab_size {size} is above the target's vocabulary of {len(counts)} tokens")
     kept = torch.tensor(sorted(set(always)), dtype=torch.int64, device=counts.device)
     if len(kept) > size:
         raise ValueError(f"draft_vocab_size {size} is below the {len(kept)} tokens that must be in it")
@@ -29,7 +27,7 @@ def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tens
 
 
 def to_maps(draft_to_target: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """(d2t [V_draft] int64, t2d [V] bool) from ascending target ids [V_draft]."""
+    """Return (d2t [V_draft] int64, t2d [V] bool) from ascending target ids [V_draft]."""
     d2t = draft_to_target - torch.arange(len(draft_to_target), device=draft_to_target.device)
     t2d = torch.zeros(vocab_size, dtype=torch.bool, device=draft_to_target.device)
     t2d[draft_to_target] = True
@@ -37,11 +35,11 @@ def to_maps(draft_to_target: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 def to_tokens(d2t: Tensor) -> Tensor:
-    """Target ids [V_draft] from offsets [V_draft]."""
+    """Return target ids [V_draft] from offsets [V_draft]."""
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
 def coverage(counts: Tensor, draft_to_target: Tensor) -> float:
-    """Share of the counted tokens [V] that the draft vocabulary holds; 1.0 when nothing was counted."""
+    """Return the share of the counted tokens [V] that the draft vocabulary holds; 1.0 when nothing was counted."""
     total = counts.sum()
     return float(counts[draft_to_target].sum() / total) if total > 0 else 1.0

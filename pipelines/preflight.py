@@ -20,12 +20,13 @@ from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.config.schema import RunConfig
 from cotrain.models.linear_attention import serving_problems, training_problems
-from cotrain.models.loading import native_head, resolve_model, safetensors_header, weight_files
+from cotrain.models.loading import native_head, resolve_model
 from cotrain.process.cluster import place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
 from cotrain.run.provenance import machine
 from cotrain.run.run_dir import resume_arguments
 from cotrain.run.store_uri import tracking_uri
+from drafters.files import safetensors_header, weight_files
 
 CONNECT_TIMEOUT_S = 3.0
 GIB = 2**30
@@ -258,8 +259,7 @@ def check_memory_and_disk(config: RunConfig, model: Path) -> None:
 
 
 def _num_parameters(model: Path) -> int:
-    headers = (safetensors_header(path) for path in weight_files(model))
-    return sum(prod(entry["shape"]) for header in headers for name, entry in header.items() if name != "__metadata__")
+    return sum(prod(entry["shape"]) for file in weight_files(model) for entry in safetensors_header(file).values())
 
 
 def check_drafter_shape(config: RunConfig, model: Path) -> None:

@@ -103,16 +103,16 @@ def a_correction_has_what_it_corrects(policy: PolicyConfig) -> Iterator[Problem]
         )
 
 
-def behaviour_bounds_are_used(policy: PolicyConfig) -> Iterator[Problem]:
-    correction = policy.behaviour_correction
-    for name, users in (("behaviour_cap", ("truncate", "mask")), ("behaviour_floor", ("mask",))):
-        value = getattr(policy, name)
-        if value != type(policy).model_fields[name].default and correction not in users:
-            yield Problem(
-                name,
-                f'{value:g} has no effect with policy.behaviour_correction = "{correction}"; set that to '
-                f'"{users[-1]}", or leave {name} out',
-            )
+def behaviour_cap_is_used(policy: PolicyConfig) -> Iterator[Problem]:
+    if (
+        policy.behaviour_correction == "none"
+        and policy.behaviour_cap != type(policy).model_fields["behaviour_cap"].default
+    ):
+        yield Problem(
+            "behaviour_cap",
+            f'{policy.behaviour_cap:g} has no effect with policy.behaviour_correction = "none"; set that to "mask", or '
+            "leave behaviour_cap out",
+        )
 
 
 def vllm_arguments_are_not_cotrains(rollout: RolloutConfig) -> Iterator[Problem]:
@@ -219,17 +219,6 @@ def window_covers_the_unroll(run: RunConfig) -> Iterator[Problem]:
         )
 
 
-def depth_decay_is_used(run: RunConfig) -> Iterator[Problem]:
-    if run.drafter is None or run.drafter.objective.depth_weights == "decay":
-        return
-    if run.drafter.objective.depth_decay != type(run.drafter.objective)().depth_decay:
-        yield Problem(
-            "drafter.objective.depth_decay",
-            f"{run.drafter.objective.depth_decay:g} has no effect with depth_weights = "
-            f'"{run.drafter.objective.depth_weights}"; set drafter.objective.depth_weights = "decay", or leave it out',
-        )
-
-
 def vllm_arguments_are_lossless(run: RunConfig) -> Iterator[Problem]:
     if run.drafter is None:
         return
@@ -307,7 +296,7 @@ POLICY = (
     clip_low_leaves_the_ratio_positive,
     clip_high_is_not_below_clip_low,
     a_correction_has_what_it_corrects,
-    behaviour_bounds_are_used,
+    behaviour_cap_is_used,
 )
 ROLLOUT = (vllm_arguments_are_not_cotrains, stop_strings_are_not_empty, a_whole_rollout_fits_the_tap)
 RUN = (
@@ -319,7 +308,6 @@ RUN = (
     a_whole_rollout_fits_a_micro_batch,
     served_depth_is_trained,
     window_covers_the_unroll,
-    depth_decay_is_used,
     vllm_arguments_are_lossless,
     timed_batch_sizes_can_run,
     the_gate_has_rollouts_to_judge_on,

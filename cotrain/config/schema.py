@@ -50,13 +50,10 @@ class PolicyConfig(Section):
     behaviour_correction: Literal["none", "truncate", "mask"] = "none"
     """What is done about log-probs of the engine that differ from the learner's. Each token's loss is multiplied by their
     ratio w (learner before its first minibatch over engine): truncate cuts w at behaviour_cap, mask leaves out tokens
-    whose w is outside behaviour_floor to behaviour_cap. Needs old_log_probs = "recomputed"."""
+    whose w is outside 1 / behaviour_cap to behaviour_cap. Needs old_log_probs = "recomputed"."""
 
     behaviour_cap: Annotated[float, Field(ge=1)] = 2.0
     """Largest weight of a token under behaviour_correction."""
-
-    behaviour_floor: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Smallest weight that behaviour_correction = "mask" leaves in."""
 
     clip_low: PositiveFloat = 0.2
     """Ratio is clipped below at 1 - clip_low."""
@@ -66,9 +63,6 @@ class PolicyConfig(Section):
 
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the frozen initial policy; 0 keeps no reference model."""
-
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL penalty (Schulman, 2020)."""
 
     minibatches: PositiveInt = 1
     """Optimizer steps taken on each batch of rollouts."""
@@ -283,20 +277,11 @@ class DatasetRollouts(Section):
     split: str = "train"
     """Split of a hub dataset."""
 
-    subset: str | None = None
-    """Configuration name of a hub dataset."""
-
     prompt_column: str | None = None
     """Column of the prompt when its name is not one of the schemas' of a dataset task."""
 
     response_column: str | None = None
     """Column of given responses. Default: the policy generates them."""
-
-    system_prompt: str | None = None
-    """System message before each prompt."""
-
-    max_examples: PositiveInt | None = None
-    """Use only the first examples."""
 
 
 class InitConfig(Section):
@@ -335,9 +320,6 @@ class ReasoningGymTask(Section):
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
 
-    system_prompt: str | None = None
-    """System message before each question."""
-
 
 class DatasetTask(Section):
     """Prompts from a dataset, in any of three schemas: verl's five fields, messages, or prompt/answer."""
@@ -351,9 +333,6 @@ class DatasetTask(Section):
     split: str = "train"
     """Split of a hub dataset."""
 
-    subset: str | None = None
-    """Configuration name of a hub dataset."""
-
     prompt_column: str | None = None
     """Column of the prompt when its name is not one of the three schemas'."""
 
@@ -365,12 +344,6 @@ class DatasetTask(Section):
 
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
-
-    system_prompt: str | None = None
-    """System message before each question."""
-
-    max_examples: PositiveInt | None = None
-    """Use only the first examples."""
 
 
 class TrackingConfig(Section):
@@ -400,9 +373,6 @@ class CheckpointConfig(Section):
 
     keep_last: PositiveInt = 2
     """Checkpoints kept; older ones are deleted."""
-
-    samples_per_step: NonNegativeInt = 4
-    """Rollouts written to samples/ as text, for reading."""
 
 
 class ClusterConfig(Section):

@@ -1,4 +1,4 @@
-"""The models tiny:llama and tiny:qwen3, for tests and smoke runs: no network, no download, seconds on a CPU.
+"""The model tiny:llama, for tests and smoke runs: no network, no download, seconds on a CPU.
 
 Eight layers trained briefly to answer every prompt with text from an order-2 Markov chain over digits, letters and
 punctuation. The chain makes responses predictable enough that a drafter's acceptance length can rise, ends them now
@@ -11,15 +11,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+NUM_LAYERS = 8
 VOCAB_SIZE = 512
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PAD_ID, BOS_ID, EOS_ID = range(3)
@@ -33,8 +27,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tiny_model(folder: Path, architecture: str, seed: int = 0) -> None:
-    """Write config, float32 weights, tokenizer and chat template to folder; architecture is "llama" or "qwen3".
+def build_tiny_model(folder: Path, seed: int = 0) -> None:
+    """Write config, float32 weights, tokenizer and chat template to folder.
 
     The same seed gives the same weights on the same machine. Random state and thread count of the process are
     left as they were.
@@ -45,22 +39,18 @@ def build_tiny_model(folder: Path, architecture: str, seed: int = 0) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            shallow = _random_model(architecture, num_layers=2)
+            shallow = _random_model(num_layers=2)
             train_on_chain(shallow, tokenizer, torch.Generator().manual_seed(seed))
-            model = _random_model(architecture, num_layers=8)
-            _deepen(shallow, model)
+            model = _random_model(NUM_LAYERS)
     finally:
         torch.set_num_threads(threads)
+    _deepen(shallow, model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _random_model(architecture: str, num_layers: int) -> PreTrainedModel:
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }[architecture]
-    config = config_class(
+def _random_model(num_layers: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=256,
@@ -74,7 +64,21 @@ def _random_model(architecture: str, num_layers: int) -> PreTrainedModel:
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
     )
-    return model_class(config)
+    return LlamaForCausalLM(config)
+
+
+def _deepen(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:
+    """Copy a trained two-layer model into the first and last layer of deep; the layers between stay random.
+
+    Training two layers takes a quarter of the time. The random layers' outputs are scaled down, so that they change
+    the residual stream without drowning it.
+    """
+    last = f"layers.{NUM_LAYERS - 1}."
+    deep.load_state_dict({k.replace("layers.1.", last): v for k, v in shallow.state_dict().items()}, strict=False)
+    with torch.no_grad():
+        for layer in deep.model.layers[1:-1]:
+            layer.self_attn.o_proj.weight *= 0.5
+            layer.mlp.down_proj.weight *= 0.5
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -96,7 +100,7 @@ def train_on_chain(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, g
     header = torch.tensor(tokenizer("<|im_end|>\n<|im_start|>assistant\n").input_ids)
     count = TRAINING_STEPS * BATCH_SIZE
     prompts = letters[torch.randint(len(letters), (count, PROMPT_LENGTH), generator=generator)]
-    responses = _sample_responses(letters, count, RESPONSE_LENGTH, generator)
+    responses = _sample_responses(letters, count, generator)
     sequences = torch.cat([prompts, header.expand(count, -1), responses], dim=1)
     labels = sequences.masked_fill(sequences == PAD_ID, -100)
     labels[:, :-RESPONSE_LENGTH] = -100
@@ -110,40 +114,21 @@ def train_on_chain(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, g
         schedule.step()
 
 
-def _deepen(shallow: PreTrainedModel, deep: PreTrainedModel) -> None:
-    """Copy a trained two-layer model into the first and last layer of deep; the layers between stay random.
-
-    Training two layers takes a quarter of the time. The random layers' outputs are scaled down, so that they change
-    the residual stream without drowning it.
-    """
-    last = deep.config.num_hidden_layers - 1
-    state = {name.replace("layers.1.", f"layers.{last}."): value for name, value in shallow.state_dict().items()}
-    deep.load_state_dict(state, strict=False)
-    with torch.no_grad():
-        for layer in deep.model.layers[1:last]:
-            layer.self_attn.o_proj.weight *= 0.5
-            layer.mlp.down_proj.weight *= 0.5
-
-
-def _markov_chain(generator: torch.Generator) -> Tensor:
-    """Next-symbol probabilities [A, A, A] given the last two of A symbols; digits and spaces are favoured."""
+def _sample_responses(letters: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Token ids [count, RESPONSE_LENGTH]: chain text, an end-of-sequence token at a random place, padding after it."""
+    # Next-symbol logits given the last two of A symbols [A, A, A]; digits and spaces are favoured.
     size = len(ALPHABET)
     logits = 2.5 * torch.randn(size, size, generator=generator)
     logits = logits + 2.0 * torch.randn(size, 1, size, generator=generator)
     logits[..., [ALPHABET.index(digit) for digit in "0123456789"]] += 1.0
     logits[..., ALPHABET.index(" ")] += 3.0
-    return torch.softmax(logits, dim=-1)
-
-
-def _sample_responses(letters: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Token ids [count, length]: chain text, an end-of-sequence token at a random place, padding after it."""
-    chain = _markov_chain(generator)
+    chain = torch.softmax(logits, dim=-1)
     symbols = torch.zeros(count, 2, dtype=torch.long)
-    while symbols.shape[1] < length + 2:
+    while symbols.shape[1] < RESPONSE_LENGTH + 2:
         probabilities = chain[symbols[:, -2], symbols[:, -1]]
         symbols = torch.cat([symbols, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
     tokens = letters[symbols[:, 2:]]
-    ends = torch.rand(count, length, generator=generator) < EOS_PROBABILITY
+    ends = torch.rand(tokens.shape, generator=generator) < EOS_PROBABILITY
     num_ends = ends.cumsum(dim=1)
     tokens[ends & (num_ends == 1)] = EOS_ID
     tokens[(num_ends > 1) | ((num_ends == 1) & ~ends)] = PAD_ID

@@ -6,13 +6,14 @@ trained on) and positions 1 2 3 predict 4 5 6:
     token_ids   7 8 4 5        predictors  1 2 3        targets  4 5 6
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from cotrain.records import ScoredRollout
 
@@ -34,55 +35,36 @@ class MicroBatch:
     behaviour_log_probs: Tensor  # [N] float32, from the engine
     old_log_probs: Tensor | None  # [N] float32, denominator of the importance ratio; None: the current policy
 
-    @property
-    def has_advantage(self) -> bool:
-        """Whether any advantage differs from 0 (NaN does)."""
-        return bool((self.advantages != 0).any())
-
-
-def check_rollouts(rollouts: Sequence[ScoredRollout]) -> None:
-    """Raises ValueError naming the rollout that cannot be trained on."""
-    for scored in rollouts:
-        rollout = scored.rollout
-        if not rollout.prompt_token_ids or not rollout.token_ids:
-            raise ValueError(f"rollout {rollout_name(scored)}: the prompt or the response has no tokens")
-        if len(rollout.log_probs) != len(rollout.token_ids):
-            raise ValueError(
-                f"rollout {rollout_name(scored)}: {len(rollout.log_probs)} behaviour log-probs for "
-                f"{len(rollout.token_ids)} response tokens"
-            )
-
 
 def rollout_name(scored: ScoredRollout) -> str:
-    """prompt/sample, for messages."""
+    """Return prompt/sample, for messages."""
     return f"{scored.rollout.prompt_id}/{scored.rollout.sample_index}"
 
 
 def split_minibatches(rollouts: Sequence[ScoredRollout], count: int) -> list[list[ScoredRollout]]:
-    """Consecutive minibatches of sizes that differ by at most one, the same for any number of ranks."""
+    """Return consecutive minibatches of sizes that differ by at most one, the same for any number of ranks."""
     bounds = [len(rollouts) * index // count for index in range(count + 1)]
     return [list(rollouts[start:end]) for start, end in pairwise(bounds)]
 
 
 def share_of_rank(minibatch: Sequence[ScoredRollout], rank: int, num_ranks: int) -> list[ScoredRollout]:
-    """Every num_ranks-th rollout by advantage-or-none and length, so that ranks get like amounts of work."""
+    """Return every num_ranks-th rollout by advantage-or-none and length, so that ranks get like amounts of work."""
     by_work = sorted(minibatch, key=lambda scored: (scored.advantage != 0, num_input_tokens(scored)), reverse=True)
     return by_work[rank::num_ranks]
 
 
 def num_input_tokens(scored: ScoredRollout) -> int:
-    """Tokens the model reads: all but the last."""
+    """Count the tokens the model reads: all but the last."""
     return len(scored.rollout.prompt_token_ids) + len(scored.rollout.token_ids) - 1
 
 
 def micro_batches(
     rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, batching: Batching, device: torch.device
 ) -> list[MicroBatch]:
-    """Rollouts sorted by length, in micro-batches of at most micro_batch_tokens positions, padding included.
+    """Sort rollouts by length into micro-batches of at most micro_batch_tokens positions, padding included.
 
     A rollout longer than that gets a micro-batch of its own.
     """
-    build: Callable[[list[ScoredRollout], torch.device], MicroBatch] = pad if batching == "padded" else pack
     batches: list[list[ScoredRollout]] = []
     positions = 0
     for scored in sorted(rollouts, key=num_input_tokens, reverse=True):
@@ -94,57 +76,35 @@ def micro_batches(
             positions, added = 0, length
         batches[-1].append(scored)
         positions += added
-    return [build(batch, device) for batch in batches]
+    return [_micro_batch(batch, batching, device) for batch in batches]
 
 
-def pad(rollouts: list[ScoredRollout], device: torch.device) -> MicroBatch:
-    """One rollout a row, padded on the right: under causal attention no real token sees the padding, so no mask."""
-    row_length = max(map(num_input_tokens, rollouts))
-    rows = [_input_tokens(scored) for scored in rollouts]
-    token_ids = torch.tensor([row + [0] * (row_length - len(row)) for row in rows])
-    starts = [index * row_length for index in range(len(rollouts))]
-    return _micro_batch(rollouts, starts, token_ids, None, device)
-
-
-def pack(rollouts: list[ScoredRollout], device: torch.device) -> MicroBatch:
-    """All rollouts in one row. transformers sees position ids start again and keeps attention within each rollout."""
-    rows = [_input_tokens(scored) for scored in rollouts]
-    token_ids = torch.tensor([[token for row in rows for token in row]])
-    position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    starts = [0]
-    for row in rows[:-1]:
-        starts.append(starts[-1] + len(row))
-    return _micro_batch(rollouts, starts, token_ids, position_ids, device)
-
-
-def _input_tokens(scored: ScoredRollout) -> list[int]:
-    return scored.rollout.prompt_token_ids + scored.rollout.token_ids[:-1]
-
-
-def _micro_batch(
-    rollouts: list[ScoredRollout],
-    starts: list[int],
-    token_ids: Tensor,
-    position_ids: Tensor | None,
-    device: torch.device,
-) -> MicroBatch:
-    """starts: flat index of each rollout's first token."""
+def _micro_batch(rollouts: list[ScoredRollout], batching: Batching, device: torch.device) -> MicroBatch:
+    rows = [torch.tensor(s.rollout.prompt_token_ids + s.rollout.token_ids[:-1]) for s in rollouts]
+    position_ids = None
+    if batching == "padded":
+        # Under causal attention no token sees the padding on its right, so that no mask is needed.
+        token_ids = pad_sequence(rows, batch_first=True)
+        starts = list(range(0, token_ids.numel(), token_ids.shape[1]))
+    else:
+        # transformers sees position ids start again and keeps attention within each rollout.
+        token_ids = torch.cat(rows)[None]
+        position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None].to(device)
+        starts = list(accumulate(map(len, rows[:-1]), initial=0))
     lengths = torch.tensor([len(scored.rollout.token_ids) for scored in rollouts])
-    first_predictors = [
-        start + len(scored.rollout.prompt_token_ids) - 1 for start, scored in zip(starts, rollouts, strict=True)
-    ]
-    predictors = [torch.arange(length) + first for first, length in zip(first_predictors, lengths, strict=True)]
-    behaviour = torch.tensor([log_prob for scored in rollouts for log_prob in scored.rollout.log_probs])
+    ends = [start + len(row) for start, row in zip(starts, rows, strict=True)]
+    predictors = [torch.arange(end - length, end) for end, length in zip(ends, lengths.tolist(), strict=True)]
     advantages = torch.tensor([scored.advantage for scored in rollouts], dtype=torch.float32)
+    behaviour = torch.tensor([log_prob for scored in rollouts for log_prob in scored.rollout.log_probs]).to(device)
     return MicroBatch(
         rollouts=rollouts,
         token_ids=token_ids.to(device),
-        position_ids=None if position_ids is None else position_ids.to(device),
+        position_ids=position_ids,
         predictors=torch.cat(predictors).to(device),
         targets=torch.tensor([token for scored in rollouts for token in scored.rollout.token_ids]).to(device),
         sequence_ids=torch.arange(len(rollouts)).repeat_interleave(lengths).to(device),
         lengths=lengths.to(device),
         advantages=advantages.repeat_interleave(lengths).to(device),
-        behaviour_log_probs=behaviour.to(device),
-        old_log_probs=behaviour.to(device),
+        behaviour_log_probs=behaviour,
+        old_log_probs=behaviour,
     )

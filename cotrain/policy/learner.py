@@ -24,7 +24,6 @@ from cotrain.lossless.emitted import response_draws
 from cotrain.optimizer import build_optimizer
 from cotrain.policy.batching import (
     MicroBatch,
-    check_rollouts,
     micro_batches,
     rollout_name,
     share_of_rank,
@@ -37,7 +36,7 @@ from cotrain.records import Rollout, ScoredRollout
 from drafters.base import Sampler
 
 LEARNER_STATE = "learner.pt"
-"""Optimizer, schedule, random state and version, beside the weights in a checkpoint folder."""
+"""Optimizer, schedule and version, beside the weights in a checkpoint folder."""
 
 
 class PolicyLearner:
@@ -57,13 +56,11 @@ class PolicyLearner:
         total_steps counts update() calls and sets the length of a cosine schedule. device is "cpu" or "cuda". Raises
         ValueError when the device is not there or the number of ranks is not policy.num_processes.
         """
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"device is {device!r}; use 'cpu' or 'cuda'")
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is 'cuda', but torch sees no GPU; set cluster.device=cpu")
         self._config = config
         self._rollout = rollout
-        self._policy_version = 0
+        self.policy_version = 0  # calls of update() behind the current weights
         self._accelerator = Accelerator(
             cpu=device == "cpu",
             mixed_precision="no",  # ResponseLogProbs sets autocast itself, for the frozen reference too
@@ -76,156 +73,71 @@ class PolicyLearner:
                 "processes found each other; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
             )
         set_seed(seed)
-
         self._policy = self._load_model(model_path)
         self._policy.check_head()
         if config.gradient_checkpointing:
-            enable_gradient_checkpointing(self._policy.model)
+            _enable_gradient_checkpointing(self._policy.model)
         self._reference = None
         if config.kl_coefficient > 0:
             self._reference = self._load_model(model_path).requires_grad_(False)
-
         optimizer, self._scheduler = build_optimizer(
             self._policy.parameters(), config.optimizer, total_steps * config.minibatches
         )
         self._ddp_policy, self._optimizer = self._accelerator.prepare(self._policy, optimizer)
 
-    @property
-    def policy_version(self) -> int:
-        """Number of update() calls behind the current weights."""
-        return self._policy_version
-
-    def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
-        """One policy step: config.minibatches optimizer steps on these rollouts, which all ranks must be given alike.
-
-        A step whose advantages are all 0 is still taken, as elsewhere in the field: its gradient is that of the KL
-        penalty or zero, AdamW's momentum goes on, and the version goes up.
-
-        Returns means over the response tokens of all ranks: policy/loss, kl (k3 of behaviour || current policy),
-        kl_reference (with a reference), entropy (nats), grad_norm (before clipping), clip_fraction, ratio_max,
-        learning_rate, rollout_log_prob_gap (mean |engine's - learner's log-prob| before the policy moves: the
-        train-inference mismatch). With config.behaviour_correction it also returns behaviour_ratio_mean (learner over
-        engine, which is 1 in expectation), behaviour_weight_mean, behaviour_capped or behaviour_masked (share of
-        tokens), and behaviour_ess (effective sample size of the weights, as a share of the tokens). Raises ValueError
-        for rollouts that cannot be trained on and FloatingPointError for a loss or gradient that is not finite, before
-        the optimizer moves.
-        """
-        check_rollouts(rollouts)
-        accelerator, config = self._accelerator, self._config
-        smallest_minibatch = len(rollouts) // config.minibatches
-        if smallest_minibatch < accelerator.num_processes:
-            raise ValueError(
-                f"{len(rollouts)} rollouts in {config.minibatches} minibatches leave a learner process of "
-                f"{accelerator.num_processes} without any; lower policy.minibatches or policy.num_processes"
-            )
-        minibatches = split_minibatches(rollouts, config.minibatches)
-        shares = [self._micro_batches(minibatch) for minibatch in minibatches]
-        if config.old_log_probs == "recomputed":
-            shares = self._with_recomputed_log_probs(shares)
-
-        sums = MetricSums()
-        for index, (minibatch, share) in enumerate(zip(minibatches, shares, strict=True)):
-            normaliser = Normaliser(
-                num_tokens=sum(len(scored.rollout.token_ids) for scored in minibatch),
-                num_sequences=len(minibatch),
-                max_new_tokens=self._rollout.max_new_tokens,
-            )
-            self._optimizer_step(share, normaliser, sums, policy_has_moved=index > 0)
-        self._policy_version += 1
-        return sums.means(accelerator)
-
-    def state_for_serving(self) -> dict[str, Tensor]:
-        """CPU copies of the weights in Hugging Face checkpoint names and rollout.dtype, without tied duplicates."""
-        model = self._policy.model
-        tied = set(model.all_tied_weights_keys)
-        state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-        dtype = getattr(torch, self._rollout.dtype)
-        return {
-            name: tensor.detach().to("cpu", dtype, copy=True)
-            for name, tensor in revert_weight_conversion(model, state).items()
-        }
-
-    @torch.no_grad()
-    def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Hidden states of T tokens, to compare an engine's with: aux [T, A*H] and final [T, H], float32 on the CPU.
-
-        Layer id k is Hugging Face's hidden_states[k], the input of decoder layer k; final is after the final norm.
-        Raises ValueError for a layer id that the model does not have.
-        """
-        num_layers = self._policy.model.config.num_hidden_layers
-        for layer in layers:
-            if not 0 <= layer < num_layers:
-                raise ValueError(f"aux layer {layer} is not one of 0..{num_layers - 1} of the policy")
-        tokens = torch.tensor([token_ids], device=self._accelerator.device)
-        output = self._policy.last_hidden(tokens, output_hidden_states=True)
-        final = output.last_hidden_state[0]
-        aux = torch.cat([final[:, :0], *(output.hidden_states[layer][0] for layer in layers)], dim=-1)
-        return aux.float().cpu(), final.float().cpu()
-
-    def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
-        """Response tokens of each rollout under the laws of the current weights, in float32."""
-        return [
-            response_draws(self._policy.model, r.prompt_token_ids, r.token_ids, sampler, None, logit_tolerance)
-            for r in rollouts
-        ]
-
-    def save(self, folder: str | Path) -> None:
-        """Write weights (a Hugging Face folder, float32) and everything an exact resume needs; call on every rank."""
-        if self._accelerator.is_main_process:
-            self._policy.model.save_pretrained(folder)
-            torch.save(
-                {
-                    "policy_version": self._policy_version,
-                    "optimizer": self._optimizer.state_dict(),
-                    "scheduler": self._scheduler.state_dict(),
-                    "rng": torch.get_rng_state(),
-                    "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-                },
-                Path(folder) / LEARNER_STATE,
-            )
-        self._accelerator.wait_for_everyone()
-
-    def load(self, folder: str | Path) -> None:
-        """Continue from a folder written by save(); call on every rank. The reference stays the initial policy."""
-        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._policy.model.load_state_dict(saved.state_dict())
-        state = torch.load(Path(folder) / LEARNER_STATE, map_location="cpu", weights_only=True)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"])
-        if torch.cuda.is_available() and state["cuda_rng"]:
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        self._policy_version = state["policy_version"]
-
-    def close(self) -> None:
-        """Leave the process group, once all ranks are done with it."""
-        self._accelerator.wait_for_everyone()
-        self._accelerator.end_training()
-
     def _load_model(self, model_path: str) -> ResponseLogProbs:
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to(self._accelerator.device)
         return ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
 
+    def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
+        """Take policy.minibatches optimizer steps on these rollouts, which all ranks must be given alike.
+
+        A step whose advantages are all 0 is still taken, as elsewhere in the field: AdamW's momentum goes on.
+
+        Returns means over the response tokens of all ranks: policy/loss, kl (k3 of behaviour || current policy),
+        kl_reference, entropy (nats), grad_norm (before clipping), clip_fraction, ratio_max, learning_rate,
+        rollout_log_prob_gap (mean |engine's - learner's log-prob| before the policy moves). With
+        policy.behaviour_correction also behaviour_ratio_mean (learner over engine, which is 1 in expectation),
+        behaviour_weight_mean, behaviour_capped or behaviour_masked (share of tokens), and behaviour_ess (effective
+        sample size of the weights, as a share of the tokens). Raises ValueError for fewer rollouts than ranks, and
+        FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
+        """
+        config, num_ranks = self._config, self._accelerator.num_processes
+        if len(rollouts) // config.minibatches < num_ranks:
+            raise ValueError(
+                f"{len(rollouts)} rollouts in {config.minibatches} minibatches leave a learner process of {num_ranks} "
+                "without any; lower policy.minibatches or policy.num_processes"
+            )
+        minibatches = split_minibatches(rollouts, config.minibatches)
+        shares = [self._micro_batches(minibatch) for minibatch in minibatches]
+        if config.old_log_probs == "recomputed":
+            shares = [[self._with_own_log_probs(batch) for batch in share] for share in shares]
+
+        sums = MetricSums()
+        for index, (minibatch, share) in enumerate(zip(minibatches, shares, strict=True)):
+            num_tokens = sum(len(scored.rollout.token_ids) for scored in minibatch)
+            normaliser = Normaliser(num_tokens, len(minibatch), self._rollout.max_new_tokens)
+            self._optimizer_step(share, normaliser, sums, policy_has_moved=index > 0)
+        self.policy_version += 1
+        return sums.means(self._accelerator)
+
     def _micro_batches(self, minibatch: list[ScoredRollout]) -> list[MicroBatch]:
-        """This rank's micro-batches; those that give no gradient are kept apart and come first."""
-        config = self._config
-        share = share_of_rank(minibatch, self._accelerator.process_index, self._accelerator.num_processes)
+        """Build this rank's micro-batches; those that give no gradient are kept apart and come first."""
+        config, accelerator = self._config, self._accelerator
+        share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
         without = [scored for scored in share if scored.advantage == 0]
         rest = [scored for scored in share if scored.advantage != 0]
         return [
             batch
             for part in (without, rest)
-            for batch in micro_batches(part, config.micro_batch_tokens, config.batching, self._accelerator.device)
+            for batch in micro_batches(part, config.micro_batch_tokens, config.batching, accelerator.device)
         ]
 
     @torch.no_grad()
-    def _with_recomputed_log_probs(self, shares: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
-        if len(shares) == 1:  # the only optimizer step's own forward pass gives them
-            return [[replace(batch, old_log_probs=None) for batch in share] for share in shares]
-        return [
-            [replace(batch, old_log_probs=self._log_probs(self._policy, batch)[0]) for batch in share]
-            for share in shares
-        ]
+    def _with_own_log_probs(self, batch: MicroBatch) -> MicroBatch:
+        # The forward pass of a step's only minibatch gives them anyway.
+        own = None if self._config.minibatches == 1 else self._log_probs(self._policy, batch)[0]
+        return replace(batch, old_log_probs=own)
 
     @staticmethod
     def _log_probs(model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -238,7 +150,7 @@ class PolicyLearner:
         local_loss = 0.0
         for batch in share:
             last = batch is share[-1]  # always runs backward: DDP's gradient exchange waits for it
-            with_gradient = last or batch.has_advantage or self._reference is not None
+            with_gradient = last or self._reference is not None or bool((batch.advantages != 0).any())
             with contextlib.nullcontext() if last else self._accelerator.no_sync(self._ddp_policy):
                 batch_loss, names = self._forward_backward(batch, normaliser, sums, with_gradient, policy_has_moved)
             local_loss += batch_loss
@@ -270,29 +182,77 @@ class PolicyLearner:
 
         current = log_probs.detach()
         sums.add_tokens(
-            kl=kl_estimate(batch.behaviour_log_probs, current, "k3"),
+            kl=kl_estimate(batch.behaviour_log_probs, current),
             entropy=entropy,
-            clip_fraction=result.clipped,
-            kl_reference=result.kl_reference,
             rollout_log_prob_gap=None if policy_has_moved else (batch.behaviour_log_probs - current).abs(),
         )
-        sums.add_ratio(result.ratio)
-        if result.behaviour is not None:
-            sums.add_behaviour(result.behaviour, self._config.behaviour_correction)
+        sums.add_loss(result, self._config.behaviour_correction)
         broken = batch.sequence_ids[~result.per_token.isfinite()].unique().tolist()
         return float(result.loss.detach()), [rollout_name(batch.rollouts[index]) for index in broken]
 
     def _non_finite_message(self, loss: float, grad_norm: float, broken: list[str]) -> str:
         rollouts = ", ".join(broken) if broken else "none: every loss is finite and the gradient overflowed"
         return (
-            f"policy step {self._policy_version + 1}: loss {loss}, gradient norm {grad_norm}. "
+            f"policy step {self.policy_version + 1}: loss {loss}, gradient norm {grad_norm}. "
             f"Rollouts (prompt/sample) with a loss that is not finite: {rollouts}. The optimizer has not moved. "
             "If a few rollouts are named, look at their log-probs and rewards; if all are, the weights are already "
             "broken: resume from a checkpoint with a lower policy.optimizer.learning_rate or policy.dtype=float32."
         )
 
+    def state_for_serving(self) -> dict[str, Tensor]:
+        """Return CPU copies of the weights in Hugging Face names and rollout.dtype, without tied duplicates."""
+        model = self._policy.model
+        tied = set(model.all_tied_weights_keys)
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        dtype = getattr(torch, self._rollout.dtype)
+        return {
+            name: tensor.detach().to("cpu", dtype, copy=True)
+            for name, tensor in revert_weight_conversion(model, state).items()
+        }
 
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    @torch.no_grad()
+    def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return hidden states of T tokens to compare an engine's with: aux [T, A*H], final [T, H], float32 on the CPU.
+
+        Layer id k is Hugging Face's hidden_states[k], the input of decoder layer k; final is after the final norm.
+        """
+        tokens = torch.tensor([token_ids], device=self._accelerator.device)
+        output = self._policy.last_hidden(tokens, output_hidden_states=True)
+        final = output.last_hidden_state[0]
+        aux = torch.cat([final[:, :0], *(output.hidden_states[layer][0] for layer in layers)], dim=-1)
+        return aux.float().cpu(), final.float().cpu()
+
+    def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
+        """Return the response tokens of each rollout under the laws of the current weights, in float32."""
+        return [
+            response_draws(self._policy.model, r.prompt_token_ids, r.token_ids, sampler, None, logit_tolerance)
+            for r in rollouts
+        ]
+
+    def save(self, folder: str | Path) -> None:
+        """Write weights (a Hugging Face folder, float32) and everything an exact resume needs; call on every rank."""
+        if self._accelerator.is_main_process:
+            self._policy.model.save_pretrained(folder)
+            parts = {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
+            torch.save({"policy_version": self.policy_version, **parts}, Path(folder) / LEARNER_STATE)
+        self._accelerator.wait_for_everyone()
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from a folder written by save(); call on every rank. The reference stays the initial policy."""
+        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._policy.model.load_state_dict(saved.state_dict())
+        state = torch.load(Path(folder) / LEARNER_STATE, map_location="cpu", weights_only=True)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.load_state_dict(state["scheduler"])
+        self.policy_version = state["policy_version"]
+
+    def close(self) -> None:
+        """Leave the process group, once all ranks are done with it."""
+        self._accelerator.wait_for_everyone()
+        self._accelerator.end_training()
+
+
+def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """transformers recomputes only layers in training mode; set it on those alone, so that dropout stays off."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():

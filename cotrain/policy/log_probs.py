@@ -30,7 +30,7 @@ class HeadLogProbs(torch.autograd.Function):
         dtype is the number format of the matrix products; everything after them is float32.
         """
         scaled, weight_cast = (hidden / temperature).to(dtype), weight.to(dtype)
-        log_probs, entropy, log_normaliser = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        log_probs, entropy, log_normaliser = hidden.new_empty(3, len(hidden), dtype=torch.float32)
         for rows in _chunks(len(hidden), len(weight)):
             logits = (scaled[rows] @ weight_cast.T).float()
             target_logits = logits.gather(1, targets[rows, None])[:, 0]
@@ -85,7 +85,7 @@ class ResponseLogProbs(nn.Module):
         self.dtype = dtype
 
     def last_hidden(self, token_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        """The base model's output for token_ids [B, L]; last_hidden_state [B, L, H] is after the final norm."""
+        """Return the base model's output for token_ids [B, L]; last_hidden_state [B, L, H] is after the final norm."""
         with torch.autocast(token_ids.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             return self.model.base_model(
                 input_ids=token_ids, position_ids=position_ids, use_cache=False, return_dict=True, **kwargs
@@ -94,7 +94,7 @@ class ResponseLogProbs(nn.Module):
     def forward(
         self, token_ids: Tensor, position_ids: Tensor | None, predictors: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy [N] of the targets [N] at flat positions predictors [N], at the rollout temperature."""
+        """Return log-probs and entropy [N] of the targets, predicted at flat positions [N], at the temperature."""
         hidden = self.last_hidden(token_ids, position_ids).last_hidden_state
         rows = hidden.flatten(0, 1).index_select(0, predictors)
         head = self.model.get_output_embeddings().weight
@@ -102,7 +102,7 @@ class ResponseLogProbs(nn.Module):
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Raises ValueError for a model whose logits are more than hidden state times head (bias, scale, soft cap)."""
+        """Raise ValueError for a model whose logits are more than hidden state times head (bias, scale, soft cap)."""
         token_ids = torch.arange(4, device=self.model.device)[None]
         hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
         own = hidden @ self.model.get_output_embeddings().weight.T

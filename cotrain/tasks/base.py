@@ -1,7 +1,6 @@
-"""What a task is, and the one place that builds the task a configuration asks for."""
+"""The protocol of a task, and the one place that builds the task a configuration asks for."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from cotrain.config.schema import DatasetTask, ReasoningGymTask
 from cotrain.records import Prompt
@@ -13,24 +12,18 @@ class Task(Protocol):
     """A fixed list of prompts and a way to score responses to them."""
 
     def __len__(self) -> int:
-        """Number of prompts."""
+        """Count the prompts."""
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt of index 0 <= index < len(self); the same one at every call and in every process."""
+        """Return the prompt of index 0 <= index < len(self); the same one at every call and in every process."""
 
     def score(self, prompt: Prompt, response: str) -> float:
-        """Reward of a response to prompt, finite."""
-
-
-TASKS: dict[str, Callable[[Any, int], Task]] = {
-    "reasoning_gym": ReasoningGymProblems,
-    "dataset": DatasetProblems,
-}
+        """Return the reward of a response to prompt, a finite number."""
 
 
 def build_task(config: ReasoningGymTask | DatasetTask, seed: int) -> Task:
-    """The task of the [task] table.
+    """Build the task of the [task] table.
 
     Raises ValueError naming the field when the task, file, column or reward is not there.
     """
-    return TASKS[config.type](config, seed)
+    return ReasoningGymProblems(config, seed) if isinstance(config, ReasoningGymTask) else DatasetProblems(config)

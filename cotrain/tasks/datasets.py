@@ -14,7 +14,7 @@ from typing import Any
 
 from cotrain.config.schema import DatasetRollouts, DatasetTask
 from cotrain.records import Prompt
-from cotrain.tasks.messages import chat_messages
+from cotrain.tasks.messages import Messages, chat_messages
 from cotrain.tasks.rewards import REWARDS, load_reward
 
 FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -22,9 +22,9 @@ GSM8K_MARKER = "####"
 
 
 class DatasetProblems:
-    """All prompts of a dataset, read and checked at once; seed is not used, the order comes from PromptSampler."""
+    """All prompts of a dataset, read and checked at once."""
 
-    def __init__(self, config: DatasetTask, seed: int) -> None:
+    def __init__(self, config: DatasetTask) -> None:
         """Raises ValueError naming the field of [task] and, for columns, what the dataset has."""
         self._reward = load_reward(config.reward)
         rows = load_rows(config)
@@ -36,54 +36,47 @@ class DatasetProblems:
         return len(self._prompts)
 
     def prompt(self, index: int) -> Prompt:
-        """Row of that index."""
+        """Return the row of that index."""
         return self._prompts[index]
 
     def score(self, prompt: Prompt, response: str) -> float:
-        """task.reward of the response."""
+        """Return task.reward of the response."""
         return self._reward(prompt.messages, response, prompt.answer)
 
 
 def load_rows(config: DatasetTask | DatasetRollouts) -> Any:
-    """The first max_examples rows, a datasets.Dataset. Raises ValueError naming task.path, or task.split and task.subset."""
+    """Read the rows, a datasets.Dataset. Raises ValueError naming the field to mend."""
     import datasets
-    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
     path = Path(config.path).expanduser()
     if not path.exists() and (path.suffix in FILE_TYPES or config.path.startswith((".", "/", "~"))):
         raise ValueError(f"task.path: no file or folder '{config.path}' in {Path.cwd()}")
     if path.is_file() and path.suffix not in FILE_TYPES:
         raise ValueError(f"task.path: {config.path} must end in {', '.join(FILE_TYPES)}")
-    if path.is_file() and path.stat().st_size == 0:
-        raise ValueError(f"task.path: {config.path} is empty")
     datasets.disable_progress_bars()
     try:
         if path.is_file():
-            rows = datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split="train")
-        elif (path / "dataset_info.json").is_file():
-            rows = datasets.load_from_disk(str(path))
-        else:
-            rows = datasets.load_dataset(str(path) if path.is_dir() else config.path, config.subset, split=config.split)
-    except (DatasetNotFoundError, ConnectionError) as error:
+            return datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split=config.split)
+        if (path / "dataset_info.json").is_file():
+            return datasets.load_from_disk(str(path))
+        if path.is_dir():
+            return datasets.load_dataset(str(path), split=config.split)
+        # OWNER/NAME of the hub, or OWNER/NAME/CONFIGURATION.
+        owner_and_name, configuration = config.path.split("/")[:2], config.path.split("/")[2:]
+        return datasets.load_dataset("/".join(owner_and_name), *configuration, split=config.split)
+    except Exception as error:  # datasets, pyarrow and the hub each have types of their own
         raise ValueError(
-            f"task.path: there is no local file or folder '{config.path}', and the hub did not give a dataset of that "
-            f"name ({error}). Check the name and the network, or give a json, jsonl or parquet file"
+            f"task.path or task.split: cannot read {config.path}: {error.__cause__ or error}. Give a json, jsonl or "
+            "parquet file, a folder of them, or a hub id that the network reaches"
         ) from error
-    except (DatasetGenerationError, FileNotFoundError) as error:
-        raise ValueError(f"task.path: cannot read {config.path}: {error.__cause__ or error}") from error
-    except ValueError as error:
-        field = "task.path" if path.is_file() else "task.split or task.subset"
-        raise ValueError(f"{field}: {config.path}: {error}") from error
-    return rows if config.max_examples is None else rows.select(range(min(config.max_examples, len(rows))))
 
 
 def find_prompt_column(config: DatasetTask | DatasetRollouts, columns: list[str]) -> str:
-    """prompt_column, or the first of the schemas' names. Raises ValueError listing the columns found."""
+    """Return prompt_column, or the first of the schemas' names. Raises ValueError listing the columns found."""
     if config.prompt_column is not None:
         return existing_column(config.prompt_column, "task.prompt_column", columns)
-    if {"prompt", "reward_model"} <= set(columns):
-        return "prompt"
-    for name in ("messages", "prompt", "question"):
+    names = ("prompt", "messages") if "reward_model" in columns else ("messages", "prompt", "question")
+    for name in names:
         if name in columns:
             return name
     raise ValueError(
@@ -93,7 +86,7 @@ def find_prompt_column(config: DatasetTask | DatasetRollouts, columns: list[str]
 
 
 def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) -> str | None:
-    """None where answers come from the last message, or where a user's reward may do without."""
+    """Return None where answers come from the last message, or where a user's reward may do without."""
     if config.answer_column is not None:
         return existing_column(config.answer_column, "task.answer_column", columns)
     for name in ("reward_model", "answer"):
@@ -108,7 +101,7 @@ def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) 
 
 
 def existing_column(column: str, field: str, columns: list[str]) -> str:
-    """`column`, if it is there. Raises ValueError naming `field` and the columns found."""
+    """Return `column` if it is there. Raises ValueError naming `field` and the columns found."""
     if column not in columns:
         raise ValueError(f"{field}: no column '{column}'. Columns found: {', '.join(columns)}")
     return column
@@ -124,14 +117,15 @@ def _read_prompt(
         raise ValueError(
             f"task.answer_column: {where} has the answer {answer!r}; task.reward = '{config.reward}' needs a text"
         )
-    messages = chat_messages(question, config.instruction, config.system_prompt)
+    messages = chat_messages(question, config.instruction)
     return Prompt(id=f"{Path(config.path).stem}-{index}", messages=messages, answer=answer)
 
 
-def split_question(
-    question: str | list[dict[str, str]], column: str, where: str
-) -> tuple[str | list[dict[str, str]], str | None]:
-    """(text or messages of the prompt, the last message when it is the assistant's). Raises ValueError naming `where`."""
+def split_question(question: str | Messages, column: str, where: str) -> tuple[str | Messages, str | None]:
+    """Part a prompt's text or messages from the last message when it is the assistant's.
+
+    Raises ValueError naming `where` for an empty prompt, and for messages without role or content.
+    """
     answer = None
     if isinstance(question, list) and question and question[-1].get("role") == "assistant":
         question, answer = question[:-1], question[-1]["content"]
@@ -144,11 +138,9 @@ def split_question(
 
 
 def _read_answer(value: Any) -> Any:
-    """Value of an answer cell: verl's ground truth, what follows GSM8K's marker, a number as text."""
+    """Read an answer cell: verl's ground truth, what follows GSM8K's marker, a number as text."""
     if isinstance(value, dict) and "ground_truth" in value:
         value = value["ground_truth"]
-    if isinstance(value, str) and GSM8K_MARKER in value:
+    if isinstance(value, str):
         return value.rpartition(GSM8K_MARKER)[2].strip()
-    if isinstance(value, int | float):
-        return str(value)
-    return value.strip() if isinstance(value, str) else value
+    return str(value) if isinstance(value, int | float) else value

@@ -14,38 +14,27 @@ class PromptSampler:
         if prompts_per_step > num_prompts:
             raise ValueError(
                 f"rollout.prompts_per_step = {prompts_per_step} is more than the {num_prompts} prompts of the task; "
-                "lower it, or raise task.size or task.max_examples"
+                "lower it, or raise task.size"
             )
-        self._num_prompts = num_prompts
-        self._prompts_per_step = prompts_per_step
-        self._seed = seed
-        self._epoch = 0
-        self._position = 0
-        self._order = self._shuffled()
+        self._num_prompts, self._prompts_per_step, self._seed = num_prompts, prompts_per_step, seed
+        self.restore({"epoch": 0, "position": 0})
 
     def next(self) -> list[int]:
-        """Indices of the next step's prompts."""
+        """Return the indices of the next step's prompts."""
         if self._position + self._prompts_per_step > self._num_prompts:
-            self._epoch += 1
-            self._position = 0
-            self._order = self._shuffled()
+            self.restore({"epoch": self._epoch + 1, "position": 0})
         batch = self._order[self._position : self._position + self._prompts_per_step]
         self._position += self._prompts_per_step
         return batch
 
     def state(self) -> dict[str, int]:
-        """What restore needs: the epoch, and how many of its indices were handed out."""
+        """Return what restore needs: the epoch, and how many of its indices were handed out."""
         return {"epoch": self._epoch, "position": self._position}
 
     def restore(self, state: dict[str, int]) -> None:
         """Continue after the batch at which state() was taken."""
         if not 0 <= state["position"] <= self._num_prompts:
             raise ValueError(f"position {state['position']} lies outside the task's {self._num_prompts} prompts")
-        self._epoch = state["epoch"]
-        self._position = state["position"]
-        self._order = self._shuffled()
-
-    def _shuffled(self) -> list[int]:
-        order = list(range(self._num_prompts))
-        random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
-        return order
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = list(range(self._num_prompts))
+        random.Random(f"{self._seed}/{self._epoch}").shuffle(self._order)

@@ -9,22 +9,18 @@ class PromptEncoder:
     """Applies the policy's chat template, and remembers prompts until their rollouts are scored."""
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int):
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                "policy.model has no chat template; use an instruction-tuned model or add one to its folder"
-            )
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._prompts: dict[str, Prompt] = {}
 
     @property
     def eos_token_id(self) -> int | None:
-        """Token that ends a response."""
+        """Return the token that ends a response."""
         token: int | None = self._tokenizer.eos_token_id
         return token
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids with the assistant's turn opened. Raises ValueError for a prompt over the limit."""
+        """Return token ids with the assistant's turn opened. Raises ValueError for a prompt over the limit."""
         token_ids = self._tokenizer.apply_chat_template(
             prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
@@ -36,7 +32,7 @@ class PromptEncoder:
         return list(token_ids)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids, special tokens shown."""
+        """Return the text of token ids, special tokens shown."""
         return self._tokenizer.decode(token_ids)
 
     def remember(self, prompt: Prompt) -> None:
@@ -44,7 +40,7 @@ class PromptEncoder:
         self._prompts[prompt.id] = prompt
 
     def prompt(self, prompt_id: str) -> Prompt:
-        """A remembered prompt."""
+        """Return a remembered prompt."""
         return self._prompts[prompt_id]
 
     def forget_all(self) -> None:

@@ -27,15 +27,13 @@ class ReasoningGymProblems:
         return self._config.size
 
     def prompt(self, index: int) -> Prompt:
-        """Problem of that index; its answer is reasoning-gym's whole entry, which the verifier needs."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"prompt {index} of a task with {len(self)}")
+        """Return the problem of that index; its answer is reasoning-gym's whole entry, which the verifier needs."""
         entry = self._dataset[index]
-        messages = chat_messages(entry["question"], self._config.instruction, self._config.system_prompt)
+        messages = chat_messages(entry["question"], self._config.instruction)
         return Prompt(id=f"{self._config.name}-{index}", messages=messages, answer=entry)
 
     def score(self, prompt: Prompt, response: str) -> float:
-        """The verifier's score of the final answer in the response (cotrain.tasks.rewards has the rule)."""
+        """Return the verifier's score of the final answer in the response (cotrain.tasks.rewards has the rule)."""
         expected = prompt.answer["answer"]
         extract = extract_number if isinstance(expected, str) and is_number(expected) else extract_answer
         answer = extract(response)
@@ -55,17 +53,16 @@ def _create_dataset(config: ReasoningGymTask, seed: int) -> Any:
     if config.name not in DATASETS:
         close = difflib.get_close_matches(config.name, DATASETS, n=3) or sorted(DATASETS)
         raise ValueError(f"task.name: reasoning-gym has no task '{config.name}'; it has {', '.join(close)}")
-    for parameter, field in (("size", "task.size"), ("seed", "seed")):
-        if parameter in config.parameters:
-            raise ValueError(f"task.parameters.{parameter}: set {field} instead")
     # reasoning-gym seeds problem i with seed + i: neighbouring seeds would share nearly all problems.
-    distant_seed = random.Random(seed).getrandbits(31)
+    own = {"size": config.size, "seed": random.Random(seed).getrandbits(31)}
     parameters = dict(config.parameters)
     try:
         if config.name == "composite":
             parameters["datasets"] = [DatasetSpec(**spec) for spec in parameters.get("datasets", [])]
-        return reasoning_gym.create_dataset(config.name, size=config.size, seed=distant_seed, **parameters)
+        return reasoning_gym.create_dataset(config.name, **own, **parameters)
     except (TypeError, ValueError, AssertionError) as error:
-        names = [field.name for field in dataclasses.fields(DATASETS[config.name][1])]
-        known = ", ".join(name for name in names if name not in ("size", "seed"))
-        raise ValueError(f"task.parameters: {config.name}: {error}; parameters are {known}") from error
+        known = [field.name for field in dataclasses.fields(DATASETS[config.name][1]) if field.name not in own]
+        raise ValueError(
+            f"task.parameters: {config.name}: {error}; parameters are {', '.join(known)} (set task.size and seed "
+            "beside them)"
+        ) from error

@@ -11,18 +11,18 @@ Where the answer is known to be a number, it is the first number of 1-3 ("Answer
 1-3 the last number of the response ("3 + 4 = 7"). Exactly one is taken: listing many numbers does not help.
 """
 
-import importlib
 import inspect
 import math
 import os
+import pkgutil
 import re
 import sys
-import threading
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-Messages = list[dict[str, str]]
+from cotrain.tasks.messages import Messages
+
 Reward = Callable[[Messages, str, Any], float]
 """(prompt messages, response, answer) -> finite float."""
 
@@ -30,11 +30,10 @@ TAGGED = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 ANSWER_PHRASE = re.compile(r"\banswer(?:\s+is\b|\**\s*:)", re.IGNORECASE)
 NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)")
-UNTIMED_CHARACTERS = 500
 
 
 def extract_answer(response: str) -> str:
-    """Final answer of a response by the module's rule; "" for an empty response."""
+    """Return the final answer of a response by the module's rule; "" for an empty response."""
     marked = _marked_answer(response)
     if marked is not None:
         return marked
@@ -43,7 +42,7 @@ def extract_answer(response: str) -> str:
 
 
 def extract_number(response: str) -> str:
-    """Final number of a response by the module's rule, without thousands commas; "" where there is none."""
+    """Return the final number of a response by the module's rule, without thousands commas; "" where there is none."""
     marked = _marked_answer(response)
     text = response if marked is None else marked
     numbers = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
@@ -64,17 +63,17 @@ def _marked_answer(response: str) -> str | None:
 
 
 def is_number(text: str) -> bool:
-    """Whether the whole text is one number."""
+    """Say whether the whole text is one number."""
     return NUMBER.fullmatch(text.strip()) is not None
 
 
 def exact(prompt: Messages, response: str, answer: Any) -> float:
-    """1 when the final answer is the answer, up to blanks and a final full stop."""
+    """Return 1 when the final answer is the answer, up to blanks and a final full stop."""
     return float(_normalised(extract_answer(response)) == _normalised(str(answer)))
 
 
 def numeric(prompt: Messages, response: str, answer: Any) -> float:
-    """1 when the final number equals the answer as a decimal number."""
+    """Return 1 when the final number equals the answer as a decimal number."""
     expected = extract_number(str(answer))
     if not expected:
         raise ValueError(f"task.reward: numeric needs answers with a number, got {answer!r}")
@@ -83,24 +82,20 @@ def numeric(prompt: Messages, response: str, answer: Any) -> float:
 
 
 def math_verify(prompt: Messages, response: str, answer: Any) -> float:
-    """1 when math-verify finds the response's expression equal to the answer.
+    """Return 1 when math-verify finds the response's expression equal to the answer.
 
-    Its five-second limit is a signal, which Python delivers to the main thread only. In other threads nothing can
-    stop it, and only the end of the response, UNTIMED_CHARACTERS long, is read.
+    Its limit of five seconds is a signal, which Python delivers to the main thread only; elsewhere it raises.
     """
     from math_verify import parse, verify
 
-    if threading.current_thread() is threading.main_thread():
-        return float(verify(parse(str(answer)), parse(response)))
-    gold = parse(str(answer), parsing_timeout=None)
-    return float(verify(gold, parse(response[-UNTIMED_CHARACTERS:], parsing_timeout=None), timeout_seconds=None))
+    return float(verify(parse(str(answer)), parse(response)))
 
 
 REWARDS: dict[str, Reward] = {"exact": exact, "numeric": numeric, "math_verify": math_verify}
 
 
 def load_reward(name: str) -> Reward:
-    """The reward called name in task.reward: a key of REWARDS, or the dotted path of a user's function.
+    """Return the reward called name in task.reward: a key of REWARDS, or the dotted path of a user's function.
 
     The function may be written package.module:function or package.module.function, and its module may lie in the
     working folder. Raises ValueError naming task.reward when it cannot be imported or called with (prompt, response,
@@ -108,11 +103,20 @@ def load_reward(name: str) -> Reward:
     """
     if name in REWARDS:
         return REWARDS[name]
-    module_name, _, function_name = name.partition(":") if ":" in name else name.rpartition(".")
-    if not module_name or not function_name:
+    # A console script has its own folder on the path, not the one it was called in.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        function = pkgutil.resolve_name(name)
+        inspect.signature(function).bind([], "", "")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         known = ", ".join(REWARDS)
-        raise ValueError(f"task.reward: unknown reward '{name}'; use {known}, or package.module:function")
-    function = _import_function(module_name, function_name)
+        raise ValueError(
+            f"task.reward: {name} is neither {known} nor a function (prompt, response, answer) that can be imported as "
+            f"package.module:function ({error})"
+        ) from error
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"task.reward: {name} is async; it must return the number itself")
 
     def reward(prompt: Messages, response: str, answer: Any) -> float:
         value = function(prompt, response, answer)
@@ -125,30 +129,6 @@ def load_reward(name: str) -> Reward:
         return number
 
     return reward
-
-
-def _import_function(module_name: str, function_name: str) -> Callable[..., Any]:
-    # A console script has its own folder on the path, not the one it was called in.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"task.reward: cannot import {module_name}: {error}") from error
-    if not hasattr(module, function_name):
-        raise ValueError(f"task.reward: {module_name} has no function '{function_name}'")
-    function = getattr(module, function_name)
-    if not callable(function):
-        raise ValueError(f"task.reward: {module_name}: '{function_name}' is not callable")
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"task.reward: {module_name}:{function_name} is async; it must return the number itself")
-    try:
-        inspect.signature(function).bind([], "", "")
-    except TypeError as error:
-        raise ValueError(
-            f"task.reward: {module_name}:{function_name} must take (prompt, response, answer): {error}"
-        ) from error
-    return function
 
 
 def _normalised(text: str) -> str:

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cotrain.models.loading import weight_files
-from drafters.base import TargetSpec, TargetWeights, read_config
+from drafters.base import TargetSpec, TargetWeights
+from drafters.files import read_config
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 

@@ -3,6 +3,7 @@
 Tensor names are those of its checkpoint. The target's embedding and head are borrowed for each loss, never kept.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -11,9 +12,7 @@ from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
 from drafters.base import Drafter, DraftLoss, Drafts, Sampler, Serving, TargetSpec, TargetWeights
-from drafters.bounds import overflowing
 from drafters.config import Eagle3Config, ObjectiveConfig
-from drafters.eagle3.bounds import activation_bounds
 from drafters.eagle3.checkpoint import check_aux_layers, read_checkpoint, to_config
 from drafters.eagle3.layer import DecoderLayer, Eagle3Shape
 from drafters.losses import drafter_loss
@@ -29,61 +28,37 @@ class Eagle3Drafter(Drafter):
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape)
-        num_layers = len(shape.aux_layers)
+        size, eps, num_layers = shape.sizes.hidden_size, shape.sizes.rms_norm_eps, len(shape.aux_layers)
         if shape.fc_norm:
-            norms = [nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps) for _ in range(num_layers)]
-            self.fc_norm = nn.ModuleList(norms)
-        self.fc = nn.Linear(num_layers * shape.hidden_size, shape.hidden_size, bias=False)
+            self.fc_norm = nn.ModuleList([nn.RMSNorm(size, eps=eps) for _ in range(num_layers)])
+        self.fc = nn.Linear(num_layers * size, size, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(shape)])
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        self.norm = nn.RMSNorm(size, eps=eps)
+        self.lm_head = nn.Linear(size, shape.draft_vocab_size, bias=False)
         # vLLM has no map to load when the vocabularies are the same.
-        if shape.draft_vocab_size < shape.vocab_size:
-            d2t, t2d = to_maps(torch.arange(shape.draft_vocab_size), shape.vocab_size)
+        self.has_map = shape.draft_vocab_size < shape.sizes.vocab_size
+        if self.has_map:
+            d2t, t2d = to_maps(torch.arange(shape.draft_vocab_size), shape.sizes.vocab_size)
             self.register_buffer("d2t", d2t)
             self.register_buffer("t2d", t2d)
 
-    @classmethod
-    def shape_of(cls, config: Eagle3Config, target: TargetSpec) -> Eagle3Shape:
-        if problems := cls.shape_problems(config, target):
-            raise ValueError("; ".join(problems))
-        return Eagle3Shape(
-            vocab_size=target.vocab_size,
-            hidden_size=target.hidden_size,
-            intermediate_size=config.intermediate_size or target.intermediate_size,
-            num_attention_heads=target.num_attention_heads,
-            num_key_value_heads=target.num_key_value_heads,
-            head_dim=target.head_dim,
-            rms_norm_eps=target.rms_norm_eps,
-            rope_theta=target.rope_theta,
-            max_position_embeddings=target.max_position_embeddings,
-            eos_token_ids=target.eos_token_ids,
-            draft_vocab_size=config.draft_vocab_size,
-            aux_layers=check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers"),
-            trained_depth=config.trained_depth,
-            fc_norm=config.fc_norm,
-            norm_before_residual=config.norm_before_residual,
-        )
+    read = staticmethod(read_checkpoint)
 
     @classmethod
-    def shape_problems(cls, config: Eagle3Config, target: TargetSpec) -> list[str]:
-        problems = []
+    def shape_of(cls, config: Eagle3Config, target: TargetSpec) -> Eagle3Shape:
         if config.draft_vocab_size > target.vocab_size:
-            problems.append(
+            raise ValueError(
                 f"drafter.model.draft_vocab_size: {config.draft_vocab_size} is above the target's vocabulary of "
                 f"{target.vocab_size} tokens; lower it"
             )
-        try:
-            check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers")
-        except ValueError as error:
-            problems.append(str(error))
-        return problems
-
-    @classmethod
-    def read(
-        cls, folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
-    ) -> tuple[Eagle3Shape, dict[str, Tensor]]:
-        return read_checkpoint(folder, target, depth_if_unstated)
+        return Eagle3Shape(
+            sizes=replace(target, partial_rotary_factor=1.0),
+            trained_depth=config.trained_depth,
+            draft_vocab_size=config.draft_vocab_size,
+            aux_layers=check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers"),
+            fc_norm=True,
+            norm_before_residual=False,
+        )
 
     @property
     def serving(self) -> Serving:
@@ -91,9 +66,11 @@ class Eagle3Drafter(Drafter):
 
     @property
     def draft_to_target(self) -> Tensor:
-        if self.shape.draft_vocab_size == self.shape.vocab_size:
-            return torch.arange(self.shape.vocab_size, device=self.lm_head.weight.device)
-        return to_tokens(self.d2t)
+        return (
+            to_tokens(self.d2t)
+            if self.has_map
+            else torch.arange(len(self.lm_head.weight), device=self.fc.weight.device)
+        )
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """First hidden state [R, H] of the drafter, from those of the A aux layers [R, A*H]."""
@@ -104,54 +81,52 @@ class Eagle3Drafter(Drafter):
 
     def check_tensors(self, tensors: dict[str, Tensor], source: str | Path) -> None:
         super().check_tensors(tensors, source)
-        if "d2t" in tensors and not torch.equal(tensors["t2d"].nonzero().squeeze(1), to_tokens(tensors["d2t"])):
+        if self.has_map and not torch.equal(tensors["t2d"].nonzero().squeeze(1), to_tokens(tensors["d2t"])):
             raise ValueError(f"{source}: d2t and t2d do not name the same ascending token ids")
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> Drafts:
-        layer = cast(DecoderLayer, self.layers[0])
         hidden = unroll(
-            self.fuse, layer, self.norm, batch.aux_hidden, batch, alignment, target.embedding, recycles_normed=False
+            self.fuse,
+            cast(DecoderLayer, self.layers[0]),
+            self.norm,
+            batch.aux_hidden,
+            batch,
+            alignment,
+            target.embedding,
+            recycles_normed=False,
         )
-        return Drafts(hidden, self.lm_head.weight, self.draft_to_target, self.shape.eos_token_ids)
+        return Drafts(hidden, self.lm_head.weight, self.draft_to_target, self.shape.sizes.eos_token_ids)
 
     def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
         return drafter_loss(self, batch, target, sampler, objective)
 
     @torch.no_grad()
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
-        tokens = choose_tokens(token_counts, self.shape.draft_vocab_size, self.shape.eos_token_ids)
-        if self.shape.draft_vocab_size < self.shape.vocab_size:
-            self.d2t, self.t2d = (m.to(self.d2t.device) for m in to_maps(tokens, self.shape.vocab_size))
+        tokens = choose_tokens(token_counts, self.shape.draft_vocab_size, self.shape.sizes.eos_token_ids)
+        if self.has_map:
+            self.d2t, self.t2d = (m.to(self.d2t.device) for m in to_maps(tokens, self.shape.sizes.vocab_size))
         self.lm_head.weight.copy_(target.head[tokens.to(target.head.device)])
         return coverage(token_counts, tokens)
 
     def state_for_serving(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.state_dict().items() if name != "t2d"}
 
-    def overflowing(self) -> list[str]:
-        state = self.state_dict()
-        return overflowing(state, activation_bounds(self.shape, cast(DecoderLayer, self.layers[0]), state))
-
     def serving_config(self) -> dict[str, object]:
         return to_config(self.shape)
-
-    def settings(self) -> dict[str, object]:
-        return {name: getattr(self.shape, name) for name in Eagle3Config.model_fields if name != "type"}
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
         """Normal(0, 0.02) matrices and unit norms, as Llama starts; the head's rows come from the target later on.
 
-        With fc_norm, fc passes the highest aux state through. Without, that state's outliers would drown the rest.
+        fc passes the highest aux state through; its norm keeps that state's outliers from drowning the rest.
         """
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
-        if self.shape.fc_norm:
-            self.fc.weight.zero_()
-            self.fc.weight[:, -self.shape.hidden_size :].fill_diagonal_(1.0)
-        if self.shape.draft_vocab_size < self.shape.vocab_size:
+        self.fc.weight.zero_()
+        self.fc.weight[:, -self.shape.sizes.hidden_size :].fill_diagonal_(1.0)
+        if self.has_map:
             self.d2t.zero_()
             self.t2d.zero_()[: self.shape.draft_vocab_size] = True

@@ -1,12 +1,9 @@
 """The mixture of experts that stands for the MLP in a Qwen3-Next layer, on packed rows. R rows, H hidden size."""
 
-from collections.abc import Iterator
-from typing import cast
-
 from torch import Tensor, nn
 
 from drafters.attention import MLP
-from drafters.base import Experts
+from drafters.target import Experts
 
 
 class SparseMLP(nn.Module):
@@ -31,8 +28,3 @@ class SparseMLP(nn.Module):
             if len(rows):
                 output = output.index_add(0, rows, weights[rows, place, None] * expert(x[rows]))
         return output
-
-    def mlps(self) -> Iterator[MLP]:
-        """All experts, the shared one included."""
-        yield from (cast(MLP, expert) for expert in self.experts)
-        yield self.shared_expert

@@ -4,7 +4,6 @@ Tensor names are those of its checkpoint. The target's matrices are borrowed for
 update refreshes them and no gradient reaches them.
 """
 
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -12,48 +11,34 @@ from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
 from drafters.attention import ZeroCentredRMSNorm
-from drafters.base import Drafter, DraftLoss, Drafts, Sampler, Serving, TargetSpec, TargetWeights
-from drafters.bounds import overflowing
+from drafters.base import Drafter, DraftLoss, Drafts, Sampler, Serving, Shape, TargetSpec, TargetWeights
 from drafters.config import MtpConfig, ObjectiveConfig
 from drafters.losses import drafter_loss
-from drafters.mtp.bounds import activation_bounds
-from drafters.mtp.checkpoint import read_checkpoint, shape_for, to_config
-from drafters.mtp.formats import FORMATS
-from drafters.mtp.layer import MtpHead, MtpShape
+from drafters.mtp.checkpoint import read_checkpoint, to_config
+from drafters.mtp.formats import TARGETS, head_sizes
+from drafters.mtp.layer import MtpHead
 from drafters.unroll import unroll
 
 
 class MtpDrafter(Drafter):
     """One MTP head, trained and served over several draft positions, with the target's whole vocabulary."""
 
-    def __init__(self, shape: MtpShape) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        self.format = FORMATS[shape.format]
+        self.format = TARGETS[shape.sizes.model_type]
         # Modules nested as the format's prefix says, so that parameters have the checkpoint's names.
         *path, last = self.format.prefix.strip(".").split(".")
         parent: nn.Module = self
         for name in path:
             parent.add_module(name, nn.Module())
             parent = cast(nn.Module, parent.get_submodule(name))
-        parent.add_module(last, self.format.module(shape))
+        parent.add_module(last, self.format.module(shape.sizes))
+
+    read = staticmethod(read_checkpoint)
 
     @classmethod
-    def shape_of(cls, config: MtpConfig, target: TargetSpec) -> MtpShape:
-        return shape_for(target, config.trained_depth)
-
-    @classmethod
-    def read(
-        cls, folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
-    ) -> tuple[MtpShape, dict[str, Tensor]]:
-        return read_checkpoint(folder, target, depth_if_unstated)
-
-    @classmethod
-    def shape_problems(cls, config: MtpConfig, target: TargetSpec) -> list[str]:
-        try:
-            shape_for(target, config.trained_depth)
-        except ValueError as error:
-            return [str(error)]
-        return []
+    def shape_of(cls, config: MtpConfig, target: TargetSpec) -> Shape:
+        return Shape(head_sizes(target), config.trained_depth)
 
     @property
     def head(self) -> MtpHead:
@@ -66,7 +51,7 @@ class MtpDrafter(Drafter):
 
     @property
     def draft_to_target(self) -> Tensor:
-        return torch.arange(self.shape.vocab_size, device=self.head.joining.weight.device)
+        return torch.arange(self.shape.sizes.vocab_size, device=self.head.joining.weight.device)
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> Drafts:
         head = self.head
@@ -75,25 +60,13 @@ class MtpDrafter(Drafter):
             target.embedding, recycles_normed=True,
         )  # fmt: skip
         borrowed = target.head.detach().to(head.joining.weight.dtype)
-        return Drafts(hidden, borrowed, self.draft_to_target, self.shape.eos_token_ids)
+        return Drafts(hidden, borrowed, self.draft_to_target, self.shape.sizes.eos_token_ids)
 
     def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
         return drafter_loss(self, batch, target, sampler, objective)
 
-    def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
-        return 1.0
-
-    def state_for_serving(self) -> dict[str, Tensor]:
-        return self.state_dict()
-
-    def overflowing(self) -> list[str]:
-        return overflowing(self.state_dict(), activation_bounds(self.head))
-
     def serving_config(self) -> dict[str, object]:
         return to_config(self.shape)
-
-    def settings(self) -> dict[str, object]:
-        return {"trained_depth": self.shape.trained_depth}
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:

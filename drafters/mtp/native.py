@@ -6,7 +6,7 @@ with.
 """
 
 import json
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,91 +14,68 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.base import CONFIG, WEIGHTS, read_config, read_tensors
-from drafters.mtp.formats import NATIVE_ARCHITECTURES, NUM_HEADS, HeadFormat
+from drafters.checkpoint import read_tensors
+from drafters.files import CONFIG, INDEX, WEIGHTS, read_config, safetensors_header, weight_files
+from drafters.mtp.formats import NATIVE_ARCHITECTURES, NUM_HEADS
 
-INDEX = "model.safetensors.index.json"
 HEAD_FILE = "model-mtp.safetensors"
 WHOLE_CONFIG = "whole_config.json"
 """In the head's folder: config.json of the checkpoint that held both."""
 
 
 def has_native_head(folder: Path) -> bool:
-    """Does a model folder hold an MTP head of a known format?"""
+    """Say whether a model folder holds an MTP head of a known format."""
     known = NATIVE_ARCHITECTURES.get((read_config(folder).get("architectures") or [""])[0])
-    return known is not None and any(name.startswith(known.tensors) for name, _ in _names(folder))
+    if known is None:
+        return False
+    return any(name.startswith(known.tensors) for file in weight_files(folder) for name in safetensors_header(file))
 
 
-def write_policy(folder: Path, out: Path) -> None:
-    """Write config.json and weights of a model folder without its MTP heads into the folder `out`."""
-    config, known = _config_and_format(folder)
+def split(folder: Path, policy: Path, head: Path) -> None:
+    """Write a model folder as two into the new folders `policy`, without MTP heads, and `head`, a drafter."""
+    policy.mkdir()
+    head.mkdir()
+    config = read_config(folder)
+    known = NATIVE_ARCHITECTURES[config["architectures"][0]]
+    head_tensors: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
-    for file in _files(folder):
-        tensors = {name: t for name, t in load_file(folder / file).items() if not name.startswith(known.tensors)}
+    for file in weight_files(folder):
+        tensors = load_file(file)
+        head_tensors |= {name: tensors.pop(name) for name in list(tensors) if name.startswith(known.tensors)}
         if tensors:
-            save_file(tensors, out / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(tensors, file)
+            save_file(tensors, policy / file.name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file.name)
     if (folder / INDEX).is_file():
-        _write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map})
+        _write_json(policy / INDEX, {"metadata": {}, "weight_map": weight_map})
     plain = {name: value for name, value in config.items() if name not in (NUM_HEADS, "auto_map")}
-    _write_json(out / CONFIG, plain | known.policy_config)
-
-
-def write_head(folder: Path, out: Path) -> None:
-    """Write the MTP heads of a model folder into the folder `out`: a drafter, and the configuration of the whole."""
-    config, known = _config_and_format(folder)
-    tensors: dict[str, Tensor] = {}
-    for file in _files(folder):
-        tensors |= {name: t for name, t in load_file(folder / file).items() if name.startswith(known.tensors)}
-    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
-    _write_json(out / CONFIG, config | known.config)
-    _write_json(out / WHOLE_CONFIG, config)
+    _write_json(policy / CONFIG, plain | dict(known.policy_config))
+    save_file(head_tensors, head / WEIGHTS, metadata={"format": "pt"})
+    _write_json(head / CONFIG, config | known.config)
+    _write_json(head / WHOLE_CONFIG, config)
 
 
 def stitch(policy: Path, head: Path, split_head: Path, out: Path) -> None:
     """Write policy and head as one model into the folder `out`, under the configuration that they once came with.
 
-    split_head: what `write_head` wrote; head: the drafter that takes its place, in the policy's number format. Raises
-    ValueError when that one is of another format.
+    split_head: the head that `split` wrote; head: the drafter that takes its place, in the policy's number format.
+    Raises ValueError when that one is of another format.
     """
-    whole_config = json.loads((split_head / WHOLE_CONFIG).read_text())
-    known = NATIVE_ARCHITECTURES[whole_config["architectures"][0]]
+    config = json.loads((split_head / WHOLE_CONFIG).read_text())
+    known = NATIVE_ARCHITECTURES[config["architectures"][0]]
     tensors = read_tensors(head)
-    foreign = [name for name in tensors if not name.startswith(known.tensors)]
-    if foreign:
-        raise ValueError(f"{head} does not belong into a {whole_config['architectures'][0]}: it holds {foreign[0]}")
-    weight_map = dict(_names(policy))
-    dtypes = set()
-    for file in _files(policy):
-        part = load_file(policy / file)
-        dtypes |= {tensor.dtype for tensor in part.values()}
-        save_file(part, out / file, metadata={"format": "pt"})
-    if len(dtypes) == 1:
-        (dtype,) = dtypes
-        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        whole_config = {name: value for name, value in whole_config.items() if name != "dtype"}
-        whole_config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if foreign := [name for name in tensors if not name.startswith(known.tensors)]:
+        raise ValueError(f"{head} does not belong into a {config['architectures'][0]}: it holds {foreign[0]}")
+    weight_map: dict[str, str] = {}
+    for file in weight_files(policy):
+        shutil.copyfile(file, out / file.name)
+        weight_map |= dict.fromkeys(safetensors_header(file), file.name)
+    with safe_open(out / next(iter(weight_map.values())), framework="pt") as whole:
+        dtype = whole.get_tensor(next(iter(weight_map))).dtype
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     save_file(tensors, out / HEAD_FILE, metadata={"format": "pt"})
     _write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map | dict.fromkeys(tensors, HEAD_FILE)})
-    _write_json(out / CONFIG, whole_config)
-
-
-def _config_and_format(folder: Path) -> tuple[dict[str, Any], HeadFormat]:
-    config = read_config(folder)
-    return config, NATIVE_ARCHITECTURES[config["architectures"][0]]
-
-
-def _files(folder: Path) -> list[str]:
-    return sorted({file for _, file in _names(folder)})
-
-
-def _names(folder: Path) -> Iterator[tuple[str, str]]:
-    """(tensor name, file name) of every tensor."""
-    if (folder / INDEX).is_file():
-        yield from json.loads((folder / INDEX).read_text())["weight_map"].items()
-    elif (folder / WEIGHTS).is_file():
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            yield from ((name, WEIGHTS) for name in file.keys())  # noqa: SIM118
+    config.pop("dtype", None)
+    _write_json(out / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

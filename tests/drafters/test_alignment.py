@@ -68,9 +68,9 @@ def test_documents_cover_context_and_starts_without_mixing():
     batch = make_batch((3, 9, 0), (4, 1, 0), (5, 5, 8), (2, 7, 1))
     alignment = align(batch, DEPTH)
     covered = []
-    for span in alignment.documents:
-        context = alignment.context_rows[span.context]
-        starts = alignment.start_rows[span.starts]
+    for context_span, starts_span in alignment.spans:
+        context = alignment.context_rows[context_span]
+        starts = alignment.start_rows[starts_span]
         assert len(batch.document_ids[torch.cat([context, starts])].unique()) == 1
         covered += starts.tolist()
     assert covered == alignment.start_rows.tolist()

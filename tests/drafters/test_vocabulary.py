@@ -35,7 +35,5 @@ def test_nothing_counted_is_covered():
 
 
 def test_sizes_that_cannot_work():
-    with pytest.raises(ValueError, match=r"draft_vocab_size 6 .* 5 tokens"):
-        choose_tokens(torch.zeros(5), 6)
     with pytest.raises(ValueError, match="draft_vocab_size 1 is below the 2 tokens"):
         choose_tokens(torch.zeros(5), 1, always=[3, 4])

@@ -86,8 +86,8 @@ def test_2_the_trainer_knows_it_before_it_publishes(fitted_drafter: Drafter, fau
     problems = fitted_drafter.overflowing()
     with torch.no_grad():
         weight.copy_(kept)
-    assert problems and problems[0].startswith("values up to")
-    fault("2b", "finite v_proj = 3e38 in the trainer", "bound on activations, before publishing", steps=0)
+    assert problems == ["values too large with layers.0.self_attn.v_proj.weight up to 3e+38"]
+    fault("2b", "finite v_proj = 3e38 in the trainer", "bound on weights, before publishing", steps=0)
 
 
 def interleaved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Model names, the checks on a model folder, the cache, fingerprints, and the bundled and tiny models."""
+"""Model names, the checks on a model folder, the cache, and the bundled and tiny models."""
 
 import importlib.metadata
 import json
@@ -9,20 +9,12 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cotrain.models import loading as models
-from cotrain.models.loading import (
-    COMPLETE_MARKER,
-    SUPPORTED_ARCHITECTURES,
-    build_once,
-    check_model,
-    model_fingerprint,
-    resolve_model,
-    tokenizer_fingerprint,
-)
+from cotrain.models.loading import SUPPORTED_ARCHITECTURES, build_once, check_model, resolve_model
 from cotrain.models.tiny import build_tiny_model
+from drafters.files import safetensors_header
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +52,7 @@ def test_local_folder_resolves_to_itself(model_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bundled:gpt5", r"unknown model 'bundled:gpt5'; cotrain brings bundled:smollm2-135m-instruct, tiny:llama"),
+        ("bundled:gpt5", r"unknown model 'bundled:gpt5'; cotrain brings bundled:smollm2-135m-instruct and tiny:llama"),
         ("tiny:gpt", r"unknown model 'tiny:gpt'"),
         ("./missing/model", r"no folder '\./missing/model'; give an existing model folder, a hub id such as"),
         ("/etc/hostname", r"'/etc/hostname' is a file; give the model's folder"),
@@ -105,13 +97,13 @@ def test_supported_architectures_pass(model_folder, architecture):
 def test_config_that_cannot_work(model_folder, changes, message):
     edit_json(model_folder / "config.json", **changes)
     with pytest.raises(ValueError, match=rf"^policy\.model: .*{message}"):
-        check_model(model_folder)
+        resolve_model(str(model_folder))
 
 
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("config.json", r"has no config\.json"),
+        ("config.json", r"config\.json does not exist"),
         ("model.safetensors", r"no model\.safetensors \(other weight files: pytorch_model\.bin\)"),
         ("tokenizer.json", r"no tokenizer \(tokenizer\.json\)"),
         ("chat_template.jinja", r"no chat template; put one into the folder as chat_template\.jinja"),
@@ -121,59 +113,24 @@ def test_missing_file_is_named(model_folder, missing, message):
     (model_folder / "pytorch_model.bin").touch()
     (model_folder / missing).unlink()
     with pytest.raises(ValueError, match=rf"^policy\.model: .*{message}"):
-        check_model(model_folder)
+        resolve_model(str(model_folder))
 
 
 def test_missing_shard_is_named(model_folder):
     weight_map = {"lm_head.weight": "model.safetensors", "model.norm.weight": "model-2.safetensors"}
     (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match=r"^policy\.model: .*weight files are missing: model-2\.safetensors"):
-        check_model(model_folder)
+        resolve_model(str(model_folder))
 
 
 def test_truncated_weights_and_lfs_pointers_are_refused(model_folder):
     weights = model_folder / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 4)
-    with pytest.raises(ValueError, match=r"^policy\.model: .*bytes, its header promises"):
-        check_model(model_folder)
+    with pytest.raises(ValueError, match=r"^policy\.model: .*is truncated or no safetensors file"):
+        resolve_model(str(model_folder))
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 5259528\n")
-    with pytest.raises(ValueError, match=r"^policy\.model: .* is not a safetensors file \(a git-lfs pointer"):
-        check_model(model_folder)
-
-
-# fingerprints
-
-
-def test_fingerprints_ignore_the_place_and_bookkeeping(model_folder, tiny_llama):
-    edit_json(model_folder / "config.json", transformers_version="1.0", _name_or_path="elsewhere")
-    assert model_fingerprint(model_folder) == model_fingerprint(tiny_llama)
-    assert tokenizer_fingerprint(model_folder) == tokenizer_fingerprint(tiny_llama)
-
-
-def test_model_fingerprint_sees_config_weights_and_tokenizer(model_folder):
-    seen = {model_fingerprint(model_folder)}
-    edit_json(model_folder / "config.json", rope_parameters={"rope_theta": 5.0, "rope_type": "default"})
-    seen.add(model_fingerprint(model_folder))
-    path = model_folder / "model.safetensors"
-    weights = load_file(path)
-    save_file({name: tensor * 1.001 for name, tensor in weights.items()}, path, metadata={"format": "pt"})
-    seen.add(model_fingerprint(model_folder))
-    save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, path, metadata={"format": "pt"})
-    seen.add(model_fingerprint(model_folder))
-    (model_folder / "chat_template.jinja").write_text("{{ messages }}")
-    seen.add(model_fingerprint(model_folder))
-    assert len(seen) == 5
-
-
-def test_tokenizer_fingerprint_sees_vocabulary_template_and_special_tokens(model_folder):
-    seen = {tokenizer_fingerprint(model_folder)}
-    (model_folder / "chat_template.jinja").write_text("{{ messages }}")
-    seen.add(tokenizer_fingerprint(model_folder))
-    edit_json(model_folder / "tokenizer_config.json", eos_token="<|endoftext|>")
-    seen.add(tokenizer_fingerprint(model_folder))
-    edit_json(model_folder / "tokenizer.json", version="2.0")
-    seen.add(tokenizer_fingerprint(model_folder))
-    assert len(seen) == 4
+    with pytest.raises(ValueError, match=r"^policy\.model: .*no safetensors file, perhaps a git-lfs pointer"):
+        resolve_model(str(model_folder))
 
 
 # cache
@@ -194,25 +151,6 @@ def test_cache_builds_once_and_says_so(cache, capsys):
     assert build_once("model", build, "building model once") == folder == cache / "model"
     assert len(builds) == 1
     assert capsys.readouterr().out == "building model once\n"
-
-
-@pytest.mark.parametrize("damage", ["flipped byte", "truncated", "missing file", "extra file", "no marker"])
-def test_damaged_cache_is_rebuilt(cache, damage):
-    folder = build_once("model", write_weights, "building")
-    match damage:
-        case "flipped byte":
-            (folder / "weights").write_bytes(b"0123456788")
-        case "truncated":
-            (folder / "weights").write_bytes(b"01234")
-        case "missing file":
-            (folder / "weights").unlink()
-        case "extra file":
-            (folder / "config.json").write_text("{}")
-        case "no marker":
-            (folder / COMPLETE_MARKER).unlink()
-    assert build_once("model", write_weights, "building") == folder
-    assert {path.name for path in folder.iterdir()} == {"weights", COMPLETE_MARKER}
-    assert (folder / "weights").read_bytes() == b"0123456789"
 
 
 def test_interrupted_build_leaves_nothing_that_could_be_loaded(cache):
@@ -258,8 +196,8 @@ def test_building_prints_one_line(cache, monkeypatch, capfd):
 def test_bundled_model_is_bfloat16_with_tokenizer_and_chat_template(capfd):
     folder = resolve_model("bundled:smollm2-135m-instruct")
     capfd.readouterr()
-    header = models.safetensors_header(folder / "model.safetensors")
-    assert {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} == {"BF16"}
+    header = safetensors_header(folder / "model.safetensors")
+    assert {entry["dtype"] for entry in header.values()} == {"BF16"}
     assert header["model.embed_tokens.weight"]["shape"] == [49152, 576]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.convert_ids_to_tokens(tokenizer("\n\n12").input_ids) == ["\u010a\u010a", "1", "2"]
@@ -279,12 +217,10 @@ def test_bundled_model_answers():
     assert "Paris" in tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_tiny_model_writes_predictable_text_and_stops_now_and_then(architecture):
-    folder = resolve_model(f"tiny:{architecture}")
+def test_tiny_model_writes_predictable_text_and_stops_now_and_then():
+    folder = resolve_model("tiny:llama")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.config.model_type == architecture
     assert tokenizer.decode(tokenizer("na\u00efve 12\n").input_ids) == "na\u00efve 12\n"
 
     prompt = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -308,7 +244,7 @@ def test_tiny_model_is_the_same_for_a_seed_and_leaves_random_state_alone(tmp_pat
     expected = torch.rand(3)
     torch.manual_seed(7)
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
-        build_tiny_model(tmp_path / name, "llama", seed)
+        build_tiny_model(tmp_path / name, seed)
     assert torch.equal(torch.rand(3), expected)
     first, again, other = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again", "other"))
     assert all(torch.equal(first[name], again[name]) for name in first)

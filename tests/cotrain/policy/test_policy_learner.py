@@ -272,8 +272,6 @@ def test_hidden_states_are_those_of_hugging_face(tiny_model: str) -> None:
     assert torch.equal(aux, torch.cat(output.hidden_states[:2], dim=-1)[0])
     assert not aux.requires_grad and aux.shape == (4, 128)
     torch.testing.assert_close(final @ model.get_output_embeddings().weight.T, output.logits[0])
-    with pytest.raises(ValueError, match=r"aux layer 2 is not one of 0\.\.1"):
-        make_learner(tiny_model).hidden_states(tokens, (2,))
 
 
 def test_a_missing_rank_is_noticed_before_the_model_loads() -> None:
@@ -281,11 +279,7 @@ def test_a_missing_rank_is_noticed_before_the_model_loads() -> None:
         make_learner("/nonexistent", num_processes=2)
 
 
-def test_rollouts_that_cannot_be_trained_on_are_refused(tiny_model: str) -> None:
-    rollouts = make_rollouts(tiny_model)
-    rollouts[2] = replace(rollouts[2], rollout=replace(rollouts[2].rollout, log_probs=[]))
-    with pytest.raises(ValueError, match="rollout p0/2: 0 behaviour log-probs"):
-        make_learner(tiny_model).update(rollouts)
+def test_too_few_rollouts_are_refused(tiny_model: str) -> None:
     with pytest.raises(ValueError, match=r"lower policy\.minibatches"):
         make_learner(tiny_model, minibatches=4).update(make_rollouts(tiny_model)[:3])
 

@@ -32,13 +32,6 @@ def test_a_prompt_over_the_limit_is_an_error_that_names_it(tokenizer):
         PromptEncoder(tokenizer, length - 1).encode(PROMPT)
 
 
-def test_a_tokenizer_without_chat_template_is_refused():
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny:llama"))
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"policy\.model has no chat template"):
-        PromptEncoder(tokenizer, 64)
-
-
 def test_prompts_are_remembered_until_their_step_is_over(tokenizer):
     encoder = PromptEncoder(tokenizer, 64)
     encoder.remember(PROMPT)

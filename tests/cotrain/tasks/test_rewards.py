@@ -1,12 +1,10 @@
 """The final-answer rule, the built-in rewards, and loading a user's reward by dotted path."""
 
 import sys
-import threading
 
 import pytest
 
 from cotrain.tasks.rewards import (
-    UNTIMED_CHARACTERS,
     exact,
     extract_answer,
     extract_number,
@@ -78,19 +76,6 @@ def test_math_verify_knows_equal_expressions():
     assert math_verify(PROMPT, r"\boxed{13}", "12") == 0.0
 
 
-def test_math_verify_scores_the_end_of_the_response_in_other_threads():
-    responses = [r"\boxed{\frac{2}{4}}", r"\boxed{3}", r"\boxed{1/2}" + " " * UNTIMED_CHARACTERS]
-    scores = []
-
-    def score_all():
-        scores.extend(math_verify(PROMPT, response, r"\frac{1}{2}") for response in responses)
-
-    thread = threading.Thread(target=score_all)
-    thread.start()
-    thread.join()
-    assert scores == [1.0, 0.0, 0.0]
-
-
 @pytest.fixture
 def rewards_module(tmp_path, monkeypatch, request):
     """A module in the working folder, which a console script would not have on its path; returns its name."""
@@ -121,12 +106,12 @@ def test_users_function_gets_prompt_response_and_answer(rewards_module, separato
     [
         (
             "exakt",
-            r"task\.reward: unknown reward 'exakt'; use exact, numeric, math_verify, or package\.module:function",
+            r"task\.reward: exakt is neither exact, numeric, math_verify nor a function .* package\.module:function",
         ),
-        ("no_such_package.module:f", r"task\.reward: cannot import no_such_package\.module"),
-        ("{module}:nothing", r"task\.reward: .* has no function 'nothing'"),
-        ("{module}:answer_length", r"task\.reward: .* 'answer_length' is not callable"),
-        ("{module}.two", r"task\.reward: .*:two must take \(prompt, response, answer\)"),
+        ("no_such_package.module:f", r"task\.reward: no_such_package\.module:f is neither .*No module named"),
+        ("{module}:nothing", r"task\.reward: .*:nothing is neither .* has no attribute 'nothing'"),
+        ("{module}:answer_length", r"task\.reward: .*:answer_length is neither .*not a callable"),
+        ("{module}.two", r"task\.reward: .*\.two is neither .*too many positional arguments"),
         ("{module}:later", r"task\.reward: .*:later is async"),
     ],
 )

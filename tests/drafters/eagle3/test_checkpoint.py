@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from drafters.build import build_drafter, load_drafter, shape_problems
 from drafters.config import Eagle3Config
-from drafters.eagle3.checkpoint import default_aux_layers
+from drafters.eagle3.checkpoint import check_aux_layers
 from drafters.eagle3.model import Eagle3Drafter
 from tests.drafters.conftest import TARGET, assert_same_state, edit_config, make_drafter
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_another_target_is_refused(folder):
 
 
 def test_depth_is_the_checkpoints_own_unless_it_says_none(folder):
-    assert Eagle3Drafter.from_checkpoint(folder, TARGET, depth_if_unstated=5).trained_depth == 3
+    assert Eagle3Drafter.read(folder, TARGET, 5)[0].trained_depth == 3
     edit_config(folder, speculators_config=None)
     config = Eagle3Config(type="eagle3", draft_vocab_size=20, trained_depth=5)
     assert load_drafter(folder, TARGET, config=config).trained_depth == 5
@@ -109,11 +109,14 @@ def test_maps_that_contradict_each_other_are_refused(drafter, folder, edit):
 
 
 def test_default_aux_layers():
-    assert default_aux_layers(dataclasses.replace(TARGET, num_layers=30)) == (2, 15, 27)
-    assert default_aux_layers(TARGET) == (2, 4, 5)
+    def default(num_layers):
+        return check_aux_layers(None, dataclasses.replace(TARGET, num_layers=num_layers), "drafter.model.aux_layers")
+
+    assert default(30) == (2, 15, 27)
+    assert default(8) == (2, 4, 5)
     for num_layers in (1, 4, 5, 6):
-        with pytest.raises(ValueError, match=r"drafter\.model\.aux_layers"):
-            default_aux_layers(dataclasses.replace(TARGET, num_layers=num_layers))
+        with pytest.raises(ValueError, match=r"drafter\.model\.aux_layers.*set three ids between"):
+            default(num_layers)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_a_checkpoint_is_refused_for_such_a_target(kind, folder, change):
 
 def test_depth_is_the_checkpoints_own_unless_it_says_none(kind, folder):
     def depth(depth_if_unstated):
-        return MtpDrafter.from_checkpoint(folder, kind.target, depth_if_unstated).trained_depth
+        return MtpDrafter.read(folder, kind.target, depth_if_unstated)[0].trained_depth
 
     assert depth(5) == depth(None) == 3
     edit_config(folder, trained_draft_positions=None)

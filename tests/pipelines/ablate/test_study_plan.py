@@ -29,17 +29,6 @@ def test_arms_differ_from_the_shared_configuration_only_in_what_they_set(study_f
     assert config.model_dump(mode="json") == expected
 
 
-def test_an_objective_keeps_the_other_fields_of_the_shared_one(study_file):
-    base = study_file.with_name("base.toml")
-    base.write_text(
-        base.read_text().replace("[drafter.model]", "[drafter.objective]\ndepth_weights = 'decay'\n\n[drafter.model]")
-    )
-    study = load_study(study_file, [arms("name='x', objective={type='soft_cross_entropy', kl_decay=2.0}")])
-    objective = study.arm_configs["x"].drafter.objective
-    assert (objective.type, objective.depth_weights, objective.kl_decay) == ("soft_cross_entropy", "decay", 2.0)
-    assert study.arms[0].objective == "soft_cross_entropy"
-
-
 def test_without_speculation_there_is_no_drafter(study_file):
     study = load_study(study_file, [arms("name='x', speculation=false, policy='frozen'")])
     [arm], config = study.arms, study.arm_configs["x"]

@@ -1,0 +1,54 @@
+"""The files of a model or drafter folder, read without torch: config.json and the headers of safetensors files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Read config.json of a model folder. Raises ValueError when there is none or it is not a JSON object."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give a Hugging Face model folder")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the safetensors files of a model folder, sorted. Raises ValueError naming what is missing."""
+    if (folder / INDEX).is_file():
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    elif (folder / WEIGHTS).is_file():
+        names = [WEIGHTS]
+    else:
+        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"
+        raise ValueError(
+            f"{folder} has no {WEIGHTS} (other weight files: {found}); save the model there with model.save_pretrained"
+        )
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"{folder}: weight files are missing: {', '.join(missing)}")
+    return [folder / name for name in names]
+
+
+def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Read each tensor's `shape` and `dtype` (F32, BF16 and so on) by its name, without the data.
+
+    Raises ValueError when the file is truncated or is something else.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: {"shape": part.get_shape(), "dtype": part.get_dtype()} for name, part in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or no safetensors file, perhaps a git-lfs pointer: {error}") from error

@@ -1,0 +1,107 @@
+"""The facts about a target model that a drafter is built for, from its config.json."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from drafters.files import read_config
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: how many there are, how many a token goes through, and how wide they are."""
+
+    number: int
+    per_token: int
+    size: int
+    shared_size: int  # width of the expert that all tokens go through
+    normed: bool  # the weights of the chosen experts sum to 1
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """Sizes of a Llama-style model."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...] = ()  # always in the draft vocabulary
+    rope_type: str = "default"
+    partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated
+    experts: Experts | None = None  # of layer 0, where they stand for the MLP
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Self:
+        """Read a model folder's config.json. Raises ValueError naming the field that is missing."""
+        return cls.from_config(read_config(folder), folder)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], source: str | Path) -> Self:
+        """Read the contents of `source`/config.json. Raises ValueError naming the field that is missing."""
+
+        def required(name: str) -> Any:
+            if config.get(name) is None:
+                raise ValueError(f"{source}/config.json has no {name}, which every Llama-style model has")
+            return config[name]
+
+        heads = required("num_attention_heads")
+        eos = config.get("eos_token_id")
+        # transformers 5 nests all facts about rotary positions; older configs keep two of them at the top level.
+        rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
+        for field in ("rope_scaling", "rope_parameters"):
+            rope |= config.get(field) or {}
+        return cls(
+            model_type=required("model_type"),
+            vocab_size=required("vocab_size"),
+            hidden_size=required("hidden_size"),
+            num_layers=required("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or required("hidden_size") // heads,
+            intermediate_size=required("intermediate_size"),
+            rms_norm_eps=required("rms_norm_eps"),
+            rope_theta=rope.get("rope_theta") or required("rope_theta"),
+            max_position_embeddings=required("max_position_embeddings"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            rope_type=rope.get("rope_type", rope.get("type", "default")),
+            partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
+            experts=_experts(config),
+        )
+
+    def layer_config(self) -> dict[str, object]:
+        """The fields of config.json that all drafters of these sizes write."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "max_position_embeddings": self.max_position_embeddings,
+            "tie_word_embeddings": False,
+        }
+
+
+def _experts(config: dict[str, Any]) -> Experts | None:
+    sparse = config.get("num_experts") and config.get("decoder_sparse_step", 1) == 1
+    if not sparse or 0 in (config.get("mlp_only_layers") or ()):
+        return None
+    return Experts(
+        number=config["num_experts"],
+        per_token=config.get("num_experts_per_tok", 1),
+        size=config.get("moe_intermediate_size", 0),
+        shared_size=config.get("shared_expert_intermediate_size", 0),
+        normed=config.get("norm_topk_prob", True),
+    )
