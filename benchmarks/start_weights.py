@@ -23,7 +23,7 @@ from torch import Tensor
 import drafters.losses
 from cotrain.config.load import parse_config
 from cotrain.models.loading import resolve_model
-from cotrain.optimizer import build_optimizer
+from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.target_weights import read_target_weights
 from cotrain.transport.features import FeatureRecord, read_shard
@@ -35,15 +35,15 @@ from drafters.config import ObjectiveConfig
 
 SHORT_ANSWER = 10
 
-CERTAIN, LIKELY, LEFT_OUT, DECAY = "certainly reached", "reached with depth_decay", "left out", "decay"
+CERTAIN, LIKELY, LEFT_OUT, DECAY = "certainly reached", "reached with probability 0.8", "left out", "decay"
 ARMS = (CERTAIN, LIKELY, LEFT_OUT, DECAY)
 """What is taken of a position that predicts a token of the prompt, with depth_weights = "reach": accepted for certain, as
-drafters/losses.py has it; accepted with probability depth_decay; or its start is not trained on at all. The last arm is
+drafters/losses.py has it; accepted with probability DEPTH_DECAY; or its start is not trained on at all. The last arm is
 depth_weights = "decay"."""
 
 
 @contextmanager
-def arm_of(name: str, depth_decay: float) -> Iterator[None]:
+def arm_of(name: str) -> Iterator[None]:
     """Train as the arm does."""
     align, reach_weights = drafters.losses.align, drafters.losses.reach_weights
 
@@ -53,7 +53,7 @@ def arm_of(name: str, depth_decay: float) -> Iterator[None]:
         return replace(alignment, supervised=alignment.supervised & served)
 
     if name == LIKELY:
-        drafters.losses.reach_weights = lambda before: before.nan_to_num(depth_decay).prod(0)
+        drafters.losses.reach_weights = lambda before: before.nan_to_num(drafters.losses.DEPTH_DECAY).prod(0)
     if name == LEFT_OUT:
         drafters.losses.align = without_unserved
     try:
@@ -97,14 +97,14 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
     drafter.choose_vocabulary(response_tokens(training, spec.vocab_size), target)
     optimizer, _ = build_optimizer(drafter.parameters(), config.drafter.optimizer, total_steps=1)
     shuffled = random.Random(seed)
-    with arm_of(arm, objective.depth_decay):
+    with arm_of(arm):
         for _ in range(epochs):
             order = list(training)
             shuffled.shuffle(order)
             for batch in batches_of(order, config.drafter.batch_tokens):
                 optimizer.zero_grad()
                 drafter.loss(batch, target, sampler, objective).loss.backward()
-                torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.drafter.optimizer.max_grad_norm)
+                torch.nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
 
     batches = batches_of(holdout, config.drafter.batch_tokens)
@@ -113,7 +113,7 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
     short = torch.tensor([r.num_tokens - r.prompt_length <= SHORT_ANSWER for r in holdout])
     lengths = [length_of(scored.steps, scored.accepted, rows) for rows in (short | ~short, short, ~short)]
     rates = " ".join(f"{rate:.2f}" for rate in (scored.accepted.sum(0) / scored.steps.sum()).tolist())
-    with arm_of(arm, objective.depth_decay):
+    with arm_of(arm):
         share = unserved_share(drafter, batches, target, sampler, objective)
     cells = [arm, str(seed), *(f"{length:.3f}" for length in lengths), rates, " ".join(f"{part:.0%}" for part in share)]
     return f"| {' | '.join(cells)} |"

@@ -247,7 +247,7 @@ class Controller:
         self.tracker.log_step(step, row)
         if served.drafter > 0 and "rollout/acceptance_length" in row:
             self.tracker.log_served(served.drafter, row, step)
-        write_samples(self.run_dir.samples_file(step), rollouts, self.prompts, self.config.checkpoint.samples_per_step)
+        write_samples(self.run_dir.samples_file(step), rollouts, self.prompts)
         drafting = self.roles.drafting
         events = drafting.events if drafting is not None else []
         notes = [*(event.in_short() for event in events), self.mode or ""]

@@ -21,7 +21,7 @@ One rollout "The cat sat on a mat", prompt "The cat", the last token without fea
     predicts                 on    a     mat   -     -     -
 
 Every row with features and a next token (0 to 4) is context: later rows of its rollout attend to it. Rows without
-features (those outside of rollout.features.window) are no context, no start and no target. Rows 0 to 3 are starts: they
+features are no context, no start and no target. Rows 0 to 3 are starts: they
 are supervised at some draft position. RoPE positions are the target's: t at draft position 0, t+k at draft position k.
 """
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -30,17 +30,6 @@ class Eagle3Config(Section):
 
     trained_depth: PositiveInt = 3
     """Draft positions unrolled in training (training-time test). Serve no more draft tokens than this."""
-
-    intermediate_size: PositiveInt | None = None
-    """Width of the drafter's MLP. Default: the target's."""
-
-    fc_norm: bool = True
-    """RMSNorm on each target layer's state before they are joined (EAGLE-3.1). Residual streams have a few values
-    thousands of times the others, which a drafter without these norms has to learn around first. False is the classic
-    layout, for SGLang before it read them."""
-
-    norm_before_residual: bool = False
-    """Use the normed hidden state as the residual. False is the layout that every engine serves."""
 
     @field_validator("aux_layers")
     @classmethod
@@ -75,17 +64,8 @@ class ObjectiveConfig(Section):
 
     type: Literal["soft_cross_entropy", "lk_hybrid", "lk_likelihood"] = "lk_hybrid"
     """soft_cross_entropy: against the target's distribution at the rollout temperature.
-    lk_hybrid: cross-entropy while acceptance is low, acceptance itself as it rises (weights exp(-kl_decay * alpha)
-    and 1 - exp(-kl_decay * alpha), arXiv 2602.23881). lk_likelihood: -log of the acceptance probability."""
-
-    kl_decay: PositiveFloat = 3.0
-    """How fast lk_hybrid moves from cross-entropy to acceptance."""
+    lk_hybrid: cross-entropy while acceptance is low, acceptance itself as it rises (weights exp(-3 alpha)
+    and 1 - exp(-3 alpha), arXiv 2602.23881). lk_likelihood: -log of the acceptance probability."""
 
     depth_weights: Literal["reach", "decay"] = "reach"
-    """Weight of a draft position: the probability that verification reaches it from that start, or depth_decay**k."""
-
-    depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Weight of draft position k (from 0) with depth_weights = "decay"."""
-
-    chunk_tokens: PositiveInt = 512
-    """Tokens whose logits are in memory at once; bounds peak memory, never changes the result."""
+    """Weight of a draft position: the probability that verification reaches it from that start, or 0.8**k."""

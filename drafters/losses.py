@@ -18,6 +18,11 @@ from drafters.base import Drafter, DraftLoss, Drafts, Sampler, TargetWeights
 from drafters.config import ObjectiveConfig
 from drafters.objectives import compare
 
+CHUNK_TOKENS = 512
+"""Rows whose logits are in memory at once. It bounds peak memory and never changes the result."""
+DEPTH_DECAY = 0.8
+"""Weight of a draft position against the one before it, with depth_weights = "decay"."""
+
 
 @dataclass(frozen=True)
 class Teacher:
@@ -96,7 +101,7 @@ def acceptances(
     for own in drafts:
         precision = torch.promote_types(own.head.dtype, torch.float32)
         found.append(own.head.new_full((2, *alignment.supervised.shape), torch.nan, dtype=precision))
-    for chunk in _chunks(alignment, objective.chunk_tokens):
+    for chunk in _chunks(alignment, CHUNK_TOKENS):
         processed = teachers[0].processed_logits(chunk.rows)
         for own, teacher, table in zip(drafts, teachers, found, strict=True):
             p = teacher.of_draft_vocabulary(*processed)
@@ -173,7 +178,7 @@ def draft_loss(
     hidden: K tensors [S, H], what the drafter's head [V_draft, H] reads for each start. Both distributions are at the
     rollout temperature, which is what vLLM's drafter applies (at temperature 0 the drafter's logits are taken as they
     are). The loss of start s at position k has the weight w(k, s), divided by the number of supervised starts of k and
-    normalised to sum 1: depth_decay**k, or with depth_weights = "reach" the probability that the position is reached,
+    normalised to sum 1: DEPTH_DECAY**k, or with depth_weights = "reach" the probability that the position is reached,
     prod_{j<k} alpha_j(s), of which no gradient is taken (`reach_weights`). Only `loss` is differentiable, with respect to
     `hidden` and `draft_head`.
     """
@@ -208,7 +213,7 @@ class _DraftLoss(torch.autograd.Function):
         # A head that is the target's own is not trained; its gradient would be as large as the head.
         of_head = torch.zeros_like(draft_head) if with_gradients and ctx.needs_input_grad[4] else None
 
-        for chunk in _chunks(alignment, objective.chunk_tokens):
+        for chunk in _chunks(alignment, CHUNK_TOKENS):
             p = teacher.probabilities(chunk.rows)
             for k, starts, rows in chunk.positions:
                 p_k = p[torch.searchsorted(chunk.rows, rows)]
@@ -219,11 +224,7 @@ class _DraftLoss(torch.autograd.Function):
                 acceptance[k, starts] = result.acceptance
                 drawn_accepted[k, starts] = result.drawn_accepted
                 # Rows ascend, so that the acceptance of a start's earlier positions is there already.
-                reach = (
-                    reach_weights(acceptance[:k, starts])
-                    if objective.depth_weights == "reach"
-                    else objective.depth_decay**k
-                )
+                reach = reach_weights(acceptance[:k, starts]) if objective.depth_weights == "reach" else DEPTH_DECAY**k
                 weight = result.loss.new_ones(len(starts)) * reach / num_starts[k]
                 weights[k] += weight.sum()
                 loss += weight @ result.loss

@@ -18,6 +18,9 @@ from torch import Tensor
 from drafters.base import Sampler
 from drafters.config import ObjectiveConfig
 
+KL_DECAY = 3.0
+"""How fast lk_hybrid moves from cross-entropy to acceptance; the value of arXiv 2602.23881."""
+
 
 class Comparison(NamedTuple):
     """R rows of drafter logits against the target."""
@@ -59,7 +62,7 @@ def compare(
         loss, of_cross_entropy, of_acceptance = cross_entropy, torch.ones_like(trained), None
     elif objective.type == "lk_hybrid":
         assert cross_entropy is not None
-        of_cross_entropy = torch.exp(-objective.kl_decay * trained)
+        of_cross_entropy = torch.exp(-KL_DECAY * trained)
         of_acceptance = 1 - of_cross_entropy
         loss = of_cross_entropy * cross_entropy + of_acceptance * (1 - trained)
     else:

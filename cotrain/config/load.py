@@ -3,6 +3,7 @@
 Later files win over earlier ones, and overrides over files. config.json is the same schema for machines.
 """
 
+import copy
 import json
 import re
 import tomllib
@@ -12,12 +13,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cotrain.config.errors import ConfigError, did_you_mean, problems_between_sections, readable_problems
+from cotrain.config.errors import ConfigError, did_you_mean, readable_problems, wrong_paths
 from cotrain.config.files import list_runs, write_json
+from cotrain.config.rules import broken_rules
 from cotrain.config.schema import RunConfig
 
 Table = dict[str, Any]
 OVERRIDE = re.compile(r"(?P<path>\w[\w-]*(\.\w[\w-]*)*)=(?P<value>.*)", re.DOTALL)
+REQUIRED: Table = {
+    "name": "x",
+    "steps": 1,
+    "policy": {"model": "x"},
+    "task": {"type": "reasoning_gym", "name": "x"},
+}
+"""Values of required fields, with which rules between the other fields can be checked."""
 
 
 def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None) -> RunConfig:
@@ -44,11 +53,33 @@ def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resu
 
 
 def parse_config(fields: Mapping[str, Any]) -> RunConfig:
-    """Raises ConfigError listing all problems of the fields."""
+    """Raises ConfigError listing all wrong fields and broken rules."""
     try:
-        return RunConfig.model_validate(fields)
+        config = RunConfig.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError([*readable_problems(error), *problems_between_sections(fields, error)]) from None
+        problems = [*readable_problems(error), *_rules_beside(fields, wrong_paths(error))]
+        raise ConfigError(problems) from None
+    if broken := broken_rules(config):
+        raise ConfigError(broken)
+    return config
+
+
+def _rules_beside(fields: Mapping[str, Any], wrong: Sequence[str]) -> list[str]:
+    """The broken rules that no wrong field takes part in; the others wait until these fields are mended."""
+    rest = copy.deepcopy(dict(fields))
+    for path in wrong:
+        *sections, name = path.split(".")
+        table = rest
+        for section in sections:
+            table = table.get(section, {})
+        table.pop(name, None)
+    drafter = {"drafter": {"model": {"type": "eagle3"}}} if rest.get("drafter") else {}
+    try:
+        config = RunConfig.model_validate(merge(merge(REQUIRED, drafter), rest))
+    except ValidationError:
+        return []
+    names = {path.rpartition(".")[2] for path in wrong}
+    return [line for line in broken_rules(config) if not any(re.search(rf"\b{name}\b", line) for name in names)]
 
 
 def merge(earlier: Table, later: Table) -> Table:

@@ -15,7 +15,6 @@ from cotrain.config.schema import PolicyConfig
 from cotrain.policy.batching import MicroBatch
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
-Estimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
 """Bound of |log pi_old - log pi_engine|, so that the ratio of the two and its mean stay finite."""
@@ -90,7 +89,7 @@ def behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_log
     arXiv:2505.24298):
 
     truncate: min(w, cap)                   (truncated importance sampling: Ionides, 2008; V-trace, arXiv:1802.01561)
-    mask:     w if floor <= w <= cap else 0 (IcePop: Ring-1T, arXiv:2510.18855)
+    mask:     w if 1/cap <= w <= cap else 0 (IcePop: Ring-1T, arXiv:2510.18855)
 
     The expectation of the weighted loss under the engine is that of the loss under pi_old as far as no bound is met.
     """
@@ -98,22 +97,17 @@ def behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_log
     limited = ratio > config.behaviour_cap
     if config.behaviour_correction == "truncate":
         return BehaviourWeights(ratio, ratio.clamp(max=config.behaviour_cap), limited)
-    limited = limited | (ratio < config.behaviour_floor)
+    limited = limited | (ratio < 1 / config.behaviour_cap)
     # A product and no selection: a ratio that is not a number has to show in the loss.
     return BehaviourWeights(ratio, ratio * ~limited, limited)
 
 
-def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: Estimator) -> Tensor:
-    """KL(pi || reference) estimated at each sampled token [N] (http://joschu.net/blog/kl-approx.html).
+def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """Estimate KL(pi || reference) at each sampled token [N]: exp(-d) - 1 + d with d = log pi - log reference.
 
-    With d = log pi - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As a loss, k1 has a gradient of zero
-    mean and only adds noise; k2 has the gradient of the KL itself.
+    This is the estimator k3 of http://joschu.net/blog/kl-approx.html, which GRPO uses (arXiv:2402.03300).
     """
     difference = log_probs - reference_log_probs
-    if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return difference.square() / 2
     return torch.expm1(-difference) + difference
 
 
@@ -126,7 +120,7 @@ class PolicyLoss:
     ratio: Tensor  # [N]
     clipped: Tensor  # [N] bool
     behaviour: BehaviourWeights | None  # with config.behaviour_correction
-    kl_reference: Tensor | None  # [N], by config.kl_estimator
+    kl_reference: Tensor | None  # [N]
 
 
 def policy_loss(
@@ -151,7 +145,7 @@ def policy_loss(
         per_token = per_token * behaviour.weight
     kl_reference = None
     if reference_log_probs is not None:
-        kl_reference = kl_estimate(log_probs, reference_log_probs, config.kl_estimator)
+        kl_reference = kl_estimate(log_probs, reference_log_probs)
         per_token = per_token + config.kl_coefficient * kl_reference
         kl_reference = kl_reference.detach()
     per_token = per_token * normaliser.token_weights(batch.lengths, config.loss_aggregation)

@@ -60,10 +60,10 @@ class Tracker:
         not answer; everything after that is only reported.
         """
         self.uri = tracking_uri(config)
-        self.registered_model = config.tracking.registered_model or registered_name(config.policy.model)
+        self.registered_model = registered_name(config.policy.model)
         self._config, self._say = config, say
         self._client = connect(self.uri)
-        self.experiment_id = experiment_id(self._client, self.uri, config.tracking.experiment)
+        self.experiment_id = experiment_id(self._client, self.uri)
         self.run_id = self._start_run(run_id)
         self._last_step = 0
         if run_id == self.run_id:

@@ -12,7 +12,7 @@ Other column names come from task.prompt_column and task.answer_column. A prompt
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.schema import DatasetRollouts, DatasetTask
+from cotrain.config.schema import DatasetSource, DatasetTask
 from cotrain.records import Prompt
 from cotrain.tasks.messages import chat_messages
 from cotrain.tasks.rewards import REWARDS, load_reward
@@ -44,8 +44,8 @@ class DatasetProblems:
         return self._reward(prompt.messages, response, prompt.answer)
 
 
-def load_rows(config: DatasetTask | DatasetRollouts) -> Any:
-    """The first max_examples rows, a datasets.Dataset. Raises ValueError naming task.path, or task.split and task.subset."""
+def load_rows(config: DatasetSource) -> Any:
+    """The rows, a datasets.Dataset. Raises ValueError naming task.path, or task.split and task.subset."""
     import datasets
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
@@ -59,7 +59,7 @@ def load_rows(config: DatasetTask | DatasetRollouts) -> Any:
     datasets.disable_progress_bars()
     try:
         if path.is_file():
-            rows = datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split="train")
+            rows = datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split=config.split)
         elif (path / "dataset_info.json").is_file():
             rows = datasets.load_from_disk(str(path))
         else:
@@ -74,10 +74,10 @@ def load_rows(config: DatasetTask | DatasetRollouts) -> Any:
     except ValueError as error:
         field = "task.path" if path.is_file() else "task.split or task.subset"
         raise ValueError(f"{field}: {config.path}: {error}") from error
-    return rows if config.max_examples is None else rows.select(range(min(config.max_examples, len(rows))))
+    return rows
 
 
-def find_prompt_column(config: DatasetTask | DatasetRollouts, columns: list[str]) -> str:
+def find_prompt_column(config: DatasetSource, columns: list[str]) -> str:
     """prompt_column, or the first of the schemas' names. Raises ValueError listing the columns found."""
     if config.prompt_column is not None:
         return existing_column(config.prompt_column, "task.prompt_column", columns)
@@ -124,7 +124,7 @@ def _read_prompt(
         raise ValueError(
             f"task.answer_column: {where} has the answer {answer!r}; task.reward = '{config.reward}' needs a text"
         )
-    messages = chat_messages(question, config.instruction, config.system_prompt)
+    messages = chat_messages(question, config.instruction)
     return Prompt(id=f"{Path(config.path).stem}-{index}", messages=messages, answer=answer)
 
 

@@ -14,7 +14,7 @@ class PromptSampler:
         if prompts_per_step > num_prompts:
             raise ValueError(
                 f"rollout.prompts_per_step = {prompts_per_step} is more than the {num_prompts} prompts of the task; "
-                "lower it, or raise task.size or task.max_examples"
+                "lower it, or raise task.size"
             )
         self._num_prompts = num_prompts
         self._prompts_per_step = prompts_per_step

@@ -31,7 +31,7 @@ class ReasoningGymProblems:
         if not 0 <= index < len(self):
             raise IndexError(f"prompt {index} of a task with {len(self)}")
         entry = self._dataset[index]
-        messages = chat_messages(entry["question"], self._config.instruction, self._config.system_prompt)
+        messages = chat_messages(entry["question"], self._config.instruction)
         return Prompt(id=f"{self._config.name}-{index}", messages=messages, answer=entry)
 
     def score(self, prompt: Prompt, response: str) -> float:

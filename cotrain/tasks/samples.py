@@ -6,14 +6,14 @@ from pathlib import Path
 from cotrain.records import ScoredRollout
 from cotrain.tasks.prompts import PromptEncoder
 
+SAMPLES_PER_STEP = 4
 
-def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: PromptEncoder, num_samples: int) -> None:
-    """Write the first `num_samples` rollouts, one JSON object a line."""
-    if num_samples == 0:
-        return
+
+def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: PromptEncoder) -> None:
+    """Write the first rollouts of a step as text for a reader, one JSON object a line."""
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
-        for scored in rollouts[:num_samples]:
+        for scored in rollouts[:SAMPLES_PER_STEP]:
             rollout = scored.rollout
             row = {
                 "prompt": prompts.decode(rollout.prompt_token_ids),

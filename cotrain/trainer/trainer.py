@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cotrain.config.schema import DrafterConfig, RolloutConfig
-from cotrain.optimizer import build_optimizer
+from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.process.failures import RunFailure
 from cotrain.records import FeatureShard
 from cotrain.trainer.buffer import FeatureBuffer, batches_of, split_holdout, spread_over_prompts
@@ -81,10 +81,10 @@ class DrafterTrainer:
             drafter = build_drafter(config.model, self._target, seed)
         else:
             drafter = load_drafter(init_folder, self._target, rollout.num_positions, config.model)
-        if rollout.draft_tokens > drafter.trained_depth and not rollout.allow_draft_beyond_trained_depth:
+        if rollout.draft_tokens > drafter.trained_depth:
             raise ValueError(
                 f"rollout.draft_tokens is {rollout.draft_tokens}, but the drafter is trained for "
-                f"{drafter.trained_depth} draft positions; lower it or set rollout.allow_draft_beyond_trained_depth"
+                f"{drafter.trained_depth} draft positions; lower it"
             )
         self.drafter: Drafter = drafter.to(device)
         self._drafter_version = 0
@@ -353,8 +353,7 @@ class DrafterTrainer:
             raise TrainingDiverged(self._non_finite_message(step, f"loss {float(result.loss.detach())}", batch))
         self._optimizer.zero_grad()
         result.loss.backward()
-        max_norm = self._config.optimizer.max_grad_norm
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), max_norm)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)
         if not grad_norm.isfinite():
             self._optimizer.zero_grad()
             raise TrainingDiverged(self._non_finite_message(step, f"gradient norm {float(grad_norm)}", batch))

@@ -50,7 +50,7 @@ class Eagle3Drafter(Drafter):
         return Eagle3Shape(
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
-            intermediate_size=config.intermediate_size or target.intermediate_size,
+            intermediate_size=target.intermediate_size,
             num_attention_heads=target.num_attention_heads,
             num_key_value_heads=target.num_key_value_heads,
             head_dim=target.head_dim,
@@ -61,8 +61,8 @@ class Eagle3Drafter(Drafter):
             draft_vocab_size=config.draft_vocab_size,
             aux_layers=check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers"),
             trained_depth=config.trained_depth,
-            fc_norm=config.fc_norm,
-            norm_before_residual=config.norm_before_residual,
+            fc_norm=True,
+            norm_before_residual=False,
         )
 
     @classmethod

@@ -29,7 +29,7 @@ class StudyRun:
         config = study.shared
         uri = tracking_uri(config)
         self._client: MlflowClient = connect(uri)
-        experiment = experiment_id(self._client, uri, config.tracking.experiment)
+        experiment = experiment_id(self._client, uri)
         tags = {FOLDER_TAG: hashlib.blake2b(str(study.folder.resolve()).encode(), digest_size=6).hexdigest()}
         query = " AND ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
         if known := self._client.search_runs([experiment], query, max_results=1):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from cotrain.config.files import write_json
 from cotrain.config.load import load_config
-from cotrain.config.schema import FeatureTapConfig, ReasoningGymTask, RolloutConfig
+from cotrain.config.schema import ReasoningGymTask, RolloutConfig
 from cotrain.models.linear_attention import serving_problems
 from cotrain.models.loading import resolve_model
 from cotrain.process import threads
@@ -282,7 +282,7 @@ def _rollout_config(args: argparse.Namespace, target: Any, batch: int, longest: 
     bytes_per_value = {"bfloat16": 2, "float32": 4}[args.dtype]
     layers = target.num_layers + 1  # the drafter's own
     per_token = 2 * layers * target.num_key_value_heads * target.head_dim * bytes_per_value
-    kv_bytes = 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * per_token
+    kv_bytes = max(GIB, 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * per_token)
     return RolloutConfig(
         prompts_per_step=batch,
         samples_per_prompt=1,
@@ -293,9 +293,11 @@ def _rollout_config(args: argparse.Namespace, target: Any, batch: int, longest: 
         dtype=args.dtype,
         draft_tokens=max(args.k),
         synchronous_batches=True,
-        kv_cache_gib=max(1, ceil(kv_bytes / GIB)),
-        features=FeatureTapConfig(max_tokens_per_step=positions),
-        vllm={"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
+        vllm={
+            "kv_cache_memory_bytes": kv_bytes,
+            "max_num_seqs": batch,
+            "max_num_batched_tokens": max(2048, batch * positions),
+        },
     )
 
 
@@ -306,7 +308,7 @@ def _rollout_config(args: argparse.Namespace, target: Any, batch: int, longest: 
 
 async def _run(bench: Bench, console: TextIO) -> tuple[list[Measurement], list[StepTimes]]:
     """Start the engines, warm up, and take turns."""
-    os.environ.update(threads.engine_environment(bench.threads, bench.rollout.kv_cache_gib))
+    os.environ.update(threads.engine_environment(bench.threads))
     from cotrain.rollout.engine import RolloutEngine
     from cotrain.rollout.spec import EngineSpec
 

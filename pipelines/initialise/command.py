@@ -112,9 +112,7 @@ def initialise(config: RunConfig, resume: bool = False) -> int:
             write_config(config, run_dir.config)
         log = run_dir.start_attempt() / "engine.log"
         write_provenance(run_dir)
-        os.environ.update(
-            threads.engine_environment(_threads(config.cluster.engine_threads), config.rollout.kv_cache_gib)
-        )
+        os.environ.update(threads.engine_environment(threads.num_cores()))
         console = Console(stack.enter_context(engine_output_to(log)))
         stop = stack.enter_context(two_stage_stop(console.say, "part"))
         console.say(f"run {run_dir.path}; the engine's log is {run_dir.logs}/engine.log")
@@ -134,10 +132,6 @@ def _check_same_run(config: RunConfig, run_dir: RunDir, fingerprints: dict[str, 
     began_with = json.loads(about.read_text())["fingerprints"] if about.exists() else fingerprints
     saved = read_config(run_dir.config).model_dump(mode="json")
     check_resume(config, fingerprints, RunState(0, Versions(0, 0), None, saved, began_with))
-
-
-def _threads(configured: int | None) -> int:
-    return configured or threads.num_cores()
 
 
 class Initialisation:
@@ -229,7 +223,7 @@ class Initialisation:
         from cotrain.run.store_uri import tracking_uri
         from cotrain.trainer.trainer import DrafterTrainer
 
-        torch.set_num_threads(_threads(self.config.cluster.learner_threads))
+        torch.set_num_threads(threads.num_cores())
         init, folder = self.drafter.init, self.run_dir.path / "drafter_init"
         first: Path | None = folder
         if not folder.exists():

@@ -101,7 +101,7 @@ def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) ->
     for index, row in enumerate(rows):
         where = f"row {index} of {source.path}"
         question, last_message = split_question(row[column], column, where)
-        messages = chat_messages(question, "", source.system_prompt)
+        messages = chat_messages(question, "")
         token_ids = _template(tokenizer, messages, add_generation_prompt=True)
         prompts.append((f"{name}-{index}", token_ids))
         if source.response_column is not None:

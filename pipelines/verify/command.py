@@ -23,7 +23,7 @@ import torch
 from cotrain.config.files import write_json
 from cotrain.config.load import load_config
 from cotrain.config.lossless_guard import sampling_problems
-from cotrain.config.schema import FeatureTapConfig, ReasoningGymTask, RolloutConfig, RunConfig
+from cotrain.config.schema import ReasoningGymTask, RolloutConfig, RunConfig
 from cotrain.lossless.family import judge
 from cotrain.lossless.power import level_of_check, texts_for_two_sample, tokens_for_distance
 from cotrain.lossless.setting import STANDARD_SAMPLERS, num_checks, standard_settings
@@ -292,7 +292,7 @@ def _rollout_config(
     bytes_per_value = {"bfloat16": 2, "float32": 4}[plan.dtype]
     layers = target.num_layers + 1  # the drafter's own
     per_token = 2 * layers * target.num_key_value_heads * target.head_dim * bytes_per_value
-    kv_bytes = 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * per_token
+    kv_bytes = max(GIB, 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * per_token)
     return RolloutConfig(
         prompts_per_step=batch,
         samples_per_prompt=1,
@@ -301,10 +301,12 @@ def _rollout_config(
         ignore_eos=True,
         dtype=plan.dtype,  # type: ignore[arg-type]
         draft_tokens=plan.draft_tokens,
-        allow_draft_beyond_trained_depth=True,
-        kv_cache_gib=max(1, ceil(kv_bytes / GIB)),
-        features=FeatureTapConfig(max_tokens_per_step=positions),
-        vllm=vllm | {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
+        vllm=vllm
+        | {
+            "kv_cache_memory_bytes": kv_bytes,
+            "max_num_seqs": batch,
+            "max_num_batched_tokens": max(2048, batch * positions),
+        },
     )
 
 
@@ -315,7 +317,7 @@ def _rollout_config(
 
 async def _run(verification: Verification, console: TextIO) -> Outcome:
     """Load the target for the laws, start the engine, generate, judge."""
-    os.environ.update(threads.engine_environment(verification.threads, verification.rollout.kv_cache_gib))
+    os.environ.update(threads.engine_environment(verification.threads))
     from cotrain.rollout.engine import RolloutEngine
     from cotrain.rollout.spec import EngineSpec
 

@@ -44,7 +44,9 @@ class Kind:
 
     def make(self, seed: int = 0, **changes) -> Drafter:
         """A drafter in float64 whose every weight matters: norms and projections are far from their initial values."""
-        drafter = build_drafter(self.configured(**changes), self.target, seed).double()
+        layout = {name: changes.pop(name) for name in LAYOUT if name in changes}
+        drafter = build_drafter(self.configured(**changes), self.target, seed)
+        drafter = type(drafter)(dataclasses.replace(drafter.shape, **layout)).double()
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
             for parameter in drafter.parameters():
@@ -52,11 +54,14 @@ class Kind:
         return drafter
 
 
+LAYOUT = ("fc_norm", "norm_before_residual")
+"""Facts of a checkpoint that no configuration sets."""
+
 EAGLE3 = Kind(
     name="eagle3",
     target=TARGET,
     config=Eagle3Config(type="eagle3", draft_vocab_size=20, aux_layers=(2, 4, 5)),
-    other=(("trained_depth", 5), ("draft_vocab_size", 40), ("norm_before_residual", True), ("fc_norm", False)),
+    other=(("trained_depth", 5), ("draft_vocab_size", 40)),
 )
 MIMO = Kind("mtp mimo", TARGET, MtpConfig(type="mtp"), (("trained_depth", 5),))
 QWEN3_NEXT = dataclasses.replace(

@@ -361,7 +361,8 @@ def test_the_drafter_learns(kind, sampler):
 @pytest.mark.parametrize("chunk_tokens", [5, 512])
 def test_drafters_scored_together_score_as_alone(kind, target_weights, monkeypatch, temperature, chunk_tokens):
     """Whatever their kinds, weights and vocabularies; the target's distribution is computed once for all of them."""
-    batch, objective = make_batch((4, 8, 0), (6, 8, 1)), ObjectiveConfig(chunk_tokens=chunk_tokens)
+    monkeypatch.setattr("drafters.losses.CHUNK_TOKENS", chunk_tokens)
+    batch, objective = make_batch((4, 8, 0), (6, 8, 1)), ObjectiveConfig()
     sampler = Sampler(temperature, 0.9, 0, "probabilistic")
     drafters = [kind.make(seed=0), kind.make(seed=1), make_drafter(seed=2, draft_vocab_size=40)]
     drafters[1].choose_vocabulary(torch.arange(40.0), target_weights)

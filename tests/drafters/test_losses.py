@@ -8,11 +8,11 @@ import torch
 from drafters.alignment import align
 from drafters.base import Sampler
 from drafters.config import ObjectiveConfig
-from drafters.losses import Teacher, draft_loss, truncate
+from drafters.losses import DEPTH_DECAY, Teacher, draft_loss, truncate
+from drafters.objectives import KL_DECAY
 from tests.drafters.conftest import TARGET, make_batch
 
 DEPTH = 3
-DECAY = 0.7
 DRAFT_TOKENS = torch.tensor([0, 2, 3, 7, 11, 12, 20, 21, 22, 30, 38, 39])
 SAMPLERS = [
     Sampler(1.0, 1.0, 0, "probabilistic"),
@@ -26,10 +26,10 @@ SAMPLERS = [
 
 
 OBJECTIVES = [
-    ObjectiveConfig(type="soft_cross_entropy", depth_weights="decay", depth_decay=DECAY),
-    ObjectiveConfig(type="lk_likelihood", depth_weights="decay", depth_decay=DECAY),
-    ObjectiveConfig(type="lk_hybrid", depth_weights="decay", depth_decay=DECAY),
-    ObjectiveConfig(type="lk_hybrid", kl_decay=1.0, depth_weights="reach"),
+    ObjectiveConfig(type="soft_cross_entropy", depth_weights="decay"),
+    ObjectiveConfig(type="lk_likelihood", depth_weights="decay"),
+    ObjectiveConfig(type="lk_hybrid", depth_weights="decay"),
+    ObjectiveConfig(type="lk_hybrid", depth_weights="reach"),
 ]
 
 
@@ -67,13 +67,13 @@ def slow_loss(hidden, draft_head, batch, target_head, sampler, objective):
             acceptance[k, s] = trained.detach()
             drawn_accepted[k, s] = min(float(log_q.detach().exp()[drawn[0]] / p[drawn[0]]), 1.0) if drawn else 0.0
         cross_entropy = -(p * log_q).sum()
-        share = float(torch.exp(-objective.kl_decay * trained.detach()))
+        share = float(torch.exp(-KL_DECAY * trained.detach()))
         losses[k, s] = {
             "soft_cross_entropy": cross_entropy,
             "lk_hybrid": share * cross_entropy + (1 - share) * (1 - trained),
             "lk_likelihood": -trained.clamp(min=torch.finfo(torch.float64).eps).log(),
         }[objective.type]
-        reach = acceptance[:k, s].nan_to_num(1.0).prod() if objective.depth_weights == "reach" else DECAY**k
+        reach = acceptance[:k, s].nan_to_num(1.0).prod() if objective.depth_weights == "reach" else DEPTH_DECAY**k
         weights[k, s] = reach / int(alignment.supervised[k].sum())
     per_position = torch.stack([row[row.isfinite()].mean() for row in losses])
     loss = (torch.where(alignment.supervised, losses, 0) * weights).sum() / weights.sum()
@@ -92,12 +92,12 @@ def fake_hidden(batch, generator):
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: f"{objective.type} {objective.depth_weights}")
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 512])
-def test_loss_acceptance_and_gradients_equal_a_slow_loop(sampler, chunk_tokens, objective, target_weights):
+def test_loss_acceptance_and_gradients_equal_a_slow_loop(sampler, chunk_tokens, objective, target_weights, monkeypatch):
     batch = make_batch((3, 9, 0), (5, 6, 4), (2, 2, 0))
     generator = torch.Generator().manual_seed(1)
     draft_head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64, requires_grad=True)
     hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
-    objective = objective.model_copy(update={"chunk_tokens": chunk_tokens})
+    monkeypatch.setattr("drafters.losses.CHUNK_TOKENS", chunk_tokens)
 
     actual = draft_loss(hidden, draft_head, teacher_of(batch, target_weights, sampler), align(batch, DEPTH), objective)
     expected = slow_loss(hidden, draft_head, batch, target_weights.head, sampler, objective)
@@ -217,7 +217,8 @@ def test_no_gradients_are_computed_without_grad_mode(target_weights, sampler):
     torch.testing.assert_close(loss, draft_loss(*arguments).loss.detach())
 
 
-def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target_weights, sampler):
+def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target_weights, sampler, monkeypatch):
+    monkeypatch.setattr("drafters.losses.CHUNK_TOKENS", 32)
     batch = make_batch((3, 200, 0))
     batch = dataclasses.replace(batch, final_hidden=batch.final_hidden[:, :4])
     generator = torch.Generator().manual_seed(1)
@@ -227,5 +228,5 @@ def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
         teacher = Teacher(batch.token_ids, batch.final_hidden, target_weights.head[:, :4], DRAFT_TOKENS, sampler)
-        draft_loss(hidden, head, teacher, align(batch, DEPTH), ObjectiveConfig(chunk_tokens=32))
+        draft_loss(hidden, head, teacher, align(batch, DEPTH), ObjectiveConfig())
     assert 0 < max(kept) < num_starts * len(DRAFT_TOKENS) < num_starts * TARGET.vocab_size

@@ -153,7 +153,7 @@ def test_sampling_parameters_that_skip_draft_tokens_are_refused() -> None:
 
 
 def test_environment_of_cotrains_engines_passes_and_what_changes_logits_does_not() -> None:
-    assert list(guard.environment_problems(engine_environment(2, 1) | {"HOME": "/root"})) == []
+    assert list(guard.environment_problems(engine_environment(2) | {"HOME": "/root"})) == []
     bad = {
         "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
         "VLLM_TEST_FORCE_LOAD_FORMAT": "dummy",

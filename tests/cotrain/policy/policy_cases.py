@@ -17,8 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cotrain.config.optimizer import OptimizerConfig
-from cotrain.config.schema import PolicyConfig, RolloutConfig
+from cotrain.config.schema import OptimizerConfig, PolicyConfig, RolloutConfig
 from cotrain.policy.learner import PolicyLearner
 from cotrain.records import Rollout, ScoredRollout, Versions
 
