@@ -107,8 +107,8 @@ def within_bounds(
 
 
 def row_bytes(width: int, bytes_per_value: int) -> int:
-    """Bytes of one row: hidden states, position and token id."""
-    return width * bytes_per_value + 16
+    """Bytes of one row: hidden states and token id."""
+    return width * bytes_per_value + 8
 
 
 def _too_small(num_bytes: int, bounds: FeatureTapConfig) -> str:

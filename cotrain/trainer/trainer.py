@@ -81,11 +81,6 @@ class DrafterTrainer:
             drafter = build_drafter(config.model, self._target, seed)
         else:
             drafter = load_drafter(init_folder, self._target, rollout.num_positions, config.model)
-        if rollout.draft_tokens > drafter.trained_depth:
-            raise ValueError(
-                f"rollout.draft_tokens is {rollout.draft_tokens}, but the drafter is trained for "
-                f"{drafter.trained_depth} draft positions; lower it"
-            )
         self.drafter: Drafter = drafter.to(device)
         self._drafter_version = 0
         self._sessions = 0  # since the last publication

@@ -42,11 +42,10 @@ def test_reasoning_prompts_depend_on_the_seed_only():
     assert pickle.loads(pickle.dumps(problems)) == problems
 
 
-def test_reasoning_prompt_carries_instruction_and_system_prompt():
-    task = reasoning_task(size=7, instruction="One number only.", system_prompt="You calculate.")
-    system, user = task.prompt(3).messages
+def test_reasoning_prompt_carries_the_instruction():
+    task = reasoning_task(size=7, instruction="One number only.")
+    (user,) = task.prompt(3).messages
     assert len(task) == 7
-    assert system == {"role": "system", "content": "You calculate."}
     assert user["role"] == "user"
     assert user["content"].endswith(" =\nOne number only.")
     with pytest.raises(IndexError):
@@ -140,9 +139,9 @@ def test_prompt_answer_schemas(tmp_path):
     gsm8k = write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "?", "answer": "3+4=<<3+4=7>>7\n#### 1,007"}])
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"prompt": "3 + 4?", "answer": 7}])
     assert dataset_task(gsm8k, reward="numeric").prompt(0).answer == "1,007"
-    prompt = dataset_task(plain, reward="numeric", system_prompt="Be brief.").prompt(0)
+    prompt = dataset_task(plain, reward="numeric").prompt(0)
     assert prompt.answer == "7"
-    assert prompt.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}]
+    assert prompt.messages == [{"role": "user", "content": "3 + 4?"}]
 
 
 def test_other_column_names(tmp_path):
@@ -163,7 +162,7 @@ def test_json_parquet_and_folders_read_alike(tmp_path):
         task = dataset_task(tmp_path / name)
         assert [task.prompt(i).answer for i in range(len(task))] == ["1", "2", "3", "4", "5"], name
     assert len(dataset_task(tmp_path / "folder", split="test")) == 2
-    assert len(dataset_task(tmp_path / "rows.json", max_examples=3)) == 3
+    assert len(dataset_task(tmp_path / "rows.json", split="train[:3]")) == 3
 
 
 def test_users_reward_may_do_without_answers(tmp_path, monkeypatch):
@@ -192,11 +191,6 @@ def test_users_reward_may_do_without_answers(tmp_path, monkeypatch):
             [{"messages": [{"from": "user", "value": "a"}]}],
             {},
             r"task\.prompt_column: .* role and content; .*from, value",
-        ),
-        (
-            [{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}], "answer": "b"}],
-            {"system_prompt": "x"},
-            r"task\.system_prompt: .* already begin with a system message",
         ),
         ([{"prompt": "a", "answer": "b"}], {"reward": "wrong"}, r"task\.reward: unknown reward 'wrong'"),
     ],
@@ -269,9 +263,7 @@ def test_sampler_resumes_within_an_epoch(steps_before):
 
 
 def test_sampler_refuses_what_it_cannot_serve():
-    with pytest.raises(
-        ValueError, match=r"rollout\.prompts_per_step = 9 .* 8 prompts .* task\.size or task\.max_examples"
-    ):
+    with pytest.raises(ValueError, match=r"rollout\.prompts_per_step = 9 .* 8 prompts .* task\.size"):
         PromptSampler(num_prompts=8, prompts_per_step=9, seed=0)
     with pytest.raises(ValueError, match="position 9 lies outside the task's 8 prompts"):
         PromptSampler(8, 2, seed=0).restore({"epoch": 0, "position": 9})

@@ -52,14 +52,13 @@ def test_the_policys_prompts_come_in_seeded_order(open_with):
 
 def test_given_responses_are_what_the_policy_would_have_written(open_with, dataset, model):
     path = dataset([{"question": f"What is {i}?", "reply": f"It is {i}."} for i in range(5)])
-    source = open_with({"type": "dataset", "path": path, "response_column": "reply", "system_prompt": "Be brief."})
+    source = open_with({"type": "dataset", "path": path, "response_column": "reply"})
     assert isinstance(source, GivenRollouts) and len(source.rollouts) == 5
     tokenizer = AutoTokenizer.from_pretrained(model)
     by_id = {r.prompt_id: r for r in source.rollouts}
     assert list(by_id) != sorted(by_id)
     rollout = by_id["data-3"]
     assert tokenizer.decode(rollout.prompt_token_ids).endswith("What is 3?<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(rollout.prompt_token_ids).startswith("<|im_start|>system\nBe brief.")
     assert tokenizer.decode(rollout.token_ids) == "It is 3.<|im_end|>"
     assert rollout.token_ids[-1] == tokenizer.eos_token_id
 
