@@ -94,7 +94,7 @@ class FeatureTapConfig(Section):
     the longest response; the others of that step are generated but not tapped."""
 
     max_bytes: PositiveInt = 2 * 2**30
-    """Most bytes held in the engine."""
+    """Most bytes held in each engine. The drafter trainer holds those of drafter.buffer.max_age + 1 steps."""
 
 
 class RolloutConfig(Section):
@@ -174,10 +174,7 @@ class RolloutConfig(Section):
 
 
 class DrafterBufferConfig(Section):
-    """Bounds of the drafter trainer's feature buffer."""
-
-    max_bytes: PositiveInt = 4 * 2**30
-    """Most bytes of features held; the oldest leave first."""
+    """Bound of the drafter trainer's feature buffer."""
 
     max_age: NonNegativeInt = 1
     """Oldest policy version trained on, counted back from the newest in the buffer (0: only the newest)."""
@@ -237,7 +234,7 @@ class DrafterConfig(Section):
     (drafter/expected_acceptance_length). The gate needs none: it scores rollouts before they are trained on."""
 
     buffer: DrafterBufferConfig = DrafterBufferConfig()
-    """Bounds of the feature buffer."""
+    """Bound of the feature buffer."""
 
 
 class DatasetSource(Section):
@@ -247,13 +244,11 @@ class DatasetSource(Section):
     """Kind of source."""
 
     path: str
-    """json, jsonl or parquet file, a folder of them, or a hub id."""
+    """json, jsonl or parquet file, a folder of them, or a hub id, to which /NAME adds one of its configurations:
+    openai/gsm8k/main."""
 
     split: str = "train"
     """Split of a hub dataset; "train[:100]" takes its first 100 rows."""
-
-    subset: str | None = None
-    """Configuration name of a hub dataset."""
 
     prompt_column: str | None = None
     """Column of the prompt when its name is not prompt, messages or question."""
@@ -347,9 +342,6 @@ class TrackingConfig(Section):
 
     uri: str | None = None
     """MLflow tracking URI. Default: sqlite in the run root."""
-
-    parent_run: str | None = None
-    """MLflow run id under which this run is nested; `cotrain ablate` sets it."""
 
     log_drafters: bool = True
     """Store each published drafter in MLflow as a registered version."""

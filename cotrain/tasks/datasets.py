@@ -45,7 +45,7 @@ class DatasetProblems:
 
 
 def load_rows(config: DatasetSource) -> Any:
-    """The rows, a datasets.Dataset. Raises ValueError naming task.path, or task.split and task.subset."""
+    """The rows, a datasets.Dataset. Raises ValueError naming task.path or task.split."""
     import datasets
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
@@ -63,7 +63,11 @@ def load_rows(config: DatasetSource) -> Any:
         elif (path / "dataset_info.json").is_file():
             rows = datasets.load_from_disk(str(path))
         else:
-            rows = datasets.load_dataset(str(path) if path.is_dir() else config.path, config.subset, split=config.split)
+            # OWNER/NAME of the hub, or OWNER/NAME/CONFIGURATION.
+            *_, configuration = [None, *config.path.split("/")[2:]]
+            name = "/".join(config.path.split("/")[:2])
+            source = (str(path),) if path.is_dir() else (name, configuration)
+            rows = datasets.load_dataset(*source, split=config.split)
     except (DatasetNotFoundError, ConnectionError) as error:
         raise ValueError(
             f"task.path: there is no local file or folder '{config.path}', and the hub did not give a dataset of that "
@@ -72,7 +76,7 @@ def load_rows(config: DatasetSource) -> Any:
     except (DatasetGenerationError, FileNotFoundError) as error:
         raise ValueError(f"task.path: cannot read {config.path}: {error.__cause__ or error}") from error
     except ValueError as error:
-        field = "task.path" if path.is_file() else "task.split or task.subset"
+        field = "task.path" if path.is_file() else "task.split"
         raise ValueError(f"{field}: {config.path}: {error}") from error
     return rows
 

@@ -92,8 +92,9 @@ class DrafterTrainer:
             self.drafter.parameters(), config.optimizer, num_updates(config, total_steps)
         )
         self._rng = torch.Generator().manual_seed(seed)
-        holdout_bytes = int(config.holdout * config.buffer.max_bytes)
-        self._buffer = FeatureBuffer(config.buffer.max_bytes - holdout_bytes, config.buffer.max_age)
+        max_bytes = (config.buffer.max_age + 1) * rollout.num_engines * rollout.features.max_bytes
+        holdout_bytes = int(config.holdout * max_bytes)
+        self._buffer = FeatureBuffer(max_bytes - holdout_bytes, config.buffer.max_age)
         self._holdout = FeatureBuffer(holdout_bytes, max_age=0)
         self._target_weights: dict[int, TargetWeights] = {}
         self._newest_features = -1  # newest policy version whose features were seen
@@ -166,7 +167,7 @@ class DrafterTrainer:
         if not len(self._buffer):
             raise ValueError(
                 f"step {step}: no features to train the drafter on: every rollout was dropped or has only holes; "
-                "raise rollout.features.max_bytes or drafter.buffer.max_bytes"
+                "raise rollout.features.max_bytes"
             )
         started = time.perf_counter()
         updates = [self._update(step) for _ in range(self._config.updates_per_step)]

@@ -18,7 +18,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.run.console import duration
 from cotrain.run.metrics import read_metrics
 from pipelines.ablate.jobs import PROGRAM, Job, Stop, last_error, run_jobs
-from pipelines.ablate.plan import Arm, Study, load_study, nested_under
+from pipelines.ablate.plan import Arm, Study, load_study
 from pipelines.ablate.state import (
     Action,
     StudyFolder,
@@ -265,10 +265,11 @@ class _Ablation:
         return Job(
             title=title,
             command=command,
-            config=nested_under(config, self.tracking.run_id),
+            config=config,
             resume=action == "resume",
             config_file=self.folder.path / "configs" / f"{file}.toml",
             log=self.folder.path / "logs" / f"{file}.log",
+            parent_run=self.tracking.run_id,
         )
 
     def _report(self) -> None:

@@ -220,11 +220,6 @@ def _shown(model: Section) -> str:
     return ", ".join(f"{name} = {value!r}" for name, value in model.model_dump(exclude_none=True).items())
 
 
-def nested_under(config: RunConfig, parent_run: str) -> RunConfig:
-    """The same run, nested under an MLflow run."""
-    return parse_config(merge(config.model_dump(mode="json"), {"tracking": {"parent_run": parent_run}}))
-
-
 def _init_source(context: _Context, init: str) -> str | None:
     """drafter.init of an arm. Raises ValueError naming init."""
     if init == NO_INIT:

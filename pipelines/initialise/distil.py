@@ -42,14 +42,14 @@ class TrainingPlan:
 
 
 def plan_training(config: RunConfig, rollouts: Sequence[StoredRollout], bytes_per_token: int) -> TrainingPlan:
-    """Raises ValueError naming drafter.buffer.max_bytes when it does not hold one rollout."""
+    """Raises ValueError naming rollout.features.max_bytes when it does not hold one rollout."""
     assert config.drafter is not None
     lengths = [rollout.num_tokens for rollout in rollouts]
-    bound = config.drafter.buffer.max_bytes
+    bound = config.rollout.features.max_bytes
     max_tokens = int((1 - config.init.holdout) * bound) // bytes_per_token
     if max(lengths) > max_tokens:
         raise ValueError(
-            f"drafter.buffer.max_bytes: {bound} does not hold the features of one rollout of {max(lengths)} tokens, "
+            f"rollout.features.max_bytes: {bound} does not hold the features of one rollout of {max(lengths)} tokens, "
             f"{bytes_per_token} bytes each; raise it"
         )
     segments = cut_segments(lengths, SEGMENT_ROLLOUTS, max(1, max_tokens // SEGMENTS_PER_MIX))

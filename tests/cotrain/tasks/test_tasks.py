@@ -202,6 +202,15 @@ def test_rows_that_do_not_fit(tmp_path, rows, fields, message):
 
 
 @pytest.mark.parametrize(
+    ("path", "asked"), [("openai/gsm8k", ("openai/gsm8k", None)), ("openai/gsm8k/main", ("openai/gsm8k", "main"))]
+)
+def test_a_hub_id_may_name_a_configuration(monkeypatch, path, asked):
+    rows = Dataset.from_list([{"question": "?", "answer": "#### 7"}])
+    monkeypatch.setattr("datasets.load_dataset", lambda *source, split: {(asked, "test"): rows}[source, split])
+    assert dataset_task(path, split="test").prompt(0).answer == "7"
+
+
+@pytest.mark.parametrize(
     ("path", "fields", "message"),
     [
         ("missing.jsonl", {}, r"task\.path: no file or folder 'missing\.jsonl'"),
@@ -209,10 +218,10 @@ def test_rows_that_do_not_fit(tmp_path, rows, fields, message):
         ("notes.txt", {}, r"task\.path: notes\.txt must end in \.json, \.jsonl, \.parquet"),
         ("empty.jsonl", {}, r"task\.path: empty\.jsonl is empty"),
         ("none.json", {}, r"task\.path: none\.json: .* no data"),
-        ("split", {"split": "test[:0]"}, r"task\.split or task\.subset: split: .* no data"),
+        ("split", {"split": "test[:0]"}, r"task\.split: split: .* no data"),
         ("broken.jsonl", {}, r"task\.path: cannot read broken\.jsonl: JSON parse error"),
         ("folder", {}, r"task\.path: cannot read folder"),
-        ("split", {"split": "train"}, r"task\.split or task\.subset: split: .*\['test'\]"),
+        ("split", {"split": "train"}, r"task\.split: split: .*\['test'\]"),
         ("openai/gsm8k", {}, r"task\.path: .*'openai/gsm8k', and the hub did not.* give a json, jsonl or parquet file"),
     ],
 )

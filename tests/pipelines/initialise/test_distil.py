@@ -51,7 +51,8 @@ def build(records, new_trainer, run_config, tmp_path):
         config = run_config(
             name=name,
             init={"epochs": 2, "evaluations_per_epoch": 2, "holdout": 0.25, "patience": 9, **init},
-            drafter={"model": {"type": "eagle3"}, "batch_tokens": 100, "buffer": {"max_bytes": max_bytes}},
+            drafter={"model": {"type": "eagle3"}, "batch_tokens": 100},
+            rollout={"features": {"max_bytes": max_bytes}},
         )
         fresh = not (config.run_root / name).exists()
         run_dir = RunDir.create(config.run_root, name) if fresh else RunDir.open(config.run_root, name)
@@ -134,7 +135,9 @@ def test_a_small_buffer_streams_and_a_checkpoint_is_whole(build):
 
 
 def test_a_buffer_below_one_rollout_is_refused(build):
-    with pytest.raises(ValueError, match=r"drafter\.buffer\.max_bytes: 9999 does not hold .* one rollout of 24 tokens"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.features\.max_bytes: 9999 does not hold .* one rollout of 24 tokens"
+    ):
         build("none", max_bytes=9999)
 
 
