@@ -1,6 +1,6 @@
 """What can be checked of a run before any model loads. All problems are reported at once.
 
-Each check raises ValueError (ConfigError for several problems), naming the field and the fix.
+Each check raises ValueError (ConfigError for several problems) or returns the problems, each with the field and the fix.
 """
 
 import ast
@@ -85,21 +85,25 @@ def quick_problems(config: RunConfig, resume: bool = False) -> list[str]:
     problems = [] if resume else _problems(_check_name_is_free, config)
     local = Path(config.policy.model).expanduser()
     if local.exists():
-        found = _problems(resolve_model, config.policy.model)
-        problems += found or (_problems(_check_tap, config, local) if config.drafter else [])
+        problems += _problems(_check_local_model, config, local)
     for check in (_check_ray, _check_tracking, _check_devices, _check_vllm_arguments, _check_environment):
         problems += _problems(check, config)
     return problems
 
 
-def _problems(check: Callable[..., Any], *arguments: Any) -> list[str]:
+def _problems(check: Callable[..., list[str] | None], *arguments: Any) -> list[str]:
     try:
-        check(*arguments)
+        return check(*arguments) or []
     except ConfigError as error:
         return error.problems
     except ValueError as error:
         return [str(error)]
-    return []
+
+
+def _check_local_model(config: RunConfig, model: Path) -> None:
+    resolve_model(config.policy.model)
+    if config.drafter is not None:
+        _check_tap(config, model)
 
 
 def _check_name_is_free(config: RunConfig) -> None:
@@ -116,14 +120,12 @@ def _check_ray(config: RunConfig) -> None:
     if address in (None, "auto"):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"cluster.address: {address!r} is no HOST:PORT; `ray status` on the head node shows it")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise ValueError(
-            f"cluster.address: nothing answers at {address} ({error}); start Ray there (ray start --head), or leave "
-            "cluster.address out for a private one on this machine"
+            f"cluster.address: nothing answers at {address} ({error}); start Ray there (ray start --head) and give "
+            "HOST:PORT, or leave cluster.address out for a private one on this machine"
         ) from None
 
 
@@ -152,11 +154,11 @@ def _check_devices(config: RunConfig) -> None:
         )
 
 
-def _check_vllm_arguments(config: RunConfig) -> None:
+def _check_vllm_arguments(config: RunConfig) -> list[str]:
     """Every key of rollout.vllm is an engine argument, by vLLM's source: importing it would take 5 s."""
     spec = importlib.util.find_spec("vllm")
     if not config.rollout.vllm or spec is None or spec.origin is None:
-        return
+        return []
     source = Path(spec.origin).parent / "engine" / "arg_utils.py"
     known = [
         field.target.id
@@ -165,17 +167,17 @@ def _check_vllm_arguments(config: RunConfig) -> None:
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     ]
-    unknown = [key for key in config.rollout.vllm if key not in known]
-    if unknown:
-        text = "rollout.vllm.{}: vLLM has no such engine argument{}"
-        raise ConfigError([text.format(key, did_you_mean(key, known, "rollout.vllm")) for key in unknown])
+    return [
+        f"rollout.vllm.{key}: vLLM has no such engine argument{did_you_mean(key, known, 'rollout.vllm')}"
+        for key in config.rollout.vllm
+        if key not in known
+    ]
 
 
-def _check_environment(config: RunConfig) -> None:
+def _check_environment(config: RunConfig) -> list[str]:
     """No environment variable of vLLM, which engines inherit, makes speculation lossy."""
-    problems = [f"{name}: {message}" for name, message in environment_problems(os.environ)]
-    if config.drafter is not None and problems:
-        raise ConfigError(problems)
+    found = environment_problems(os.environ) if config.drafter is not None else ()
+    return [f"{name}: {message}" for name, message in found]
 
 
 def _check_task(config: RunConfig) -> None:
@@ -196,18 +198,18 @@ def _check_lengths(config: RunConfig, model: Path) -> None:
         )
 
 
-def _check_linear_attention(config: RunConfig, model: Path) -> None:
+def _check_linear_attention(config: RunConfig, model: Path) -> list[str]:
     """A policy with linear attention is trained and served in a way that it can be."""
     here = config.cluster.address is None
     on_cpu = here and (config.cluster.device == "cpu" or not machine()["gpus"])
     rollout = config.rollout
-    problems = training_problems(model, config.policy.batching)
-    problems += serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm)
-    if problems:
-        raise ConfigError(problems)
+    return [
+        *training_problems(model, config.policy.batching),
+        *serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm),
+    ]
 
 
-def _check_space(config: RunConfig, model: Path) -> None:
+def _check_space(config: RunConfig, model: Path) -> list[str]:
     """The run root can be written and holds the checkpoints; shared memory holds the policy updates."""
     wanted = config.run_root.absolute()
     root = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
@@ -230,8 +232,7 @@ def _check_space(config: RunConfig, model: Path) -> None:
             f"policy.model: policy updates take {update / GIB:.1f} GiB of shared memory (the one that is served and the "
             f"one that is written), but {shared} has {free / GIB:.1f} free; enlarge it (docker run --shm-size)"
         )
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 def check_drafter_shape(config: RunConfig, model: Path) -> None:

@@ -28,12 +28,6 @@ def readable_problems(error: ValidationError, root: type[Section] = RunConfig) -
     return [_readable(detail, blocks) for detail in error.errors(include_url=False)]
 
 
-def wrong_paths(error: ValidationError) -> list[str]:
-    """Dotted paths of the fields of a run that are wrong."""
-    blocks = list(walk_sections())
-    return [_locate(detail["loc"], blocks)[0] for detail in error.errors(include_url=False)]
-
-
 def _locate(location: tuple[int | str, ...], blocks: list[SectionHelp]) -> tuple[str, SectionHelp | None]:
     """Dotted path of pydantic's location, which names kinds of sections as well, and the section its last part is in."""
     sections = {(block.path, block.kind): block for block in blocks}

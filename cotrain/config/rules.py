@@ -29,15 +29,6 @@ def broken_rules(config: RunConfig) -> list[str]:
     return [line for rule in RULES for line in rule(config)]
 
 
-def clipping_is_ordered(config: RunConfig) -> Iterator[str]:
-    policy = config.policy
-    if policy.clip_high < policy.clip_low:
-        yield (
-            f"policy.clip_high: {policy.clip_high:g} is below clip_low {policy.clip_low:g}; use the same value, or a "
-            "larger one to clip higher"
-        )
-
-
 def a_correction_has_what_it_corrects(config: RunConfig) -> Iterator[str]:
     policy, rollout = config.policy, config.rollout
     correction = policy.behaviour_correction
@@ -203,7 +194,6 @@ def the_lag_limit_allows_the_cadence(config: RunConfig) -> Iterator[str]:
 
 
 RULES = (
-    clipping_is_ordered,
     a_correction_has_what_it_corrects,
     truncated_sampling_recomputes_log_probs,
     samples_of_a_prompt_differ,
