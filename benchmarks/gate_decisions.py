@@ -105,7 +105,7 @@ async def generate(config: RunConfig, drafter: Path, num_steps: int, seed: int) 
 
     model = resolve_model(config.policy.model)
     serving = load_drafter(drafter, TargetSpec.from_pretrained(model)).serving
-    os.environ.update(threads.engine_environment(threads.num_cores(), config.rollout.kv_cache_gib))
+    os.environ.update(threads.engine_environment(threads.num_cores()))
     steps = []
     with scratch_folder("gate-decisions") as scratch:
         engine = RolloutEngine(EngineSpec(config.rollout, str(model), str(drafter), serving, seed, str(scratch)))

@@ -15,11 +15,6 @@ from pathlib import Path
 from statistics import mean
 
 ARMS = {
-    "soft_cross_entropy, depth 1": (
-        "drafter.objective.type=soft_cross_entropy",
-        "drafter.model.trained_depth=1",
-        "rollout.allow_draft_beyond_trained_depth=true",
-    ),
     "soft_cross_entropy, decay": ("drafter.objective.type=soft_cross_entropy", "drafter.objective.depth_weights=decay"),
     "lk_hybrid, decay": ("drafter.objective.type=lk_hybrid", "drafter.objective.depth_weights=decay"),
     "lk_hybrid, reach": ("drafter.objective.type=lk_hybrid", "drafter.objective.depth_weights=reach"),

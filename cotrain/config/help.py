@@ -1,93 +1,76 @@
-"""Every field of RunConfig with its type, default and docstring, for `cotrain train --help` and for error messages."""
+"""The sections of a configuration and their fields, for `cotrain train --help` and for error messages."""
 
+import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
-
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic.fields import FieldInfo
+from typing import Any
 
 from cotrain.config.schema import RunConfig
 from drafters.config import Section
 
-SYMBOLS = {Gt: ("gt", ">"), Ge: ("ge", ">="), Lt: ("lt", "<"), Le: ("le", "<=")}
-NAMES = {int: "integer", float: "number", str: "string", bool: "true | false", Path: "path", dict: "table"}
+LIMITS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+NAMES = {"boolean": "true | false", "object": "table"}
 
 
 @dataclass(frozen=True)
 class SectionHelp:
-    """One section and the fields that are no sections themselves."""
+    """One section of a configuration. Fields are described in JSON Schema, as pydantic writes it."""
 
     path: str
     """Dotted path; "" is the top level."""
-    section: type[Section]
     kind: str | None
     """Value of `type` when this is one of several kinds of section."""
-    fields: dict[str, FieldInfo]
+    description: str
+    fields: dict[str, Any]
+    """The fields that hold values."""
+    sections: dict[str, Any]
+    """The fields that hold sections."""
 
 
-def variants(annotation: Any) -> dict[str, type[Section]]:
-    """The sections a field can hold, by the value of their `type` (class name where they have none)."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return {kind_of(annotation) or annotation.__name__: annotation}
-    if get_origin(annotation) in (Union, UnionType, Annotated):
-        found: dict[str, type[Section]] = {}
-        for member in get_args(annotation):
-            found |= variants(member)
-        return found
-    return {}
+def walk_sections(root: type[Section] = RunConfig) -> Iterator[SectionHelp]:
+    """Yield all sections, each before those it holds, in the order of the schema."""
+    schema = root.model_json_schema()
+    yield from _walk(schema, schema.get("$defs", {}), "", None)
 
 
-def kind_of(section: type[Section]) -> str | None:
-    """Value that `type` must have in a section of a union."""
-    field = section.model_fields.get("type")
-    return get_args(field.annotation)[0] if field is not None else None
+def _walk(section: dict[str, Any], known: dict[str, Any], path: str, kind: str | None) -> Iterator[SectionHelp]:
+    properties: dict[str, Any] = section["properties"]
+    held = {name: _references(field) for name, field in properties.items()}
+    for name, field in properties.items():
+        field["required"] = name in section.get("required", ())
+    yield SectionHelp(
+        path,
+        kind,
+        section.get("description", ""),
+        {name: field for name, field in properties.items() if not held[name]},
+        {name: field for name, field in properties.items() if held[name]},
+    )
+    for name, references in held.items():
+        for reference in references:
+            inner = known[reference]
+            inner_kind = inner["properties"]["type"]["const"] if len(references) > 1 else None
+            yield from _walk(inner, known, f"{path}.{name}".lstrip("."), inner_kind)
 
 
-def walk_sections(section: type[Section] = RunConfig, path: str = "", union: bool = False) -> Iterator[SectionHelp]:
-    """All sections, each before those it holds, in the order of the schema."""
-    held = {name: variants(field.annotation) for name, field in section.model_fields.items()}
-    plain = {name: field for name, field in section.model_fields.items() if not held[name]}
-    yield SectionHelp(path, section, kind_of(section) if union else None, plain)
-    for name, kinds in held.items():
-        for kind in kinds.values():
-            yield from walk_sections(kind, f"{path}.{name}".lstrip("."), union=len(kinds) > 1)
+def _references(field: dict[str, Any]) -> list[str]:
+    members = field.get("oneOf") or field.get("anyOf") or [field]
+    return [member["$ref"].rpartition("/")[2] for member in members if "$ref" in member]
 
 
-def type_name(annotation: Any, constraints: list[Any]) -> str:
+def type_name(field: dict[str, Any]) -> str:
     """A type as a user writes its values: `integer > 0`, `greedy | probabilistic`, `list of 3 integers`."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return type_name(arguments[0], [*arguments[1:], *constraints])
-    if origin in (Union, UnionType):
-        return " | ".join(type_name(member, constraints) for member in arguments if member is not NoneType)
-    if origin is Literal:
-        return " | ".join(map(str, arguments))
-    if origin is tuple:
-        item = type_name(arguments[0], []).split()[0]  # without its limits
-        return f"list of {item}s" if Ellipsis in arguments else f"list of {len(arguments)} {item}s"
-    name = NAMES[origin or annotation]
-    limits = [f"{SYMBOLS[type(limit)][1]} {getattr(limit, SYMBOLS[type(limit)][0])}" for limit in constraints]
-    return f"{name} {' and '.join(limits)}".rstrip()
-
-
-def default_text(field: FieldInfo) -> str:
-    """The default as it would be written in TOML; `required` when there is none."""
-    if field.is_required():
-        return "required"
-    value = field.default
-    if value is None:
-        return "default none"
-    if isinstance(value, bool):
-        return f"default {str(value).lower()}"
-    if isinstance(value, tuple):
-        return f"default {list(value)}"
-    if isinstance(value, str):
-        return f'default "{value}"'
-    return f"default {value}"
+    if "anyOf" in field:
+        return " | ".join(type_name(member) for member in field["anyOf"] if member["type"] != "null")
+    if "enum" in field or "const" in field:
+        return " | ".join(field.get("enum") or [field["const"]])
+    if field["type"] == "array":
+        items = field.get("prefixItems", [])
+        item = items[0] if items else field["items"]
+        return f"list of {len(items) or ''} {item['type']}s".replace("  ", " ")
+    limits = " and ".join(f"{symbol} {field[key]}" for key, symbol in LIMITS.items() if key in field)
+    name = field.get("format") or NAMES.get(field["type"], field["type"])
+    return f"{name} {limits}".rstrip()
 
 
 def help_text(width: int = 100) -> str:
@@ -96,14 +79,20 @@ def help_text(width: int = 100) -> str:
     for block in walk_sections():
         title = f"[{block.path}]" if block.path else "(top level)"
         title += f'  type = "{block.kind}"' if block.kind else ""
-        lines = [title, *_wrap(block.section.__doc__ or "", "  ", width)]
+        lines = [title, *_wrap(block.description, "  ", width)]
         for name, field in block.fields.items():
-            if name == "type" and block.kind:
-                continue
-            lines.append(f"  {name}  ({type_name(field.annotation, field.metadata)}, {default_text(field)})")
-            lines += _wrap(field.description or "", "      ", width)
+            if name != "type" or not block.kind:
+                lines.append(f"  {name}  ({type_name(field)}, {_default(field)})")
+                lines += _wrap(field["description"], "      ", width)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+def _default(field: dict[str, Any]) -> str:
+    """The default as it would be written in TOML."""
+    if field["required"]:
+        return "required"
+    return "default none" if field["default"] is None else f"default {json.dumps(field['default'])}"
 
 
 def _wrap(text: str, indent: str, width: int) -> list[str]:

@@ -7,17 +7,25 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from cotrain.config.errors import ConfigError, did_you_mean, problems_between_sections, readable_problems
+from cotrain.config.errors import ConfigError, did_you_mean, readable_problems
 from cotrain.config.files import list_runs, write_json
+from cotrain.config.rules import broken_rules
 from cotrain.config.schema import RunConfig
 
 Table = dict[str, Any]
-OVERRIDE = re.compile(r"(?P<path>\w[\w-]*(\.\w[\w-]*)*)=(?P<value>.*)", re.DOTALL)
+REQUIRED: Table = {
+    "name": "x",
+    "steps": 1,
+    "policy": {"model": "x"},
+    "task": {"type": "reasoning_gym", "name": "x"},
+}
+"""Values of required fields, with which rules between the other fields can be checked."""
 
 
 def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None) -> RunConfig:
@@ -32,23 +40,44 @@ def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resu
     if problems:
         raise ConfigError(problems)
     if resume is not None:
-        given: Table = {}
-        for table in tables:
-            given = merge(given, table)
-        saved = _saved_table(Path(given.get("run_root", RunConfig.model_fields["run_root"].default)), resume)
-        tables = [saved, *tables, {"name": resume}]
-    fields: Table = {}
-    for table in tables:
-        fields = merge(fields, table)
-    return parse_config(fields)
+        run_root = reduce(merge, tables, {}).get("run_root", RunConfig.model_fields["run_root"].default)
+        tables = [_saved_table(Path(run_root), resume), *tables, {"name": resume}]
+    return parse_config(reduce(merge, tables, {}))
 
 
 def parse_config(fields: Mapping[str, Any]) -> RunConfig:
-    """Raises ConfigError listing all problems of the fields."""
+    """Raises ConfigError listing all wrong fields and broken rules."""
     try:
-        return RunConfig.model_validate(fields)
+        config = RunConfig.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError([*readable_problems(error), *problems_between_sections(fields, error)]) from None
+        problems = readable_problems(error)
+        wrong = [line.partition(":")[0].removesuffix(".type") for line in problems]
+        raise ConfigError([*problems, *_rules_beside(fields, wrong)]) from None
+    if broken := broken_rules(config):
+        raise ConfigError(broken)
+    return config
+
+
+def _rules_beside(fields: Mapping[str, Any], wrong: Sequence[str]) -> list[str]:
+    """The broken rules that no wrong field takes part in; the others wait until these fields are mended."""
+    rest = reduce(_without, wrong, dict(fields))
+    drafter = {"drafter": {"model": {"type": "eagle3"}}} if rest.get("drafter") else {}
+    try:
+        config = RunConfig.model_validate(merge(merge(REQUIRED, drafter), rest))
+    except ValidationError:
+        return []
+    names = {path.rpartition(".")[2] for path in wrong}
+    return [
+        line for line in broken_rules(config) if not any(re.search(rf"\b{re.escape(name)}\b", line) for name in names)
+    ]
+
+
+def _without(table: Table, path: str) -> Table:
+    """The nested tables without one field; a value on its way that is no table is left out whole."""
+    name, _, rest = path.partition(".")
+    if rest and isinstance(table.get(name), dict):
+        return table | {name: _without(table[name], rest)}
+    return {key: value for key, value in table.items() if key != name}
 
 
 def merge(earlier: Table, later: Table) -> Table:
@@ -113,14 +142,13 @@ def read_toml(path: Path, problems: list[str]) -> Table:
 
 def read_override(text: str, problems: list[str]) -> Table:
     """Table of one `section.field=value`; what is wrong with it is added to `problems`."""
-    match = OVERRIDE.fullmatch(text)
-    if match is None:
+    path, equals, value = text.partition("=")
+    if not equals or not all(re.fullmatch(r"\w[\w-]*", name) for name in path.split(".")):
         problems.append(f"{text}: not an override; write section.field=value, for example rollout.temperature=0.8")
         return {}
-    *sections, field = match["path"].split(".")
-    table: Table = {field: _read_value(match["value"])}
-    for section in reversed(sections):
-        table = {section: table}
+    table = _read_value(value)
+    for name in reversed(path.split(".")):
+        table = {name: table}
     return table
 
 

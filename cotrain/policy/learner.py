@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from cotrain.config.schema import PolicyConfig, RolloutConfig
 from cotrain.lossless.draws import Draws
 from cotrain.lossless.emitted import response_draws
-from cotrain.optimizer import build_optimizer
+from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.policy.batching import (
     MicroBatch,
     micro_batches,
@@ -157,7 +157,7 @@ class PolicyLearner:
             broken += names
 
         parameters = self._ddp_policy.parameters()
-        grad_norm = float(self._accelerator.clip_grad_norm_(parameters, self._config.optimizer.max_grad_norm))
+        grad_norm = float(self._accelerator.clip_grad_norm_(parameters, MAX_GRAD_NORM))
         loss = float(self._accelerator.reduce(torch.tensor(local_loss, device=self._accelerator.device), "sum"))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._optimizer.zero_grad()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import ClusterConfig, RunConfig
-from cotrain.process import threads
 from cotrain.process.failures import RoleFailure, RunFailure
 from cotrain.process.orphans import start_reaper
 from cotrain.process.scratch import scratch_folder
@@ -54,7 +53,7 @@ def place(config: RunConfig, num_gpus: int) -> Placement:
     """
     device = config.cluster.device
     if device == "cuda" and num_gpus == 0:
-        raise ValueError('cluster.device = "cuda", but Ray sees no GPU; use "auto" or "cpu"')
+        raise ValueError('cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"')
     if device == "cpu" or num_gpus == 0:
         return Placement("cpu", 0, 0, 0)
     processes = config.rollout.num_engines + config.policy.num_processes + (config.drafter is not None)
@@ -82,8 +81,6 @@ class Cluster:
         """
         self._logs = logs
         self._resume = resume
-        self._cores = threads.num_cores()
-        self._config = config
         self._hang_after_s = hang_after_s
         private = config.address is None
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -157,14 +154,6 @@ class Cluster:
         self._actors.append(actor)
         self._log_files[actor._actor_id.hex()] = next(a for a in args if isinstance(a, str) and a.endswith(".log"))
         return actor
-
-    def engine_threads(self) -> int:
-        """OpenMP threads of an engine: it generates while the learners wait, so all cores are its."""
-        return self._config.engine_threads or self._cores
-
-    def learner_threads(self) -> int:
-        """OpenMP threads of a learner. Never depends on what else runs: sums would be rounded differently."""
-        return self._config.learner_threads or self._cores
 
     def get(self, reference: Any, timeout: float | None = None) -> Any:
         """Wait for a result (or a list of them); an actor's exception is raised as its own type.

@@ -79,7 +79,7 @@ class DrafterTraining:
             DrafterActor,
             cluster.log_file("drafter"),
             arguments,
-            environment=threads.openmp_environment(cluster.learner_threads()),
+            environment=threads.openmp_environment(threads.num_cores()),
             gpus=placement.drafter_gpus,
         )
         cluster.get(self._actor.start.remote())

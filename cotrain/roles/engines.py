@@ -35,7 +35,7 @@ class RolloutEngines:
 
     def __init__(self, cluster: Cluster, config: RunConfig, specs: list[EngineSpec], placement: Placement):
         self._cluster = cluster
-        environment = threads.engine_environment(cluster.engine_threads(), config.rollout.kv_cache_gib)
+        environment = threads.engine_environment(threads.num_cores())
         self._actors = [
             cluster.start(
                 EngineActor,
@@ -161,7 +161,7 @@ class PolicyRanks:
                 PolicyActor,
                 cluster.log_file("policy" if world == 1 else f"policy_{rank}"),
                 arguments,
-                environment=threads.openmp_environment(cluster.learner_threads()) | _rank(rank, world, port),
+                environment=threads.openmp_environment(threads.num_cores()) | _rank(rank, world, port),
                 gpus=placement.learner_gpus,
             )
             for rank in range(world)

@@ -94,8 +94,7 @@ class RolloutEngine:
         await self._engine.init_weight_transfer_engine(
             WeightTransferInitRequest(init_info={"keep_folder": f"{self.spec.scratch}/kept"})
         )
-        tap = self.spec.rollout.features.model_dump() if self.spec.drafter_folder else None
-        return await self._call("cotrain_start", tap)
+        return await self._call("cotrain_start", self.spec.drafter_folder is not None)
 
     @property
     def _aux_layers(self) -> tuple[int, ...]:

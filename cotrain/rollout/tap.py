@@ -14,59 +14,50 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cotrain.rollout.tap_admission import TapRequest, rows_kept
+from cotrain.rollout.tap_admission import TapRequest
 
 UNWRITTEN = -1
 FIRST_ROWS = 128
 
 
 class _Recording:
-    """Rows of one prompt or of one response. Row p % capacity belongs to its position p, counted from its own start."""
+    """Rows of one prompt or of one response. Row p belongs to its position p, counted from its own start."""
 
-    def __init__(self, length: int, window: int | None, like: Tensor):
+    def __init__(self, length: int, like: Tensor):
         """length: of the prompt, or the greatest of the response. like [n, A*H + H]: hidden states to come."""
         self._length = length
-        self._most_rows = rows_kept(length, window)
         self.rows = like.new_empty((0, like.shape[1]))
-        self._positions = torch.empty(0, dtype=torch.int64)
         self._token_ids = torch.empty(0, dtype=torch.int64)
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.nbytes + self._positions.nbytes + self._token_ids.nbytes
+        return self.rows.nbytes + self._token_ids.nbytes
 
     def write(self, positions: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
         """positions are consecutive."""
         first = int(positions[0])
         end = min(first + len(positions), self._length)  # drafts beyond the end of a response are verified too
-        begin = max(first, end - self._most_rows)  # rows of one call must not fall on each other in the ring
-        if begin >= end:
+        if first >= end:
             return
         self._make_room(end)
-        part = slice(begin - first, end - first)
-        rows = positions[part] % len(self._positions)
-        self.rows[rows] = hidden[part]
-        self._positions[rows] = positions[part]
-        self._token_ids[rows] = token_ids[part]
+        self.rows[first:end] = hidden[: end - first]
+        self._token_ids[first:end] = token_ids[: end - first]
 
     def read(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(hidden [T, A*H + H], mask [T]) of the first T positions; a row recorded for another token is masked."""
-        positions = torch.arange(len(token_ids))
-        rows = positions % len(self._positions)
-        return self.rows[rows], (self._positions[rows] == positions) & (self._token_ids[rows] == token_ids)
+        self._make_room(len(token_ids))
+        return self.rows[: len(token_ids)], self._token_ids[: len(token_ids)] == token_ids
 
     def _make_room(self, length: int) -> None:
-        """Rows for `length` positions: powers of two of the first allocation, at most those kept."""
-        filled = len(self._positions)
-        if filled >= min(length, self._most_rows):
+        """Rows for `length` positions: powers of two of the first allocation, at most the whole length."""
+        filled = len(self._token_ids)
+        if filled >= length:
             return
         capacity = max(filled, FIRST_ROWS)
         while capacity < length:
             capacity *= 2
-        added = min(capacity, self._most_rows) - filled
-        # What can still grow has not wrapped: position p is in row p.
+        added = min(capacity, self._length) - filled
         self.rows = torch.cat([self.rows, self.rows.new_empty((added, self.rows.shape[1]))])
-        self._positions = torch.cat([self._positions, self._positions.new_full((added,), UNWRITTEN)])
         self._token_ids = torch.cat([self._token_ids, self._token_ids.new_full((added,), UNWRITTEN)])
 
 
@@ -82,8 +73,7 @@ class TakenFeatures:
 class FeatureTap:
     """Hidden states of the requests that were chosen for one step, by request and absolute position."""
 
-    def __init__(self, window: int | None):
-        self._window = window
+    def __init__(self) -> None:
         self._requests: dict[str, TapRequest] = {}
         self._prompts: dict[int, _Recording] = {}
         self._responses: dict[str, _Recording] = {}
@@ -114,12 +104,12 @@ class FeatureTap:
         if of_prompt:
             prompt = self._prompts.get(request.prompt)
             if prompt is None:
-                prompt = self._prompts[request.prompt] = _Recording(length, self._window, hidden)
+                prompt = self._prompts[request.prompt] = _Recording(length, hidden)
             prompt.write(positions[:of_prompt], token_ids[:of_prompt], hidden[:of_prompt])
         if of_prompt < len(positions):
             response = self._responses.get(request_id)
             if response is None:
-                response = self._responses[request_id] = _Recording(request.max_new_tokens, self._window, hidden)
+                response = self._responses[request_id] = _Recording(request.max_new_tokens, hidden)
             response.write(positions[of_prompt:] - length, token_ids[of_prompt:], hidden[of_prompt:])
 
     def take(self, request_id: str, token_ids: list[int], final_size: int) -> TakenFeatures | None:
@@ -139,8 +129,6 @@ class FeatureTap:
         if response is not None:
             hidden[length:], mask[length:] = response.read(tokens[length:])
         mask[-1] = False  # the last token was sampled but never fed back: it has no hidden state
-        if self._window is not None:
-            mask[: max(0, len(tokens) - 1 - self._window)] = False
         hidden[~mask] = 0
         return TakenFeatures(hidden[:, :-final_size], hidden[:, -final_size:], mask)
 

@@ -47,19 +47,17 @@ def choose(requests: Sequence[TapRequest], keys: Sequence[str], bounds: FeatureT
     order = sorted(range(len(requests)), key=lambda i: hashlib.blake2b(keys[i].encode(), digest_size=8).digest())
     chosen: list[int] = []
     prompts: set[int] = set()
-    tokens = num_bytes = 0
+    num_bytes = 0
     for i in order:
         request = requests[i]
-        rows = rows_kept(request.max_new_tokens, bounds.window)
-        rows += 0 if request.prompt in prompts else rows_kept(request.prompt_length, bounds.window)
-        tokens += request.prompt_length + request.max_new_tokens
+        rows = request.max_new_tokens + (0 if request.prompt in prompts else request.prompt_length)
         num_bytes += rows * row_size
-        if tokens > bounds.max_tokens_per_step or num_bytes > bounds.max_bytes:
+        if num_bytes > bounds.max_bytes:
             break  # a shorter one further on might fit; to take it would favour short prompts
         chosen.append(i)
         prompts.add(request.prompt)
     if requests and not chosen:
-        raise ValueError(_too_small(tokens, num_bytes, bounds))
+        raise ValueError(_too_small(num_bytes, bounds))
     return sorted(chosen)
 
 
@@ -94,33 +92,24 @@ def within_bounds(
 ) -> Iterator[list[tuple[list[int], int]]]:
     """Sequences, (tokens, prompt length) each, in groups that a tap holds whole. Raises ValueError where one is more."""
     group: list[tuple[list[int], int]] = []
-    tokens = num_bytes = 0
+    num_bytes = 0
     for sequence in sequences:
-        length = len(sequence[0])
-        size = rows_kept(length, bounds.window) * row_size
-        if length > bounds.max_tokens_per_step or size > bounds.max_bytes:
-            raise ValueError(_too_small(length, size, bounds))
-        if group and (tokens + length > bounds.max_tokens_per_step or num_bytes + size > bounds.max_bytes):
+        size = len(sequence[0]) * row_size
+        if size > bounds.max_bytes:
+            raise ValueError(_too_small(size, bounds))
+        if group and num_bytes + size > bounds.max_bytes:
             yield group
-            group, tokens, num_bytes = [], 0, 0
+            group, num_bytes = [], 0
         group.append(sequence)
-        tokens, num_bytes = tokens + length, num_bytes + size
+        num_bytes += size
     if group:
         yield group
 
 
-def rows_kept(length: int, window: int | None) -> int:
-    """Rows of a prompt or of a response, whichever is `length` tokens long."""
-    return length if window is None else min(length, window)
-
-
 def row_bytes(width: int, bytes_per_value: int) -> int:
-    """Bytes of one row: hidden states, position and token id."""
-    return width * bytes_per_value + 16
+    """Bytes of one row: hidden states and token id."""
+    return width * bytes_per_value + 8
 
 
-def _too_small(tokens: int, num_bytes: int, bounds: FeatureTapConfig) -> str:
-    return (
-        f"rollout.features: a sequence of {tokens} tokens takes {num_bytes} bytes of the tap; raise max_bytes "
-        f"({bounds.max_bytes}) or max_tokens_per_step ({bounds.max_tokens_per_step})"
-    )
+def _too_small(num_bytes: int, bounds: FeatureTapConfig) -> str:
+    return f"rollout.features.max_bytes: one sequence takes {num_bytes} bytes, above {bounds.max_bytes}; raise it"

@@ -82,11 +82,12 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
-def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """Id of the experiment of that name, which is made when there is none. Raises ValueError when it was deleted."""
+def experiment_id(client: MlflowClient, uri: str) -> str:
+    """Id of the experiment of this name, which is made when there is none. Raises ValueError when it was deleted."""
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cotrain")
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         return client.create_experiment(name, artifact_location=artifact_location(uri, name))
     if experiment.lifecycle_stage != "active":
-        raise ValueError(f"tracking.experiment: {name!r} was deleted in MLflow; restore it or choose another name")
+        raise ValueError(f"MLFLOW_EXPERIMENT_NAME: {name!r} was deleted in MLflow; restore it or choose another name")
     return experiment.experiment_id

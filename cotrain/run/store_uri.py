@@ -7,6 +7,8 @@ from cotrain.config.schema import RunConfig
 
 SQLITE = "sqlite:///"
 DEFAULT_URI = f"{SQLITE}{RunConfig.model_fields['run_root'].default / 'mlflow.db'}"
+PARENT_RUN_VARIABLE = "COTRAIN_PARENT_RUN"
+"""Environment variable with the MLflow run under which a run is nested; `cotrain ablate` sets it for its runs."""
 
 
 def tracking_uri(config: RunConfig) -> str:

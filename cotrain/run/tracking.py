@@ -4,6 +4,7 @@ A tracking failure never ends or slows a run: rows and drafters wait in order an
 """
 
 import hashlib
+import os
 import re
 import threading
 import time
@@ -26,7 +27,7 @@ from cotrain.run.provenance import config_hash, flatten
 from cotrain.run.registry import Registration, find_version, model_id_of, set_served
 from cotrain.run.run_dir import resume_arguments
 from cotrain.run.served_drafts import Served, ServedDrafts
-from cotrain.run.store_uri import sqlite_file, tracking_uri
+from cotrain.run.store_uri import PARENT_RUN_VARIABLE, sqlite_file, tracking_uri
 
 # isort: split
 from mlflow.entities import LoggedModelOutput, Metric, Param
@@ -60,10 +61,10 @@ class Tracker:
         not answer; everything after that is only reported.
         """
         self.uri = tracking_uri(config)
-        self.registered_model = config.tracking.registered_model or registered_name(config.policy.model)
+        self.registered_model = registered_name(config.policy.model)
         self._config, self._say = config, say
         self._client = connect(self.uri)
-        self.experiment_id = experiment_id(self._client, self.uri, config.tracking.experiment)
+        self.experiment_id = experiment_id(self._client, self.uri)
         self.run_id = self._start_run(run_id)
         self._last_step = 0
         if run_id == self.run_id:
@@ -192,8 +193,8 @@ class Tracker:
         for stale in self._client.search_runs([self.experiment_id], f"{query} AND attributes.status = 'RUNNING'"):
             self._client.set_terminated(stale.info.run_id, "FAILED")
         tags = identity | {"config_hash": config_hash(self._config)}
-        if self._config.tracking.parent_run is not None:
-            tags[MLFLOW_PARENT_RUN_ID] = self._config.tracking.parent_run
+        if parent_run := os.environ.get(PARENT_RUN_VARIABLE):
+            tags[MLFLOW_PARENT_RUN_ID] = parent_run
         known: set[str] = set()
         if run_id is not None and self._run_exists(run_id):
             self._client.update_run(run_id, status="RUNNING")

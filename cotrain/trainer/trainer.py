@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cotrain.config.schema import DrafterConfig, RolloutConfig
-from cotrain.optimizer import build_optimizer
+from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.process.failures import RunFailure
 from cotrain.records import FeatureShard
 from cotrain.trainer.buffer import FeatureBuffer, batches_of, split_holdout, spread_over_prompts
@@ -81,11 +81,6 @@ class DrafterTrainer:
             drafter = build_drafter(config.model, self._target, seed)
         else:
             drafter = load_drafter(init_folder, self._target, rollout.num_positions, config.model)
-        if rollout.draft_tokens > drafter.trained_depth and not rollout.allow_draft_beyond_trained_depth:
-            raise ValueError(
-                f"rollout.draft_tokens is {rollout.draft_tokens}, but the drafter is trained for "
-                f"{drafter.trained_depth} draft positions; lower it or set rollout.allow_draft_beyond_trained_depth"
-            )
         self.drafter: Drafter = drafter.to(device)
         self._drafter_version = 0
         self._sessions = 0  # since the last publication
@@ -97,8 +92,9 @@ class DrafterTrainer:
             self.drafter.parameters(), config.optimizer, num_updates(config, total_steps)
         )
         self._rng = torch.Generator().manual_seed(seed)
-        holdout_bytes = int(config.holdout * config.buffer.max_bytes)
-        self._buffer = FeatureBuffer(config.buffer.max_bytes - holdout_bytes, config.buffer.max_age)
+        max_bytes = (config.buffer.max_age + 1) * rollout.num_engines * rollout.features.max_bytes
+        holdout_bytes = int(config.holdout * max_bytes)
+        self._buffer = FeatureBuffer(max_bytes - holdout_bytes, config.buffer.max_age)
         self._holdout = FeatureBuffer(holdout_bytes, max_age=0)
         self._target_weights: dict[int, TargetWeights] = {}
         self._newest_features = -1  # newest policy version whose features were seen
@@ -171,7 +167,7 @@ class DrafterTrainer:
         if not len(self._buffer):
             raise ValueError(
                 f"step {step}: no features to train the drafter on: every rollout was dropped or has only holes; "
-                "raise rollout.features.max_bytes or drafter.buffer.max_bytes"
+                "raise rollout.features.max_bytes"
             )
         started = time.perf_counter()
         updates = [self._update(step) for _ in range(self._config.updates_per_step)]
@@ -353,8 +349,7 @@ class DrafterTrainer:
             raise TrainingDiverged(self._non_finite_message(step, f"loss {float(result.loss.detach())}", batch))
         self._optimizer.zero_grad()
         result.loss.backward()
-        max_norm = self._config.optimizer.max_grad_norm
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), max_norm)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)
         if not grad_norm.isfinite():
             self._optimizer.zero_grad()
             raise TrainingDiverged(self._non_finite_message(step, f"gradient norm {float(grad_norm)}", batch))

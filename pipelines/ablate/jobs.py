@@ -16,6 +16,7 @@ from types import FrameType
 from cotrain.config.load import to_toml
 from cotrain.config.schema import RunConfig
 from cotrain.process.orphans import die_with_parent
+from cotrain.run.store_uri import PARENT_RUN_VARIABLE
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
 POLL_S = 0.05
@@ -33,6 +34,8 @@ class Job:
     resume: bool
     config_file: Path
     log: Path
+    parent_run: str
+    """MLflow run of the study."""
 
 
 Ended = Callable[[Job, int, float], None]
@@ -84,7 +87,7 @@ def _start(job: Job, program: Sequence[str]) -> subprocess.Popen:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1", PARENT_RUN_VARIABLE: job.parent_run},
             start_new_session=True,
             preexec_fn=die_with_parent,
         )

@@ -14,6 +14,7 @@ from cotrain.process.cluster import Cluster, Placement, place
 from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
+from cotrain.process.threads import num_cores
 from cotrain.publish.loop import DrafterLoop
 from cotrain.records import Rollout, RolloutRequest, Versions
 from cotrain.roles.drafter import DrafterTraining
@@ -94,7 +95,7 @@ def train(config: RunConfig, resume: bool) -> int:
                 roles.engines.time_draft_lengths(timed)
         own_head = native_head(model_path) is not None
         tap = tap_note(config, model_path)
-        console.banner(config, run_dir, _devices(config, placement, cluster), tracker.ui_hint(), own_head, tap)
+        console.banner(config, run_dir, _devices(config, placement), tracker.ui_hint(), own_head, tap)
         controller = Controller(
             config, run_dir, roles, task, prompts, sampler, tracker, metrics, decisions, console, scratch, versions,
             fingerprints, step,
@@ -252,17 +253,17 @@ def _write_report(run_dir: RunDir, console: Console) -> Path | None:
         return None
 
 
-def _devices(config: RunConfig, placement: Placement, cluster: Cluster) -> dict[str, str]:
-    def device(num: int, gpus: float, threads: int) -> str:
-        kind = f"{gpus:g} GPU each" if gpus else f"CPU, {threads} threads"
+def _devices(config: RunConfig, placement: Placement) -> dict[str, str]:
+    def device(num: int, gpus: float) -> str:
+        kind = f"{gpus:g} GPU each" if gpus else f"CPU, {num_cores()} threads"
         return kind if num == 1 else f"{num} processes, {kind}"
 
     devices = {
-        "rollout": device(config.rollout.num_engines, placement.engine_gpus, cluster.engine_threads()),
-        "policy": device(config.policy.num_processes, placement.learner_gpus, cluster.learner_threads()),
+        "rollout": device(config.rollout.num_engines, placement.engine_gpus),
+        "policy": device(config.policy.num_processes, placement.learner_gpus),
     }
     if config.drafter is not None:
-        devices["drafter"] = device(1, placement.drafter_gpus, cluster.learner_threads())
+        devices["drafter"] = device(1, placement.drafter_gpus)
     return devices
 
 

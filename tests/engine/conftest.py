@@ -34,7 +34,7 @@ class LiveEngine:
     """Calls an asynchronous engine from plain tests."""
 
     def __init__(self, spec: EngineSpec):
-        os.environ.update(threads.engine_environment(threads.num_cores(), kv_cache_gib=1))
+        os.environ.update(threads.engine_environment(threads.num_cores()))
         self.engine = RolloutEngine(spec)
         self.loop = asyncio.new_event_loop()
         self.report = self.run(self.engine.start())
@@ -220,7 +220,7 @@ def fitted_drafter(sampled_text: DraftBatch, target_weights: TargetWeights, targ
 def rollout_config() -> RolloutConfig:
     return RolloutConfig(
         prompts_per_step=16, samples_per_prompt=1, max_prompt_tokens=300, max_new_tokens=48, dtype="float32",
-        ignore_eos=True, draft_tokens=3, kv_cache_gib=1,
+        ignore_eos=True, draft_tokens=3, vllm={"kv_cache_memory_bytes": 2**30},
     )  # fmt: skip
 
 

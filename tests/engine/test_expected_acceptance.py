@@ -138,7 +138,8 @@ def test_expected_acceptance_is_served_where_prompts_are_cached(
 def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:
     """Under a bound that holds a quarter of the rollouts, which of them are tapped does not depend on their lengths."""
     rollout = deep_engine.engine.spec.rollout
-    bounds = FeatureTapConfig(max_tokens_per_step=REQUESTS // 4 * (12 + rollout.max_new_tokens))
+    num_tokens = REQUESTS // 4 * (12 + rollout.max_new_tokens)
+    bounds = FeatureTapConfig(max_bytes=num_tokens * deep_engine.engine._row_bytes)
     stops = list(range(40, 120, 16))  # of the tokens that the tiny target prefers
     lengths, tapped, tapped_per_call = [], [], []
     object.__setattr__(rollout, "features", bounds)
@@ -149,7 +150,7 @@ def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:
             lengths += [len(r.token_ids) for r in batch.rollouts]
             tapped += [record.num_tokens - record.prompt_length for record in records]
             tapped_per_call.append(len(records))
-            assert sum(record.num_tokens for record in records) <= bounds.max_tokens_per_step
+            assert sum(record.num_tokens for record in records) <= num_tokens
     finally:
         object.__setattr__(rollout, "features", FeatureTapConfig())
     mean, spread = statistics.mean(lengths), statistics.stdev(lengths)

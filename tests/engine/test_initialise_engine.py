@@ -51,11 +51,11 @@ def test_a_replay_keeps_the_taps_bounds(fresh: LiveEngine) -> None:
     requests = make_requests(4, length=100, seed=22)
     sequences = [(r.prompt_token_ids, 90) for r in requests]
     whole = fresh.run(fresh.engine.tap_sequences(sequences))
-    tight = bounds.model_copy(update={"max_tokens_per_step": 250})
+    tight = bounds.model_copy(update={"max_bytes": 250 * fresh.engine._row_bytes})
     object.__setattr__(fresh.engine.spec.rollout, "features", tight)
     try:
         parts = fresh.run(fresh.engine.tap_sequences(sequences))
-        with pytest.raises(ValueError, match=r"rollout\.features: a sequence of 300 tokens"):
+        with pytest.raises(ValueError, match=r"rollout\.features\.max_bytes: one sequence takes"):
             fresh.run(fresh.engine.tap_sequences([(list(range(300)), 4)]))
     finally:
         object.__setattr__(fresh.engine.spec.rollout, "features", bounds)

@@ -59,19 +59,8 @@ def test_dry_run_prints_a_configuration_that_loads_again(tmp_path: Path) -> None
     result = cotrain("train", SMOKE, *changes, "--dry-run", without_torch=True)
     assert result.returncode == 0, result.stderr
     assert parse_config(tomllib.loads(result.stdout)) == load_config([SMOKE], changes)
-    assert "# rollout  1 x vLLM" in result.stdout and "# drafter  1 x trainer" in result.stdout
-    assert "# tap" not in result.stdout
+    assert "# no problem found" in result.stdout
     assert not any(tmp_path.iterdir())
-
-
-def test_dry_run_says_what_share_is_tapped() -> None:
-    config = load_config([SMOKE], [])
-    bound = (
-        f"rollout.features.max_tokens_per_step={config.rollout.rollouts_per_step // 2 * config.rollout.max_model_len}"
-    )
-    result = cotrain("train", SMOKE, bound, "--dry-run", without_torch=True)
-    assert result.returncode == 0, result.stderr
-    assert f"# tap      about {config.rollout.rollouts_per_step // 2} of" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -114,7 +103,7 @@ def test_overrides_may_stand_on_either_side_of_options() -> None:
         (["train", SMOKE, "cluster.address=127.0.0.1:1", "--dry-run"], "cluster.address: nothing answers"),
         (["train", SMOKE, "cluster.device=cuda", "--dry-run"], "cluster.device"),
         (["train", "--resume", "nothing"], "--resume nothing: no such run in runs"),
-        (["train", SMOKE, "--steps", "3"], "unrecognized arguments: --steps 3"),
+        (["train", SMOKE, "--steps", "3"], "unrecognized arguments: --steps"),
         (["drafters", "list", "extra"], "unrecognized arguments: extra"),
         (["drafters", "pull", "nobody", "folder"], "no drafter 'nobody'"),
         (["ui"], "--uri:"),

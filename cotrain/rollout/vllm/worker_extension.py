@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from cotrain.config.schema import FeatureTapConfig
 from cotrain.process.orphans import die_with_parent, leave_terminal_group
 from cotrain.rollout.tap import FeatureTap
 from cotrain.rollout.tap_admission import TapRequest
@@ -28,16 +27,16 @@ weight_transfer.register()
 class CotrainWorker:
     """Mixed into vLLM's worker: feature tap, drafting switches, proof of what is served."""
 
-    def cotrain_start(self, tap: dict[str, Any] | None) -> dict[str, Any]:
-        """Install the hooks; `tap` is a FeatureTapConfig as a dict, or None without a drafter. Reports the worker."""
+    def cotrain_start(self, tap: bool) -> dict[str, Any]:
+        """Install the hooks; tap: whether there is a drafter whose features are tapped. Reports the worker."""
         die_with_parent()
         leave_terminal_group()
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         self._cotrain_reads_prompts = False
         self._cotrain_tap_seconds = 0.0
         self._cotrain_step_times: list[dict[str, float]] = []
-        if tap is not None:
-            self._cotrain_tap = FeatureTap(FeatureTapConfig.model_validate(tap).window)
+        if tap:
+            self._cotrain_tap = FeatureTap()
             vllm_hooks.hook_drafting(
                 runner,
                 self._cotrain_on_verified,

@@ -17,8 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cotrain.config.optimizer import OptimizerConfig
-from cotrain.config.schema import PolicyConfig, RolloutConfig
+from cotrain.config.schema import OptimizerConfig, PolicyConfig, RolloutConfig
 from cotrain.policy.learner import PolicyLearner
 from cotrain.records import Rollout, ScoredRollout, Versions
 
@@ -26,7 +25,7 @@ VOCAB = 128
 ROLLOUT = RolloutConfig(
     prompts_per_step=3, samples_per_prompt=4, temperature=0.8, max_prompt_tokens=12, max_new_tokens=12, dtype="float32"
 )
-OPTIMIZER = OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.5, warmup_steps=2, schedule="cosine")
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=2, schedule="cosine")
 
 
 def save_tiny_model(folder: Path, kind: str = "qwen3") -> str:

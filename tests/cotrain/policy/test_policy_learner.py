@@ -17,7 +17,7 @@ from policy_cases import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cotrain.config.optimizer import OptimizerConfig
+from cotrain.config.schema import OptimizerConfig
 from cotrain.optimizer import learning_rate_factor
 from cotrain.policy.log_probs import ResponseLogProbs
 

@@ -26,7 +26,7 @@ def test_the_configuration_can_leave_gpus_alone(run_config):
 
 
 def test_asking_for_a_gpu_that_is_not_there_is_an_error(run_config):
-    with pytest.raises(ValueError, match=r'cluster\.device = "cuda", but Ray sees no GPU; use "auto" or "cpu"'):
+    with pytest.raises(ValueError, match=r'cluster\.device = "cuda", but there is no GPU; use "auto" or "cpu"'):
         placed(run_config, 0, cluster={"device": "cuda"})
 
 

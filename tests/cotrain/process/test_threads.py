@@ -42,8 +42,8 @@ def test_without_intels_runtime_workers_wait_passively(monkeypatch):
 
 
 def test_an_engine_gets_its_kv_cache_and_the_model_runner_that_is_hooked():
-    environment = threads.engine_environment(2, kv_cache_gib=3)
-    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    environment = threads.engine_environment(2)
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
@@ -51,9 +51,9 @@ def test_an_engine_gets_its_kv_cache_and_the_model_runner_that_is_hooked():
 
 def test_the_users_log_level_wins(monkeypatch):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    assert threads.engine_environment(1, 1)["VLLM_LOGGING_LEVEL"] == "WARNING"
+    assert threads.engine_environment(1)["VLLM_LOGGING_LEVEL"] == "WARNING"
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    assert threads.engine_environment(1, 1)["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert threads.engine_environment(1)["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
 ONE_CORE = """

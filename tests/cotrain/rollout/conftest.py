@@ -89,7 +89,7 @@ def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 
     rendezvous = tmp_path_factory.mktemp("rendezvous") / "store"
-    environment = threads.engine_environment(1, kv_cache_gib=1) | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = threads.engine_environment(1) | {"VLLM_LOGGING_LEVEL": "ERROR"}
     with (
         mock.patch.dict(os.environ, environment),  # vLLM's platform adds to it
         mock.patch.object(torch.accelerator, "empty_cache", lambda: None),  # as vLLM's CPU worker does

@@ -1,18 +1,17 @@
 """The tap's store without an engine: what is kept by absolute position, what is shared, what becomes a hole."""
 
-import pytest
 import torch
 
 from cotrain.rollout.tap import FeatureTap
 from cotrain.rollout.tap_admission import TapRequest
 
 AUX, FINAL = 6, 2
-ROW_BYTES = (AUX + FINAL) * 4 + 16  # float32 hidden states, an int64 position and an int64 token id
+ROW_BYTES = (AUX + FINAL) * 4 + 8  # float32 hidden states and an int64 token id
 
 
-def tap_of(*requests: TapRequest, window: int | None = None) -> FeatureTap:
+def tap_of(*requests: TapRequest) -> FeatureTap:
     """The requests are named a, b and so on."""
-    tap = FeatureTap(window)
+    tap = FeatureTap()
     tap.start(dict(zip("abcd", requests, strict=False)))
     return tap
 
@@ -97,39 +96,14 @@ def test_a_preempted_request_is_recorded_again():
     assert torch.equal(taken.final_hidden[:20], hidden_at(torch.arange(20))[:, AUX:])
 
 
-@pytest.mark.parametrize("window", [None, 250, 400])
-def test_rows_survive_growth(window):
-    tap = tap_of(one(), window=window)
+def test_rows_survive_growth():
+    tap = tap_of(one())
     record(tap, 0, 100)
     for start in range(100, 400, 3):
         record(tap, start, start + 3)
     taken = take(tap, 401)
-    kept_from = 400 - (window or 400)
-    assert kept(taken) == list(range(kept_from, 400))
-    assert torch.equal(taken.aux_hidden[kept_from:400], hidden_at(torch.arange(kept_from, 400))[:, :AUX])
-
-
-@pytest.mark.parametrize("window", [5, 128, 200])
-def test_the_window_keeps_the_latest_positions_of_one_long_prefill(window):
-    tap = tap_of(one(), window=window)
-    record(tap, 0, 1000)
-    taken = take(tap, 1001)
-    assert kept(taken) == list(range(1000 - window, 1000))
-    assert torch.equal(taken.aux_hidden[1000 - window : 1000], hidden_at(torch.arange(1000 - window, 1000))[:, :AUX])
-
-
-def test_an_equal_token_in_the_ring_does_not_hide_that_a_row_was_lost():
-    tap = tap_of(one(), window=8)
-    positions = torch.arange(20)
-    tap.record("a", positions, torch.full((20,), 5), hidden_at(positions))
-    assert kept(tap.take("a", [5] * 21, FINAL)) == list(range(12, 20))
-
-
-def test_the_window_bounds_memory():
-    tap = tap_of(one(200), window=150)
-    for start in range(0, 3000, 30):
-        record(tap, start, start + 30)
-    assert tap.num_bytes == 2 * 150 * ROW_BYTES  # of the prompt, and of the response
+    assert kept(taken) == list(range(400))
+    assert torch.equal(taken.aux_hidden[:400], hidden_at(torch.arange(400))[:, :AUX])
 
 
 def test_bytes_are_counted_as_allocated_and_given_back():
@@ -167,19 +141,6 @@ def test_a_prompt_of_other_tokens_fills_nothing():
     record(tap, 0, 140, "a")
     record(tap, 128, 150, "b")
     assert kept(take(tap, 151, "b")) == list(range(128, 150))
-
-
-def test_the_window_leaves_no_hole_in_a_cached_prompt():
-    tap = tap_of(one(100), one(100), window=60)
-    record(tap, 0, 100, "a")
-    record(tap, 96, 100, "b")
-    for position in range(100, 300):  # long enough to overwrite a ring that held the prompt too
-        record(tap, position, position + 1, "a")
-    record(tap, 100, 120, "b")
-    taken = take(tap, 121, "b")
-    assert kept(taken) == list(range(60, 120))
-    assert torch.equal(taken.aux_hidden[60:120], hidden_at(torch.arange(60, 120))[:, :AUX])
-    assert kept(take(tap, 301, "a")) == list(range(240, 300))
 
 
 def test_only_what_was_chosen_is_kept():

@@ -27,7 +27,7 @@ from tests.cotrain.rollout.sampling_faults import NUM_REQUESTS, TEMPERATURES, VO
 def sampling_faults():
     """What sampling_faults.py found."""
     root = Path(__file__).parents[3]
-    environment = os.environ | threads.engine_environment(1, 1) | {"PYTHONPATH": str(root)}
+    environment = os.environ | threads.engine_environment(1) | {"PYTHONPATH": str(root)}
     script = Path(__file__).with_name("sampling_faults.py")
     process = subprocess.run([sys.executable, script], env=environment, cwd=root, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr

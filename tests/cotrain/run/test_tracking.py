@@ -57,9 +57,11 @@ def test_a_run_has_its_parameters_metrics_and_status(run_config, client):
     assert run.info.artifact_uri.startswith((config.run_root / "mlartifacts" / "cotrain").as_uri())
 
 
-def test_a_run_of_a_study_is_nested_under_it(run_config, client):
-    with Tracker(run_config(tracking={"parent_run": "0123"})) as tracker:
+def test_a_run_of_a_study_is_nested_under_it(run_config, client, monkeypatch):
+    monkeypatch.setenv("COTRAIN_PARENT_RUN", "0123")
+    with Tracker(run_config()) as tracker:
         pass
+    monkeypatch.delenv("COTRAIN_PARENT_RUN")
     assert client.get_run(tracker.run_id).data.tags["mlflow.parentRunId"] == "0123"
     with Tracker(run_config(name="second")) as tracker:
         pass

@@ -66,7 +66,7 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, t
     config = json.loads((folder / "runs/generic-frozen-s1/config.json").read_text())
     assert config["seed"] == 1 and config["drafter"]["init"] == str(folder / "inits/generic/drafter")
     client = MlflowClient(store, store)
-    parent = client.get_run(config["tracking"]["parent_run"])
+    parent = client.get_run((folder / "runs/generic-frozen-s1/parent_run").read_text())
     assert parent.info.run_name == "first" and parent.info.status == "FINISHED"
     artifacts = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert artifacts == {"arms.json", "table.md", "report.html"}
