@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from ray import exceptions
 
+from cotrain.config.schema import ClusterConfig
 from cotrain.process.cluster import STARTING_FACTOR, Cluster, Placement, free_port, place
 from cotrain.process.failures import RoleFailure, RunFailure, SelfCheckFailed
 
@@ -93,7 +94,8 @@ class Ray:
 @pytest.fixture
 def cluster(tmp_path):
     cluster = Cluster.__new__(Cluster)
-    cluster._ray, cluster._logs, cluster._resume, cluster._hang_after_s = Ray(), tmp_path, "--resume mine", 30.0
+    cluster._ray, cluster._logs, cluster._resume = Ray(), tmp_path, "--resume mine"
+    cluster._config = ClusterConfig(hang_after_s=30.0)
     cluster._log_files = {"a": "/logs/drafter.log", "b": "/logs/rollout_0.log"}
     cluster._answered = set()
     return cluster

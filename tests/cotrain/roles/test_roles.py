@@ -127,7 +127,7 @@ def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
 def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise(run_config: Any) -> None:
     def seeds(seed: int, first_step: int) -> list[int]:
         config = run_config(seed=seed, rollout={"num_engines": 4})
-        return [s.seed for s in engine_specs(config, Path(), None, None, Path(), Versions(0, 0), first_step)]
+        return [s.seed for s in engine_specs(config, Path(), None, Path(), Versions(0, 0), first_step)]
 
     found = [seed for run in range(50) for first_step in (0, 1, 40) for seed in seeds(run, first_step)]
     assert len(set(found)) == len(found) == 600
