@@ -122,7 +122,7 @@ def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> Rollo
     by_key = {(r.prompt_id, r.sample_index): r for batch in batches for r in batch.rollouts}
     stats: Counter[str] = Counter()
     for batch in batches:
-        stats.update(batch.feature_stats)  # type: ignore[arg-type]
+        stats.update(batch.feature_stats)
     return RolloutBatch(
         rollouts=[by_key[request.prompt_id, request.sample_index] for request in requests],
         features=[shard for batch in batches for shard in batch.features],

@@ -42,7 +42,6 @@ COLUMNS: tuple[tuple[str, str], ...] = (
 class RunSummary:
     """What the summary needs beside the configuration and the metrics."""
 
-    seconds: float
     stopped_early: bool
     greedy_identical: bool | None
     """Greedy output with and without speculation compared; None when the check was not made."""
@@ -67,18 +66,11 @@ class Console:
         """Print one message on lines of its own."""
         self._rich.print(text)
 
-    def banner(
-        self, config: RunConfig, run_dir: RunDir, devices: Mapping[str, str], ui_hint: str, notes: Mapping[str, str]
-    ) -> None:
-        """Say what starts, where, and how to watch it.
-
-        devices: role -> devices, for example {"policy": "cuda:0"}. notes: further lines, by their label.
-        """
+    def banner(self, config: RunConfig, run_dir: RunDir, notes: Mapping[str, str]) -> None:
+        """Say what starts, where, and how to watch it. notes: further lines, by their label."""
         rollouts = f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples"
         lines = {"run": str(run_dir.path), "policy": config.policy.model, "steps": f"{config.steps} ({rollouts})"}
-        lines |= notes
-        lines |= {f"{role} on": device for role, device in devices.items()}
-        lines |= {"log": f"tail -f {run_dir.logs}/*.log", "metrics": f"tail -f {run_dir.metrics}", "mlflow": ui_hint}
+        lines |= {**notes, "log": f"tail -f {run_dir.logs}/*.log", "metrics": f"tail -f {run_dir.metrics}"}
         width = max(map(len, lines))
         self.say("\n".join(f"  {label:<{width}}  {text}" for label, text in lines.items()))
 
@@ -134,10 +126,8 @@ def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> st
 
 def summary_lines(config: RunConfig, run_dir: RunDir, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> list[str]:
     """The summary's text."""
-    tokens = sum(row.get("rollout/generated_tokens") or 0 for row in rows)
-    head = (
-        f"{'Stopped' if run.stopped_early else 'Done'}: {len(rows)} of {config.steps} steps in {duration(run.seconds)}"
-    )
+    seconds, tokens = (sum(row.get(name) or 0 for row in rows) for name in ("time/step_s", "rollout/generated_tokens"))
+    head = f"{'Stopped' if run.stopped_early else 'Done'}: {len(rows)} of {config.steps} steps in {duration(seconds)}"
     lines = [f"{head}, {tokens:,.0f} tokens generated" if tokens else head, ""]
     lines.append(f"  policy       {config.policy.model}, trained by reinforcement learning")
     if reward := _from_to(rows, "policy/reward"):
@@ -203,7 +193,7 @@ def _lossless(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: RunSumm
     return found
 
 
-def _from_to(rows: Sequence[Mapping[str, Any]], name: str, weight: str | None = None) -> str | None:
+def _from_to(rows: Sequence[Mapping[str, Any]], name: str, weight: str = "") -> str | None:
     """Means over the first and the last third of the steps that measured `name`; single steps scatter too much."""
     values = [(row[name], row.get(weight) or 1) for row in rows if row.get(name) is not None]
     if not values:

@@ -70,15 +70,13 @@ def test_notes_end_the_line(stream):
 
 
 def test_the_banner_says_where_to_look(stream, run_config, run):
-    Console(stream).banner(
-        run_config(), run, {"rollout": "cpu"}, "cotrain ui --uri [5000]", {"tap": "3 of 64 rollouts"}
-    )
+    Console(stream).banner(run_config(), run, {"mlflow": "cotrain ui --uri [5000]", "tap": "3 of 64 rollouts"})
     for text in (
         str(run.path),
-        "rollout on",
+        "4 (8 prompts x 8 samples)",
         f"tail -f {run.metrics}",
         "--uri [5000]",
-        "  tap         3 of 64 rollouts",
+        "  tap      3 of 64",
     ):
         assert text in stream.getvalue()
 
@@ -94,7 +92,13 @@ def test_phases_in_a_log_are_lines_and_those_of_a_step_are_silent(stream):
 
 def rows(**extra):
     return [
-        {"step": i, "policy/reward": i / 10, "rollout/acceptance_length": 1 + i / 20, "drafter/published": i % 2}
+        {
+            "step": i,
+            "policy/reward": i / 10,
+            "rollout/acceptance_length": 1 + i / 20,
+            "drafter/published": i % 2,
+            "time/step_s": 20.0,
+        }
         | extra
         for i in range(1, 21)
     ]
@@ -102,7 +106,6 @@ def rows(**extra):
 
 def summary(stream, config, run, rows, **changes):
     facts = {
-        "seconds": 400.0,
         "stopped_early": False,
         "greedy_identical": True,
         "speculation": "k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1",
