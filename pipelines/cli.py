@@ -174,11 +174,8 @@ def _plan(config: RunConfig) -> list[str]:
     else:
         here = machine()
         placement = place(config, len(here["gpus"]))
-        shares = {"engine": placement.engine_gpus, "learner": placement.learner_gpus, "drafter": placement.drafter_gpus}
-        devices = {
-            role: f"on {share:g} GPU each" if share else f"on the CPU, {here['cores']} cores"
-            for role, share in shares.items()
-        }
+        device = f"on {placement.gpus:g} GPU each" if placement.gpus else f"on the CPU, {here['cores']} cores"
+        devices = dict.fromkeys(("engine", "learner", "drafter"), device)
     speculation = f"{rollout.draft_tokens} draft tokens, {rollout.draft_sample_method}" if drafter else "no speculation"
     lines = [
         f"run      {config.run_root / config.name}, {config.steps} steps",
@@ -211,9 +208,8 @@ def _pull_drafter(parsed: argparse.Namespace) -> int:
     from cotrain.run.registry import pull_drafter
 
     row = pull_drafter(absolute_uri(parsed.uri), parsed.name, parsed.folder)
-    print(
-        f"{row.name}/{row.version} (p{row.policy_version}-d{row.drafter_version} of {row.run_name}) is in {parsed.folder}"
-    )
+    versions = f"p{row.tags['policy_version']}-d{row.tags['drafter_version']} of {row.tags['run_name']}"
+    print(f"{row.name}/{row.version} ({versions}) is in {parsed.folder}")
     return 0
 
 

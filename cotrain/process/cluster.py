@@ -13,7 +13,6 @@ from typing import Any
 from cotrain.config.schema import ClusterConfig, RunConfig
 from cotrain.process import threads
 from cotrain.process.failures import RoleFailure, RunFailure
-from cotrain.process.orphans import start_reaper, stop_reaper
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -35,12 +34,11 @@ STARTING_FACTOR = 4
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs (possibly a share of one) of each process; all zero on CPU."""
+    """Where the roles run."""
 
     device: str
-    engine_gpus: float
-    learner_gpus: float
-    drafter_gpus: float
+    gpus: float
+    """GPUs of each process, possibly a share of one; 0 on CPU."""
 
 
 def place(config: RunConfig, num_gpus: int) -> Placement:
@@ -52,12 +50,12 @@ def place(config: RunConfig, num_gpus: int) -> Placement:
     if device == "cuda" and num_gpus == 0:
         raise ValueError('cluster.device = "cuda", but Ray sees no GPU; use "auto" or "cpu"')
     if device == "cpu" or num_gpus == 0:
-        return Placement("cpu", 0, 0, 0)
+        return Placement("cpu", 0)
     processes = config.rollout.num_engines + config.policy.num_processes + (config.drafter is not None)
     if num_gpus >= processes:
-        return Placement("cuda", 1, 1, 1)
-    share = int(1000 / math.ceil(processes / num_gpus)) / 1000  # whole processes on each GPU: none is split over two
-    return Placement("cuda", share, share, share)
+        return Placement("cuda", 1)
+    # Whole processes on each GPU, so that none is split over two.
+    return Placement("cuda", int(1000 / math.ceil(processes / num_gpus)) / 1000)
 
 
 def free_port() -> int:
@@ -83,7 +81,6 @@ class Cluster:
         self._answered: set[str] = set()  # actor ids
         for name, value in RAY_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self._reaper = start_reaper() if config.address is None else None
         if config.address is None:
             # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -127,10 +124,18 @@ class Cluster:
         """Where a role's process writes."""
         return str((self._logs / f"{role}.log").resolve())
 
-    def start(self, actor_class: type, *args: Any, environment: dict[str, str], gpus: float = 0, **options: Any) -> Any:
-        """Start one actor; one of `args` is its `log_file`.
+    def start(
+        self,
+        actor_class: type,
+        log_file: str,
+        *args: Any,
+        environment: dict[str, str],
+        gpus: float = 0,
+        **options: Any,
+    ) -> Any:
+        """Start the actor actor_class(log_file, *args).
 
-        An actor is never restarted and no call is repeated, since a training step must not be made twice.
+        It is never restarted and no call is repeated, since a training step must not be made twice.
         """
         remote = self._ray.remote(actor_class).options(
             num_cpus=1,
@@ -140,9 +145,9 @@ class Cluster:
             runtime_env={"env_vars": environment},
             **options,
         )
-        actor = remote.remote(*args)
+        actor = remote.remote(log_file, *args)
         self._actors.append(actor)
-        self._log_files[actor._actor_id.hex()] = next(a for a in args if isinstance(a, str) and a.endswith(".log"))
+        self._log_files[actor._actor_id.hex()] = log_file
         return actor
 
     def engine_threads(self) -> int:
@@ -198,8 +203,6 @@ class Cluster:
         for actor in self._actors:
             self._ray.kill(actor)
         self._ray.shutdown()
-        if self._reaper is not None:
-            stop_reaper(self._reaper)
 
 
 def _actor_of(reference: Any) -> str:

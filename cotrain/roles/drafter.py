@@ -80,7 +80,7 @@ class DrafterTraining:
             cluster.log_file("drafter"),
             arguments,
             environment=threads.openmp_environment(cluster.learner_threads()),
-            gpus=placement.drafter_gpus,
+            gpus=placement.gpus,
         )
         cluster.get(self._actor.start.remote())
 

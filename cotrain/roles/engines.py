@@ -30,7 +30,7 @@ class RolloutEngines:
         """Start the processes, which import vLLM meanwhile; `start` loads the models."""
         self._cluster = cluster
         environment = threads.engine_environment(cluster.engine_threads(), config.rollout.kv_cache_gib)
-        options: dict[str, Any] = {"environment": environment, "gpus": placement.engine_gpus, "max_concurrency": 8}
+        options: dict[str, Any] = {"environment": environment, "gpus": placement.gpus, "max_concurrency": 8}
         self._actors = [
             cluster.start(EngineActor, cluster.log_file(f"rollout_{i}"), **options)
             for i in range(config.rollout.num_engines)
@@ -153,7 +153,7 @@ class PolicyRanks:
                 cluster.log_file("policy" if world == 1 else f"policy_{rank}"),
                 arguments,
                 environment=threads.openmp_environment(cluster.learner_threads()) | _rank(rank, world, port),
-                gpus=placement.learner_gpus,
+                gpus=placement.gpus,
             )
             for rank in range(world)
         ]

@@ -6,8 +6,7 @@ served last, see ServedDrafts.best.
 """
 
 import os
-import shutil
-from dataclasses import dataclass
+import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -31,42 +30,20 @@ NATIVE = "native"
 """What a user calls the MTP head that came with a policy."""
 
 
-@dataclass(frozen=True)
-class RegisteredDrafter:
-    """One version in the registry."""
-
-    name: str
-    version: int
-    aliases: tuple[str, ...]
-    policy_version: int
-    drafter_version: int
-    acceptance_length: float | None
-    """Pooled over all steps that the version served with draft_tokens draft tokens; None until it has served one."""
-    draft_tokens: int | None
-    """The draft length at which the version was served most."""
-    run_name: str
-    created: datetime
-
-    @property
-    def uri(self) -> str:
-        return f"models:/{self.name}/{self.version}"
-
-
-def list_drafters(uri: str) -> list[RegisteredDrafter]:
-    """All drafters at a tracking URI, newest first. An sqlite file that does not exist holds none."""
+def list_drafters(uri: str) -> list[ModelVersion]:
+    """All drafters at a tracking URI with their aliases, newest first. An sqlite file that does not exist holds none."""
     database = sqlite_file(uri)
     if database and not database.exists():
         return []
-    client = connect(uri)
-    rows = []
+    client, rows = connect(uri), []
     for model in client.search_registered_models(f"tags.`{KIND_TAG}` = 'drafter'", max_results=1000):
-        for version in client.search_model_versions(f"name = '{model.name}'"):
-            aliases = [alias for alias, number in model.aliases.items() if int(number) == int(version.version)]
-            rows.append(_from_version(version, tuple(sorted(aliases))))
-    return sorted(rows, key=lambda row: row.created, reverse=True)
+        for row in client.search_model_versions(f"name = '{model.name}'"):
+            row.aliases = sorted(alias for alias, number in model.aliases.items() if str(number) == str(row.version))
+            rows.append(row)
+    return sorted(rows, key=lambda row: row.creation_timestamp, reverse=True)
 
 
-def print_drafters(rows: list[RegisteredDrafter], stream: TextIO) -> None:
+def print_drafters(rows: list[ModelVersion], stream: TextIO) -> None:
     """Print a table for people."""
     # rich would cut names to 80 columns when its output is piped.
     console = Console(file=stream, width=None if stream.isatty() else 120)
@@ -77,44 +54,49 @@ def print_drafters(rows: list[RegisteredDrafter], stream: TextIO) -> None:
     name = Column("drafter", no_wrap=True, min_width=max(len(row.name) for row in rows))
     table = Table(name, "version", "aliases", "policy", "drafter", "acceptance length", "run", "created")
     for row in rows:
-        acceptance = "-" if row.acceptance_length is None else f"{row.acceptance_length:.2f} at k={row.draft_tokens}"
-        versions = (f"p{row.policy_version}", f"d{row.drafter_version}")
-        created = row.created.strftime("%Y-%m-%d %H:%M")
-        table.add_row(row.name, str(row.version), " ".join(row.aliases), *versions, acceptance, row.run_name, created)
+        tags, created = row.tags, datetime.fromtimestamp(row.creation_timestamp / 1000)
+        table.add_row(
+            row.name,
+            str(row.version),
+            " ".join(row.aliases),
+            f"p{tags['policy_version']}",
+            f"d{tags['drafter_version']}",
+            f"{float(tags['acceptance_length']):.2f} at k={tags['draft_tokens']}" if "draft_tokens" in tags else "-",
+            tags["run_name"],
+            created.strftime("%Y-%m-%d %H:%M"),
+        )
     console.print(table)
 
 
-def pull_drafter(uri: str, spec: str, folder: Path) -> RegisteredDrafter:
+def pull_drafter(uri: str, spec: str, folder: Path) -> ModelVersion:
     """Copy config.json and model.safetensors of NAME, NAME@alias or NAME/version into `folder`, whole or not at all.
 
-    NAME alone means NAME@serving. Raises ValueError when the folder is not empty, when there is no such drafter
-    (naming those that are there), or when a file is not the one that was registered.
+    NAME alone means NAME@serving. Raises ValueError when the folder is not empty, when there is no such drafter, or
+    when a file is not the one that was registered.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty; give a new folder")
     row = find_drafter(uri, spec)
+    source_uri = f"models:/{row.name}/{row.version}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
-        source = Path(download_artifacts(artifact_uri=row.uri, dst_path=str(partial / "all"), tracking_uri=uri))
-        tags = connect(uri).get_model_version(row.name, str(row.version)).tags
-        (partial / "drafter").mkdir()
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as partial:
+        try:
+            source = Path(download_artifacts(artifact_uri=source_uri, dst_path=f"{partial}/all", tracking_uri=uri))
+        except MlflowException as error:
+            raise ValueError(f"cannot download {source_uri}: {first_line(error)}") from error
+        drafter = Path(partial, "drafter")
+        drafter.mkdir()
         for name in FILES:
-            if not (source / name).is_file() or file_digest(source / name) != tags[DIGEST_TAG + name]:
+            if not (source / name).is_file() or file_digest(source / name) != row.tags[DIGEST_TAG + name]:
                 raise ValueError(
-                    f"{name} of {row.uri} is missing or differs from what was registered; pull another version"
+                    f"{name} of {source_uri} is missing or differs from what was registered; pull another version"
                 )
-            os.replace(source / name, partial / "drafter" / name)
-        os.replace(partial / "drafter", folder)
-    except MlflowException as error:
-        raise ValueError(f"cannot download {row.uri}: {first_line(error)}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            os.replace(source / name, drafter / name)
+        os.replace(drafter, folder)
     return row
 
 
-def find_drafter(uri: str, spec: str) -> RegisteredDrafter:
+def find_drafter(uri: str, spec: str) -> ModelVersion:
     """The version that NAME, NAME@alias or NAME/version names. Raises ValueError when there is none."""
     name, _, version = spec.removeprefix("models:/").partition("/")
     name, _, alias = name.partition("@")
@@ -203,18 +185,3 @@ def _create(client: MlflowClient, run_id: str, name: str, folder: Path, tags: di
 def model_id_of(version: ModelVersion) -> str:
     """The LoggedModel that a version was made from; version.model_id is empty in database stores."""
     return (version.source or "").removeprefix("models:/")
-
-
-def _from_version(version: ModelVersion, aliases: tuple[str, ...]) -> RegisteredDrafter:
-    tags = version.tags
-    return RegisteredDrafter(
-        name=version.name,
-        version=int(version.version),
-        aliases=aliases,
-        policy_version=int(tags["policy_version"]),
-        drafter_version=int(tags["drafter_version"]),
-        acceptance_length=float(tags["acceptance_length"]) if "draft_tokens" in tags else None,
-        draft_tokens=int(tags["draft_tokens"]) if "draft_tokens" in tags else None,
-        run_name=tags["run_name"],
-        created=datetime.fromtimestamp(version.creation_timestamp / 1000),
-    )

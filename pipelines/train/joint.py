@@ -3,6 +3,7 @@
 Modules that import torch, MLflow or transformers are imported in functions, while Ray starts.
 """
 
+import os
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,8 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
-
-import psutil
 
 from cotrain.config.files import write_json
 from cotrain.config.load import write_config
@@ -56,12 +55,13 @@ class StartUp:
     """When each part of the start was ready, in seconds since the process began; parts overlap."""
 
     def __init__(self) -> None:
-        self._began = psutil.Process().create_time()
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        self._began = ticks / os.sysconf("SC_CLK_TCK")  # seconds since boot
         self.ready_s: dict[str, float] = {}
 
     def ready(self, part: str) -> None:
         """Note that a part is ready."""
-        self.ready_s[part] = round(time.time() - self._began, 1)
+        self.ready_s[part] = round(time.clock_gettime(time.CLOCK_BOOTTIME) - self._began, 1)
 
     def __str__(self) -> str:
         return "ready after: " + ", ".join(f"{part} {seconds:.1f}s" for part, seconds in self.ready_s.items())
@@ -237,6 +237,6 @@ def _notes(config: RunConfig, model_path: Path, cluster: Cluster) -> dict[str, s
     if tap := tap_note(config, model_path):
         notes["tap"] = tap
     placement = place(config, cluster.num_gpus)
-    gpus = f"{placement.engine_gpus:g} GPU for each process"
-    notes["devices"] = gpus if placement.engine_gpus else f"CPU, {cluster.engine_threads()} threads for each process"
+    cpu = f"CPU, {cluster.engine_threads()} threads for each process"
+    notes["devices"] = f"{placement.gpus:g} GPU for each process" if placement.gpus else cpu
     return notes | {"mlflow": f"cotrain ui{uri_argument(tracking_uri(config))}"}

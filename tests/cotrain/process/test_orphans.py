@@ -7,10 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from cotrain.process import reaper
-
 CHAIN = """
 import subprocess, sys, time
 from cotrain.process.orphans import die_with_parent
@@ -76,48 +72,3 @@ print(os.getpgrp() == os.getpid() != os.getppid())
 def test_ctrl_c_reaches_the_controller_alone():
     out = subprocess.run([sys.executable, "-c", IN_A_GROUP_OF_ITS_OWN], capture_output=True, text=True, check=True)
     assert out.stdout == "True\n"
-
-
-@pytest.mark.parametrize("inherits_pipe", [False, True])
-def test_the_reaper_kills_what_a_killed_process_leaves(inherits_pipe):
-    """A child that ignores SIGTERM and outlives its parent, as Ray's agents may; also one that inherits our end of the
-    pipe by whose closing the reaper is told."""
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
-    script = f"""
-import os, subprocess, sys, time
-from cotrain.process.orphans import start_reaper
-reaper = start_reaper()
-os.set_inheritable(reaper.stdin.fileno(), {inherits_pipe})
-child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], env={{}}, start_new_session=True, close_fds=False)
-time.sleep({reaper.INTERVAL_S} + 1)
-print(child.pid, reaper.pid, flush=True)
-time.sleep(300)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    processes = [int(pid) for pid in parent.stdout.readline().split()]
-    kill(parent)
-    deadline = time.monotonic() + 25
-    while any(map(is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert [is_alive(process) for process in processes] == [False, False]
-
-
-def test_the_reaper_stops_at_once_and_leaves_what_was_there_before_it():
-    """A run that stops without ending its process, as one part of a program that has started others before."""
-    script = """
-import subprocess, sys, time
-from cotrain.process.orphans import start_reaper, stop_reaper
-sleep = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]
-older = subprocess.Popen(sleep)
-time.sleep(0.1)
-reaper = start_reaper()
-time.sleep(1)
-younger = subprocess.Popen(sleep)
-started = time.monotonic()
-stop_reaper(reaper)
-print(older.poll(), younger.wait(), time.monotonic() - started < 5)
-older.kill()
-"""
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert out.stdout == "None -9 True\n"

@@ -47,11 +47,10 @@ def uri(store):
 
 def test_list(uri):
     rows = list_drafters(uri)
-    assert [(row.version, row.aliases, row.policy_version, row.drafter_version) for row in rows] == [
-        (2, ("serving",), 12, 2),
-        (1, ("best",), 11, 1),
+    assert [(int(row.version), row.aliases, row.tags["policy_version"]) for row in rows] == [
+        (2, ["serving"], "12"),
+        (1, ["best"], "11"),
     ]
-    assert [(row.acceptance_length, row.draft_tokens) for row in rows] == [(1.5, 2), (2.0, 2)]
     stream = io.StringIO()
     print_drafters(rows, stream)
     line = next(line for line in stream.getvalue().splitlines() if "best" in line)
@@ -83,7 +82,7 @@ def test_an_sqlite_file_that_is_not_there_holds_none_and_is_not_made(tmp_path):
 )
 def test_pull(uri, tmp_path, spec, version):
     folder = tmp_path / "out" / "drafter"
-    assert pull_drafter(uri, spec, folder).version == version
+    assert int(pull_drafter(uri, spec, folder).version) == version
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert (folder / "model.safetensors").read_bytes() == b"weights" * version
     assert [path.name for path in folder.parent.iterdir()] == ["drafter"]
