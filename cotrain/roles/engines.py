@@ -6,7 +6,6 @@ A method named start_* returns at once. All others wait.
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +146,13 @@ class PolicyRanks:
             "seed": config.seed,
             "device": placement.device,
         }
+        environment = threads.openmp_environment(cluster.learner_threads())
         self._actors = [
             cluster.start(
                 PolicyActor,
                 cluster.log_file("policy" if world == 1 else f"policy_{rank}"),
                 arguments,
-                environment=threads.openmp_environment(cluster.learner_threads()) | _rank(rank, world, port),
+                environment=environment | _rank(rank, world, port),
                 gpus=placement.gpus,
             )
             for rank in range(world)
@@ -177,11 +177,11 @@ class PolicyRanks:
 
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> Any:
         """(aux [T, A*H], final [T, H]) of the learner's own forward."""
-        return self._cluster.get(self._actors[0].call.remote("hidden_states", token_ids, layers))
+        return self._first("hidden_states", token_ids, layers)
 
     def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
         """Response tokens of each rollout under the laws of the current weights; see PolicyLearner."""
-        return self._cluster.get(self._actors[0].call.remote("response_draws", rollouts, sampler, logit_tolerance))
+        return self._first("response_draws", rollouts, sampler, logit_tolerance)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and random state."""
@@ -190,6 +190,9 @@ class PolicyRanks:
     def load(self, folder: Path) -> None:
         """Continue from `save`."""
         self._cluster.get(self._start("load", str(folder)))
+
+    def _first(self, method: str, *args: Any) -> Any:
+        return self._cluster.get(self._actors[0].call.remote(method, *args))
 
     def _start(self, method: str, *args: Any) -> list[Any]:
         return [actor.call.remote(method, *args) for actor in self._actors]
@@ -216,17 +219,16 @@ def engine_specs(
     steps' noise again.
     """
     folder, serving = drafter or (None, None)
-    first = EngineSpec(
-        rollout=config.rollout,
-        model_path=str(model_path),
-        drafter_folder=None if folder is None else str(folder),
-        serving=serving,
-        seed=0,
-        scratch="",
-        versions=versions,
-    )
     return [
-        replace(first, seed=engine_seed(config.seed, i, first_step), scratch=str(scratch / f"rollout_{i}"))
+        EngineSpec(
+            rollout=config.rollout,
+            model_path=str(model_path),
+            drafter_folder=None if folder is None else str(folder),
+            serving=serving,
+            seed=engine_seed(config.seed, i, first_step),
+            scratch=str(scratch / f"rollout_{i}"),
+            versions=versions,
+        )
         for i in range(config.rollout.num_engines)
     ]
 
