@@ -45,7 +45,7 @@ def _check_server(uri: str) -> None:
         # A proxy that wants a login has answered; MLflow itself reads MLFLOW_TRACKING_USERNAME and _TOKEN.
         if getattr(error, "code", None) not in (401, 403):
             raise ValueError(
-                f"tracking.uri: no MLflow answers at {uri} ({error}); start that server, or leave tracking.uri out to "
+                f"tracking.uri: no answer from {uri} ({error}); start that server, or leave tracking.uri out to "
                 "record into sqlite in the run root"
             ) from None
 
