@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -87,10 +88,12 @@ class Cluster:
         import ray
 
         self._ray = ray
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         if config.address is None:
             self._start_private()
         else:
             self._join(config.address)
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
 
     def _start_private(self) -> None:

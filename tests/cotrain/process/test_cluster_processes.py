@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 
 PRIVATE = """
-import json, os, subprocess, sys
+import json, os, signal, subprocess, sys
 from pathlib import Path
 from cotrain.process.cluster import Cluster
 from cotrain.config.schema import ClusterConfig
@@ -28,10 +28,12 @@ class Greeter:
     def __init__(self, log_file): pass
     def greet(self): return "hello"
 
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 cluster = Cluster(ClusterConfig(), Path.cwd())
 import ray
 actor = cluster.start(Greeter, "greeter.log", environment={"GREETING": "1"})
 found = {"actor": cluster.get(actor.greet.remote())}
+found["handler is ours"] = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
 token = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
 clients = {"none": {}, "wrong": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}, "right": token}
@@ -84,6 +86,7 @@ def run(script: str, folder: Path, **environment: str) -> dict[str, Any]:
 def test_a_client_without_the_token_is_refused_by_a_private_cluster(tmp_path: Path) -> None:
     found = run(PRIVATE, tmp_path)
     assert found["actor"] == "hello"
+    assert found["handler is ours"]  # SIGTERM still means: finish the step and save
     assert found["right"] == "connected 64.0\n"
     assert found["none"].startswith("refused") and found["wrong"].startswith("refused"), found
     assert not (tmp_path / ".ray").exists()  # the token is the run's own
