@@ -8,7 +8,6 @@ from typing import Any
 from cotrain.process.engine_output import redirect_output
 from cotrain.process.orphans import die_with_parent, leave_terminal_group
 from cotrain.records import WeightPayload
-from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.spec import EngineSpec
 
 
@@ -19,7 +18,7 @@ def enter_process(log_file: str) -> None:
     die_with_parent()
 
 
-class EngineActor(RolloutEngine):
+class EngineActor:
     """A rollout engine in its own process."""
 
     def __init__(self, log_file: str):
@@ -29,10 +28,16 @@ class EngineActor(RolloutEngine):
         """Import vLLM, which takes seconds, while nobody waits for it."""
         import vllm.v1.engine.async_llm  # noqa: F401
 
-    async def launch(self, spec: EngineSpec) -> dict[str, Any]:
+    async def start(self, spec: EngineSpec) -> dict[str, Any]:
         """See RolloutEngine.start."""
-        super().__init__(spec)
-        return await self.start()
+        from cotrain.rollout.engine import RolloutEngine
+
+        self._engine = RolloutEngine(spec)
+        return await self._engine.start()
+
+    async def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the engine; calls may overlap."""
+        return await getattr(self._engine, method)(*args, **options)
 
 
 class PolicyActor:

@@ -39,7 +39,7 @@ class RolloutEngines:
 
     def start(self, specs: list[EngineSpec]) -> Any:
         """Begin to load the models; `wait_until_started` waits for it."""
-        return [actor.launch.remote(spec) for actor, spec in zip(self._actors, specs, strict=True)]
+        return [actor.start.remote(spec) for actor, spec in zip(self._actors, specs, strict=True)]
 
     def wait_until_started(self, started: Any) -> list[dict[str, Any]]:
         """What each worker reports of itself."""
@@ -51,7 +51,8 @@ class RolloutEngines:
         engine_of = {prompt: i % len(self._actors) for i, prompt in enumerate(prompts)}
         shares = [[r for r in requests if engine_of[r.prompt_id] == i] for i in range(len(self._actors))]
         working = [(actor, share) for actor, share in zip(self._actors, shares, strict=True) if share]
-        return _merge(requests, self._cluster.get([a.generate.remote(share, tap, **overrides) for a, share in working]))
+        batches = [a.call.remote("generate", share, tap, **overrides) for a, share in working]
+        return _merge(requests, self._cluster.get(batches))
 
     def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
         """Serve new policy weights everywhere."""
@@ -66,7 +67,7 @@ class RolloutEngines:
         """
         if len(self._actors) > 1:
             self._all("check_drafter", payload)
-        updates = [a.update_drafter.remote(payload, drafter_version, expected_rates) for a in self._actors]
+        updates = [a.call.remote("update_drafter", payload, drafter_version, expected_rates) for a in self._actors]
         reports, switched, refusal = [], [], None
         for actor, update in zip(self._actors, updates, strict=True):
             try:
@@ -75,7 +76,7 @@ class RolloutEngines:
             except WeightUpdateRefused as error:
                 refusal = error
         if refusal is not None:
-            self._cluster.get([actor.undo_drafter_update.remote() for actor in switched])
+            self._cluster.get([actor.call.remote("undo_drafter_update") for actor in switched])
             raise refusal
         return _slowest(reports)
 
@@ -110,7 +111,7 @@ class RolloutEngines:
         self._all("clear_drafter_cache")
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        return self._cluster.get([getattr(actor, method).remote(*args) for actor in self._actors])
+        return self._cluster.get([actor.call.remote(method, *args) for actor in self._actors])
 
 
 def _slowest(reports: list[SwapReport]) -> SwapReport:

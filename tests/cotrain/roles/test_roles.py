@@ -43,23 +43,16 @@ class Engine:
 
 
 class Remote:
-    """`actor.method.remote(...)` of an engine; its result comes from the cluster."""
+    """`actor.call.remote(method, ...)` of an engine; its result comes from the cluster."""
 
     def __init__(self, engine: Engine):
-        self._engine = engine
+        self._engine, self.call = engine, self
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._engine, name)
-
-        class Method:
-            @staticmethod
-            def remote(*args: Any) -> Any:
-                try:
-                    return method(*args)
-                except Exception as error:
-                    return error
-
-        return Method
+    def remote(self, method: str, *args: Any) -> Any:
+        try:
+            return getattr(self._engine, method)(*args)
+        except Exception as error:
+            return error
 
 
 class Cluster:
