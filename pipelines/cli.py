@@ -138,7 +138,7 @@ def drafters(arguments: Sequence[str]) -> int:
         print_drafters(list_drafters(absolute_uri(parsed.uri)), sys.stdout)
         return 0
     row = pull_drafter(absolute_uri(parsed.uri), parsed.name, parsed.folder)
-    versions = f"p{row.policy_version}-d{row.drafter_version} of {row.run_name}"
+    versions = f"p{row.tags['policy_version']}-d{row.tags['drafter_version']} of {row.tags['run_name']}"
     print(f"{row.name}/{row.version} ({versions}) is in {parsed.folder}")
     return 0
 

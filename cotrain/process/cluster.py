@@ -4,46 +4,41 @@ import logging
 import math
 import os
 import secrets
+import signal
 import socket
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import ClusterConfig, RunConfig
 from cotrain.process.failures import RoleFailure, RunFailure
-from cotrain.process.orphans import start_reaper
-from cotrain.process.scratch import scratch_folder
 
-# Ray reads these when it is imported.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 starves the engine beside anything else
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",  # Ray's default of 15 starves the engine beside anything else
+    "RAY_prestart_worker_first_driver": "0",  # our actors have environments of their own, for which none is ready
+    "RAY_enable_worker_prestart": "0",
+}
+"""Ray reads these when it is imported."""
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""Rollouts and metrics only: weights and features travel as files in shared memory."""
-
-HANG_AFTER_S = 1800.0
-"""A role that has not answered a call for so long counts as hung. A dead one is noticed at once."""
+"""Room for rollouts and metrics; weights and features travel as files in shared memory."""
 
 STARTING_FACTOR = 4
-"""How many times as long a role's first answer may take: it loads a model."""
-
-JOIN_TIMEOUT_S = 60.0
-"""For a first task on a cluster that a run joins."""
+"""A role's first answer may take so many times cluster.hang_after_s, because it loads a model."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs (possibly a share of one) of each process; all zero on CPU."""
+    """Where the roles run."""
 
     device: str
-    engine_gpus: float
-    learner_gpus: float
-    drafter_gpus: float
+    gpus: float
+    """GPUs of each process, possibly a share of one; 0 on CPU."""
 
 
 def place(config: RunConfig, num_gpus: int) -> Placement:
@@ -55,16 +50,16 @@ def place(config: RunConfig, num_gpus: int) -> Placement:
     if device == "cuda" and num_gpus == 0:
         raise ValueError('cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"')
     if device == "cpu" or num_gpus == 0:
-        return Placement("cpu", 0, 0, 0)
+        return Placement("cpu", 0)
     processes = config.rollout.num_engines + config.policy.num_processes + (config.drafter is not None)
     if num_gpus >= processes:
-        return Placement("cuda", 1, 1, 1)
-    share = int(1000 / math.ceil(processes / num_gpus)) / 1000  # whole processes on each GPU: none is split over two
-    return Placement("cuda", share, share, share)
+        return Placement("cuda", 1)
+    # Whole processes on each GPU, so that none is split over two.
+    return Placement("cuda", int(1000 / math.ceil(processes / num_gpus)) / 1000)
 
 
 def free_port() -> int:
-    """A TCP port on loopback that is free now."""
+    """A TCP port on loopback that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -73,74 +68,75 @@ def free_port() -> int:
 class Cluster:
     """Ray, started or joined, and the actors of one run."""
 
-    def __init__(self, config: ClusterConfig, logs: Path, resume: str = "--resume", hang_after_s: float = HANG_AFTER_S):
+    def __init__(self, config: ClusterConfig, logs: Path, resume: str = "--resume"):
         """Start a private Ray that takes orders from this run alone, or join config.address.
 
-        Raises ValueError when that does not answer, or is not this machine alone.
-        resume: the arguments that continue the run, for messages.
+        resume: the arguments that continue the run, for messages. Raises ValueError when the cluster to join does not
+        answer, or is not this machine alone.
         """
-        self._logs = logs
-        self._resume = resume
-        self._hang_after_s = hang_after_s
-        private = config.address is None
-        self._reaper: subprocess.Popen[bytes] | None = None
-        if private:
-            # Ray asks for a token by default. Without one in the environment it would write one for all of the user's
-            # runs into the home folder.
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            self._reaper = start_reaper()
-        import ray
-
-        self._ray = ray
-        common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
-        if private:
-            logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token
-            ray.init(
-                address="local",
-                num_cpus=64,  # logical: the roles take turns on the cores, see threads.py
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-                **common,
-            )
-        else:
-            try:
-                ray.init(address=config.address, **common)
-            except ConnectionError as error:
-                raise ValueError(f"cluster.address: no Ray cluster at {config.address} ({error})") from error
-            if problem := self._not_this_machine():
-                ray.shutdown()
-                raise ValueError(
-                    f"cluster.address: the Ray cluster at {config.address} {problem}, but weights and hidden states "
-                    "travel through the shared memory of one machine; join a cluster of this machine alone (ray start "
-                    "--head), or leave cluster.address out for a private one"
-                )
-        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        self._config, self._logs, self._resume = config, logs, resume
         self._actors: list[Any] = []
         self._log_files: dict[str, str] = {}  # by actor id
         self._answered: set[str] = set()  # actor ids
+        for name, value in RAY_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if config.address is None:
+            # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        import ray
 
-    def _not_this_machine(self) -> str | None:
-        """Why files in shared memory would not reach every actor of the joined cluster; None when they do."""
+        self._ray = ray
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        if config.address is None:
+            self._start_private()
+        else:
+            self._join(config.address)
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
+        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
+
+    def _start_private(self) -> None:
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token
+        self._ray.init(
+            address="local",
+            num_cpus=64,  # logical: the roles take turns on the cores, see threads.py
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="ERROR",
+            configure_logging=False,
+            _node_ip_address="127.0.0.1",
+        )
+
+    def _join(self, address: str) -> None:
+        try:
+            self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        except ConnectionError as error:
+            raise ValueError(f"cluster.address: no Ray cluster at {address} ({error})") from error
         nodes = sum(node["Alive"] for node in self._ray.nodes())
         if nodes > 1:
-            return f"has {nodes} nodes"
-        look = self._ray.remote(lambda path: os.path.exists(path)).options(num_cpus=0)
-        with scratch_folder("join") as folder:
-            try:
-                seen = self._ray.get(look.remote(str(folder)), timeout=JOIN_TIMEOUT_S)
-            except self._ray.exceptions.GetTimeoutError:
-                return f"has not run a first task in {JOIN_TIMEOUT_S:.0f} s"
-        return None if seen else "does not see the shared memory of this process"
+            self._ray.shutdown()
+            raise ValueError(
+                f"cluster.address: the Ray cluster at {address} has {nodes} nodes, but weights and hidden states travel "
+                "through the shared memory of one machine; join a cluster of this machine alone (ray start --head), "
+                "or leave cluster.address out for a private one"
+            )
 
     def log_file(self, role: str) -> str:
         """Where a role's process writes."""
         return str((self._logs / f"{role}.log").resolve())
 
-    def start(self, actor_class: type, *args: Any, environment: dict[str, str], gpus: float = 0, **options: Any) -> Any:
-        """Start one actor; one of `args` is its `log_file`.
+    def start(
+        self,
+        actor_class: type,
+        log_file: str,
+        *args: Any,
+        environment: dict[str, str],
+        gpus: float = 0,
+        **options: Any,
+    ) -> Any:
+        """Start the actor actor_class(log_file, *args).
 
-        Trainers are never restarted or retried: they resume from a checkpoint instead.
+        It is never restarted and no call is repeated, since a training step must not be made twice.
         """
         remote = self._ray.remote(actor_class).options(
             num_cpus=1,
@@ -150,46 +146,45 @@ class Cluster:
             runtime_env={"env_vars": environment},
             **options,
         )
-        actor = remote.remote(*args)
+        actor = remote.remote(log_file, *args)
         self._actors.append(actor)
-        self._log_files[actor._actor_id.hex()] = next(a for a in args if isinstance(a, str) and a.endswith(".log"))
+        self._log_files[actor._actor_id.hex()] = log_file
         return actor
 
     def get(self, reference: Any, timeout: float | None = None) -> Any:
         """Wait for a result (or a list of them); an actor's exception is raised as its own type.
 
         Raises RoleFailure naming the role and its log when its process has died (at once), or has not answered within
-        `timeout` seconds (default: hang_after_s).
+        `timeout` seconds (default: cluster.hang_after_s).
         """
         references = reference if isinstance(reference, list) else [reference]
         actors = {_actor_of(r) for r in references}
         if timeout is None:
-            timeout = self._hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
+            timeout = self._config.hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
         errors = self._ray.exceptions
         try:
             result = self._ray.get(reference, timeout=timeout)
         except errors.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             if isinstance(cause, RunFailure):
-                raise self._failure(sorted(actors), str(cause)) from None
+                raise self._failure(actors, str(cause)) from None
             raise cause from None
         except errors.GetTimeoutError:
             _, waiting = self._ray.wait(references, num_returns=len(references), timeout=0)
-            silent = {_actor_of(r) for r in waiting}
-            what = (
+            hung = (
                 f"no answer for {timeout:.0f} s, so it counts as hung (raise cluster.hang_after_s if it only is slow)"
             )
-            raise self._failure(sorted(silent), what) from None
+            raise self._failure({_actor_of(r) for r in waiting}, hung) from None
         except errors.RayActorError as error:
             if error.actor_init_failed:
                 raise
-            died = [error.actor_id] if error.actor_id in self._log_files else sorted(actors)
+            died = {error.actor_id} if error.actor_id in self._log_files else actors
             raise self._failure(died, "its process has died: killed from outside, or out of memory") from error
         self._answered |= actors
         return result
 
-    def _failure(self, actors: Sequence[str], what: str) -> RoleFailure:
-        logs = [self._log_files[actor] for actor in actors if actor in self._log_files]
+    def _failure(self, actors: Collection[str], what: str) -> RoleFailure:
+        logs = [self._log_files[actor] for actor in sorted(actors) if actor in self._log_files]
         roles = " and ".join(Path(log).stem for log in logs) or "an actor"
         return RoleFailure(
             f"{roles}: {what}. Look into {', '.join(logs) or self._logs}. What was saved is whole: continue with "
@@ -201,10 +196,6 @@ class Cluster:
         for actor in self._actors:
             self._ray.kill(actor)
         self._ray.shutdown()
-        if self._reaper is not None:
-            assert self._reaper.stdin is not None
-            self._reaper.stdin.close()
-            self._reaper.wait()
 
 
 def _actor_of(reference: Any) -> str:

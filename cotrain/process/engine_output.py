@@ -11,13 +11,9 @@ from typing import TextIO
 @contextmanager
 def engine_output_to(path: Path) -> Iterator[TextIO]:
     """Send what this process and its children print to a file. Yields a stream that still reaches the console."""
-    sys.stdout.flush()
-    sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        for descriptor in (1, 2):
-            os.dup2(log, descriptor)
+        redirect_output(path)
         with os.fdopen(os.dup(saved[0]), "w", buffering=1) as console:
             yield console
     finally:
@@ -26,4 +22,13 @@ def engine_output_to(path: Path) -> Iterator[TextIO]:
         for descriptor, original in zip((1, 2), saved, strict=True):
             os.dup2(original, descriptor)
             os.close(original)
-        os.close(log)
+
+
+def redirect_output(path: str | Path) -> None:
+    """Append what this process and its children print to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)

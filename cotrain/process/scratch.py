@@ -1,7 +1,7 @@
 """Folders in shared memory for weights and features in transit, and the removal of those whose owner was killed.
 
-The owner of a folder holds a lock on a file in it. A lock, unlike a process id, is not shared with an earlier process
-of the same number or with another container that sees the same /dev/shm.
+The owner of a folder holds a lock on a file in it. Unlike a process id, a lock is not shared with an earlier process of
+the same number or with another container that sees the same /dev/shm.
 """
 
 import fcntl
@@ -18,13 +18,15 @@ PREFIX = "cotrain-"
 
 @contextmanager
 def scratch_folder(name: str) -> Iterator[Path]:
-    """A fresh folder in shared memory, removed at the end; first removes the leftovers of processes that are gone.
+    """A fresh folder in shared memory, removed at the end. Leftovers of processes that are gone are removed first.
 
     Raises OSError when neither /dev/shm nor the temporary folder can be written.
     """
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    for leftover in base.glob(f"{PREFIX}*/{LOCK_NAME}"):
-        _remove_if_abandoned(leftover.parent)
+    for lock_file in base.glob(f"{PREFIX}*/{LOCK_NAME}"):
+        with suppress(OSError), lock_file.open("r+") as lock:  # gone, locked, or another user's
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock_file.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))  # not seen by others before it is locked
     with (folder / LOCK_NAME).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -33,9 +35,3 @@ def scratch_folder(name: str) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    with suppress(OSError), (folder / LOCK_NAME).open("r+") as lock:  # gone, locked, or another user's
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)

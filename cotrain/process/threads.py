@@ -15,26 +15,22 @@ CPU_KV_CACHE_GIB = 2
 
 def openmp_library() -> str | None:
     """Path of libiomp5.so in this environment, or None."""
-    for prefix in (sys.prefix, sys.base_prefix):
-        path = Path(prefix) / "lib" / "libiomp5.so"
-        if path.exists():
-            return str(path)
-    return None
+    paths = [Path(prefix) / "lib" / "libiomp5.so" for prefix in (sys.prefix, sys.base_prefix)]
+    return next((str(path) for path in paths if path.exists()), None)
 
 
 def openmp_environment(num_threads: int) -> dict[str, str]:
     """Environment of a process that computes on `num_threads` cores and sleeps while others compute."""
     environment = {
         "OMP_NUM_THREADS": str(num_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
         "MALLOC_ARENA_MAX": "2",  # tensors of many sizes fragment glibc's default of eight arenas per core
     }
     library = openmp_library()
-    if library is not None:
-        preload = [p for p in os.environ.get("LD_PRELOAD", "").split(":") if p and p != library]
-        environment |= {"LD_PRELOAD": ":".join([library, *preload]), "KMP_BLOCKTIME": "1"}
-        del environment["OMP_WAIT_POLICY"]  # it would override KMP_BLOCKTIME
-    return environment
+    if library is None:
+        return environment | {"OMP_WAIT_POLICY": "PASSIVE"}
+    preload = [p for p in os.environ.get("LD_PRELOAD", "").split(":") if p and p != library]
+    # OMP_WAIT_POLICY would override KMP_BLOCKTIME.
+    return environment | {"LD_PRELOAD": ":".join([library, *preload]), "KMP_BLOCKTIME": "1"}
 
 
 def engine_environment(num_threads: int) -> dict[str, str]:

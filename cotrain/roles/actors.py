@@ -1,32 +1,43 @@
 """The roles as they run inside Ray processes: the plain classes, plus a log file and weights written for the engines.
 
-Each actor writes all output of its process, and of the processes it starts, to its own log file.
+What a role imports is imported in its own process, when it starts.
 """
 
-import os
 from typing import Any
 
+from cotrain.process.engine_output import redirect_output
 from cotrain.process.orphans import die_with_parent, leave_terminal_group
 from cotrain.records import WeightPayload
-from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.spec import EngineSpec
 
 
 def enter_process(log_file: str) -> None:
-    """First thing in every actor: own log file, own process group, no life after the parent."""
-    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    """Give the actor's process its own log file and process group, and let it die with its parent."""
+    redirect_output(log_file)
     leave_terminal_group()
     die_with_parent()
 
 
-class EngineActor(RolloutEngine):
+class EngineActor:
     """A rollout engine in its own process."""
 
-    def __init__(self, spec: EngineSpec, log_file: str):
+    def __init__(self, log_file: str):
         enter_process(log_file)
-        super().__init__(spec)
+
+    def load_library(self) -> None:
+        """Import vLLM, which takes seconds, while nobody waits for it."""
+        import vllm.v1.engine.async_llm  # noqa: F401
+
+    async def start(self, spec: EngineSpec) -> dict[str, Any]:
+        """See RolloutEngine.start."""
+        from cotrain.rollout.engine import RolloutEngine
+
+        self._engine = RolloutEngine(spec)
+        return await self._engine.start()
+
+    async def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the engine; calls may overlap."""
+        return await getattr(self._engine, method)(*args, **options)
 
 
 class PolicyActor:
@@ -37,7 +48,7 @@ class PolicyActor:
         self._arguments = arguments
 
     def start(self) -> None:
-        """Load the policy and join the other ranks. Not in __init__: Ray would bury an error under its own."""
+        """Load the policy and join the other ranks. Ray would bury an error of __init__ under its own."""
         from cotrain.policy.learner import PolicyLearner
 
         self._learner = PolicyLearner(**self._arguments)

@@ -80,7 +80,7 @@ class DrafterTraining:
             cluster.log_file("drafter"),
             arguments,
             environment=threads.openmp_environment(threads.num_cores()),
-            gpus=placement.drafter_gpus,
+            gpus=placement.gpus,
         )
         cluster.get(self._actor.start.remote())
 

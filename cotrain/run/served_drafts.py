@@ -1,21 +1,20 @@
-"""What the drafter versions of one run reached in serving: verification steps, pooled by draft length over all steps.
+"""What the drafter versions of one run reached while they were served, pooled over steps by draft length.
 
-Lengths of different k are not compared: more draft tokens accept more, and verification steps begin elsewhere. Runs are
-not compared either, since their policies, prompts and sampling differ.
+Acceptance lengths of different draft lengths are not compared, because more draft tokens accept more. Runs are not
+compared either, since their policies, prompts and sampling differ.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cotrain.records import SpeculationCounts
 
 LEAST_DRAFTS = 30
-"""Verification steps at one draft length from which a version is ranked: the acceptance length of fewer is mostly
-noise."""
+"""A version is ranked from so many verification steps on; the acceptance length of fewer is mostly noise."""
 
 DRAFTS, ACCEPTED = "rollout/drafts_k", "rollout/accepted_k"
-"""Metrics of a step, with the draft length behind them."""
+"""Metrics of a step; the draft length follows the name."""
 
 
 class Served(NamedTuple):
@@ -27,54 +26,44 @@ class Served(NamedTuple):
 
 
 class ServedDrafts:
-    """Counts of each drafter version by draft length."""
+    """Verification steps and accepted draft tokens of each drafter version, by draft length."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+        self._drafts: dict[int, Counter[int]] = defaultdict(Counter)
+        self._accepted: dict[int, Counter[int]] = defaultdict(Counter)
 
     def add(self, drafter_version: int, metrics: Mapping[str, Any]) -> None:
-        """Count one step that this version served; `metrics` are those of `metrics_of`, others are passed over."""
+        """Count one step that this version served, from the metrics that `metrics_of` made."""
         for name, drafts in metrics.items():
             if name.startswith(DRAFTS) and drafts:
-                draft_tokens = int(name.removeprefix(DRAFTS))
-                counted = self._counts[drafter_version][draft_tokens]
-                counted[0] += int(drafts)
-                counted[1] += int(metrics[f"{ACCEPTED}{draft_tokens}"])
+                k = int(name.removeprefix(DRAFTS))
+                self._drafts[drafter_version][k] += int(drafts)
+                self._accepted[drafter_version][k] += int(metrics[f"{ACCEPTED}{k}"])
 
     def of(self, drafter_version: int) -> Served | None:
-        """None for a version that no draft token of was verified."""
-        counts = self._counts.get(drafter_version)
-        if not counts:
+        """None for a version whose drafts were never verified."""
+        if drafter_version not in self._drafts:
             return None
-        draft_tokens = max(counts, key=lambda k: counts[k][0])
-        drafts, accepted = counts[draft_tokens]
-        return Served(1 + accepted / drafts, draft_tokens, drafts)
+        ((k, drafts),) = self._drafts[drafter_version].most_common(1)
+        return Served(1 + self._accepted[drafter_version][k] / drafts, k, drafts)
 
     def best(self) -> int | None:
         """The version with the longest acceptance length at the draft length that the run served most.
 
         None while no version has LEAST_DRAFTS verification steps of it.
         """
-        drafts_of: dict[int, int] = defaultdict(int)
-        for counts in self._counts.values():
-            for draft_tokens, (drafts, _) in counts.items():
-                drafts_of[draft_tokens] += drafts
-        if not drafts_of:
+        by_length = sum(self._drafts.values(), Counter[int]())
+        if not by_length:
             return None
-        common = max(drafts_of, key=lambda k: drafts_of[k])
-        ranked = {
-            version: counts[common][1] / counts[common][0]
-            for version, counts in self._counts.items()
-            if common in counts and counts[common][0] >= LEAST_DRAFTS
-        }
-        return max(ranked, key=lambda version: ranked[version], default=None)
+        ((k, _),) = by_length.most_common(1)
+        ranked = [version for version, drafts in self._drafts.items() if drafts[k] >= LEAST_DRAFTS]
+        return max(ranked, key=lambda version: self._accepted[version][k] / self._drafts[version][k], default=None)
 
 
 def metrics_of(counts: SpeculationCounts) -> dict[str, float]:
     """Verification steps and accepted draft tokens of one step, for each draft length that it served."""
     metrics: dict[str, float] = {}
-    for draft_tokens, (drafts, accepted) in enumerate(zip(counts.steps, counts.accepted, strict=True), start=1):
+    for k, (drafts, accepted) in enumerate(zip(counts.steps, counts.accepted, strict=True), start=1):
         if drafts:
-            metrics[f"{DRAFTS}{draft_tokens}"] = drafts
-            metrics[f"{ACCEPTED}{draft_tokens}"] = sum(accepted)
+            metrics |= {f"{DRAFTS}{k}": drafts, f"{ACCEPTED}{k}": sum(accepted)}
     return metrics

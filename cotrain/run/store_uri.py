@@ -1,4 +1,4 @@
-"""The URI of the MLflow that a run records into. Starts without MLflow."""
+"""The URI of the MLflow that a run records into. This module does not import MLflow."""
 
 import shlex
 from pathlib import Path
@@ -12,12 +12,12 @@ PARENT_RUN_VARIABLE = "COTRAIN_PARENT_RUN"
 
 
 def tracking_uri(config: RunConfig) -> str:
-    """The run's MLflow: tracking.uri, or sqlite in the run root. sqlite paths come out absolute."""
+    """tracking.uri, or sqlite in the run root."""
     return absolute_uri(config.tracking.uri or f"{SQLITE}{config.run_root / 'mlflow.db'}")
 
 
 def absolute_uri(uri: str) -> str:
-    """The same URI, valid from any working directory."""
+    """The same store, named so that it is found from any working directory."""
     return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).resolve()}" if uri.startswith(SQLITE) else uri
 
 
@@ -27,5 +27,5 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def uri_argument(uri: str) -> str:
-    """What follows `cotrain ui` or `cotrain drafters ...` to look into this MLflow: nothing for the default one."""
+    """The option that points `cotrain ui` and `cotrain drafters` at this store; empty for the default one."""
     return "" if uri == absolute_uri(DEFAULT_URI) else f" --uri {shlex.quote(uri)}"

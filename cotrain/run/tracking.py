@@ -1,6 +1,6 @@
-"""One run in MLflow. metrics.jsonl is the record; MLflow is sent a copy from a thread of its own.
+"""One run in MLflow. metrics.jsonl is the record; a thread of its own sends a copy to MLflow.
 
-A tracking failure never ends or slows a run: rows and drafters wait in order and are sent again with the next step.
+MLflow being away never ends or slows a run: what could not be sent waits in order and is sent with the next step.
 """
 
 import hashlib
@@ -18,29 +18,25 @@ from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.decisions import DrafterEvent
 from cotrain.run.mlflow_store import (  # first of MLflow: sets its environment
+    MlflowClient,
     MlflowException,
     connect,
     experiment_id,
     first_line,
 )
 from cotrain.run.provenance import config_hash, flatten
-from cotrain.run.registry import Registration, find_version, model_id_of, set_served
+from cotrain.run.registry import model_id_of, register, versions_of_run
 from cotrain.run.run_dir import resume_arguments
 from cotrain.run.served_drafts import Served, ServedDrafts
-from cotrain.run.store_uri import PARENT_RUN_VARIABLE, sqlite_file, tracking_uri
+from cotrain.run.store_uri import PARENT_RUN_VARIABLE, tracking_uri
 
 # isort: split
 from mlflow.entities import LoggedModelOutput, Metric, Param
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
-from mlflow.utils.validation import (
-    MAX_METRICS_PER_BATCH,
-    MAX_PARAM_VAL_LENGTH,
-    MAX_PARAMS_TAGS_PER_BATCH,
-    MAX_TAG_VAL_LENGTH,
-)
+from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH, MAX_TAG_VAL_LENGTH
 
 MARKER = "step"
-"""A metric in every batch: a batch is stored whole, so its newest value is the last step that MLflow has."""
+"""A metric that every row is sent with. A row is stored whole, so the marker's newest value is MLflow's last step."""
 
 
 class Tracker:
@@ -56,28 +52,25 @@ class Tracker:
     ) -> None:
         """Start a run, or go on with `run_id`.
 
-        `history` are the rows of metrics.jsonl kept by a resume; those that MLflow lacks are sent. `say` gets the few
-        lines a user must read, from the sending thread too. Raises ValueError naming tracking.uri when the store does
-        not answer; everything after that is only reported.
+        `history` are the rows of metrics.jsonl that a resume has kept; those that MLflow lacks are sent. `say` gets the
+        few lines that a user must read, also from the sending thread. Raises ValueError naming tracking.uri when the
+        store does not answer; what fails later is only reported.
         """
         self.uri = tracking_uri(config)
         self.registered_model = registered_name(config.policy.model)
         self._config, self._say = config, say
         self._client = connect(self.uri)
         self.experiment_id = experiment_id(self._client, self.uri)
-        self.run_id = self._start_run(run_id)
-        self._last_step = 0
+        self.run_id = _start_run(self._client, self.experiment_id, config, run_id, say)
+        self._last_step = self._sent_step = 0
         if run_id == self.run_id:
-            self._last_step = max(
-                (metric.step for metric in self._client.get_metric_history(run_id, MARKER)), default=0
-            )
+            points = self._client.get_metric_history(run_id, MARKER)
+            self._last_step = self._sent_step = max((point.step for point in points), default=0)
             self._client.set_tag(run_id, "resumed_from_step", str(history[-1]["step"] if history else 0))
-        self._served = ServedDrafts()
-        self._rows: deque[list[Metric]] = deque()
-        self._uploads: deque[tuple[Callable[[], Any], Future]] = deque()
-        self._wake = threading.Condition()
-        self._woken = self._down = False
-        self._final_status: str | None = None
+        self._served, self._versions = ServedDrafts(), versions_of_run(self._client, self.run_id)
+        self._jobs: deque[tuple[Callable[[], Any], Future]] = deque()
+        self._changed = threading.Condition()
+        self._has_new = self._down = self._finished = False
         self._thread = threading.Thread(target=self._send_until_finished, name="mlflow", daemon=True)
         self._thread.start()
         for row in history:
@@ -87,17 +80,21 @@ class Tracker:
     @property
     def missing_steps(self) -> int:
         """Steps that MLflow has not got because it is not answering; 0 while all is well."""
-        return len(self._rows) if self._down else 0
+        return self._last_step - self._sent_step if self._down else 0
 
     def log_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Queue one step. Does nothing for a step that MLflow has, so a replayed step is not recorded twice."""
+        """Queue one step, unless MLflow has it already: a replayed step is not recorded twice."""
         if step <= self._last_step:
             return
-        self._last_step, now = step, int(time.time() * 1000)
-        row = [Metric(name, float(value), now, step) for name, value in metrics.items() if value is not None]
-        with self._wake:
-            self._rows.append([*row, Metric(MARKER, float(step), now, step)])
-            self._wake_up()
+        self._last_step = step
+        points = _points({name: value for name, value in metrics.items() if value is not None} | {MARKER: step}, step)
+
+        def send() -> None:
+            # MLflow keeps one of two equal points, so sending again after a lost answer does no harm.
+            self._client.log_batch(self.run_id, metrics=points)
+            self._sent_step = step
+
+        self._enqueue(send)
 
     def log_drafter(
         self, folder: Path, versions: Versions, step: int, metrics: Mapping[str, float], tags: Mapping[str, str]
@@ -107,31 +104,17 @@ class Tracker:
         `tags` must hold init and data_fingerprint. The folder must stay until the future is done; its result is the
         registered version (None with tracking.log_drafters off).
         """
-        future: Future[int | None] = Future()
-        if not self._config.tracking.log_drafters:
-            future.set_result(None)
-            return future
+        rollout = self._config.rollout
+        sampling = f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k}"
         all_tags = {
             "policy_version": str(versions.policy),
             "drafter_version": str(versions.drafter),
             "config_hash": config_hash(self._config),
             "run_name": self._config.name,
-            "sampling": self._sampling(),
+            "sampling": f"{sampling}, {rollout.draft_sample_method} drafts",
             **tags,
         }
-        registration = Registration(
-            folder, self.registered_model, self.run_id, self.experiment_id, versions.drafter, all_tags
-        )
-        self._enqueue(lambda: self._register(registration, step, dict(metrics)), future)
-        return future
-
-    def log_decisions(self, path: Path, event: DrafterEvent) -> None:
-        """Queue decisions.jsonl as an artifact, and the newest decision as a tag, which the run's page shows."""
-        tags = {
-            "drafter.last_decision": f"step {event.step}: {event.kind}",
-            "drafter.last_reason": event.reason[:MAX_TAG_VAL_LENGTH],
-        }
-        self._enqueue(lambda: self._send_decisions(path, tags), Future())
+        return self._enqueue_if_logged(lambda: self._send_drafter(folder, all_tags, dict(metrics), step))
 
     def log_served(self, drafter_version: int, metrics: Mapping[str, Any], step: int) -> Future[None]:
         """Queue what a drafter has reached since it is served, this step included; `best` moves to the best of the run.
@@ -140,171 +123,145 @@ class Tracker:
         """
         self._served.add(drafter_version, metrics)
         served, best = self._served.of(drafter_version), self._served.best()
-        future: Future[None] = Future()
-        if self._config.tracking.log_drafters and served is not None:
-            self._enqueue(lambda: self._link_served(drafter_version, served, best, step), future)
-        else:
-            future.set_result(None)
-        return future
+        return self._enqueue_if_logged(lambda: self._send_served(drafter_version, served, best, step))
+
+    def log_decisions(self, path: Path, event: DrafterEvent) -> None:
+        """Queue decisions.jsonl as an artifact, and the newest decision as a tag, which the run's page shows."""
+
+        def send() -> None:
+            self._client.set_tag(self.run_id, "drafter.last_decision", f"step {event.step}: {event.kind}")
+            self._client.set_tag(self.run_id, "drafter.last_reason", event.reason[:MAX_TAG_VAL_LENGTH])
+            self._client.log_artifact(self.run_id, str(path))
+
+        self._enqueue(send)
 
     def finish(self, status: str = "FINISHED", timeout_s: float = 60.0) -> None:
         """Send what waits, set the status (FINISHED, KILLED or FAILED), and say what could not be sent."""
-        with self._wake:
-            self._final_status = status
-            self._wake_up()
+        with self._changed:
+            self._finished = True
+            self._enqueue(lambda: self._client.set_terminated(self.run_id, status))
         self._thread.join(timeout_s)
-        if self._rows or self._uploads:
+        if self._jobs:
+            again = resume_arguments(self._config.run_root, self._config.name)
             self._say(
-                f"MLflow did not take {len(self._rows)} steps and {len(self._uploads)} drafter records. Nothing is "
-                f"lost: steps are in metrics.jsonl ({resume_arguments(self._config.run_root, self._config.name)} sends "
-                "them), drafters in drafters/"
+                f"MLflow did not take everything after step {self._sent_step}. Nothing is lost: steps are in "
+                f"metrics.jsonl ({again} sends them), drafters in drafters/"
             )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        if self._final_status is None:
+        if not self._finished:
             stopped = exc_type is not None and issubclass(exc_type, KeyboardInterrupt | SystemExit)
             self.finish("FINISHED" if exc_type is None else "KILLED" if stopped else "FAILED")
 
-    def ui_hint(self) -> str:
-        """How to look at this run in a browser."""
-        # Without workflowType the UI opens in its GenAI view, which shows neither charts nor registered models.
-        page = f"#/experiments/{self.experiment_id}/runs/{self.run_id}?workflowType=machine_learning"
-        if sqlite_file(self.uri) is None:
-            return f"{self.uri.rstrip('/')}/{page}" if self.uri.startswith("http") else self.uri
-        return f"mlflow server --backend-store-uri {self.uri} --workers 1, then http://127.0.0.1:5000/{page}"
-
-    def _sampling(self) -> str:
-        rollout = self._config.rollout
-        return (
-            f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k}, "
-            f"{rollout.draft_sample_method} drafts"
-        )
-
-    # -- the run -----------------------------------------------------------------------------------------------------
-
-    def _start_run(self, run_id: str | None) -> str:
-        # The caller holds the run folder's lock, so whatever still says RUNNING for this folder has died.
-        root_hash = hashlib.blake2b(str(self._config.run_root.resolve()).encode(), digest_size=6).hexdigest()
-        identity = {"cotrain.run_name": self._config.name, "cotrain.run_root": root_hash}
-        query = " AND ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
-        for stale in self._client.search_runs([self.experiment_id], f"{query} AND attributes.status = 'RUNNING'"):
-            self._client.set_terminated(stale.info.run_id, "FAILED")
-        tags = identity | {"config_hash": config_hash(self._config)}
-        if parent_run := os.environ.get(PARENT_RUN_VARIABLE):
-            tags[MLFLOW_PARENT_RUN_ID] = parent_run
-        known: set[str] = set()
-        if run_id is not None and self._run_exists(run_id):
-            self._client.update_run(run_id, status="RUNNING")
-            known = set(self._client.get_run(run_id).data.params)
-        else:
-            if run_id is not None:
-                self._say(f"MLflow at {self.uri} does not know run {run_id}; a new one is started from metrics.jsonl")
-            run_id = self._client.create_run(self.experiment_id, tags=tags, run_name=self._config.name).info.run_id
-        fields = flatten(self._config.model_dump(mode="json"))
-        # MLflow refuses to change a parameter; the few that a resume may change keep their first value.
-        params = [
-            Param(re.sub(r"[^\w. :/-]", "_", key), str(value)[:MAX_PARAM_VAL_LENGTH]) for key, value in fields.items()
-        ]
-        params = [param for param in params if param.key not in known]
-        for start in range(0, len(params), MAX_PARAMS_TAGS_PER_BATCH):
-            self._client.log_batch(run_id, params=params[start : start + MAX_PARAMS_TAGS_PER_BATCH])
-        return run_id
-
-    def _run_exists(self, run_id: str) -> bool:
-        try:
-            return self._client.get_run(run_id).info.lifecycle_stage == "active"
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            return False
-
     # -- the sending thread ------------------------------------------------------------------------------------------
 
-    def _enqueue(self, job: Callable[[], Any], future: Future) -> None:
-        with self._wake:
-            self._uploads.append((job, future))
-            self._wake_up()
+    def _enqueue_if_logged(self, send: Callable[[], Any]) -> Future:
+        if self._config.tracking.log_drafters:
+            return self._enqueue(send)
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return nothing
 
-    def _wake_up(self) -> None:
-        self._woken = True
-        self._wake.notify()
+    def _enqueue(self, send: Callable[[], Any]) -> Future:
+        done: Future = Future()
+        with self._changed:
+            self._jobs.append((send, done))
+            self._has_new = True
+            self._changed.notify()
+        return done
 
     def _send_until_finished(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._woken)
-                self._woken = False
-                final_status = self._final_status
+        finished = False
+        while not finished:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_new)
+                self._has_new, finished = False, self._finished
             try:
-                self._send_rows()
-                self._send_uploads()
-                if final_status:
-                    self._client.set_terminated(self.run_id, final_status)
-            except Exception as error:  # Whatever a store or its network raises: the run goes on without it.
+                self._send_waiting()
+            except Exception as error:  # Whatever a store or its network raises, the run goes on without it.
                 if not self._down:
-                    self._down = True
                     self._say(f"MLflow takes no metrics ({first_line(error)}); the run goes on, each step tries again")
-            if final_status:
-                return
+                self._down = True
 
-    def _send_rows(self) -> None:
-        while self._rows:
-            with self._wake:
-                batch, count = list(self._rows[0]), 1
-                while count < len(self._rows) and len(batch) + len(self._rows[count]) <= MAX_METRICS_PER_BATCH:
-                    batch += self._rows[count]
-                    count += 1
-            # MLflow keeps one of two equal points, so sending again after a lost answer does no harm.
-            self._client.log_batch(self.run_id, metrics=batch)
-            with self._wake:
-                for _ in range(count):
-                    self._rows.popleft()
+    def _send_waiting(self) -> None:
+        while self._jobs:
+            send, done = self._jobs[0]
+            try:
+                done.set_result(send())
+            except FileNotFoundError as error:
+                self._say(f"a drafter was deleted before MLflow took it: {error.filename}")
+                done.set_exception(error)
+            self._jobs.popleft()
         if self._down:
             self._down = False
             self._say("MLflow takes metrics again; none is missing")
 
-    def _send_uploads(self) -> None:
-        while self._uploads:
-            job, future = self._uploads[0]
-            try:
-                result = job()
-            except FileNotFoundError as error:
-                self._say(f"a drafter was deleted before MLflow took it: {error.filename}")
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-            self._uploads.popleft()
+    def _send_drafter(self, folder: Path, tags: dict[str, str], metrics: Mapping[str, float], step: int) -> int:
+        if register(self._client, self.run_id, self.registered_model, folder, tags, self._versions):
+            model_id = model_id_of(self._versions[int(tags["drafter_version"])])
+            self._client.log_outputs(self.run_id, [LoggedModelOutput(model_id, step=step)])
+            self._client.log_batch(self.run_id, metrics=_points(metrics, step, model_id))
+        return int(self._versions[int(tags["drafter_version"])].version)
 
-    def _register(self, registration: Registration, step: int, metrics: Mapping[str, float]) -> int:
-        version = registration.send(self._client)
-        if registration.model_id and not registration.was_registered:
-            self._client.log_outputs(self.run_id, [LoggedModelOutput(registration.model_id, step=step)])
-            self._log_model_metrics(registration.model_id, metrics, step)
-        return version
-
-    def _send_decisions(self, path: Path, tags: Mapping[str, str]) -> None:
-        for name, value in tags.items():
-            self._client.set_tag(self.run_id, name, value)
-        self._client.log_artifact(self.run_id, str(path))
-
-    def _link_served(self, drafter_version: int, served: Served, best: int | None, step: int) -> None:
-        version = find_version(self._client, self.run_id, drafter_version)
-        if version is not None:
-            self._log_model_metrics(model_id_of(version), {k: float(v) for k, v in served._asdict().items()}, step)
-            set_served(self._client, version, served)
-        if best is not None and (version := find_version(self._client, self.run_id, best)) is not None:
-            self._client.set_registered_model_alias(version.name, "best", str(version.version))
-
-    def _log_model_metrics(self, model_id: str, metrics: Mapping[str, float], step: int) -> None:
-        now = int(time.time() * 1000)
-        points = [Metric(name, value, now, step, model_id=model_id) for name, value in metrics.items()]
-        self._client.log_batch(self.run_id, metrics=points)
+    def _send_served(self, drafter_version: int, served: Served | None, best: int | None, step: int) -> None:
+        version = self._versions.get(drafter_version)
+        if version is not None and served is not None:
+            self._client.log_batch(self.run_id, metrics=_points(served._asdict(), step, model_id_of(version)))
+            for name, value in served._asdict().items():
+                text = f"{value:.4f}" if isinstance(value, float) else str(value)
+                self._client.set_model_version_tag(version.name, str(version.version), name, text)
+        if best is not None and best in self._versions:
+            number = str(self._versions[best].version)
+            self._client.set_registered_model_alias(self.registered_model, "best", number)
 
 
 def registered_name(policy_model: str) -> str:
     """`<policy>-drafter`, from a folder, a hub id or a bundled model."""
     name = Path(policy_model.removeprefix("bundled:")).name
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-drafter"
+
+
+def _points(metrics: Mapping[str, float], step: int, model_id: str | None = None) -> list[Metric]:
+    now = int(time.time() * 1000)
+    return [Metric(name, float(value), now, step, model_id=model_id) for name, value in metrics.items()]
+
+
+def _start_run(
+    client: MlflowClient, experiment: str, config: RunConfig, run_id: str | None, say: Callable[[str], None]
+) -> str:
+    """Continue the run `run_id` or create one, with its parameters. Returns the run's id."""
+    # The caller holds the run folder's lock, so whatever still says RUNNING for this folder has died.
+    root_hash = hashlib.blake2b(str(config.run_root.resolve()).encode(), digest_size=6).hexdigest()
+    tags = {"cotrain.run_name": config.name, "cotrain.run_root": root_hash}
+    query = " AND ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+    for stale in client.search_runs([experiment], f"{query} AND attributes.status = 'RUNNING'"):
+        client.set_terminated(stale.info.run_id, "FAILED")
+    known: set[str] = set()
+    if run_id is not None and _run_exists(client, run_id):
+        client.update_run(run_id, status="RUNNING")
+        known = set(client.get_run(run_id).data.params)
+    else:
+        if run_id is not None:
+            say(f"MLflow at {tracking_uri(config)} does not know run {run_id}; a new one is started from metrics.jsonl")
+        tags["config_hash"] = config_hash(config)
+        if parent_run := os.environ.get(PARENT_RUN_VARIABLE):
+            tags[MLFLOW_PARENT_RUN_ID] = parent_run
+        run_id = client.create_run(experiment, tags=tags, run_name=config.name).info.run_id
+    # MLflow refuses to change a parameter; the few that a resume may change keep their first value.
+    fields = {re.sub(r"[^\w. :/-]", "_", k): str(v) for k, v in flatten(config.model_dump(mode="json")).items()}
+    params = [Param(key, text[:MAX_PARAM_VAL_LENGTH]) for key, text in fields.items() if key not in known]
+    for start in range(0, len(params), MAX_PARAMS_TAGS_PER_BATCH):
+        client.log_batch(run_id, params=params[start : start + MAX_PARAMS_TAGS_PER_BATCH])
+    return run_id
+
+
+def _run_exists(client: MlflowClient, run_id: str) -> bool:
+    try:
+        return client.get_run(run_id).info.lifecycle_stage == "active"
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False

@@ -1,24 +1,28 @@
-"""Joint policy-drafter training: puts the parts together, runs the controller, and cleans up whatever happens."""
+"""Joint policy-drafter training: puts the parts together, runs the controller, and cleans up whatever happens.
 
+Modules that import torch, MLflow or transformers are imported in functions, while Ray starts.
+"""
+
+import os
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
 
+from cotrain.config.files import write_json
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
-from cotrain.controller import Controller, Roles
-from cotrain.lossless.greedy import GreedyCheck, compare_greedy
 from cotrain.models.loading import native_head, resolve_model
-from cotrain.process.cluster import Cluster, Placement, place
+from cotrain.process.cluster import Cluster, place
 from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
 from cotrain.process.threads import num_cores
-from cotrain.publish.loop import DrafterLoop
 from cotrain.records import Rollout, RolloutRequest, Versions
-from cotrain.roles.drafter import DrafterTraining
-from cotrain.roles.engines import PolicyRanks, RolloutEngines, engine_specs
 from cotrain.run.checkpoint import (
     DiskFullError,
     RunState,
@@ -33,192 +37,149 @@ from cotrain.run.console import Console, RunSummary
 from cotrain.run.decisions import FILE, DecisionLog
 from cotrain.run.metrics import MetricsWriter, read_metrics
 from cotrain.run.provenance import write_provenance
-from cotrain.run.registry import first_drafter
-from cotrain.run.run_dir import RunDir, resume_arguments
-from cotrain.run.store_uri import uri_argument
-from cotrain.run.tracking import Tracker
+from cotrain.run.run_dir import RunDir
+from cotrain.run.store_uri import tracking_uri, uri_argument
 from cotrain.tasks.base import build_task
 from cotrain.tasks.prompt_order import PromptSampler
-from cotrain.tasks.prompts import PromptEncoder
-from drafters.base import Serving
 from pipelines.preflight import tap_note
-from pipelines.train.report import write_run_report
+
+if TYPE_CHECKING:
+    from cotrain.controller import Controller
+    from cotrain.lossless.greedy import GreedyCheck
+    from cotrain.roles.engines import RolloutEngines
+    from cotrain.run.tracking import Tracker
 
 GREEDY_PROMPTS = 8
 GREEDY_TOKENS = 32
 
 
+class StartUp:
+    """When each part of the start was ready, in seconds since the process began; parts overlap."""
+
+    def __init__(self) -> None:
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        self._began = ticks / os.sysconf("SC_CLK_TCK")  # seconds since boot
+        self.ready_s: dict[str, float] = {}
+
+    def ready(self, part: str) -> None:
+        """Note that a part is ready."""
+        self.ready_s[part] = round(time.clock_gettime(time.CLOCK_BOOTTIME) - self._began, 1)
+
+    def __str__(self) -> str:
+        return "ready after: " + ", ".join(f"{part} {seconds:.1f}s" for part, seconds in self.ready_s.items())
+
+
 def train(config: RunConfig, resume: bool) -> int:
     """Run to the end, or until asked to stop. Returns the exit status."""
-    started = time.monotonic()
-    console = Console(sys.stdout)
+    start_up, console = StartUp(), Console(sys.stdout)
+    start_up.ready("command line")
     with ExitStack() as stack:
         stop = stack.enter_context(two_stage_stop(console.say, "step"))
         run_dir = RunDir.open(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
         stack.enter_context(run_dir)
-        with console.phase("model and task"):
-            model_path = resolve_model(config.policy.model)
-            task = build_task(config.task, config.seed)
-            prompts = _prompt_encoder(config, model_path)
-            fingerprints = model_fingerprints(model_path)
-        state, checkpoint = _saved_state(config, run_dir, fingerprints) if resume else (None, None)
-        if state is None:
-            write_config(config, run_dir.config)
-        run_dir.start_attempt()
-        write_provenance(run_dir)
-        sampler = PromptSampler(len(task), config.rollout.prompts_per_step, config.seed)
-        if state is not None:
-            sampler.restore(state.task_position)
-        step = state.step if state else 0
-        metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resumed_step=step))
-        decisions = stack.enter_context(DecisionLog(run_dir.path / FILE, resumed_step=step))
-        with console.phase("MLflow"):
-            tracker = stack.enter_context(
-                Tracker(
-                    config,
-                    run_id=state.tracking_run_id if state else None,
-                    history=read_metrics(run_dir.metrics),
-                    say=console.say,
-                )
-            )
+        model_path = resolve_model(config.policy.model)
+        state = _first_state(config, run_dir, model_fingerprints(model_path), resume)
+        metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resumed_step=state.step))
+        decisions = stack.enter_context(DecisionLog(run_dir.path / FILE, resumed_step=state.step))
         scratch = stack.enter_context(scratch_folder(config.name))
-        cluster = Cluster(config.cluster, run_dir.logs, run_dir.resume, config.cluster.hang_after_s)
-        stack.callback(cluster.stop)
-        placement = place(config, cluster.num_gpus)
-        with console.phase("policy learner, drafter trainer and rollout engine"):
-            roles, versions = _start_roles(
-                config, cluster, placement, run_dir, model_path, scratch, tracker.uri, state, checkpoint
-            )
+        with console.phase("start of all roles"):
+            cluster = _start_cluster(config, run_dir, stack)
+            start_up.ready("Ray")
+            task = build_task(config.task, config.seed)
+            order = PromptSampler(len(task), config.rollout.prompts_per_step, config.seed)
+            order.restore(state.task_position or order.state())
+            tracking = _start_tracking(config, run_dir, state, console, stack)
+            from cotrain.controller import Controller
+            from pipelines.train.roles import start_roles
+
+            prompts, roles = start_roles(config, cluster, run_dir, model_path, scratch, state, start_up.ready)
+            tracker = tracking.result()
+            start_up.ready("MLflow")
         if config.drafter is not None and config.rollout.speculation.adaptive:
             with console.phase("timing of draft lengths"):
                 timed = [prompts.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
                 roles.engines.time_draft_lengths(timed)
-        own_head = native_head(model_path) is not None
-        tap = tap_note(config, model_path)
-        console.banner(config, run_dir, _devices(config, placement), tracker.ui_hint(), own_head, tap)
+        write_json(run_dir.logs / "startup.json", start_up.ready_s)
+        console.say(str(start_up))
+        console.banner(config, run_dir, _notes(config, model_path, cluster))
         controller = Controller(
-            config, run_dir, roles, task, prompts, sampler, tracker, metrics, decisions, console, scratch, versions,
-            fingerprints, step,
+            config, run_dir, roles, task, prompts, order, tracker, metrics, decisions, console, scratch,
+            state.versions, state.fingerprints, state.step,
         )  # fmt: skip
-        if state is not None:
-            controller.load_state(state)
+        controller.load_state(state)
         controller.stop_requested = stop
         finished = _run(controller, run_dir)
-        speculation = roles.engines.describe_speculation() if config.drafter else None
         check = _final_check(config, controller, console) if finished else None
-        if not finished:
-            tracker.finish("KILLED")
-        else:
-            tracker.finish()
-        console.summary(
-            config,
-            run_dir,
-            read_metrics(run_dir.metrics),
-            RunSummary(
-                seconds=time.monotonic() - started,
-                stopped_early=not finished,
-                greedy_identical=check.passed if check else None,
-                speculation=speculation if controller.mode is None else controller.mode,
-                drafter_uri=_drafter_uri(config, tracker, controller),
-                next_commands=_next_commands(config, tracker, finished),
-                report=_write_report(run_dir, console),
-            ),
-        )
+        _finish(controller, console, finished, check)
         return 0 if check is None or check.passed else 1
 
 
-def _run(controller: Controller, run_dir: RunDir) -> bool:
-    """Controller.run; a failure that does not say so itself is told how to go on."""
+def _first_state(config: RunConfig, run_dir: RunDir, fingerprints: dict[str, str], resume: bool) -> RunState:
+    """The state to start from: that of the newest checkpoint, or of a run that has made no step. Begins an attempt."""
+    state = RunState(0, Versions(0, 0), None, config.model_dump(mode="json"), fingerprints)
+    if resume:
+        if checkpoint := latest_checkpoint(run_dir):
+            state = load_state(checkpoint)
+            check_resume(config, fingerprints, state)
+        discard_newer(run_dir, state.step, state.versions.drafter)
+    if state.step == 0:
+        write_config(config, run_dir.config)
+    run_dir.start_attempt()
+    write_provenance(run_dir)
+    return state
+
+
+def _start_cluster(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> Cluster:
+    """Start Ray, and import beside it what takes seconds."""
+    # Ray and not the imports in this thread: Ray's processes are killed when the thread that has started them ends.
+    importing = Thread(target=import_module, args=("pipelines.train.roles",))
+    importing.start()
+    cluster = Cluster(config.cluster, run_dir.logs, run_dir.resume)
+    stack.callback(cluster.stop)
+    importing.join()
+    return cluster
+
+
+def _start_tracking(
+    config: RunConfig, run_dir: RunDir, state: RunState, console: Console, stack: ExitStack
+) -> "Future[Tracker]":
+    """Begin to connect to MLflow, to which a new database takes seconds. Leaving the stack ends the run there."""
+    from cotrain.run.tracking import Tracker
+
+    history = read_metrics(run_dir.metrics)
+    thread = stack.enter_context(ThreadPoolExecutor(1))
+    future = thread.submit(Tracker, config, run_id=state.tracking_run_id, history=history, say=console.say)
+    stack.push(lambda *exc_info: None if future.exception() else future.result().__exit__(*exc_info))
+    return future
+
+
+def _run(controller: "Controller", run_dir: RunDir) -> bool:
+    """Controller.run; a failure that does not say so itself is told how to go on, and a full disk is named as such."""
     try:
-        return _run_on_a_disk(controller, run_dir)
-    except RunFailure as failure:
+        return controller.run()
+    except DiskFullError:
+        raise
+    except Exception as error:
+        failure = error
+        if not isinstance(error, RunFailure):
+            full = [folder for folder in (run_dir.path, controller.scratch) if is_disk_full(error, folder)]
+            if not full:
+                raise
+            step = controller.step + 1
+            failure = RunFailure(f"disk full in step {step} ({full[0]}): {error}. Make room first")
         if "--resume" in str(failure):
             raise
         raise RunFailure(
             f"{failure}\n  Look into {run_dir.logs}. What was saved is whole: continue with cotrain train "
             f"{run_dir.resume}"
-        ) from failure
+        ) from error
 
 
-def _run_on_a_disk(controller: Controller, run_dir: RunDir) -> bool:
-    """Controller.run; raises RunFailure for a disk that is full, whatever library or process has noticed it."""
-    try:
-        return controller.run()
-    except (DiskFullError, RunFailure):
-        raise
-    except Exception as error:
-        full = [folder for folder in (run_dir.path, controller.scratch) if is_disk_full(error, folder)]
-        if not full:
-            raise
-        raise RunFailure(f"disk full in step {controller.step + 1} ({full[0]}): {error}. Make room first") from error
-
-
-def _prompt_encoder(config: RunConfig, model_path: Path) -> PromptEncoder:
-    from transformers import AutoTokenizer
-
-    return PromptEncoder(AutoTokenizer.from_pretrained(model_path), config.rollout.max_prompt_tokens)
-
-
-def _saved_state(
-    config: RunConfig, run_dir: RunDir, fingerprints: dict[str, str]
-) -> tuple[RunState | None, Path | None]:
-    checkpoint = latest_checkpoint(run_dir)
-    if checkpoint is None:
-        discard_newer(run_dir, 0, 0)
-        return None, None
-    state = load_state(checkpoint)
-    check_resume(config, fingerprints, state)
-    discard_newer(run_dir, state.step, state.versions.drafter)
-    return state, checkpoint
-
-
-def _start_roles(
-    config: RunConfig,
-    cluster: Cluster,
-    placement: Placement,
-    run_dir: RunDir,
-    model_path: Path,
-    scratch: Path,
-    tracking_uri: str,
-    state: RunState | None,
-    checkpoint: Path | None,
-) -> tuple[Roles, Versions]:
-    """Start the learners, let the drafter write its first folder, start the engines on it, bring all to one version."""
-    policy = PolicyRanks(cluster, config, model_path, placement)
-    versions = state.versions if state else Versions(0, 0)
-    drafter: DrafterTraining | None = None
-    drafter_folder: Path | None = None
-    serving: Serving | None = None
-    if config.drafter is not None:
-        init_folder = first_drafter(tracking_uri, config.drafter.init, model_path, run_dir.path / "drafter_init")
-        drafter = DrafterTraining(cluster, config, model_path, init_folder, placement)
-        if checkpoint is not None:
-            drafter.load(checkpoint / "drafter")
-        drafter_folder, serving = run_dir.drafter(versions.drafter), drafter.serving()
-        # Written anew on a resume too: a run that was killed may have left half of it.
-        drafter.save_checkpoint(drafter_folder, config.rollout.dtype, versions.drafter)
-    first_step = state.step if state else 0
-    specs = engine_specs(config, model_path, drafter_folder, serving, scratch, versions, first_step)
-    engines = RolloutEngines(cluster, config, specs, placement)
-    policy.wait_until_started()
-    if checkpoint is not None:
-        policy.load(checkpoint / "policy")
-    payload = policy.write_payload(scratch / "policy.safetensors", config.rollout.dtype)
-    if drafter is not None:
-        drafter.set_target_weights(payload, versions.policy)
-    engines.wait_until_started()
-    if versions.policy:
-        engines.update_policy(payload, versions.policy)
-    drafting = None
-    if drafter is not None:
-        served = drafter.write_payload(scratch / "drafter.safetensors", config.rollout.dtype, versions.drafter)
-        drafting = DrafterLoop(config, drafter, engines, scratch, served, versions)
-    return Roles(engines, policy, drafter, drafting), versions
-
-
-def _final_check(config: RunConfig, controller: Controller, console: Console) -> GreedyCheck | None:
+def _final_check(config: RunConfig, controller: "Controller", console: Console) -> "GreedyCheck | None":
     if config.drafter is None or controller.last_batch is None or controller.mode is not None:
         return None
+    from cotrain.lossless.greedy import compare_greedy
+
     seen = {r.prompt_id: r.prompt_token_ids for r in controller.last_batch.rollouts}
     requests = [RolloutRequest(prompt_id, 0, ids, None) for prompt_id, ids in list(seen.items())[:GREEDY_PROMPTS]]
     with console.phase("greedy output with and without speculation", terminal_only=True):
@@ -232,7 +193,7 @@ def _final_check(config: RunConfig, controller: Controller, console: Console) ->
 
 
 def greedy_rollouts(
-    engines: RolloutEngines, requests: list[RolloutRequest], draft_tokens: int, max_tokens: int
+    engines: "RolloutEngines", requests: list[RolloutRequest], draft_tokens: int, max_tokens: int
 ) -> list[Rollout]:
     """Greedy responses with a draft length of their own; afterwards the engines choose theirs again."""
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None, "max_tokens": max_tokens}
@@ -245,45 +206,51 @@ def greedy_rollouts(
         engines.reset_prefix_cache()  # what was cached without speculation has no drafter KV
 
 
+def _finish(controller: "Controller", console: Console, finished: bool, check: "GreedyCheck | None") -> None:
+    """Close the run in MLflow, write the report, and print the summary."""
+    config, run_dir, tracker = controller.config, controller.run_dir, controller.tracker
+    tracker.finish("FINISHED" if finished else "KILLED")
+    store, commands = uri_argument(tracker.uri), []
+    registered = None
+    if not finished:
+        commands = [("go on", f"cotrain train {run_dir.resume}")]
+    elif controller.versions.drafter and config.tracking.log_drafters:
+        registered = f"{tracker.registered_model}@serving"
+        commands = [
+            ("get the drafter for stock vLLM", f"cotrain drafters pull {registered} my-drafter{store}"),
+            ("measure its speed", f"cotrain bench --model {config.policy.model} --drafter my-drafter"),
+            ("test that it changes no output", f"cotrain verify --model {config.policy.model} --drafter my-drafter"),
+        ]
+    summary = RunSummary(
+        stopped_early=not finished,
+        greedy_identical=check.passed if check else None,
+        speculation=controller.mode or (controller.roles.engines.describe_speculation() if config.drafter else None),
+        drafter_uri=registered and f"models:/{registered}",
+        next_commands=[*commands, ("look at the curves", f"cotrain ui{store}")],
+        report=_write_report(run_dir, console),
+    )
+    console.summary(config, run_dir, read_metrics(run_dir.metrics), summary)
+
+
 def _write_report(run_dir: RunDir, console: Console) -> Path | None:
     try:
+        from pipelines.train.report import write_run_report
+
         return write_run_report(run_dir.path)
     except Exception as error:  # whatever a figure or a disk does, the run behind it is finished and saved
         console.say(f"report not written ({error}); try again with: cotrain report {run_dir.path}")
         return None
 
 
-def _devices(config: RunConfig, placement: Placement) -> dict[str, str]:
-    def device(num: int, gpus: float) -> str:
-        kind = f"{gpus:g} GPU each" if gpus else f"CPU, {num_cores()} threads"
-        return kind if num == 1 else f"{num} processes, {kind}"
-
-    devices = {
-        "rollout": device(config.rollout.num_engines, placement.engine_gpus),
-        "policy": device(config.policy.num_processes, placement.learner_gpus),
-    }
+def _notes(config: RunConfig, model_path: Path, cluster: Cluster) -> dict[str, str]:
+    """Lines of the banner on the drafter, the feature tap, the devices and MLflow."""
+    notes = {}
     if config.drafter is not None:
-        devices["drafter"] = device(1, placement.drafter_gpus)
-    return devices
-
-
-def _drafter_uri(config: RunConfig, tracker: Tracker, controller: Controller) -> str | None:
-    if config.drafter is None or not config.tracking.log_drafters or controller.versions.drafter == 0:
-        return None
-    return f"models:/{tracker.registered_model}@serving"
-
-
-def _next_commands(config: RunConfig, tracker: Tracker, finished: bool) -> list[tuple[str, str]]:
-    if not finished:
-        return [("go on", f"cotrain train {resume_arguments(config.run_root, config.name)}")]
-    store = uri_argument(tracker.uri)
-    commands = [("look at the curves", f"cotrain ui{store}")]
-    if config.drafter is not None and config.tracking.log_drafters:
-        name = tracker.registered_model
-        commands += [
-            ("list drafter versions", f"cotrain drafters list{store}"),
-            ("get the drafter for stock vLLM", f"cotrain drafters pull {name}@serving my-drafter{store}"),
-            ("measure its speed", f"cotrain bench --model {config.policy.model} --drafter my-drafter"),
-            ("test that it changes no output", f"cotrain verify --model {config.policy.model} --drafter my-drafter"),
-        ]
-    return commands
+        first = config.drafter.init or ("the policy's own head" if native_head(model_path) else "random init")
+        notes["drafter"] = f"{config.drafter.model.type} from {first}"
+    if tap := tap_note(config, model_path):
+        notes["tap"] = tap
+    placement = place(config, cluster.num_gpus)
+    cpu = f"CPU, {num_cores()} threads for each process"
+    notes["devices"] = f"{placement.gpus:g} GPU for each process" if placement.gpus else cpu
+    return notes | {"mlflow": f"cotrain ui{uri_argument(tracking_uri(config))}"}

@@ -120,7 +120,7 @@ def test_the_drafter_is_better_served_as_saved_and_registered(stopped_and_resume
     (best,) = (run / "checkpoints").glob("step_*/best/model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in load_file(best).items())
     (row,) = list_drafters(absolute_uri(f"sqlite:///{run.parent}/mlflow.db"))
-    assert row.acceptance_length == pytest.approx(figures["served"]["acceptance_length"], abs=1e-4)
-    assert figures["registered_version"] == row.version and row.aliases == ("best", "serving")
+    assert float(row.tags["acceptance_length"]) == pytest.approx(figures["served"]["acceptance_length"], abs=1e-4)
+    assert figures["registered_version"] == int(row.version) and row.aliases == ["best", "serving"]
     looks = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(looks) == 4 and looks == sorted(looks)

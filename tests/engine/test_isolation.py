@@ -78,7 +78,7 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
             "task": {"type": "reasoning_gym", "name": "chain_sum"},
         }
     )
-    placement = Placement("cpu", 0, 0, 0)
+    placement = Placement("cpu", 0)
     rollouts = make_rollouts()
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder("isolation"))

@@ -68,7 +68,7 @@ def test_a_run_trains_publishes_and_registers_the_native_head(native: Native, fi
     original = load_file(native.folder / "model.safetensors")
     assert all(torch.equal(tensor, original[name].to(tensor.dtype)) for name, tensor in first.items())
     drafters = list_drafters(absolute_uri(f"sqlite:///{root}/mlflow.db"))
-    assert [row.drafter_version for row in drafters] == [2, 1]
+    assert [row.tags["drafter_version"] for row in drafters] == ["2", "1"]
     pulled = root / "pulled"
     pull_drafter(absolute_uri(f"sqlite:///{root}/mlflow.db"), f"{drafters[0].name}@serving", pulled)
     assert json.loads((pulled / "config.json").read_text())["architectures"] == [native.served_alone]

@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parents[3]
 
 PRIVATE = """
-import json, os, subprocess, sys
+import json, os, signal, subprocess, sys
 from pathlib import Path
 from cotrain.process.cluster import Cluster
 from cotrain.config.schema import ClusterConfig
@@ -30,10 +28,12 @@ class Greeter:
     def __init__(self, log_file): pass
     def greet(self): return "hello"
 
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 cluster = Cluster(ClusterConfig(), Path.cwd())
 import ray
 actor = cluster.start(Greeter, "greeter.log", environment={"GREETING": "1"})
 found = {"actor": cluster.get(actor.greet.remote())}
+found["handler is ours"] = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
 token = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
 clients = {"none": {}, "wrong": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}, "right": token}
@@ -47,20 +47,15 @@ print(json.dumps(found))
 """
 
 JOIN = """
-import json, sys
-from contextlib import contextmanager
+import json
 from pathlib import Path
 from ray.cluster_utils import Cluster as Nodes
-from cotrain.process import cluster
+from cotrain.process.cluster import Cluster
 from cotrain.config.schema import ClusterConfig
-
-@contextmanager
-def unshared(name):
-    yield Path("/nowhere")
 
 def join(address):
     try:
-        joined = cluster.Cluster(ClusterConfig(address=address), Path.cwd())
+        joined = Cluster(ClusterConfig(address=address), Path.cwd())
     except ValueError as error:
         return str(error)
     joined.stop()
@@ -68,10 +63,6 @@ def join(address):
 
 nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 found = {"one node": join(nodes.address)}
-shared = cluster.scratch_folder
-cluster.scratch_folder = unshared
-found["other memory"] = join(nodes.address)
-cluster.scratch_folder = shared
 nodes.add_node(num_cpus=1)
 nodes.wait_for_nodes()
 found["two nodes"] = join(nodes.address)
@@ -95,25 +86,14 @@ def run(script: str, folder: Path, **environment: str) -> dict[str, Any]:
 def test_a_client_without_the_token_is_refused_by_a_private_cluster(tmp_path: Path) -> None:
     found = run(PRIVATE, tmp_path)
     assert found["actor"] == "hello"
+    assert found["handler is ours"]  # SIGTERM still means: finish the step and save
     assert found["right"] == "connected 64.0\n"
     assert found["none"].startswith("refused") and found["wrong"].startswith("refused"), found
     assert not (tmp_path / ".ray").exists()  # the token is the run's own
 
 
-@pytest.fixture(scope="module")
-def joined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(JOIN, tmp_path_factory.mktemp("join"), RAY_AUTH_MODE="disabled")
-
-
-def test_a_cluster_of_this_machine_alone_is_joined(joined: dict[str, Any]) -> None:
+def test_a_cluster_is_joined_when_it_is_this_machine_alone(tmp_path: Path) -> None:
+    joined = run(JOIN, tmp_path, RAY_AUTH_MODE="disabled")
     assert joined["one node"] == "joined"
-
-
-def test_a_cluster_of_several_nodes_is_refused(joined: dict[str, Any]) -> None:
     assert "cluster.address: the Ray cluster at" in joined["two nodes"], joined
     assert "has 2 nodes" in joined["two nodes"] and "leave cluster.address out" in joined["two nodes"]
-
-
-def test_a_cluster_that_does_not_share_this_machines_memory_is_refused(joined: dict[str, Any]) -> None:
-    assert "cluster.address: the Ray cluster at" in joined["other memory"], joined
-    assert "does not see the shared memory of this process" in joined["other memory"]

@@ -7,10 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from cotrain.process import reaper
-
 CHAIN = """
 import subprocess, sys, time
 from cotrain.process.orphans import die_with_parent
@@ -76,57 +72,3 @@ print(os.getpgrp() == os.getpid() != os.getppid())
 def test_ctrl_c_reaches_the_controller_alone():
     out = subprocess.run([sys.executable, "-c", IN_A_GROUP_OF_ITS_OWN], capture_output=True, text=True, check=True)
     assert out.stdout == "True\n"
-
-
-@pytest.mark.parametrize("child", ["marked", "marked, holds the pipe", "without environment"])
-def test_the_reaper_kills_what_a_killed_process_leaves(child):
-    """A child that ignores SIGTERM and outlives its parent, as Ray's agents may; also one that inherits our end of the
-    pipe by whose closing the reaper is told, and one whose environment is gone, over which Ray's agents write."""
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
-    script = f"""
-import os, subprocess, sys, time
-from cotrain.process.orphans import start_reaper
-reaper = start_reaper()
-os.set_inheritable(reaper.stdin.fileno(), {child.endswith("pipe")})
-environment = {{}} if {child == "without environment"} else None
-child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], env=environment, start_new_session=True, close_fds=False)
-time.sleep({reaper.LOOK_S} + 1)
-print(child.pid, reaper.pid, flush=True)
-time.sleep(300)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    processes = [Path("/proc") / pid for pid in parent.stdout.readline().split()]
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + 25
-    while any(map(runs, processes)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert [runs(process) for process in processes] == [False, False]
-
-
-def test_the_reaper_leaves_what_was_there_before_it():
-    """A run that stops without ending its process, as one part of a program that has started others before."""
-    script = f"""
-import subprocess, sys, time
-from cotrain.process.orphans import start_reaper
-older = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-time.sleep(0.1)
-reaper = start_reaper()
-younger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-time.sleep({reaper.LOOK_S} + 1)
-reaper.stdin.close()
-reaper.wait()
-print(older.poll(), younger.wait())
-older.kill()
-"""
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert out.stdout == "None -9\n"
-
-
-def runs(process: Path) -> bool:
-    """Not gone, and no zombie."""
-    try:
-        return (process / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

@@ -43,23 +43,16 @@ class Engine:
 
 
 class Remote:
-    """`actor.method.remote(...)` of an engine; its result comes from the cluster."""
+    """`actor.call.remote(method, ...)` of an engine; its result comes from the cluster."""
 
     def __init__(self, engine: Engine):
-        self._engine = engine
+        self._engine, self.call = engine, self
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._engine, name)
-
-        class Method:
-            @staticmethod
-            def remote(*args: Any) -> Any:
-                try:
-                    return method(*args)
-                except Exception as error:
-                    return error
-
-        return Method
+    def remote(self, method: str, *args: Any) -> Any:
+        try:
+            return getattr(self._engine, method)(*args)
+        except Exception as error:
+            return error
 
 
 class Cluster:
@@ -127,7 +120,7 @@ def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
 def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise(run_config: Any) -> None:
     def seeds(seed: int, first_step: int) -> list[int]:
         config = run_config(seed=seed, rollout={"num_engines": 4})
-        return [s.seed for s in engine_specs(config, Path(), None, None, Path(), Versions(0, 0), first_step)]
+        return [s.seed for s in engine_specs(config, Path(), None, Path(), Versions(0, 0), first_step)]
 
     found = [seed for run in range(50) for first_step in (0, 1, 40) for seed in seeds(run, first_step)]
     assert len(set(found)) == len(found) == 600

@@ -108,7 +108,7 @@ def test_a_resume_at_another_store_sends_the_whole_history(run_config, client):
 
 
 def wait_until(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -132,8 +132,8 @@ def test_an_outage_is_said_once_and_made_up_for(run_config, client, drafter_fold
         wait_until(lambda: tracker.missing_steps == 3)
         monkeypatch.undo()
         tracker.log_step(5, {"a": 5})
-        assert registered.result(timeout=10) == 1
-        assert tracker.missing_steps == 0
+        assert registered.result(timeout=60) == 1
+        wait_until(lambda: tracker.missing_steps == 0)
     assert steps_of(client, tracker.run_id) == [(step, step) for step in range(1, 6)]
     assert said == [
         "MLflow takes no metrics (connection refused); the run goes on, each step tries again",
@@ -147,16 +147,16 @@ def test_what_was_never_sent_is_said_at_the_end(run_config, mlflow_database, mon
     monkeypatch.setattr(tracker._client, "log_batch", lambda *args, **kwargs: 1 / 0)
     tracker.log_step(1, {"a": 1})
     tracker.finish()
-    assert "did not take 1 steps" in said[-1] and "--resume first" in said[-1]
+    assert "did not take everything after step 0" in said[-1] and "--resume first" in said[-1]
 
 
 def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, client, drafter_folder):
     with Tracker(run_config()) as tracker:
         first = tracker.log_drafter(drafter_folder(b"1"), Versions(3, 1), 3, {"expected_acceptance_length": 1.5}, TAGS)
         second = tracker.log_drafter(drafter_folder(b"2"), Versions(5, 2), 5, {}, TAGS)
-        assert (first.result(10), second.result(10)) == (1, 2)
+        assert (first.result(60), second.result(60)) == (1, 2)
         tracker.log_served(1, metrics_of(counts(100, 1, (80,))), 4)
-        tracker.log_served(2, metrics_of(counts(100, 1, (40,))), 6).result(10)
+        tracker.log_served(2, metrics_of(counts(100, 1, (40,))), 6).result(60)
     name = "smollm2-135m-instruct-drafter"
     tags = client.get_model_version(name, "2").tags
     expected = TAGS | {"policy_version": "5", "drafter_version": "2", "parent_version": "1", "run_name": "first"}
@@ -191,18 +191,18 @@ def test_best_is_the_best_of_one_run_at_one_draft_length(run_config, client, dra
         tracker.log_served(1, long, 1)  # 3.00 at k = 3, 1.60 at k = 1
         tracker.log_served(1, short[0], 2)
         tracker.log_served(2, short[1], 3)  # 1.75 at k = 1
-        tracker.log_served(3, few, 4).result(10)  # 2.00 at k = 1, in ten drafts
+        tracker.log_served(3, few, 4).result(60)  # 2.00 at k = 1, in ten drafts
     assert version_of("best") == 2
     tags = client.get_model_version("smollm2-135m-instruct-drafter", "1").tags
     assert (tags["acceptance_length"], tags["draft_tokens"], tags["num_drafts"]) == ("1.6000", "1", "200")
     assert tags["sampling"] == "temperature 1, top_p 1, top_k 0, probabilistic drafts"
     history = [{"step": 2, "versions/drafter": 1, **short[0]}, {"step": 3, "versions/drafter": 2, **short[1]}]
     with Tracker(run_config(), run_id=tracker.run_id, history=history) as resumed:
-        resumed.log_served(2, metrics_of(counts(200, 1, (50,), 3)), 4).result(10)
+        resumed.log_served(2, metrics_of(counts(200, 1, (50,), 3)), 4).result(60)
     assert version_of("best") == 1, "200 of 400 now: a resumed run goes on counting"
     with Tracker(run_config(name="second")) as second:
         second.log_drafter(drafter_folder(b"other run"), Versions(1, 1), 1, {}, TAGS)
-        second.log_served(1, metrics_of(counts(200, 1, (20,), 3)), 2).result(10)
+        second.log_served(1, metrics_of(counts(200, 1, (20,), 3)), 2).result(60)
     assert version_of("best") == version_of("serving") == 4, "versions of another run are not compared"
 
 
@@ -211,10 +211,10 @@ def test_a_resumed_run_registers_an_equal_drafter_once_and_another_anew(run_conf
         tracker.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS)
         tracker.log_drafter(drafter_folder(b"2"), Versions(2, 2), 2, {}, TAGS)
     with Tracker(run_config(), run_id=tracker.run_id) as resumed:
-        assert resumed.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS).result(10) == 1
+        assert resumed.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS).result(60) == 1
         assert int(client.get_model_version_by_alias(resumed.registered_model, "serving").version) == 1
-        assert resumed.log_drafter(drafter_folder(b"new"), Versions(2, 2), 2, {}, TAGS).result(10) == 3
-        resumed.log_served(2, metrics_of(counts(100, 1, (50,))), 3).result(10)
+        assert resumed.log_drafter(drafter_folder(b"new"), Versions(2, 2), 2, {}, TAGS).result(60) == 3
+        resumed.log_served(2, metrics_of(counts(100, 1, (50,))), 3).result(60)
     assert int(client.get_model_version_by_alias(resumed.registered_model, "best").version) == 3
 
 
@@ -222,7 +222,7 @@ def test_a_deleted_drafter_does_not_hold_up_the_rest(run_config, client, drafter
     said = []
     with Tracker(run_config(), say=said.append) as tracker:
         lost = tracker.log_drafter(tmp_path / "gone", Versions(1, 1), 1, {}, TAGS)
-        assert tracker.log_drafter(drafter_folder(), Versions(2, 2), 2, {}, TAGS).result(10) == 1
+        assert tracker.log_drafter(drafter_folder(), Versions(2, 2), 2, {}, TAGS).result(60) == 1
     assert isinstance(lost.exception(), FileNotFoundError) and "deleted before" in said[0]
 
 
@@ -244,8 +244,8 @@ def test_decisions_are_an_artifact_and_the_last_one_a_tag(run_config, client, tm
 
 def test_drafters_are_not_stored_when_switched_off(run_config, client, drafter_folder):
     with Tracker(run_config(tracking={"log_drafters": False})) as tracker:
-        assert tracker.log_drafter(drafter_folder(), Versions(1, 1), 1, {}, TAGS).result(10) is None
-        assert tracker.log_served(1, metrics_of(counts(100, 1, (50,))), 2).result(10) is None
+        assert tracker.log_drafter(drafter_folder(), Versions(1, 1), 1, {}, TAGS).result(60) is None
+        assert tracker.log_served(1, metrics_of(counts(100, 1, (50,))), 2).result(60) is None
     assert client.search_registered_models() == []
 
 

@@ -79,8 +79,6 @@ def test_a_finished_run_gets_its_report_and_names_it(root: Path) -> None:
     with RunDir.open(root, "first") as run_dir:
         page = _write_report(run_dir, Console(io.StringIO()))
         assert page is not None and page.is_file()
-        summary = RunSummary(
-            seconds=1.0, stopped_early=True, greedy_identical=None, drafter_uri=None, next_commands=(), report=page
-        )
+        summary = RunSummary(stopped_early=True, greedy_identical=None, drafter_uri=None, next_commands=(), report=page)
         lines = summary_lines(read_config(run_dir.config), run_dir, [{"step": 1}], summary)
     assert f"  report       {page}" in lines

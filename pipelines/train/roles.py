@@ -1,0 +1,71 @@
+"""Starts the roles of a run side by side and brings them to one version. Importing this module takes seconds."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cotrain.config.schema import RunConfig
+from cotrain.controller import Roles
+from cotrain.process.cluster import Cluster, place
+from cotrain.publish.loop import DrafterLoop
+from cotrain.roles.drafter import DrafterTraining
+from cotrain.roles.engines import PolicyRanks, RolloutEngines, engine_specs
+from cotrain.run.checkpoint import RunState
+from cotrain.run.registry import first_drafter
+from cotrain.run.run_dir import RunDir
+from cotrain.run.store_uri import tracking_uri
+from cotrain.tasks.prompts import PromptEncoder
+
+
+def start_roles(
+    config: RunConfig,
+    cluster: Cluster,
+    run_dir: RunDir,
+    model_path: Path,
+    scratch: Path,
+    state: RunState,
+    ready: Callable[[str], None],
+) -> tuple[PromptEncoder, Roles]:
+    """Start the roles of a run after `state`. `ready` is told of each that is ready.
+
+    The engines need the folder of the first drafter, so the drafter comes first, while the engines import vLLM.
+    """
+    versions, placement = state.versions, place(config, cluster.num_gpus)
+    engines = RolloutEngines(cluster, config, placement)
+    drafter, served = None, None
+    if config.drafter is not None:
+        init = first_drafter(tracking_uri(config), config.drafter.init, model_path, run_dir.path / "drafter_init")
+        drafter = DrafterTraining(cluster, config, model_path, init, placement)
+        if state.step:
+            drafter.load(run_dir.checkpoint(state.step) / "drafter")
+        served = run_dir.drafter(versions.drafter), drafter.serving()
+        # Written anew on a resume too: a run that was killed may have left half of it.
+        drafter.save_checkpoint(served[0], config.rollout.dtype, versions.drafter)
+        ready("drafter")
+    loading = engines.start(engine_specs(config, model_path, served, scratch, versions, state.step))
+    policy = PolicyRanks(cluster, config, model_path, placement)
+    prompts = PromptEncoder(_tokenizer(model_path), config.rollout.max_prompt_tokens)
+    ready("tokenizer")
+    policy.wait_until_started()
+    if state.step:
+        policy.load(run_dir.checkpoint(state.step) / "policy")
+    payload = policy.write_payload(scratch / "policy.safetensors", config.rollout.dtype)
+    ready("policy")
+    if drafter is not None:
+        drafter.set_target_weights(payload, versions.policy)
+    engines.wait_until_started(loading)
+    if versions.policy:
+        engines.update_policy(payload, versions.policy)
+    ready("engine")
+    drafting = None
+    if drafter is not None:
+        sent = drafter.write_payload(scratch / "drafter.safetensors", config.rollout.dtype, versions.drafter)
+        drafting = DrafterLoop(config, drafter, engines, scratch, sent, versions)
+    return prompts, Roles(engines, policy, drafter, drafting)
+
+
+def _tokenizer(model_path: Path) -> Any:
+    # transformers takes seconds to import, which pass while engines and policy load.
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path)
