@@ -44,7 +44,7 @@ class DatasetProblems:
         return self._reward(prompt.messages, response, prompt.answer)
 
 
-def load_rows(config: DatasetTask | DatasetRollouts) -> Any:
+def load_rows(config: DatasetSource) -> Any:
     """Read the rows, a datasets.Dataset. Raises ValueError naming the field to mend."""
     import datasets
 
@@ -71,7 +71,7 @@ def load_rows(config: DatasetTask | DatasetRollouts) -> Any:
         ) from error
 
 
-def find_prompt_column(config: DatasetTask | DatasetRollouts, columns: list[str]) -> str:
+def find_prompt_column(config: DatasetSource, columns: list[str]) -> str:
     """Return prompt_column, or the first of the schemas' names. Raises ValueError listing the columns found."""
     if config.prompt_column is not None:
         return existing_column(config.prompt_column, "task.prompt_column", columns)
