@@ -18,6 +18,7 @@ from typing import Any
 
 from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.lossless_guard import environment_problems
+from cotrain.config.publish import MIN_ROLLOUTS
 from cotrain.config.schema import RunConfig
 from cotrain.models.linear_attention import serving_problems, training_problems
 from cotrain.models.loading import native_head, resolve_model, safetensors_header, weight_files
@@ -291,11 +292,11 @@ def check_tap(config: RunConfig, model: Path) -> None:
             f"(rollout.max_prompt_tokens + rollout.max_new_tokens = {config.rollout.max_model_len} tokens); raise it, or "
             "lower one of these lengths"
         )
-    if config.drafter.train and gate.publish_when != "always" and tapped < gate.min_rollouts:
+    if config.drafter.train and gate.publish_when != "always" and tapped < MIN_ROLLOUTS:
         raise ValueError(
             f"rollout.features: max_bytes = {features.max_bytes} and max_tokens_per_step = "
-            f"{features.max_tokens_per_step} hold {tapped} rollouts of full length a step, but drafter.gate.min_rollouts "
-            f"is {gate.min_rollouts}; raise the bound that is too small, or lower min_rollouts"
+            f"{features.max_tokens_per_step} hold {tapped} rollouts of full length a step, and drafter.gate needs "
+            f'{MIN_ROLLOUTS}; raise the bound that is too small, or set drafter.gate.publish_when = "always"'
         )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pydantic_core import PydanticCustomError
 
 from cotrain.config.lossless_guard import engine_problems
+from cotrain.config.publish import MIN_PROMPTS, MIN_ROLLOUTS
 
 if TYPE_CHECKING:
     from cotrain.config.optimizer import OptimizerConfig
@@ -253,37 +254,26 @@ def the_gate_has_rollouts_to_judge_on(run: RunConfig) -> Iterator[Problem]:
     # A single sample, and a window that leaves nothing to train on, are refused by rules of their own.
     if run.drafter is None or not run.drafter.train or run.drafter.gate.publish_when == "always":
         return
-    gate, rollout = run.drafter.gate, run.rollout
-    way_on = "lower it" if gate.min_prompts > 2 else 'set drafter.gate.publish_when = "always"'
-    if rollout.prompts_per_step < gate.min_prompts:
+    rollout, way_on = run.rollout, 'or set drafter.gate.publish_when = "always"'
+    if rollout.prompts_per_step < MIN_PROMPTS:
         yield Problem(
-            "drafter.gate.min_prompts",
-            f"{gate.min_prompts}, but a step has {rollout.prompts_per_step} prompts (rollout.prompts_per_step) to score "
-            f"a drafter on; raise those, or {way_on}",
-        )
-    if rollout.rollouts_per_step < gate.min_rollouts and rollout.samples_per_prompt > 1:
-        yield Problem(
-            "drafter.gate.min_rollouts",
-            f"{gate.min_rollouts}, but a step has {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} "
-            f"samples = {rollout.rollouts_per_step} rollouts to score a drafter on; lower it, or raise "
             "rollout.prompts_per_step",
+            f"a step has {rollout.prompts_per_step} prompts to score a drafter on, and drafter.gate needs {MIN_PROMPTS}; "
+            f"raise it, {way_on}",
+        )
+    if rollout.rollouts_per_step < MIN_ROLLOUTS and rollout.samples_per_prompt > 1:
+        yield Problem(
+            "rollout.prompts_per_step",
+            f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples (rollout.samples_per_prompt) are "
+            f"{rollout.rollouts_per_step} rollouts to score a drafter on, and drafter.gate needs {MIN_ROLLOUTS}; raise "
+            f"one of the two, {way_on}",
         )
     window, depth = rollout.features.window, run.drafter.model.trained_depth
     if window is not None and window > depth:
         yield Problem(
             "rollout.features.window",
             f"{window} positions of a rollout are too few to expect an acceptance length of it, which "
-            'drafter.gate decides by; leave it out to keep all, or set drafter.gate.publish_when = "always"',
-        )
-
-
-def train_every_is_used(run: RunConfig) -> Iterator[Problem]:
-    drafter = run.drafter
-    if drafter is not None and drafter.gate.train_when != "every" and drafter.train_every != 1:
-        yield Problem(
-            "drafter.train_every",
-            f'{drafter.train_every} has no effect with drafter.gate.train_when = "{drafter.gate.train_when}"; set that '
-            'to "every", or leave train_every out',
+            f"drafter.gate decides by; leave it out to keep all, {way_on}",
         )
 
 
@@ -291,13 +281,11 @@ def the_lag_limit_allows_the_cadence(run: RunConfig) -> Iterator[Problem]:
     drafter = run.drafter
     if drafter is None or drafter.alarms.max_lag_versions is None or not run.policy.train:
         return
-    longest = drafter.train_every * drafter.publish_every
-    if drafter.alarms.max_lag_versions < longest:
+    if drafter.alarms.max_lag_versions < drafter.train_every:
         yield Problem(
             "drafter.alarms.max_lag_versions",
-            f"{drafter.alarms.max_lag_versions} would stop a healthy run: with drafter.train_every x "
-            f"drafter.publish_every = {drafter.train_every} x {drafter.publish_every} a drafter serves {longest} policy "
-            "versions; raise it to at least that",
+            f"{drafter.alarms.max_lag_versions} would stop a healthy run: with drafter.train_every = "
+            f"{drafter.train_every} a drafter serves {drafter.train_every} policy versions; raise it to at least that",
         )
 
 
@@ -323,6 +311,5 @@ RUN = (
     vllm_arguments_are_lossless,
     timed_batch_sizes_can_run,
     the_gate_has_rollouts_to_judge_on,
-    train_every_is_used,
     the_lag_limit_allows_the_cadence,
 )

@@ -25,7 +25,7 @@ from cotrain.run.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 3
+SCHEMA = 4
 FREE_BELOW = ("drafter.on_drafter_failure", "drafter.alarms.", "lossless.")
 """Beside FREE_FIELDS, what a resume may change: it decides when a run stops, not what it computes."""
 
@@ -52,7 +52,7 @@ class RunState:
     lossless: dict[str, Any] | None = None
     """LosslessMonitor.state()."""
     drafting: dict[str, Any] | None = None
-    """DrafterLoop.state(); None without a drafter."""
+    """Publisher.state(); None without a drafter."""
 
 
 @contextmanager

@@ -235,7 +235,7 @@ class Initialisation:
         if not folder.exists():
             first = first_drafter(tracking_uri(self.config), init, self.model, folder)
         # One "step" of the trainer's schedule is one update here.
-        schedule = {"updates_per_step": 1, "train_every": 1, "holdout": self.config.init.holdout}
+        schedule = {"updates_per_step": 1, "train_every": 1}
         return DrafterTrainer(
             config=self.drafter.model_copy(update=schedule),
             rollout=self.config.rollout,
@@ -292,14 +292,12 @@ class Initialisation:
         cache = int(self.config.init.cache_gib * GIB)
         store = FeatureStore(engine, self.run_dir.path / "features", cache, trainer.drafter.serving.aux_layers, say)
         with self.console.phase("features of the hold-out"):
-            held = trainer.hold_out(await store.load("holdout", holdout))
-        if held < len(holdout):
-            share = "init.holdout of drafter.buffer.max_bytes"
-            say(f"note: only {held} of {len(holdout)} held-out rollouts fit into {share}; expected values are of these")
+            held_out = await store.load("holdout", holdout)
         distillation = Distillation(
             self.config, self.run_dir, trainer, store, training, plan, self.fingerprints, tracker.run_id
         )
         distillation.say, distillation.stop_requested = say, self.stop_requested
+        distillation.holdout = held_out
 
         def on_look(update: int, row: Mapping[str, float]) -> None:
             metrics.write(update, row)

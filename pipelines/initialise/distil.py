@@ -100,10 +100,11 @@ class Distillation:
         fingerprints: dict[str, str],
         tracking_run_id: str,
     ) -> None:
-        """rollouts are those trained on; the trainer has its target weights, vocabulary and hold-out."""
+        """rollouts are those trained on; the trainer has its target weights and vocabulary."""
         self.config, self.run_dir, self.trainer, self.store = config, run_dir, trainer, store
         self.rollouts, self.plan = rollouts, plan
         self.fingerprints, self.tracking_run_id = fingerprints, tracking_run_id
+        self.holdout: Sequence[FeatureRecord] = ()
         self.progress = Progress()
         self.say: Callable[[str], None] = print
         self.on_look: Callable[[int, Mapping[str, float]], None] = lambda update, metrics: None
@@ -180,7 +181,7 @@ class Distillation:
 
     def _look(self, learning_rate: float | None = None, epoch: int = 0) -> None:
         """Evaluate on the hold-out, keep the weights if they are the best, decide whether to go on, save."""
-        evaluated = self.trainer.evaluate()
+        evaluated = self.trainer.evaluate(self.holdout)
         if EXPECTED not in evaluated:
             raise ValueError("init.holdout: no held-out rollout is long enough to evaluate on; raise init.tokens")
         progress, sums = self.progress, self.progress.since_look

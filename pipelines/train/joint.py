@@ -7,14 +7,14 @@ from pathlib import Path
 
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
-from cotrain.controller import Controller, Roles
+from cotrain.controller import Controller, Prompts, Records, Roles
 from cotrain.lossless.greedy_check import GreedyCheck, check_greedy
 from cotrain.models.loading import native_head, resolve_model
 from cotrain.process.cluster import Cluster, Placement, place
 from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
-from cotrain.publish.loop import DrafterLoop
+from cotrain.publish.publication import Publisher
 from cotrain.records import RolloutRequest, Versions
 from cotrain.roles.drafter import DrafterTraining
 from cotrain.roles.engines import PolicyRanks, RolloutEngines, engine_specs
@@ -58,24 +58,25 @@ def train(config: RunConfig, resume: bool) -> int:
         with console.phase("model and task"):
             model_path = resolve_model(config.policy.model)
             task = build_task(config.task, config.seed)
-            prompts = _prompt_encoder(config, model_path)
+            encoder = _prompt_encoder(config, model_path)
             fingerprints = model_fingerprints(model_path)
         state, checkpoint = _saved_state(config, run_dir, fingerprints) if resume else (None, None)
         if state is None:
             write_config(config, run_dir.config)
         run_dir.start_attempt()
         write_provenance(run_dir)
-        sampler = PromptSampler(len(task), config.rollout.prompts_per_step, config.seed)
-        if state is not None:
-            sampler.restore(state.task_position)
-        step = state.step if state else 0
+        order = PromptSampler(len(task), config.rollout.prompts_per_step, config.seed)
+        if state is None:
+            state = RunState(0, Versions(0, 0), order.state(), config.model_dump(mode="json"), fingerprints)
+        order.restore(state.task_position)
+        step = state.step
         metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resumed_step=step))
         decisions = stack.enter_context(DecisionLog(run_dir.path / FILE, resumed_step=step))
         with console.phase("MLflow"):
             tracker = stack.enter_context(
                 Tracker(
                     config,
-                    run_id=state.tracking_run_id if state else None,
+                    run_id=state.tracking_run_id,
                     history=read_metrics(run_dir.metrics),
                     say=console.say,
                 )
@@ -85,22 +86,18 @@ def train(config: RunConfig, resume: bool) -> int:
         stack.callback(cluster.stop)
         placement = place(config, cluster.num_gpus)
         with console.phase("policy learner, drafter trainer and rollout engine"):
-            roles, versions = _start_roles(
+            roles = _start_roles(
                 config, cluster, placement, run_dir, model_path, scratch, tracker.uri, state, checkpoint
             )
         if config.drafter is not None and config.rollout.speculation.adaptive:
             with console.phase("timing of draft lengths"):
-                timed = [prompts.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
+                timed = [encoder.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
                 roles.engines.time_draft_lengths(timed)
         own_head = native_head(model_path) is not None
         tap = tap_note(config, model_path)
         console.banner(config, run_dir, _devices(config, placement, cluster), tracker.ui_hint(), own_head, tap)
-        controller = Controller(
-            config, run_dir, roles, task, prompts, sampler, tracker, metrics, decisions, console, scratch, versions,
-            fingerprints, step,
-        )  # fmt: skip
-        if state is not None:
-            controller.load_state(state)
+        records = Records(metrics, decisions, tracker, console)
+        controller = Controller(config, run_dir, roles, Prompts(task, order, encoder), records, state)
         controller.stop_requested = stop
         finished = _run(controller, run_dir)
         speculation = roles.engines.describe_speculation() if config.drafter else None
@@ -146,7 +143,7 @@ def _run_on_a_disk(controller: Controller, run_dir: RunDir) -> bool:
     except (DiskFullError, RunFailure):
         raise
     except Exception as error:
-        full = [folder for folder in (run_dir.path, controller.scratch) if is_disk_full(error, folder)]
+        full = [folder for folder in (run_dir.path, controller.roles.scratch) if is_disk_full(error, folder)]
         if not full:
             raise
         raise RunFailure(f"disk full in step {controller.step + 1} ({full[0]}): {error}. Make room first") from error
@@ -179,12 +176,12 @@ def _start_roles(
     model_path: Path,
     scratch: Path,
     tracking_uri: str,
-    state: RunState | None,
+    state: RunState,
     checkpoint: Path | None,
-) -> tuple[Roles, Versions]:
+) -> Roles:
     """Start the learners, let the drafter write its first folder, start the engines on it, bring all to one version."""
     policy = PolicyRanks(cluster, config, model_path, placement)
-    versions = state.versions if state else Versions(0, 0)
+    versions = state.versions
     drafter: DrafterTraining | None = None
     drafter_folder: Path | None = None
     serving: Serving | None = None
@@ -193,11 +190,10 @@ def _start_roles(
         drafter = DrafterTraining(cluster, config, model_path, init_folder, placement)
         if checkpoint is not None:
             drafter.load(checkpoint / "drafter")
-        drafter_folder, serving = run_dir.drafter(versions.drafter), drafter.serving()
+        drafter_folder, serving = run_dir.drafter(versions.drafter), drafter.serving
         # Written anew on a resume too: a run that was killed may have left half of it.
-        drafter.save_checkpoint(drafter_folder, config.rollout.dtype, versions.drafter)
-    first_step = state.step if state else 0
-    specs = engine_specs(config, model_path, drafter_folder, serving, scratch, versions, first_step)
+        drafter.save_checkpoint(drafter_folder, versions.drafter)
+    specs = engine_specs(config, model_path, drafter_folder, serving, scratch, versions, state.step)
     engines = RolloutEngines(cluster, config, specs, placement)
     policy.wait_until_started()
     if checkpoint is not None:
@@ -208,11 +204,11 @@ def _start_roles(
     engines.wait_until_started()
     if versions.policy:
         engines.update_policy(payload, versions.policy)
-    drafting = None
+    publisher = None
     if drafter is not None:
-        served = drafter.write_payload(scratch / "drafter.safetensors", config.rollout.dtype, versions.drafter)
-        drafting = DrafterLoop(config, drafter, engines, scratch, served, versions)
-    return Roles(engines, policy, drafter, drafting), versions
+        sent = drafter.write_payload(scratch / "drafter.safetensors", versions.drafter)
+        publisher = Publisher(config, drafter, engines, scratch, sent, versions)
+    return Roles(engines, policy, drafter, publisher, scratch)
 
 
 def _final_check(config: RunConfig, controller: Controller, console: Console) -> GreedyCheck | None:

@@ -1,119 +1,99 @@
-"""The canary on simulated publications: kept promises, planted bad drafters, and its bookkeeping."""
-
-import json
+"""The canary on simulated publications: drafters that serve as expected, planted bad ones, and what is remembered."""
 
 import numpy as np
 import pytest
 import torch
 
-from cotrain.config.gate import GateConfig
-from cotrain.publish.canary import Canary
-from cotrain.publish.expected import expected_of
+from cotrain.publish import decision
+from cotrain.publish.acceptance import expected_of
+from cotrain.publish.decision import Judgement, watch
+from cotrain.publish.evidence import Probation, Publication
 from cotrain.records import SpeculationCounts
 from cotrain.rollout.acceptance_stats import counts_of_steps
 from drafters.acceptance import StartAcceptance, rollout_acceptances
 from tests.cotrain.publish.simulated import sample_rollouts, score, serve
 from tests.speculation_counts import counts, expected
 
-PROMISE = expected((0.6, 0.4, 0.2))
-KEPT = counts(100, 3, (60, 40, 20))
+EXPECTED = expected((0.6, 0.4, 0.2))
+AS_EXPECTED = counts(100, 3, (60, 40, 20))
 BROKEN = counts(100, 3, (2, 0, 0))
 SKILL, COLLAPSED = 1.3, -5.0  # acceptance lengths 2.41 and 1.02
+FIRST = Publication(version=0, last_good=0, judged_on=0)
 
 
-def first_alarms(config: GateConfig, served_skill: float, count: int, prompts: int, samples: int = 2) -> list[int]:
-    """Step of each roll-back, 0 for none. 24 held-out rollouts, those of `prompts` served in a step."""
+def watched(probation: Probation, *steps: SpeculationCounts, num_prompts: int = 8) -> Judgement:
+    """What the canary says after the last of these steps."""
+    for found in steps:
+        probation = probation.after(found, num_prompts)
+    return watch(probation, Publication(5, 4, 0, probation=probation))
+
+
+def first_alarms(served_skill: float, count: int, prompts: int, samples: int = 2) -> list[int]:
+    """Step of each roll-back, 0 for none. The expectation is of 24 rollouts, those of `prompts` are served in a step."""
     rng = np.random.default_rng(0)
     alarms = []
     for _ in range(count):
-        held_out = sample_rollouts(rng, 24 // samples, samples)
-        promise = expected_of(score(held_out, SKILL, rng), held_out.names)
+        scored = sample_rollouts(rng, 24 // samples, samples)
+        promise = expected_of(score(scored, SKILL, rng), scored.names)
         assert promise is not None
-        canary = Canary(config, version=0)
-        canary.published(1, promise)
-        verdicts = []
-        while canary.watching and "roll back" not in verdicts:
-            rollouts = sample_rollouts(rng, prompts, samples)
-            verdicts.append(canary.observe(serve(rollouts, served_skill, rng), prompts).verdict)
-        alarms.append(len(verdicts) if verdicts[-1] == "roll back" else 0)
+        probation, kind = Probation(promise), None
+        while kind is None:
+            probation = probation.after(serve(sample_rollouts(rng, prompts, samples), served_skill, rng), prompts)
+            kind = watch(probation, FIRST).kind
+        alarms.append(probation.num_steps if kind == "rolled back" else 0)
     return alarms
 
 
 @pytest.mark.parametrize(("prompts", "samples"), [(1, 1), (2, 2), (3, 2)])  # 30, 120, 180 verification steps a step
 def test_planted_bad_publication_is_rolled_back_within_two_steps(prompts, samples):
-    alarms = first_alarms(GateConfig(), COLLAPSED, 60, prompts, samples)
+    alarms = first_alarms(COLLAPSED, 60, prompts, samples)
     assert sum(alarm in (1, 2) for alarm in alarms) >= 59
 
 
 @pytest.mark.parametrize("prompts", [2, 4])
-def test_kept_promises_are_rolled_back_no_more_often_than_alpha(prompts):
-    config = GateConfig(canary_alpha=0.1, canary_tolerance=0)
-    assert sum(alarm > 0 for alarm in first_alarms(config, SKILL, 200, prompts)) / 200 <= 0.1
+def test_healthy_publications_are_rolled_back_no_more_often_than_alpha(prompts, monkeypatch):
+    monkeypatch.setattr(decision, "CANARY_ALPHA", 0.1)
+    monkeypatch.setattr(decision, "CANARY_TOLERANCE", 0.0)
+    assert sum(alarm > 0 for alarm in first_alarms(SKILL, 200, prompts)) / 200 <= 0.1
 
 
-def test_a_broken_promise_goes_back_to_the_last_good_version():
-    canary = Canary(GateConfig(), version=4)
-    canary.published(5, PROMISE)
-    decision = canary.observe(BROKEN, 8)
-    assert (decision.verdict, decision.version, decision.roll_back_to) == ("roll back", 5, 4)
-    assert "served at acceptance length 1.020, promised 2.200" in decision.reason
-    assert decision.metrics()["canary/roll_back_to"] == 4.0
-    canary.rolled_back(6)
-    assert (canary.serving, canary.last_good, canary.watching) == (6, 6, False)
-    assert canary.observe(KEPT, 8).verdict == "not watching"
+def test_a_publication_that_serves_worse_goes_back_to_the_last_good_version():
+    found = watched(Probation(EXPECTED), BROKEN)
+    assert found.kind == "rolled back"
+    assert "version 5 is served at acceptance length 1.020, expected 2.200" in found.reason
+    assert found.numbers["canary/roll_back_to"] == 4.0
 
 
-def test_a_kept_promise_makes_the_version_good():
-    canary = Canary(GateConfig(canary_steps=3), version=0)
-    canary.published(1, PROMISE)
-    assert [canary.observe(KEPT, 8).verdict for _ in range(4)] == ["watching", "watching", "kept", "not watching"]
-    assert canary.last_good == 1
+def test_a_publication_is_kept_after_its_last_watched_step():
+    assert [watched(Probation(EXPECTED), *[AS_EXPECTED] * n).kind for n in (1, 2, 3, 4)] == [None, None, None, "kept"]
 
 
 def test_counts_of_all_steps_since_the_publication_are_judged_together():
-    canary = Canary(GateConfig(), version=0)
-    canary.published(1, PROMISE)
-    canary.observe(KEPT, 8)
-    decision = canary.observe(counts(300, 3, (150, 90, 60)), 8)
-    assert (decision.served_length, decision.num_drafts, decision.look) == (2.05, 400, 2)
+    found = watched(Probation(EXPECTED), AS_EXPECTED, counts(300, 3, (150, 90, 60))).numbers
+    assert (found["canary/served_length"], found["canary/num_drafts"], found["canary/step"]) == (2.05, 400, 2)
 
 
-@pytest.mark.parametrize(("looks", "last_good"), [(0, 0), (1, 1)])
-def test_a_version_replaced_on_probation_is_good_if_it_was_served_well(looks, last_good):
-    canary = Canary(GateConfig(), version=0)
-    canary.published(1, PROMISE)
-    for _ in range(looks):
-        canary.observe(KEPT, 8)
-    canary.published(2, PROMISE)
-    assert canary.last_good == last_good
-    assert canary.observe(BROKEN, 8).roll_back_to == last_good
+@pytest.mark.parametrize(("steps", "last_good"), [(0, 0), (1, 1)])
+def test_a_version_replaced_on_probation_is_good_if_it_was_served_well(steps, last_good):
+    serving = FIRST.published(1, 3, EXPECTED, 0.1)
+    for _ in range(steps):
+        assert serving.probation is not None
+        serving = Publication(1, 0, 3, probation=serving.probation.after(AS_EXPECTED, 8))
+    assert serving.published(2, 4, EXPECTED, 0.1).last_good == last_good
 
 
-def test_a_version_without_a_promise_is_not_watched():
-    canary = Canary(GateConfig(), version=0)
-    canary.published(1, None)
-    assert (canary.serving, canary.last_good, canary.watching) == (1, 1, False)
-
-
-@pytest.mark.parametrize("nothing", [None, counts(0, 3, (0, 0, 0))])
-def test_a_step_without_drafts_proves_nothing(nothing):
-    canary = Canary(GateConfig(canary_steps=1), version=0)
-    canary.published(1, PROMISE)
-    assert canary.observe(nothing, 8).verdict == "no look"
-    assert canary.watching
-    canary.published(2, PROMISE)
-    assert canary.last_good == 0
+def test_a_version_without_an_expectation_or_rolled_back_is_not_watched():
+    for serving in (FIRST.published(1, 3, None, 0.1), FIRST.published(1, 3, EXPECTED, 0.1).rolled_back(2, 0.1)):
+        assert serving.probation is None and serving.last_good == serving.version
 
 
 def test_shorter_drafts_are_held_against_what_they_can_accept():
     mixed = SpeculationCounts((500, 0, 500), ((300, 0, 0), (0, 0, 0), (300, 200, 100)))
     for served in (counts(1000, 1, (600,), 3), mixed):
-        canary = Canary(GateConfig(), version=0)
-        canary.published(1, PROMISE)
-        decision = canary.observe(served, 8)
-        assert decision.verdict == "watching"
-        assert decision.promised_length == pytest.approx(decision.served_length)
-    assert canary.observe(counts(1000, 2, (100, 0), 3), 8).verdict == "roll back"
+        found = watched(Probation(EXPECTED), served)
+        assert found.kind is None
+        assert found.numbers["canary/expected_length"] == pytest.approx(found.numbers["canary/served_length"])
+    assert watched(Probation(EXPECTED), counts(1000, 2, (100, 0), 3)).kind == "rolled back"
 
 
 def periodic(rollouts: int, easy: float = 0.96) -> list[StartAcceptance]:
@@ -127,8 +107,9 @@ def periodic(rollouts: int, easy: float = 0.96) -> list[StartAcceptance]:
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 2, 3])
-def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(draft_tokens):
+def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(draft_tokens, monkeypatch):
     """The first draft token is accepted in 0.92 of the steps at k = 3, and in 0.50 at k = 1: fewer, not as many."""
+    monkeypatch.setattr(decision, "CANARY_TOLERANCE", 0.0)
     promise = expected_of(rollout_acceptances(periodic(24), 3), [str(i % 8) for i in range(24)])
     assert promise is not None
     rng, steps = np.random.default_rng(0), []
@@ -141,72 +122,20 @@ def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(dr
             steps.append((draft_tokens, taken))
             start += 1 + taken
     served = counts_of_steps(steps, 3)
-    canary = Canary(GateConfig(canary_tolerance=0), version=0)
-    canary.published(1, promise)
-    decision = canary.observe(served, 8)
-    assert decision.verdict == "watching", decision.reason
-    assert decision.promised_length == pytest.approx(served.acceptance_length, rel=0.03)
+    found = watched(Probation(promise), served)
+    assert found.kind is None, found.reason
+    assert found.numbers["canary/expected_length"] == pytest.approx(served.acceptance_length, rel=0.03)
     assert promise.rates[0][0] < 0.6 < 0.9 < promise.rates[2][0]
 
 
-def test_little_evidence_is_no_proof_of_a_broken_promise():
-    canary = Canary(GateConfig(), version=0)
-    canary.published(1, PROMISE)
-    assert canary.observe(counts(3, 3, (0, 0, 0)), 8).verdict == "watching"
+def test_little_evidence_does_not_prove_a_bad_publication():
+    assert watched(Probation(EXPECTED), counts(3, 3, (0, 0, 0))).kind is None
 
 
-def test_a_promise_less_certain_or_fewer_prompts_lower_the_bound():
-    bounds = []
-    for error, num_prompts in [(0.01, 8), (0.1, 8), (0.1, 2)]:
-        canary = Canary(GateConfig(), version=0)
-        canary.published(1, expected((0.6, 0.4, 0.2), error))
-        bounds.append(canary.observe(KEPT, num_prompts).bound)
+def test_a_less_certain_expectation_or_fewer_prompts_lower_the_bound():
+    bounds = [
+        watched(Probation(expected((0.6, 0.4, 0.2), error)), AS_EXPECTED, num_prompts=n).numbers["canary/bound"]
+        for error, n in [(0.01, 8), (0.1, 8), (0.1, 2)]
+    ]
     assert bounds == sorted(bounds, reverse=True)
     assert len(set(bounds)) == 3
-
-
-def test_continues_exactly_on_probation():
-    canary, loaded = Canary(GateConfig(), version=0), Canary(GateConfig(), version=9)
-    canary.published(1, PROMISE)
-    canary.observe(KEPT, 8)
-    loaded.load_state(json.loads(json.dumps(canary.state())))
-    assert loaded.observe(KEPT, 8) == canary.observe(KEPT, 8)
-    assert loaded.state() == canary.state()
-
-
-@pytest.mark.parametrize("method", ["published", "rolled_back"])
-def test_versions_only_go_up(method):
-    canary = Canary(GateConfig(), version=3)
-    with pytest.raises(ValueError, match="version 3 was published after version 3"):
-        getattr(canary, method)(3, *([PROMISE] if method == "published" else []))
-
-
-@pytest.mark.parametrize("rates", [(), (1.2,), (float("nan"),), (-0.1,)])
-def test_an_expectation_nobody_could_have_is_refused(rates):
-    with pytest.raises(ValueError, match="they must be shares"):
-        expected(rates)
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (counts(10, 4, (5, 4, 3, 2)), "score candidates at the longest draft length served"),
-        (SpeculationCounts((10, 0, 0), ((5, 4, 0), (0, 0, 0), (0, 0, 0))), "verification steps of 1 draft tokens"),
-        (counts(10, 3, (5, 6, 3)), "accepted is"),
-        (counts(10, 3, (11, 6, 3)), "accepted is"),
-        (counts(10, 3, (5, 4, -1)), "accepted is"),
-    ],
-)
-def test_counts_no_engine_can_have_are_refused(found, message):
-    canary = Canary(GateConfig(), version=0)
-    canary.published(1, PROMISE)
-    with pytest.raises(ValueError, match=message):
-        canary.observe(found, 8)
-    assert canary.observe(KEPT, 8).look == 1  # nothing of them was counted
-
-
-def test_number_of_prompts_is_needed():
-    canary = Canary(GateConfig(), version=0)
-    canary.published(1, PROMISE)
-    with pytest.raises(ValueError, match="num_prompts is 0"):
-        canary.observe(KEPT, 0)
