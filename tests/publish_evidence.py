@@ -1,11 +1,15 @@
-"""What a drafter is expected to reach, as a test reads it off rollouts that it was served on."""
+"""Evidence of a step as a test makes it up."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
-from cotrain.records import Rollout
+from cotrain.publish.evidence import Evidence, Publication
+from cotrain.records import Rollout, RolloutBatch, Versions
+from cotrain.trainer.trainer import FreshScores
 from drafters.acceptance import RolloutAcceptance
 
 
@@ -19,3 +23,10 @@ def expected_from(rollouts: Sequence[Rollout]) -> ExpectedAcceptance:
     found = expected_of(scores, [prompt for prompt, _ in counted])
     assert found is not None
     return found
+
+
+def evidence_of(batch: RolloutBatch, versions: Versions, **changes: Any) -> Evidence:
+    """Evidence of a step that scored no drafter; nothing is expected of the serving one unless `changes` say so."""
+    serving = Publication(versions.drafter, versions.drafter, judged_on=versions.policy)
+    evidence = Evidence(1, batch, versions, serving, FreshScores([], [], None, 0), None)
+    return replace(evidence, **changes)

@@ -8,7 +8,7 @@ serves as well as the drafter before. Nothing here has side effects.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite, nan
+from math import isfinite
 from typing import Literal
 
 from cotrain.config.publish import MIN_PROMPTS, MIN_ROLLOUTS, GateConfig

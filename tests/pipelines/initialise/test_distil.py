@@ -59,12 +59,12 @@ def build(records, new_trainer, run_config, tmp_path):
         said: list[str] = []
         store = FeatureStore(tap, run_dir.path / "features", cache, AUX_LAYERS, said.append)
         training, holdout = records[:36], records[36:]
-        trainer = new_trainer(optimizer={"learning_rate": learning_rate}, holdout=config.init.holdout)
+        trainer = new_trainer(optimizer={"learning_rate": learning_rate})
         rollouts = [stored(r) for r in training]
         choose_vocabulary(trainer, VOCAB, rollouts, [stored(r) for r in holdout], keep=False)
-        trainer.hold_out(holdout)
         plan = plan_training(config, rollouts, BYTES_PER_TOKEN)
         distillation = Distillation(config, run_dir, trainer, store, rollouts, plan, {"model": "m"}, "run")
+        distillation.holdout = holdout
         distillation.say = said.append
         distillation.stop_requested = lambda: distillation.progress.update >= stop_after
         distillation.resume()
@@ -83,7 +83,7 @@ def test_training_improves_and_reports(build):
     distillation, tap, said = build("first")
     rows = {}
     distillation.on_look = lambda update, row: rows.update({update: row})
-    before = distillation.trainer.evaluate()[EXPECTED]
+    before = distillation.trainer.evaluate(distillation.holdout)[EXPECTED]
     assert finish(distillation)
     progress = distillation.progress
     assert progress.finished and progress.update == distillation.plan.num_updates
@@ -93,7 +93,7 @@ def test_training_improves_and_reports(build):
     assert tap.calls == len(distillation.plan.segments)  # everything fits: loaded once for both epochs
     assert any(line.startswith("epoch 2/2") and "eta" in line for line in said)
     distillation.use_best()
-    assert distillation.trainer.evaluate()[EXPECTED] == pytest.approx(progress.expected_length)
+    assert distillation.trainer.evaluate(distillation.holdout)[EXPECTED] == pytest.approx(progress.expected_length)
 
 
 def test_a_stopped_and_resumed_training_equals_one_in_one_go(build):
