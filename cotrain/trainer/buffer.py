@@ -5,20 +5,17 @@ without replacement until all have been used (an epoch), the newest version firs
 before older ones are seen again.
 """
 
-import json
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from dataclasses import asdict, astuple, dataclass, fields
 from math import ceil
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from cotrain.transport.features import FeatureRecord, read_shard, write_records
+from cotrain.transport.features import FeatureRecord
 from drafters.alignment import DraftBatch
-
-STATE = "buffer.json"
+from drafters.base import Sampler
 
 
 @dataclass
@@ -107,23 +104,16 @@ class FeatureBuffer:
                 break
         return pack(chosen)
 
-    def save(self, folder: str | Path) -> None:
-        """Write all rollouts and the state of the epoch."""
-        folder = Path(folder)
-        folder.mkdir(parents=True)
-        shards = [list(run) for _, run in groupby(self.records, key=lambda record: record.policy_version)]
-        for index, records in enumerate(shards):
-            write_records(_shard(folder, index), records)
-        used = [entry.used for entry in self._entries]
-        state = {"num_shards": len(shards), "used": used, "stats": asdict(self.stats)}
-        (folder / STATE).write_text(json.dumps(state))
+    def state(self) -> dict[str, Any]:
+        """All rollouts, the state of the epoch, and the counts of BufferStats, for torch.save."""
+        rows = [{f.name: getattr(record, f.name) for f in fields(record)} for record in self.records]
+        rows = [row | {"sampler": astuple(row["sampler"])} for row in rows]
+        return {"rows": rows, "used": [entry.used for entry in self._entries], "stats": asdict(self.stats)}
 
-    def load(self, folder: str | Path) -> None:
-        """Become the buffer that was saved; the bounds stay. Raises ValueError for a shard that is broken."""
-        folder = Path(folder)
-        state = json.loads((folder / STATE).read_text())
-        records = [record for index in range(state["num_shards"]) for record in read_shard(_shard(folder, index))]
-        self._entries = deque(_Entry(*fields) for fields in zip(records, state["used"], strict=True))
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Become the buffer that was saved; the bounds stay."""
+        records = [FeatureRecord(**row | {"sampler": Sampler(*row["sampler"])}) for row in state["rows"]]
+        self._entries = deque(_Entry(*entry) for entry in zip(records, state["used"], strict=True))
         self.stats = BufferStats(**state["stats"])
 
 
@@ -162,7 +152,3 @@ def pack(records: Sequence[FeatureRecord]) -> DraftBatch:
         document_ids=torch.cat([torch.full((r.num_tokens,), i) for i, r in enumerate(records)]),
         policy_version=records[0].policy_version,
     )
-
-
-def _shard(folder: Path, index: int) -> Path:
-    return folder / f"{index:04d}.safetensors"

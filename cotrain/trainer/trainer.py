@@ -16,17 +16,18 @@ from cotrain.config.schema import DrafterConfig, RolloutConfig
 from cotrain.records import FeatureShard, WeightPayload
 from cotrain.trainer.buffer import FeatureBuffer, spread_over_prompts
 from cotrain.trainer.distiller import Distiller
-from cotrain.trainer.target_weights import load_target_weights, save_target_weights
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
 from drafters.acceptance import RolloutAcceptance
-from drafters.base import Drafter
+from drafters.base import Drafter, TargetWeights
 
 PROMPT_TOKEN_WEIGHT = 0.1
 """What a prompt token counts when the draft vocabulary is chosen: only response tokens are ever drafted, but the words
 of a prompt tend to come back in its response."""
 
-STATE, TARGET_WEIGHTS, PUBLISHED = "trainer.pt", "target_weights.safetensors", "published"
+STATE = "trainer.pt"
+PLAIN_STATE = ("drafter_version", "_rounds", "_published_round", "_newest_features", "_needs_vocabulary")
+"""Attributes of a trainer that a checkpoint holds as they are."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,12 @@ class DrafterTrainer(Distiller):
         """Read and delete the shards' files and keep their rollouts.
 
         The first features of a new drafter also choose its draft vocabulary (drafter/vocabulary_coverage: share of
-        the counted tokens in it). Raises ValueError listing every shard that is broken, or is not of a policy version,
-        sampler and aux layers trained on; their files stay, and the other shards are taken in first.
+        the counted tokens in it). Raises ValueError, and keeps nothing, when a shard is broken or is not of a policy
+        version, sampler and aux layers trained on.
         """
-        records: list[FeatureRecord] = []
-        problems: list[str] = []
+        records = [record for shard in shards for record in self._read(shard)]
         for shard in shards:
-            try:
-                records += self._read(shard)
-            except ValueError as error:
-                problems.append(str(error))
+            Path(shard.path).unlink()
         self._fresh = [record for record in records if record.is_trainable]
         metrics: dict[str, float] = {}
         if records:
@@ -95,8 +92,6 @@ class DrafterTrainer(Distiller):
                 metrics["drafter/vocabulary_coverage"] = self._choose_vocabulary(records)
             self._buffer.add(records)
             self._forget_target_weights()
-        if problems:
-            raise ValueError("features that cannot be trained on: " + "; ".join(problems))
         return metrics | self._buffer_metrics()
 
     def take_in(
@@ -178,37 +173,25 @@ class DrafterTrainer(Distiller):
 
     def save(self, folder: str | Path) -> None:
         """Write everything an exact continuation needs: drafters in float32, optimizer, buffer, target weights."""
-        folder = Path(folder)
         self.save_without_features(folder)
-        for version, drafter in self._published.items():
-            drafter.save(folder / PUBLISHED / str(version), torch.float32)
-        self._buffer.save(folder / "buffer")
-        save_target_weights(self._target_weights, folder / TARGET_WEIGHTS)
-        state = {
-            "drafter_version": self.drafter_version,
-            "rounds": [self._rounds, self._published_round],
-            "newest_features": self._newest_features,
-            "needs_vocabulary": self._needs_vocabulary,
-            "rng": self._rng.get_state(),
-        }
-        torch.save(state, folder / STATE)
+        state = {name: getattr(self, name) for name in PLAIN_STATE}
+        state["published"] = {version: drafter.state_dict() for version, drafter in self._published.items()}
+        state["target_weights"] = {v: (w.embedding, w.head) for v, w in self._target_weights.items()}
+        torch.save(state | {"buffer": self._buffer.state(), "rng": self._rng.get_state()}, Path(folder) / STATE)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by `save`. Raises ValueError when its drafter does not fit this one."""
-        folder = Path(folder)
         self.load_without_features(folder)
+        state = torch.load(Path(folder) / STATE, map_location="cpu", weights_only=True)
+        for name in PLAIN_STATE:
+            setattr(self, name, state[name])
         self._published = {}
-        for saved in (folder / PUBLISHED).iterdir():
-            drafter = self._frozen_copy()
-            drafter.load(saved)
-            self._published[int(saved.name)] = drafter
-        self._buffer.load(folder / "buffer")
-        self._target_weights = load_target_weights(folder / TARGET_WEIGHTS, self._device)
-        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-        self.drafter_version = state["drafter_version"]
-        self._rounds, self._published_round = state["rounds"]
-        self._newest_features = state["newest_features"]
-        self._needs_vocabulary = state["needs_vocabulary"]
+        for version, weights in state["published"].items():
+            self._published[version] = self._frozen_copy()
+            self._published[version].load_state_dict(weights)
+        for version, matrices in state["target_weights"].items():
+            self._target_weights[version] = TargetWeights(*(m.to(self._device) for m in matrices), version)
+        self._buffer.load_state(state["buffer"])
         self._rng.set_state(state["rng"])
 
     def _frozen_copy(self) -> Drafter:
@@ -217,19 +200,15 @@ class DrafterTrainer(Distiller):
     def _read(self, shard: FeatureShard) -> list[FeatureRecord]:
         records = read_shard(shard.path)
         first = records[0]
-        if first.policy_version not in self._target_weights:
-            raise ValueError(
-                f"feature shard {shard.path} is of policy version {first.policy_version}, whose head is not known "
-                f"(known: {sorted(self._target_weights)}); call set_target_weights first"
-            )
-        for name, theirs, ours in [
-            ("sampler", first.sampler, self._sampler),
-            ("aux layers", first.aux_layers, self.drafter.serving.aux_layers),
-            ("hidden size", first.final_hidden.shape[1], self._target.hidden_size),
+        for name, theirs, known in [
+            ("policy version", first.policy_version, sorted(self._target_weights)),
+            ("sampler", first.sampler, [self._sampler]),
+            ("aux layers", first.aux_layers, [self.drafter.serving.aux_layers]),
         ]:
-            if theirs != ours:
-                raise ValueError(f"feature shard {shard.path} has {name} {theirs}, the drafter trains for {ours}")
-        Path(shard.path).unlink()
+            if theirs not in known:
+                raise ValueError(
+                    f"features that cannot be trained on: {shard.path} has {name} {theirs}, the trainer knows {known}"
+                )
         return records
 
     def _choose_vocabulary(self, records: list[FeatureRecord]) -> float:

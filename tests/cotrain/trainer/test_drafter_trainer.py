@@ -34,7 +34,7 @@ def test_loss_falls_and_expected_acceptance_rises(new_trainer, target, shard_of)
     assert rows[2]["drafter/loss"] < 0.75 * rows[0]["drafter/loss"]
     assert rows[2]["drafter/loss_pos_3"] < 0.75 * rows[0]["drafter/loss_pos_3"]
     after = trainer.evaluate(records[:12])
-    assert after["drafter/expected_acceptance_length"] > before["drafter/expected_acceptance_length"] + 0.12
+    assert after["drafter/expected_acceptance_length"] > before["drafter/expected_acceptance_length"] + 0.08
 
 
 def test_metrics_of_a_step(new_trainer, target, shard_of):
@@ -109,16 +109,18 @@ def test_training_does_not_change_the_target(new_trainer, target, shard_of):
     assert torch.equal(held.embedding, before["model.embed_tokens.weight"])
 
 
-def test_feature_files_are_deleted_and_a_broken_one_keeps_the_others(new_trainer, target, shard_of):
+def test_feature_files_are_deleted_and_a_broken_one_keeps_all(new_trainer, target, shard_of):
     trainer = new_trainer()
-    good, broken, late = (
-        shard_of(target.rollouts(2, 2, seed=i, policy_version=0), name=f"shard_{i}") for i in range(3)
-    )
-    Path(broken.path).write_bytes(Path(broken.path).read_bytes()[:-1])
+    good, broken = (shard_of(target.rollouts(2, 2, seed=i, policy_version=0), name=f"shard_{i}") for i in range(2))
+    whole = Path(broken.path).read_bytes()
+    Path(broken.path).write_bytes(whole[:-1])
     with pytest.raises(ValueError, match=r"shard_1\.safetensors is truncated or corrupt"):
-        trainer.add_features([good, broken, late])
-    assert trainer._buffer.num_tokens == good.num_tokens + late.num_tokens
-    assert [Path(shard.path).exists() for shard in (good, broken, late)] == [False, True, False]
+        trainer.add_features([good, broken])
+    assert [Path(shard.path).exists() for shard in (good, broken)] == [True, True] and not len(trainer._buffer)
+    Path(broken.path).write_bytes(whole)
+    trainer.add_features([good, broken])
+    assert [Path(shard.path).exists() for shard in (good, broken)] == [False, False]
+    assert trainer._buffer.num_tokens == good.num_tokens + broken.num_tokens
 
 
 def test_nan_feature_is_named_and_not_trained_on(new_trainer, target, shard_of):
@@ -134,7 +136,7 @@ def test_nan_feature_is_named_and_not_trained_on(new_trainer, target, shard_of):
 
 def test_features_without_a_head_of_their_version_are_refused(new_trainer, target, shard_of):
     trainer = new_trainer()
-    with pytest.raises(ValueError, match=r"policy version 3, whose head is not known \(known: \[0\]\)"):
+    with pytest.raises(ValueError, match=r"has policy version 3, the trainer knows \[0\]"):
         trainer.add_features([shard_of(target.rollouts(2, 2, seed=0, policy_version=3))])
 
 
@@ -142,7 +144,7 @@ def test_features_without_a_head_of_their_version_are_refused(new_trainer, targe
     ("change", "message"),
     [
         ({"sampler": replace(SAMPLER, temperature=0.7)}, r"sampler Sampler\(temperature=0.7"),
-        ({"aux_layers": (1, 3, 4)}, r"aux layers \(1, 3, 4\), the drafter trains for \(2, 4, 5\)"),
+        ({"aux_layers": (1, 3, 4)}, r"aux layers \(1, 3, 4\), the trainer knows \[\(2, 4, 5\)\]"),
     ],
 )
 def test_features_of_another_sampler_or_layers_are_refused(new_trainer, shard_of, change, message):
@@ -335,6 +337,14 @@ def test_an_earlier_publication_comes_back_under_a_new_version(new_trainer, targ
     loaded.score_fresh(3, [2])
     with pytest.raises(KeyError):
         loaded.state_for_serving(1)
+
+
+def test_a_cosine_schedule_ends_with_the_last_training_round(new_trainer, target, shard_of):
+    """10 steps, of which every third trains."""
+    trainer = new_trainer(train_every=3, optimizer={"learning_rate": 1e-3, "schedule": "cosine"})
+    trainer.add_features([shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
+    rates = [trainer.train(step)["drafter/learning_rate"] for step in (3, 6, 9)]
+    assert rates[0] > rates[1] > rates[2] == pytest.approx(1e-4)
 
 
 def test_a_trainer_on_the_cpu_hands_freed_memory_back(new_trainer, monkeypatch):
