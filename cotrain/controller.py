@@ -10,8 +10,8 @@
 
     then: metrics, step line, checkpoint.
 
-Every rollout carries the two versions it was made with. Rollouts are always of one policy version, because weights
-change only between steps here; the engine itself could take them at any time.
+Every rollout carries the two versions it was made with. Rollouts are always of one policy version, because the engines
+are idle here while weights change; they could take them at any time.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.advantages import group_advantages
 from cotrain.publish.alarms import Alarm
-from cotrain.publish.publication import Outcome, Publisher
 from cotrain.records import RolloutBatch, RolloutRequest, ScoredRollout, SwapReport, Versions
 from cotrain.roles.drafter import DrafterTraining
 from cotrain.roles.engines import PolicyRanks, RolloutEngines
+from cotrain.roles.publisher import Outcome, Publisher
 from cotrain.rollout.speculation.controller import speculation_metrics as gain_metrics
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
@@ -216,17 +216,13 @@ class Controller:
             self._record_events(outcome.events)
             if outcome.failure is not None:
                 raise outcome.failure
-            if self._trains_drafter(step):
+            if outcome.trains:
                 training = drafter.start_training(step)
         if update is not None:
             row |= policy.finish_update(update)
         if drafter is not None and training is not None:
             row |= drafter.finish_training(training)
         return outcome
-
-    def _trains_drafter(self, step: int) -> bool:
-        drafter = self.config.drafter
-        return drafter is not None and drafter.train and self.mode is None and step % drafter.train_every == 0
 
     def _swap_policy(self, row: dict[str, float]) -> None:
         version = self.versions.policy + 1

@@ -48,6 +48,8 @@ class ExpectedAcceptance:
     positions beyond the draft length."""
     without: tuple[tuple[float, ...], ...]
     """[K][G] accepted draft tokens per verification step with k + 1 draft tokens, without each of the G prompts."""
+    num_rollouts: int = 0
+    """R, the rollouts that the drafter was scored on."""
 
     @property
     def num_prompts(self) -> int:
@@ -99,7 +101,8 @@ def expected_of(scores: Sequence[RolloutAcceptance], prompts: Sequence[str]) -> 
     Rollouts with a hole are left out; None with fewer than two prompts of whole ones. prompts [R] names each rollout's
     prompt.
     """
-    whole, groups = whole_rollouts(scores[-1], prompts)
+    whole = scores[-1].steps.isfinite().numpy()
+    groups = np.unique(np.asarray(prompts)[whole], return_inverse=True)[1]
     if len(set(groups.tolist())) < 2:
         return None
     rates, without = [], []
@@ -107,30 +110,18 @@ def expected_of(scores: Sequence[RolloutAcceptance], prompts: Sequence[str]) -> 
         steps, accepted = scored.steps.numpy()[whole], scored.accepted.numpy()[whole]
         positions = (accepted.sum(0) / steps.sum()).tolist()
         rates.append(tuple(positions + [0.0] * (len(scores) - len(positions))))
-        without.append(tuple(_ratio(steps, accepted.sum(1), groups)[1].tolist()))
-    return ExpectedAcceptance(tuple(rates), tuple(without))
+        per_group = np.stack([np.bincount(groups, weights) for weights in (accepted.sum(1), steps)])  # [2, G]
+        without.append(tuple(np.divide(*(per_group.sum(1)[:, None] - per_group)).tolist()))
+    return ExpectedAcceptance(tuple(rates), tuple(without), int(whole.sum()))
 
 
-def gain_of(ours: RolloutAcceptance, theirs: RolloutAcceptance, prompts: Sequence[str]) -> AcceptanceEstimate:
-    """Acceptance length of one drafter less that of another, at one draft length, on the same R rollouts."""
-    whole, groups = whole_rollouts(ours, prompts)
-    (own, own_without), (other, other_without) = (
-        _ratio(scored.steps.numpy()[whole], scored.accepted.numpy()[whole].sum(1), groups) for scored in (ours, theirs)
-    )
-    return _estimate(own - other, own_without - other_without)
+def gain_of(candidate: ExpectedAcceptance, serving: ExpectedAcceptance) -> AcceptanceEstimate:
+    """Acceptance length of one drafter less that of another, scored on the same rollouts, at the longest draft length.
 
-
-def whole_rollouts(scored: RolloutAcceptance, prompts: Sequence[str]) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
-    """Which of R rollouts have no hole [R], and the number of the prompt of each of these, counted from 0."""
-    whole = scored.steps.isfinite().numpy()
-    return whole, np.unique(np.asarray(prompts)[whole], return_inverse=True)[1]
-
-
-def _ratio(steps: Array, accepted: Array, groups: NDArray[np.intp]) -> tuple[float, Array]:
-    """sum(accepted) / sum(steps), and [G] the same without each group."""
-    per_group = np.stack([np.bincount(groups, weights) for weights in (accepted, steps)])  # [2, G]
-    total = per_group.sum(1)
-    return float(total[0] / total[1]), np.divide(*(total[:, None] - per_group))
+    What makes a prompt easy to draft cancels out of the difference, and so out of its noise.
+    """
+    without = np.array(candidate.without[-1]) - np.array(serving.without[-1])
+    return _estimate(candidate.longest.value - serving.longest.value, without)
 
 
 def _estimate(value: float, without: Array) -> AcceptanceEstimate:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from cotrain.config.publish import MIN_PROMPTS, MIN_ROLLOUTS, GateConfig
 from cotrain.config.schema import DrafterConfig
-from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of, whole_rollouts
+from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
 from cotrain.publish.alarms import Alarm, check_step
 from cotrain.publish.evidence import Evidence, Probation, Publication, Throughput
 from cotrain.run.decisions import DrafterEvent, Kind
@@ -124,35 +124,39 @@ def judge(
     candidate, and so do too few rollouts unless config.publish_when is "always".
     """
     assert scores.candidate is not None
-    always = config.publish_when == "always"
-    whole, groups = whole_rollouts(scores.candidate[-1], scores.prompts)
-    num_rollouts, num_prompts = int(whole.sum()), len(set(groups.tolist()))
     numbers = {"margin": config.margin, "swap_seconds": swap_seconds}
-    numbers |= {"num_rollouts": num_rollouts, "num_prompts": num_prompts}
     if broken := _not_finite(scores):
         return _judgement("refused", f"refused: {broken}", numbers)
     candidate, serving = (expected_of(one, scores.prompts) for one in (scores.candidate, scores.serving))
+    num_rollouts, num_prompts = (candidate.num_rollouts, candidate.num_prompts) if candidate is not None else (0, 0)
+    numbers |= {"num_rollouts": num_rollouts, "num_prompts": num_prompts}
     if candidate is None or serving is None or num_rollouts < MIN_ROLLOUTS or num_prompts < MIN_PROMPTS:
-        missing = (
-            f"{num_rollouts} rollouts of {num_prompts} prompts in this step have features of all their tokens, and "
-            f"{MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts are needed"
-        )
-        if always:
-            return _judgement("published", f'published unjudged because publish_when = "always": {missing}', numbers)
-        return _judgement("refused", f"refused: {missing}", numbers)
-    gain = gain_of(scores.candidate[-1], scores.serving[-1], scores.prompts)
+        kind, reason = _unjudged(f"{num_rollouts} rollouts of {num_prompts} prompts", config)
+        return _judgement(kind, reason, numbers)
+    gain = gain_of(candidate, serving)
     bound = gain.lower_bound(config.confidence)
     saved = lifetime_steps * throughput.seconds_saved(candidate, serving)
     kind, verdict = _verdict(bound, saved, swap_seconds, config)
-    numbers |= {"candidate_length": candidate.longest.value, "serving_length": serving.longest.value}
+    length, length_before = candidate.longest.value, serving.longest.value
+    numbers |= {"candidate_length": length, "serving_length": length_before}
     numbers |= {"gain": gain.value, "lower_bound": bound, "seconds_saved": saved}
     saves = f"{saved:.2f} s saved before the next candidate" if isfinite(saved) else "next to nothing was drafted"
     reason = (
-        f"{verdict}: acceptance length {candidate.longest.value:.3f} against {serving.longest.value:.3f} served, gain "
-        f"{gain.value:+.3f}, at least {bound:+.3f} ({config.confidence:.0%}, {num_rollouts} rollouts of {num_prompts} "
-        f"prompts, {len(scores.candidate)} draft tokens), {saves}, {swap_seconds:.2f} s for the swap"
+        f"{verdict}: acceptance length {length:.3f} against {length_before:.3f} served, gain {gain.value:+.3f}, at least "
+        f"{bound:+.3f} ({config.confidence:.0%}, {num_rollouts} rollouts of {num_prompts} prompts, "
+        f"{len(scores.candidate)} draft tokens), {saves}, {swap_seconds:.2f} s for the swap"
     )
     return _judgement(kind, reason, numbers, candidate)
+
+
+def _unjudged(found: str, config: GateConfig) -> tuple[Kind, str]:
+    missing = (
+        f"{found} in this step have features of all their tokens, and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts "
+        "are needed"
+    )
+    if config.publish_when == "always":
+        return "published", f'published unjudged because publish_when = "always": {missing}'
+    return "refused", f"refused: {missing}"
 
 
 def _verdict(bound: float, saved: float, swap_seconds: float, config: GateConfig) -> tuple[Kind, str]:

@@ -57,11 +57,6 @@ class Distiller:
             drafter = build_drafter(config.model, self._target, seed)
         else:
             drafter = load_drafter(init_folder, self._target, rollout.num_positions, config.model)
-        if rollout.draft_tokens > drafter.trained_depth and not rollout.allow_draft_beyond_trained_depth:
-            raise ValueError(
-                f"rollout.draft_tokens is {rollout.draft_tokens}, but the drafter is trained for "
-                f"{drafter.trained_depth} draft positions; lower it or set rollout.allow_draft_beyond_trained_depth"
-            )
         self.drafter: Drafter = drafter.to(device)
         self._served_depth = min(rollout.draft_tokens, drafter.trained_depth)
         self._sampler = Sampler(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)

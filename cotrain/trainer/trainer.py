@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -189,8 +190,8 @@ class DrafterTrainer(Distiller):
         for version, weights in state["published"].items():
             self._published[version] = self._frozen_copy()
             self._published[version].load_state_dict(weights)
-        for version, matrices in state["target_weights"].items():
-            self._target_weights[version] = TargetWeights(*(m.to(self._device) for m in matrices), version)
+        for version, (embedding, head) in state["target_weights"].items():
+            self._target_weights[version] = TargetWeights(embedding.to(self._device), head.to(self._device), version)
         self._buffer.load_state(state["buffer"])
         self._rng.set_state(state["rng"])
 
@@ -200,11 +201,12 @@ class DrafterTrainer(Distiller):
     def _read(self, shard: FeatureShard) -> list[FeatureRecord]:
         records = read_shard(shard.path)
         first = records[0]
-        for name, theirs, known in [
-            ("policy version", first.policy_version, sorted(self._target_weights)),
-            ("sampler", first.sampler, [self._sampler]),
-            ("aux layers", first.aux_layers, [self.drafter.serving.aux_layers]),
-        ]:
+        wanted: dict[str, tuple[Any, list[Any]]] = {
+            "policy version": (first.policy_version, sorted(self._target_weights)),
+            "sampler": (first.sampler, [self._sampler]),
+            "aux layers": (first.aux_layers, [self.drafter.serving.aux_layers]),
+        }
+        for name, (theirs, known) in wanted.items():
             if theirs not in known:
                 raise ValueError(
                     f"features that cannot be trained on: {shard.path} has {name} {theirs}, the trainer knows {known}"

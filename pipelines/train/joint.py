@@ -14,10 +14,10 @@ from cotrain.process.cluster import Cluster, Placement, place
 from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
-from cotrain.publish.publication import Publisher
 from cotrain.records import RolloutRequest, Versions
 from cotrain.roles.drafter import DrafterTraining
 from cotrain.roles.engines import PolicyRanks, RolloutEngines, engine_specs
+from cotrain.roles.publisher import Publisher
 from cotrain.run.checkpoint import (
     DiskFullError,
     RunState,

@@ -13,8 +13,8 @@ from cotrain.controller import Controller, Prompts, Records, Roles
 from cotrain.lossless.draws import Draws
 from cotrain.process.failures import SelfCheckFailed
 from cotrain.publish.alarms import DrafterAlarm
-from cotrain.publish.publication import Publisher
 from cotrain.records import GainReport, Prompt, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
+from cotrain.roles.publisher import Publisher
 from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
 from cotrain.run.decisions import FILE, DecisionLog, read_decisions

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from cotrain.config.schema import DrafterConfig
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.publish.alarms import FALSE_ALARM_RATE, NUM_TESTS, DrafterAlarm, check_step, collapse_probability
 from cotrain.publish.evidence import Delivery, Evidence, Probation, Publication
-from cotrain.records import GainReport, Rollout, RolloutBatch, Versions
+from cotrain.records import Rollout, RolloutBatch, Versions
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.trainer.trainer import FreshScores
 from tests.publish_evidence import expected_from
@@ -58,7 +59,7 @@ PROMISE = expected_acceptance((0.4, 0.2, 0.1), 0.03, 8)
 RANDOM_DRAFTER = expected_acceptance((0.0005, 0.0001, 0.0), 0.0004, 8)
 
 
-def evidence(rollouts: list[Rollout], gain: GainReport | None = None, **changes: Any) -> Evidence:
+def evidence(rollouts: list[Rollout], gain: Any = None, **changes: Any) -> Evidence:
     counts = total_counts(r.speculation for r in rollouts)
     batch = RolloutBatch(rollouts, [], counts, 1.0, sum(len(r.token_ids) for r in rollouts), gain=gain)
     scores = FreshScores([], [], None, 0)
@@ -199,9 +200,8 @@ def test_speculation_on_without_draft_tokens_is_an_alarm() -> None:
     [alarm] = check_step(evidence(nothing), DRAFTER, STEPS)
     assert alarm.name == "no_draft_tokens"
     assert "256 tokens" in alarm.what
-    off = GainReport(1.0, 1.0, None, None, 0, 0.0, num_steps=9, seconds=1.0, longest_draft=0)
-    assert alarms_of(evidence(nothing, off)) == []
-    assert alarms_of(evidence(nothing, replace(off, longest_draft=2))) == ["no_draft_tokens"]
+    for longest, found in ((0, []), (2, ["no_draft_tokens"])):
+        assert alarms_of(evidence(nothing, SimpleNamespace(longest_draft=longest))) == found
     assert alarms_of(evidence([rollout("p0", 0, 0, ())])) == [], "a prefill alone drafts nothing"
 
 

@@ -241,12 +241,6 @@ def test_loaded_drafter_of_another_shape_is_refused(new_trainer, tmp_path):
         new_trainer(init_folder=str(tmp_path / "drafter"), model=model)
 
 
-def test_serving_deeper_than_trained_is_refused_unless_allowed(new_trainer):
-    with pytest.raises(ValueError, match=r"rollout.draft_tokens is 5, but the drafter is trained for 3"):
-        new_trainer(rollout=RolloutConfig(draft_tokens=5))
-    new_trainer(rollout=RolloutConfig(draft_tokens=5, allow_draft_beyond_trained_depth=True))
-
-
 def test_non_finite_loss_stops_before_the_optimizer_moves(new_trainer, target, shard_of, tmp_path):
     trainer = new_trainer()
     broken = load_file(payload_of(target))

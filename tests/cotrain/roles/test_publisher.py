@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from cotrain.publish.alarms import Alarm, DrafterAlarm
-from cotrain.publish.publication import Outcome, Publisher
-from cotrain.records import GainReport, RolloutBatch, Versions, WeightPayload
+from cotrain.records import RolloutBatch, Versions, WeightPayload
+from cotrain.roles.publisher import Outcome, Publisher
 from cotrain.trainer.trainer import FreshScores
 from tests.cotrain.publish.simulated import sample_rollouts, score
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, RANDOM, SAMPLES, World
 
-NO_DRAFTS = GainReport(1.0, 1.0, None, None, 0, 0.0, num_steps=50, seconds=10.0, longest_draft=0)
+NO_DRAFTS: Any = SimpleNamespace(longest_draft=0)
 
 
 @pytest.fixture
@@ -38,7 +38,6 @@ def new_publisher(run_config: Any, tmp_path: Path) -> Any:
 def run(publisher: Publisher, world: World, steps: Any) -> list[SimpleNamespace]:
     """As the controller does it; metrics and events of each step."""
     rows = []
-    drafter = publisher._config
     for step in steps:
         batch = world.generate(step)
         outcome = Outcome({})
@@ -46,7 +45,7 @@ def run(publisher: Publisher, world: World, steps: Any) -> list[SimpleNamespace]
             outcome = publisher.evaluate(step, batch, Versions(step - 1, world.serving))
         if outcome.failure is not None:
             raise outcome.failure
-        if drafter.train and publisher.mode is None and step % drafter.train_every == 0:
+        if outcome.trains:
             world.finish_training(world.start_training(step))
         counts = batch.speculation
         length = counts.acceptance_length if counts else 1.0

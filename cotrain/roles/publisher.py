@@ -5,10 +5,10 @@ serving drafter and the candidate, which is the trainer's drafter as the step be
 swap follows at once, while the policy learns, so that what is published is what was scored.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -17,34 +17,15 @@ from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.decision import Decision, decide
 from cotrain.publish.evidence import Delivery, Evidence, Publication
-from cotrain.records import FeatureShard, RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
+from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
+from cotrain.roles.drafter import DrafterTraining
+from cotrain.roles.engines import RolloutEngines
 from cotrain.run.decisions import DrafterEvent
-from cotrain.trainer.trainer import FreshScores
 from cotrain.transport.payload import WeightUpdateRefused
 
 DELIVERY_CHECK_STEPS = 10
 """The served drafter weights are read back in every tenth step, beside the read-back of each update: what is lost in
 between (sleep, a reload) costs acceptance only, and reading back takes about as long as a swap."""
-
-
-class Trainer(Protocol):
-    """The drafter trainer, as far as a publisher needs it; see `roles.drafter.DrafterTraining`."""
-
-    def take_in(
-        self, shards: list[FeatureShard], serving: int, keep: Collection[int]
-    ) -> tuple[FreshScores, dict[str, float]]: ...
-    def publish(self, path: Path, weights_of: int | None = None) -> tuple[WeightPayload, int]: ...
-
-
-class Engines(Protocol):
-    """The rollout engines, as far as a publisher needs them; see `roles.engines.RolloutEngines`."""
-
-    def update_drafter(
-        self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
-    ) -> SwapReport: ...
-    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]: ...
-    def set_draft_tokens(self, draft_tokens: int | None) -> None: ...
-    def clear_drafter_cache(self) -> None: ...
 
 
 @dataclass
@@ -56,6 +37,8 @@ class Outcome:
     swap: SwapReport | None = None
     expected: ExpectedAcceptance | None = None
     """Of a candidate that was published."""
+    trains: bool = False
+    """Whether the drafter is to be trained on this step's rollouts."""
     failure: DrafterAlarm | None = None
     """To be raised once the events are recorded."""
 
@@ -66,8 +49,8 @@ class Publisher:
     def __init__(
         self,
         config: RunConfig,
-        trainer: Trainer,
-        engines: Engines,
+        trainer: DrafterTraining,
+        engines: RolloutEngines,
         scratch: Path,
         sent: WeightPayload | None,
         versions: Versions,
@@ -101,6 +84,7 @@ class Publisher:
             self._swap(decision, versions, outcome)
         for name, action in (("published", "publish"), ("rolled_back", "roll back")):
             metrics[f"drafter/{name}"] = float(outcome.swap is not None and decision.action == action)
+        outcome.trains = self._config.train and decision.action != "stop" and step % self._config.train_every == 0
         return outcome
 
     def state(self) -> dict[str, Any]:
