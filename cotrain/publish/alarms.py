@@ -1,7 +1,7 @@
 """Alarms of one step: what has failed in the drafter or its delivery to the engines, why probably, and what to do.
 
-Two of them are statistical tests of the served acceptance against what the trainer expects of the serving drafter. A
-drafter of which nothing is expected, such as a random one, raises neither.
+Two of them are statistical tests of the served acceptance against what the trainer expects of the serving drafter on
+the same rollouts. A drafter of which nothing is expected, such as a random one, raises neither.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,10 +55,16 @@ class DrafterAlarm(RunFailure):
 
 
 def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> list[Alarm]:
-    """All alarms of one step of a run of `total_steps` steps."""
-    significance = FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
+    """All alarms of one step of a run of `total_steps` steps.
+
+    While the canary watches the serving drafter, a low acceptance is its business.
+    """
     found = [*_wrong_version(evidence), *_differing_weights(evidence), *_lag(evidence, config)]
-    return [*found, *_no_draft_tokens(evidence), *_acceptance(evidence, config.alarms.tolerance, significance)]
+    found += _no_draft_tokens(evidence)
+    if not evidence.serving.watched:
+        significance = FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
+        found += check_acceptance(evidence, config.alarms.tolerance, significance)[1]
+    return found
 
 
 def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts, num_rollouts: int) -> float:
@@ -74,41 +80,50 @@ def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts
     return (1 - rates[0] * max(0.0, lower)) ** max(trials, 1.0)
 
 
-def _acceptance(evidence: Evidence, tolerance: float, significance: float) -> Iterator[Alarm]:
-    """A served acceptance that chance does not explain. A drafter on probation is judged by its canary instead."""
+def check_acceptance(evidence: Evidence, tolerance: float, significance: float) -> tuple[dict[str, float], list[Alarm]]:
+    """The served acceptance beside what is expected on these very rollouts, and alarms that chance does not explain.
+
+    tolerance: share of the expected gain that may be missing. No numbers where the step says nothing about the drafter.
+    """
     counts, expected = evidence.counts, evidence.expected
-    if (
-        evidence.serving.probation is not None
-        or counts is None
-        or expected is None
-        or not expected.covers(counts.steps)
-    ):
-        return
+    if counts is None or expected is None or not expected.covers(counts.steps):
+        return {}, []
     served, length = counts.acceptance_length, expected.at(counts.steps).value
-    numbers = {"served": served, "expected": length, "drafts": counts.num_drafts}
+    numbers = {"served_length": served, "expected_length": length, "num_drafts": float(counts.num_drafts)}
     bound = expected.lowest_served(counts.steps, evidence.num_prompts, tolerance * (length - 1.0), significance)
     chance = collapse_probability(expected, counts, len(evidence.judged_rollouts))
+    numbers |= {"bound": bound}
     if served == 1.0 and chance < significance:
-        yield Alarm(
-            "acceptance_collapsed",
-            f"no draft token was accepted in {counts.num_drafts} verification steps, where an acceptance length of "
-            f"{length:.2f} is expected (chance {chance:.1g})",
-            "the engines serve other drafter weights than the trainer's, its KV cache holds values that are not finite, "
-            "it reads other target layers or positions than it was trained on, or requests are longer than its "
-            "max_position_embeddings or so close to max_model_len that vLLM drafts token 0 for their whole batch",
-            "check drafter.model.aux_layers, and rollout.max_prompt_tokens + max_new_tokens against "
-            "max_position_embeddings in the drafter's config.json; resume from the last checkpoint",
-            numbers | {"chance": chance},
-        )
-    elif served > 1.0 and served < bound and expected.num_prompts >= MIN_PROMPTS:
-        yield Alarm(
-            "acceptance_below_expected",
-            f"served acceptance length {served:.3f} is below {bound:.3f}, where {length:.3f} is expected",
-            "training and serving differ (layers, positions, sampling, vocabulary mapping), or an older drafter is served",
-            "compare rollout/acceptance_rate_pos_* with rollout/expected_rate_pos_*: position 1 points at weights and "
-            "layers, later ones at the unroll; resume from the last checkpoint, or raise drafter.alarms.tolerance",
-            numbers | {"bound": bound},
-        )
+        return numbers, [_collapsed(numbers, chance)]
+    if 1.0 < served < bound and expected.num_prompts >= MIN_PROMPTS:
+        return numbers, [_below_expected(numbers)]
+    return numbers, []
+
+
+def _collapsed(numbers: Mapping[str, float], chance: float) -> Alarm:
+    return Alarm(
+        "acceptance_collapsed",
+        f"no draft token was accepted in {numbers['num_drafts']:.0f} verification steps, where an acceptance length of "
+        f"{numbers['expected_length']:.2f} is expected (chance {chance:.1g})",
+        "the engines serve other drafter weights than the trainer's, its KV cache holds values that are not finite, it "
+        "reads other target layers or positions than it was trained on, or requests are longer than its "
+        "max_position_embeddings or so close to max_model_len that vLLM drafts token 0 for their whole batch",
+        "check drafter.model.aux_layers, and rollout.max_prompt_tokens + max_new_tokens against "
+        "max_position_embeddings in the drafter's config.json; resume from the last checkpoint",
+        {**numbers, "chance": chance},
+    )
+
+
+def _below_expected(numbers: Mapping[str, float]) -> Alarm:
+    return Alarm(
+        "acceptance_below_expected",
+        f"served acceptance length {numbers['served_length']:.3f} is below {numbers['bound']:.3f}, where "
+        f"{numbers['expected_length']:.3f} is expected",
+        "training and serving differ (layers, positions, sampling, vocabulary mapping), or an older drafter is served",
+        "compare rollout/acceptance_rate_pos_* with rollout/expected_rate_pos_*: position 1 points at weights and "
+        "layers, later ones at the unroll; resume from the last checkpoint, or raise drafter.alarms.tolerance",
+        numbers,
+    )
 
 
 def _no_draft_tokens(evidence: Evidence) -> Iterator[Alarm]:

@@ -1,9 +1,9 @@
 """One decision from the evidence of a step: publish the candidate, keep the serving drafter, roll it back, or stop.
 
-Alarms come first, then the canary, which holds what the first steps after a publication served against what the gate
-expected, then the gate, which compares the candidate with the serving drafter on the same fresh rollouts. Each candidate
-is tested on its own: one without any gain is published with a probability of at most 1 - confidence, costs one swap, and
-serves as well as the drafter before. Nothing here has side effects.
+Alarms come first, then the canary, which holds what the first steps after a publication served against what is expected
+of the drafter on the same rollouts, then the gate, which compares the candidate with the serving drafter on rollouts
+that neither was trained on. Each candidate is tested on its own: one without any gain is published with a probability
+of at most 1 - confidence, costs one swap, and serves as well as the drafter before. Nothing here has side effects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,21 +14,14 @@ from typing import Literal
 from cotrain.config.publish import MIN_PROMPTS, MIN_ROLLOUTS, GateConfig
 from cotrain.config.schema import DrafterConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
-from cotrain.publish.alarms import Alarm, check_step
-from cotrain.publish.evidence import Evidence, Probation, Publication, Throughput
+from cotrain.publish.alarms import Alarm, check_acceptance, check_step
+from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication, Throughput
 from cotrain.run.decisions import DrafterEvent, Kind
 from cotrain.trainer.trainer import FreshScores
 
-CANARY_STEPS = 4
-"""Steps after a publication that the canary watches: a broken delivery shows in the first two."""
-
 CANARY_ALPHA = 0.02
-"""Chance that a publication which serves as expected is rolled back, over all its CANARY_STEPS: that costs two swaps
-and the gain of one candidate. Step i spends alpha / 2^i of it, so that all together are wrong with probability alpha at
-most, however they depend on each other, and the first steps, which matter most, have the most of it."""
-
-CANARY_TOLERANCE = 0.05
-"""Acceptance length that may be missing from what was expected: the policy moves on while the canary watches."""
+"""Chance that a publication which serves as expected is rolled back, shared out over its CANARY_STEPS: that costs two
+swaps and the gain of one candidate, so that it may happen far more often than an alarm, which ends the run."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +40,9 @@ class Decision:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the gate or the canary found, in words and numbers."""
+    """What the gate found of a candidate, in words and numbers."""
 
-    kind: Kind | None
-    """None while the canary goes on watching."""
+    kind: Kind
     reason: str
     numbers: Mapping[str, float]
     expected: ExpectedAcceptance | None = None
@@ -59,60 +51,38 @@ class Judgement:
 
 def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: Sequence[Alarm] = ()) -> Decision:
     """The decision of one step. found: alarms of other checks of this step, which stop as its own do."""
-    serving, events = evidence.serving, []
-    alarms = [*found, *check_step(evidence, config, total_steps)]
-    if alarms:
-        events = [DrafterEvent(evidence.step, "alarm", serving.version, str(a), a.numbers) for a in alarms]
+    serving, events = evidence.serving, list[DrafterEvent]()
+
+    def note(kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
+        events.append(DrafterEvent(evidence.step, kind, serving.version, reason, numbers))
+
+    if alarms := [*found, *check_step(evidence, config, total_steps)]:
+        for alarm in alarms:
+            note("alarm", str(alarm), alarm.numbers)
         return Decision("stop", serving, events, {f"alarms/{alarm.name}": 1.0 for alarm in alarms}, alarms=alarms)
     metrics: dict[str, float] = {}
-    counts = evidence.counts
-    if serving.probation is not None and counts is not None and serving.probation.expected.covers(counts.steps):
-        probation = serving.probation.after(counts, evidence.num_prompts)
-        canary = watch(probation, serving)
-        metrics |= canary.numbers
-        serving = replace(serving, probation=probation)
-        if canary.kind is not None:
-            events.append(DrafterEvent(evidence.step, canary.kind, serving.version, canary.reason, canary.numbers))
-        if canary.kind == "rolled back":
+    if serving.watched:
+        numbers, low = check_acceptance(evidence, config.alarms.tolerance, CANARY_ALPHA / CANARY_STEPS)
+        metrics = {f"canary/{name}": value for name, value in numbers.items()}
+        if low:
+            metrics["canary/roll_back_to"] = float(serving.last_good)
+            note("rolled back", f"version {serving.version}: {low[0].what}; back to {serving.last_good}", metrics)
             return Decision("roll back", serving, events, metrics)
-        if canary.kind == "kept":
-            serving = replace(serving, last_good=serving.version, probation=None)
+        if numbers:
+            serving = replace(serving, watched=serving.watched - 1)
+        if not serving.watched:
+            serving = replace(serving, last_good=serving.version)
+            note("kept", f"version {serving.version} is served as expected: kept", metrics)
     if evidence.scores.candidate is None or evidence.scores.rounds == serving.judged_round:
         return Decision("keep", serving, events, metrics)
-    gate = judge(evidence.scores, Throughput.of(evidence.batch), config.train_every, serving.swap_seconds, config.gate)
+    throughput = Throughput.of(evidence.batch)
+    gate = judge(evidence.scores, throughput, config.train_every, serving.swap_seconds, config.gate)
+    note(gate.kind, gate.reason, gate.numbers)
     serving = replace(serving, judged_round=evidence.scores.rounds)
     if gate.kind == "kept back":
         serving = replace(serving, judged_on=evidence.versions.policy)
-    events.append(DrafterEvent(evidence.step, gate.kind or "refused", serving.version, gate.reason, gate.numbers))
     action: Literal["publish", "keep"] = "publish" if gate.kind == "published" else "keep"
     return Decision(action, serving, events, metrics | dict(gate.numbers), gate.expected)
-
-
-def watch(probation: Probation, serving: Publication) -> Judgement:
-    """Compare what the steps since the publication served with what was expected at their draft lengths."""
-    counts, expected = probation.counts, probation.expected
-    assert counts is not None
-    served, length = counts.acceptance_length, expected.at(counts.steps).value
-    chance = CANARY_ALPHA / 2**probation.num_steps
-    bound = expected.lowest_served(counts.steps, probation.num_prompts, CANARY_TOLERANCE, chance)
-    numbers = {
-        "canary/version": float(serving.version),
-        "canary/served_length": served,
-        "canary/expected_length": length,
-        "canary/bound": bound,
-        "canary/num_drafts": float(counts.num_drafts),
-        "canary/step": float(probation.num_steps),
-    }
-    found = (
-        f"version {serving.version} is served at acceptance length {served:.3f}, expected {length:.3f}, bound "
-        f"{bound:.3f} after {counts.num_drafts} verification steps"
-    )
-    if served < bound:
-        numbers["canary/roll_back_to"] = float(serving.last_good)
-        return Judgement("rolled back", f"{found}: worse than expected; back to version {serving.last_good}", numbers)
-    if probation.num_steps < CANARY_STEPS:
-        return Judgement(None, f"{found}: watched on", numbers)
-    return Judgement("kept", f"{found}: kept", numbers)
 
 
 def judge(

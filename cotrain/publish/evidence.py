@@ -11,6 +11,9 @@ from cotrain.records import Rollout, RolloutBatch, SpeculationCounts, Versions
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.trainer.trainer import FreshScores
 
+CANARY_STEPS = 4
+"""Steps after a publication for which the canary watches it: a broken delivery shows in the first two."""
+
 
 @dataclass(frozen=True)
 class Throughput:
@@ -49,21 +52,6 @@ class Throughput:
 
 
 @dataclass(frozen=True)
-class Probation:
-    """What was served since a publication whose first steps are watched."""
-
-    expected: ExpectedAcceptance
-    counts: SpeculationCounts | None = None
-    num_prompts: int = 0
-    num_steps: int = 0
-
-    def after(self, counts: SpeculationCounts, num_prompts: int) -> "Probation":
-        """One more step."""
-        counted = total_counts([self.counts, counts])
-        return replace(self, counts=counted, num_prompts=self.num_prompts + num_prompts, num_steps=self.num_steps + 1)
-
-
-@dataclass(frozen=True)
 class Publication:
     """The drafter that serves, and what the next decision needs to know of those before. Saved in checkpoints."""
 
@@ -76,28 +64,21 @@ class Publication:
     """Training rounds behind the candidate that was last evaluated: each is evaluated once."""
     swap_seconds: float = 0.0
     """Of the last swap."""
-    probation: Probation | None = None
+    watched: int = 0
+    """Steps for which the canary still watches it."""
 
-    def published(
-        self, version: int, policy_version: int, expected: ExpectedAcceptance | None, swap_seconds: float
-    ) -> "Publication":
-        """A candidate serves. Without an expectation it counts as good, unwatched.
+    def published(self, version: int, policy_version: int, swap_seconds: float, scored: bool) -> "Publication":
+        """A candidate serves. It is watched, and one that could not be scored counts as good.
 
         The version before is good when at least one step has shown nothing against it.
         """
-        shown = self.version if self.probation is None or self.probation.num_steps else self.last_good
-        return replace(
-            self,
-            version=version,
-            last_good=version if expected is None else shown,
-            judged_on=policy_version,
-            swap_seconds=swap_seconds,
-            probation=None if expected is None else Probation(expected),
-        )
+        before = self.version if self.watched < CANARY_STEPS else self.last_good
+        last_good, watched = (before, CANARY_STEPS) if scored else (version, 0)
+        return Publication(version, last_good, policy_version, self.judged_round, swap_seconds, watched)
 
     def rolled_back(self, version: int, swap_seconds: float) -> "Publication":
         """The weights of the last good version serve again, under a version number of their own."""
-        return replace(self, version=version, last_good=version, swap_seconds=swap_seconds, probation=None)
+        return replace(self, version=version, last_good=version, swap_seconds=swap_seconds, watched=0)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from cotrain.config.schema import RunConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
@@ -93,7 +91,7 @@ class Publisher:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
-        self.serving = TypeAdapter(Publication).validate_python(state["serving"])
+        self.serving = Publication(**state["serving"])
         self.mode = state["mode"]
         if self.mode is not None:
             self._engines.set_draft_tokens(0)
@@ -127,7 +125,8 @@ class Publisher:
             self._engines.clear_drafter_cache()  # the bad drafter may have left NaN there
             self.serving = self.serving.rolled_back(version, swap.seconds)
         else:
-            self.serving = self.serving.published(version, versions.policy, expected, swap.seconds)
+            scored = expected is not None
+            self.serving = self.serving.published(version, versions.policy, swap.seconds, scored)
         self._sent, outcome.swap, outcome.expected = payload, swap, expected
         outcome.events[-1] = replace(outcome.events[-1], version=version)
 

@@ -5,8 +5,8 @@ import torch
 
 from cotrain.config.schema import DrafterConfig
 from cotrain.publish.alarms import Alarm, check_step
-from cotrain.publish.decision import watch
-from cotrain.publish.evidence import Delivery, Probation, Publication
+from cotrain.publish.decision import decide
+from cotrain.publish.evidence import Delivery, Publication
 from cotrain.records import RolloutBatch
 from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
@@ -109,19 +109,18 @@ def test_4_scrambled_heads(fresh: LiveEngine, fitted_drafter: Drafter, fault: Fa
     fresh.send_drafter(good)
     requests = [*make_requests(16), *make_requests(16, seed=1, first=16)]
     good_version = fresh.engine.versions.drafter
-    probation, kind = Probation(expected_from(fresh.generate(requests).rollouts)), None
+    expected = expected_from(fresh.generate(requests).rollouts)
     fresh.send_drafter(interleaved(good))
-    while kind is None:
-        counts = fresh.generate(requests).speculation
-        assert counts is not None
-        probation = probation.after(counts, len(requests))
-        found = watch(probation, Publication(good_version + 1, good_version, judged_on=0))
-        kind = found.kind
-    assert kind == "rolled back" and probation.num_steps <= 2, found.reason
+    serving = Publication(good_version, good_version, judged_on=fresh.engine.versions.policy)
+    serving = serving.published(fresh.engine.versions.drafter, serving.judged_on, 0.1, scored=True)
+    batch = fresh.generate(requests)
+    evidence = evidence_of(batch, fresh.engine.versions, expected=expected, serving=serving)
+    decision = decide(evidence, DrafterConfig(model={"type": "eagle3"}), total_steps=STEPS)
+    assert decision.action == "roll back" and decision.metrics["canary/roll_back_to"] == good_version
     fresh.send_drafter(good)
     after = fresh.generate(requests)
-    assert after.speculation.acceptance_length > found.numbers["canary/bound"]
-    fault("4", "q, k, v rows in the order of another fused layout", "canary, rolled back", steps=probation.num_steps)
+    assert after.speculation.acceptance_length > decision.metrics["canary/bound"]
+    fault("4", "q, k, v rows in the order of another fused layout", "canary, rolled back", steps=1)
 
 
 def test_6_weights_lost_by_the_engine(

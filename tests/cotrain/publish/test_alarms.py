@@ -13,7 +13,7 @@ from cotrain.config.publish import AlarmConfig
 from cotrain.config.schema import DrafterConfig
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.publish.alarms import FALSE_ALARM_RATE, NUM_TESTS, DrafterAlarm, check_step, collapse_probability
-from cotrain.publish.evidence import Delivery, Evidence, Probation, Publication
+from cotrain.publish.evidence import Delivery, Evidence, Publication
 from cotrain.records import Rollout, RolloutBatch, Versions
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.trainer.trainer import FreshScores
@@ -86,7 +86,7 @@ def test_zero_acceptance_of_a_drafter_that_had_some_is_an_alarm() -> None:
     [alarm] = check_step(evidence(dead()), DRAFTER, STEPS)
     assert alarm.name == "acceptance_collapsed"
     assert "2560 verification steps" in alarm.what
-    assert alarm.numbers["expected"] == pytest.approx(1.7)
+    assert alarm.numbers["expected_length"] == pytest.approx(1.7)
     assert "KV cache" in alarm.cause
     assert "aux_layers" in alarm.remedy
 
@@ -129,9 +129,8 @@ def test_few_prompts_say_too_little_about_noise() -> None:
     assert alarms_of(evidence(healthy(0.15), expected=known_from_three)) == []
 
 
-def test_a_drafter_on_probation_is_left_to_its_canary() -> None:
-    on_probation = replace(SERVING, probation=Probation(PROMISE))
-    assert alarms_of(evidence(dead(), serving=on_probation)) == []
+def test_a_watched_drafter_is_left_to_its_canary() -> None:
+    assert alarms_of(evidence(dead(), serving=replace(SERVING, watched=1))) == []
 
 
 def test_drafts_are_judged_by_what_is_expected_at_their_own_length() -> None:

@@ -1,99 +1,88 @@
-"""The canary on simulated publications: drafters that serve as expected, planted bad ones, and what is remembered."""
+"""The canary: what it makes of the first steps after a publication, and what is remembered of the versions."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from cotrain.publish import decision
 from cotrain.publish.acceptance import expected_of
-from cotrain.publish.decision import Judgement, watch
-from cotrain.publish.evidence import Probation, Publication
+from cotrain.publish.decision import Decision, decide
+from cotrain.publish.evidence import CANARY_STEPS, Publication
 from cotrain.records import SpeculationCounts
 from cotrain.rollout.acceptance_stats import counts_of_steps
 from drafters.acceptance import StartAcceptance, rollout_acceptances
-from tests.cotrain.publish.simulated import sample_rollouts, score, serve
+from tests.cotrain.publish.test_alarms import DRAFTER, PROMISE, RANDOM_DRAFTER, dead, evidence, generated, rollout
 from tests.speculation_counts import counts, expected
 
-EXPECTED = expected((0.6, 0.4, 0.2))
-AS_EXPECTED = counts(100, 3, (60, 40, 20))
-BROKEN = counts(100, 3, (2, 0, 0))
-SKILL, COLLAPSED = 1.3, -5.0  # acceptance lengths 2.41 and 1.02
-FIRST = Publication(version=0, last_good=0, judged_on=0)
+FIRST = Publication(version=4, last_good=4, judged_on=7)
+WATCHED = FIRST.published(5, 7, 0.1, scored=True)
 
 
-def watched(probation: Probation, *steps: SpeculationCounts, num_prompts: int = 8) -> Judgement:
-    """What the canary says after the last of these steps."""
-    for found in steps:
-        probation = probation.after(found, num_prompts)
-    return watch(probation, Publication(5, 4, 0, probation=probation))
+def step(serving: Publication, rate: float = 0.42, seed: int = 0, **changes: object) -> Decision:
+    """A step of the serving drafter, where PROMISE is expected: rates of 0.4, 0.2, 0.1."""
+    rollouts = generated(np.random.default_rng(seed), rate) if rate else dead()
+    return decide(evidence(rollouts, serving=serving, **changes), DRAFTER, 1000)
 
 
-def first_alarms(served_skill: float, count: int, prompts: int, samples: int = 2) -> list[int]:
-    """Step of each roll-back, 0 for none. The expectation is of 24 rollouts, those of `prompts` are served in a step."""
-    rng = np.random.default_rng(0)
-    alarms = []
-    for _ in range(count):
-        scored = sample_rollouts(rng, 24 // samples, samples)
-        promise = expected_of(score(scored, SKILL, rng), scored.names)
-        assert promise is not None
-        probation, kind = Probation(promise), None
-        while kind is None:
-            probation = probation.after(serve(sample_rollouts(rng, prompts, samples), served_skill, rng), prompts)
-            kind = watch(probation, FIRST).kind
-        alarms.append(probation.num_steps if kind == "rolled back" else 0)
-    return alarms
+def test_a_publication_is_kept_after_its_last_watched_step() -> None:
+    serving, kinds = WATCHED, []
+    for seed in range(CANARY_STEPS + 1):
+        decision = step(serving, seed=seed)
+        serving = decision.serving
+        kinds.append([event.kind for event in decision.events])
+    assert kinds == [[]] * (CANARY_STEPS - 1) + [["kept"], []]
+    assert (serving.last_good, serving.watched) == (5, 0)
 
 
-@pytest.mark.parametrize(("prompts", "samples"), [(1, 1), (2, 2), (3, 2)])  # 30, 120, 180 verification steps a step
-def test_planted_bad_publication_is_rolled_back_within_two_steps(prompts, samples):
-    alarms = first_alarms(COLLAPSED, 60, prompts, samples)
-    assert sum(alarm in (1, 2) for alarm in alarms) >= 59
+@pytest.mark.parametrize(
+    ("rate", "found"), [(0.0, "no draft token was accepted"), (0.15, "served acceptance length 1.1")]
+)
+def test_a_publication_that_serves_worse_goes_back_to_the_last_good_version(rate: float, found: str) -> None:
+    decision = step(WATCHED, rate)
+    assert decision.action == "roll back"
+    [event] = decision.events
+    assert event.kind == "rolled back" and f"version 5: {found}" in event.reason and "back to 4" in event.reason
+    assert decision.metrics["canary/roll_back_to"] == 4.0
+    assert decision.metrics["canary/served_length"] < decision.metrics["canary/expected_length"]
+    assert decision.serving.rolled_back(6, 0.1) == replace(WATCHED, version=6, last_good=6, watched=0)
 
 
-@pytest.mark.parametrize("prompts", [2, 4])
-def test_healthy_publications_are_rolled_back_no_more_often_than_alpha(prompts, monkeypatch):
-    monkeypatch.setattr(decision, "CANARY_ALPHA", 0.1)
-    monkeypatch.setattr(decision, "CANARY_TOLERANCE", 0.0)
-    assert sum(alarm > 0 for alarm in first_alarms(SKILL, 200, prompts)) / 200 <= 0.1
+def test_healthy_publications_are_rolled_back_no_more_often_than_stated() -> None:
+    rolled_back = sum(step(WATCHED, seed=seed).action == "roll back" for seed in range(100))
+    assert rolled_back <= 3  # 2 % over four steps
 
 
-def test_a_publication_that_serves_worse_goes_back_to_the_last_good_version():
-    found = watched(Probation(EXPECTED), BROKEN)
-    assert found.kind == "rolled back"
-    assert "version 5 is served at acceptance length 1.020, expected 2.200" in found.reason
-    assert found.numbers["canary/roll_back_to"] == 4.0
+@pytest.mark.parametrize(("rate", "last_good"), [(None, 4), (0.42, 5)])
+def test_a_version_replaced_while_watched_is_good_if_it_was_served_well(rate: float | None, last_good: int) -> None:
+    serving = WATCHED if rate is None else step(WATCHED, rate).serving
+    assert serving.published(6, 8, 0.1, scored=True).last_good == last_good
 
 
-def test_a_publication_is_kept_after_its_last_watched_step():
-    assert [watched(Probation(EXPECTED), *[AS_EXPECTED] * n).kind for n in (1, 2, 3, 4)] == [None, None, None, "kept"]
+def test_a_version_that_could_not_be_scored_is_not_watched() -> None:
+    serving = FIRST.published(5, 8, 0.1, scored=False)
+    assert (serving.last_good, serving.watched, serving.judged_on) == (5, 0, 8)
 
 
-def test_counts_of_all_steps_since_the_publication_are_judged_together():
-    found = watched(Probation(EXPECTED), AS_EXPECTED, counts(300, 3, (150, 90, 60))).numbers
-    assert (found["canary/served_length"], found["canary/num_drafts"], found["canary/step"]) == (2.05, 400, 2)
+@pytest.mark.parametrize("promise", [None, PROMISE])
+def test_a_step_that_says_nothing_is_not_counted(promise: object) -> None:
+    """Nothing is expected, or drafting paused in every rollout."""
+    paused = [rollout(f"p{p}", 0, 40, (9, 0, 0), paused=99) for p in range(8)]
+    rollouts = dead() if promise is None else paused
+    decision = decide(evidence(rollouts, serving=WATCHED, expected=promise), DRAFTER, 1000)
+    assert (decision.action, decision.serving) == ("keep", WATCHED)
 
 
-@pytest.mark.parametrize(("steps", "last_good"), [(0, 0), (1, 1)])
-def test_a_version_replaced_on_probation_is_good_if_it_was_served_well(steps, last_good):
-    serving = FIRST.published(1, 3, EXPECTED, 0.1)
-    for _ in range(steps):
-        assert serving.probation is not None
-        serving = Publication(1, 0, 3, probation=serving.probation.after(AS_EXPECTED, 8))
-    assert serving.published(2, 4, EXPECTED, 0.1).last_good == last_good
+def test_a_random_drafter_that_serves_nothing_is_kept() -> None:
+    decision = step(WATCHED, 0.0, expected=RANDOM_DRAFTER)
+    assert decision.action == "keep" and decision.serving.watched == CANARY_STEPS - 1
 
 
-def test_a_version_without_an_expectation_or_rolled_back_is_not_watched():
-    for serving in (FIRST.published(1, 3, None, 0.1), FIRST.published(1, 3, EXPECTED, 0.1).rolled_back(2, 0.1)):
-        assert serving.probation is None and serving.last_good == serving.version
-
-
-def test_shorter_drafts_are_held_against_what_they_can_accept():
+def test_shorter_drafts_are_held_against_what_they_can_accept() -> None:
+    promise = expected((0.6, 0.4, 0.2))
     mixed = SpeculationCounts((500, 0, 500), ((300, 0, 0), (0, 0, 0), (300, 200, 100)))
     for served in (counts(1000, 1, (600,), 3), mixed):
-        found = watched(Probation(EXPECTED), served)
-        assert found.kind is None
-        assert found.numbers["canary/expected_length"] == pytest.approx(found.numbers["canary/served_length"])
-    assert watched(Probation(EXPECTED), counts(1000, 2, (100, 0), 3)).kind == "rolled back"
+        assert promise.at(served.steps).value == pytest.approx(served.acceptance_length)
 
 
 def periodic(rollouts: int, easy: float = 0.96) -> list[StartAcceptance]:
@@ -107,9 +96,8 @@ def periodic(rollouts: int, easy: float = 0.96) -> list[StartAcceptance]:
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 2, 3])
-def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(draft_tokens, monkeypatch):
+def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(draft_tokens):
     """The first draft token is accepted in 0.92 of the steps at k = 3, and in 0.50 at k = 1: fewer, not as many."""
-    monkeypatch.setattr(decision, "CANARY_TOLERANCE", 0.0)
     promise = expected_of(rollout_acceptances(periodic(24), 3), [str(i % 8) for i in range(24)])
     assert promise is not None
     rng, steps = np.random.default_rng(0), []
@@ -122,19 +110,14 @@ def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(dr
             steps.append((draft_tokens, taken))
             start += 1 + taken
     served = counts_of_steps(steps, 3)
-    found = watched(Probation(promise), served)
-    assert found.kind is None, found.reason
-    assert found.numbers["canary/expected_length"] == pytest.approx(served.acceptance_length, rel=0.03)
+    assert promise.at(served.steps).value == pytest.approx(served.acceptance_length, rel=0.03)
+    assert served.acceptance_length > promise.lowest_served(served.steps, 8, tolerance=0.0, chance=0.01)
     assert promise.rates[0][0] < 0.6 < 0.9 < promise.rates[2][0]
 
 
-def test_little_evidence_does_not_prove_a_bad_publication():
-    assert watched(Probation(EXPECTED), counts(3, 3, (0, 0, 0))).kind is None
-
-
-def test_a_less_certain_expectation_or_fewer_prompts_lower_the_bound():
+def test_a_less_certain_expectation_or_fewer_prompts_lower_the_bound() -> None:
     bounds = [
-        watched(Probation(expected((0.6, 0.4, 0.2), error)), AS_EXPECTED, num_prompts=n).numbers["canary/bound"]
+        expected((0.6, 0.4, 0.2), error).lowest_served((0, 0, 100), n, tolerance=0.1, chance=0.01)
         for error, n in [(0.01, 8), (0.1, 8), (0.1, 2)]
     ]
     assert bounds == sorted(bounds, reverse=True)
