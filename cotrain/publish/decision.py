@@ -64,6 +64,7 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: S
     if serving.watched:
         numbers, low = check_acceptance(evidence, config.alarms.tolerance, CANARY_ALPHA / CANARY_STEPS)
         metrics = {f"canary/{name}": value for name, value in numbers.items()}
+        metrics["canary/step"] = float(CANARY_STEPS - serving.watched + 1)
         if low:
             metrics["canary/roll_back_to"] = float(serving.last_good)
             note("rolled back", f"version {serving.version}: {low[0].what}; back to {serving.last_good}", metrics)
