@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import copy
 import json
+import math
 import os
 import sys
 import time
@@ -95,8 +96,8 @@ def main() -> int:
 
 
 async def generate(config: RunConfig, drafter: Path, num_steps: int, seed: int) -> list[tuple[list, object]]:
-    """(feature records, pace) of each step."""
-    from cotrain.publish.gate import pace_of
+    """(feature records, throughput) of each step."""
+    from cotrain.publish.evidence import Throughput
     from cotrain.rollout.engine import RolloutEngine
     from cotrain.rollout.spec import EngineSpec
     from cotrain.transport.features import read_shard
@@ -116,7 +117,7 @@ async def generate(config: RunConfig, drafter: Path, num_steps: int, seed: int) 
                 records = [record for shard in batch.features for record in read_shard(shard.path)]
                 for shard in batch.features:
                     Path(shard.path).unlink()
-                steps.append((records, pace_of(batch)))
+                steps.append((records, Throughput.of(batch)))
                 print(
                     f"step {number}/{num_steps}: {batch.num_generated_tokens} tokens in {batch.seconds:.0f} s",
                     flush=True,
@@ -147,8 +148,9 @@ def requests_of(config: RunConfig, model: Path, seed: int, num_steps: int) -> It
 
 def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: argparse.Namespace) -> list[Verdict]:
     """args.trials of each kind, each on one step's rollouts."""
-    from cotrain.config.gate import GateConfig
-    from cotrain.publish.gate import decide
+    from cotrain.config.publish import GateConfig
+    from cotrain.publish.decision import judge
+    from cotrain.trainer.trainer import FreshScores
     from drafters.base import TargetSpec
     from drafters.build import load_drafter
 
@@ -160,7 +162,7 @@ def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: arg
     lengths = {folder: length_of(scored) for folder, scored in by_step.items()}
     serving = loaded[args.serving]
     verdicts = []
-    for trial, (records, pace) in enumerate(steps):
+    for trial, (records, throughput) in enumerate(steps):
         kinds = {
             "better": (args.better[trial % len(args.better)], None),
             "stale": (args.stale[trial % len(args.stale)], None),
@@ -170,12 +172,12 @@ def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: arg
         for kind, (name, drafter) in kinds.items():
             candidate = by_step[name][trial] if drafter is None else score(drafter, records)
             prompts = [record.prompt_key for record in records]
-            decision = decide(candidate, by_step[args.serving][trial], prompts, pace, 1, 0.2, GateConfig())
+            scores = FreshScores(prompts, by_step[args.serving][trial], candidate, rounds=1)
+            found = judge(scores, throughput, lifetime_steps=1, swap_seconds=0.2, config=GateConfig())
+            gain, bound = (found.numbers.get(f"gate/{name}", math.nan) for name in ("gain", "lower_bound"))
             truth = lengths[name] - lengths[args.serving] if drafter is None else None
-            verdicts.append(
-                Verdict(kind, str(name), decision.publish, decision.gain, decision.lower_bound, truth, decision.reason)
-            )
-            print(f"{trial + 1}/{len(steps)} {kind} ({name}): {decision.reason}", flush=True)
+            verdicts.append(Verdict(kind, str(name), found.kind == "published", gain, bound, truth, found.reason))
+            print(f"{trial + 1}/{len(steps)} {kind} ({name}): {found.reason}", flush=True)
     return verdicts
 
 

@@ -10,13 +10,13 @@
 
     then: metrics, step line, checkpoint.
 
-Every rollout carries the two versions it was made with. Rollouts are always of one policy version, because weights
-change only between steps here; the engine itself could take them at any time.
+Every rollout carries the two versions it was made with. Rollouts are always of one policy version, because the engines
+are idle here while weights change; they could take them at any time.
 """
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +26,10 @@ from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.advantages import group_advantages
 from cotrain.publish.alarms import Alarm
-from cotrain.publish.loop import DrafterLoop
 from cotrain.records import RolloutBatch, RolloutRequest, ScoredRollout, SwapReport, Versions
 from cotrain.roles.drafter import DrafterTraining
 from cotrain.roles.engines import PolicyRanks, RolloutEngines
+from cotrain.roles.publisher import Outcome, Publisher
 from cotrain.rollout.speculation.controller import speculation_metrics as gain_metrics
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
@@ -47,46 +47,57 @@ from drafters.base import Sampler
 
 @dataclass
 class Roles:
-    """Who takes part. `drafter` and its loop are None without speculation; a frozen drafter's trainer only scores it."""
+    """Who takes part, and the folder in shared memory through which weights are sent.
+
+    `drafter` and `publisher` are None without speculation; the trainer of a frozen drafter only scores it.
+    """
 
     engines: RolloutEngines
     policy: PolicyRanks
     drafter: DrafterTraining | None
-    drafting: DrafterLoop | None
+    publisher: Publisher | None
+    scratch: Path
+
+
+@dataclass
+class Prompts:
+    """The task, the order in which its prompts are drawn, and their encoding."""
+
+    task: Task
+    order: PromptSampler
+    encoder: PromptEncoder
+
+
+@dataclass
+class Records:
+    """Where a run writes what it does."""
+
+    metrics: MetricsWriter
+    decisions: DecisionLog
+    tracker: Tracker
+    console: Console
 
 
 class Controller:
     """Drives the roles through the steps of a run."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        run_dir: RunDir,
-        roles: Roles,
-        task: Task,
-        prompts: PromptEncoder,
-        sampler: PromptSampler,
-        tracker: Tracker,
-        metrics: MetricsWriter,
-        decisions: DecisionLog,
-        console: Console,
-        scratch: Path,
-        versions: Versions,
-        fingerprints: dict[str, str],
-        step: int = 0,
+        self, config: RunConfig, run_dir: RunDir, roles: Roles, prompts: Prompts, records: Records, state: RunState
     ):
-        self.config, self.run_dir, self.roles = config, run_dir, roles
-        self.task, self.prompts, self.sampler = task, prompts, sampler
-        self.tracker, self.metrics, self.decisions, self.console = tracker, metrics, decisions, console
-        self.scratch, self.versions, self.fingerprints = scratch, versions, fingerprints
-        self.step = step
+        """state: where the run stands; the roles and the order of prompts are there already."""
+        self.config, self.run_dir, self.roles, self.prompts, self.records = config, run_dir, roles, prompts, records
+        self.step, self.versions, self._fingerprints = state.step, state.versions, state.fingerprints
+        self.run_seconds = state.seconds
+        """Of all steps, those before a resume included."""
         self.stop_requested: Callable[[], bool] = lambda: False
         self.last_batch: RolloutBatch | None = None
         rollout = config.rollout
         self._sampler = Sampler(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
         self.monitor = LosslessMonitor(config.lossless, self._sampler, rollout.dtype, config.seed)
-        self.run_seconds = 0.0
-        """Of all steps, those before a resume included."""
+        if state.lossless is not None:
+            self.monitor.load_state(state.lossless)
+        if state.drafting is not None and roles.publisher is not None:
+            roles.publisher.load_state(state.drafting)
         self._self_checked = False
         self._seconds: dict[str, float] = {}
 
@@ -103,23 +114,13 @@ class Controller:
     @property
     def mode(self) -> str | None:
         """What every step line says while alarms have switched speculation off."""
-        return None if self.roles.drafting is None else self.roles.drafting.mode
-
-    def load_state(self, state: RunState) -> None:
-        """Continue what `_save` has written, beside what the roles load themselves."""
-        self.run_seconds = state.seconds
-        if state.lossless is not None:
-            self.monitor.load_state(state.lossless)
-        if state.drafting is not None and self.roles.drafting is not None:
-            self.roles.drafting.load_state(state.drafting)
+        return None if self.roles.publisher is None else self.roles.publisher.mode
 
     def _one_step(self, step: int) -> None:
         self._seconds = {}
         started = time.perf_counter()
-        drafting = self.roles.drafting
-        if drafting is not None:
-            drafting.begin()
-        speculates = drafting is not None and self.mode is None
+        served = self.versions
+        speculates = self.roles.publisher is not None and self.mode is None
         with self._timed("generate"):
             batch = self.roles.engines.generate(self._requests(step), tap=speculates)
         first, self._self_checked = not self._self_checked, True
@@ -127,43 +128,41 @@ class Controller:
             self._check_batch(batch)
         with self._timed("reward"):
             rollouts = self._score(batch)
-        served = self.versions
-        try:
-            lossless_metrics = self._watch(step, batch) if speculates else {}
-            policy_metrics = self._learn(step, rollouts, batch)
-            if first:
-                self._check_log_probs(policy_metrics)
+        row = _rollout_metrics(batch, rollouts, self.config)
+        alarms = self._check_distribution(step, batch, row) if speculates else []
+        with self._timed("learn"):
+            outcome = self._learn(step, rollouts, batch, alarms, row)
+        if first:
+            self._check_log_probs(row)
+        if self.config.policy.train:
             with self._timed("swap_policy"):
-                policy_swap = self._swap_policy() if self.config.policy.train else None
-            with self._timed("swap_drafter"):
-                drafter_swap = self._swap_drafter(step)
-        finally:  # an alarm that ends the run is an event too
-            self._record_events(drafting.events if drafting is not None else [])
+                self._swap_policy(row)
+        if outcome is not None and outcome.swap is not None:
+            row |= _swap_metrics("drafter", outcome.swap)
+            self._keep_drafter(step, outcome)
         self.last_batch = batch
-        row = _rollout_metrics(batch, rollouts, self.config) | policy_metrics | lossless_metrics
-        row |= drafting.metrics if drafting is not None else {}
-        row |= _swap_metrics("policy", policy_swap) | _swap_metrics("drafter", drafter_swap)
         row |= {"versions/policy": served.policy, "versions/drafter": served.drafter}
         row |= {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         row["time/step_s"] = time.perf_counter() - started
         self.run_seconds += row["time/step_s"]
-        self._report(step, row, rollouts, served)
+        self._report(step, row, rollouts, outcome.events if outcome is not None else [])
 
     def _requests(self, step: int) -> list[RolloutRequest]:
         seeded = self.config.rollout.draft_sample_method == "greedy"
-        requests = []
-        self.prompts.forget_all()
-        for index in self.sampler.next():
-            prompt = self.task.prompt(index)
-            token_ids = self.prompts.encode(prompt)
-            self.prompts.remember(prompt)
+        requests, encoder = [], self.prompts.encoder
+        encoder.forget_all()
+        for index in self.prompts.order.next():
+            prompt = self.prompts.task.prompt(index)
+            token_ids = encoder.encode(prompt)
+            encoder.remember(prompt)
             for sample in range(self.config.rollout.samples_per_prompt):
                 seed = request_seed(self.config.seed, step, prompt.id, sample) if seeded else None
                 requests.append(RolloutRequest(prompt.id, sample, token_ids, seed))
         return requests
 
     def _score(self, batch: RolloutBatch) -> list[ScoredRollout]:
-        rewards = [self.task.score(self.prompts.prompt(r.prompt_id), r.text) for r in batch.rollouts]
+        task, encoder = self.prompts.task, self.prompts.encoder
+        rewards = [task.score(encoder.prompt(r.prompt_id), r.text) for r in batch.rollouts]
         prompt_ids = [r.prompt_id for r in batch.rollouts]
         advantages = group_advantages(prompt_ids, rewards, self.config.policy.advantage)
         return [ScoredRollout(*fields) for fields in zip(batch.rollouts, rewards, advantages, strict=True)]
@@ -171,114 +170,127 @@ class Controller:
     def _check_batch(self, batch: RolloutBatch) -> None:
         with self._timed("self_check"):
             error = check_features(batch, self.roles.policy, self.config.rollout.dtype)
-            check_records(batch, None if self.config.rollout.ignore_eos else self.prompts.eos_token_id)
-        self.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
+            check_records(batch, None if self.config.rollout.ignore_eos else self.prompts.encoder.eos_token_id)
+        self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
-    def _check_log_probs(self, policy_metrics: dict[str, float]) -> None:
-        rollout, gap = self.config.rollout, policy_metrics.get("policy/rollout_log_prob_gap")
+    def _check_log_probs(self, row: dict[str, float]) -> None:
+        rollout, gap = self.config.rollout, row.get("policy/rollout_log_prob_gap")
         if gap is not None and rollout.top_p == 1 and rollout.top_k == 0:
             check_log_probs(gap, rollout.dtype)
 
-    def _watch(self, step: int, batch: RolloutBatch) -> dict[str, float]:
+    def _check_distribution(self, step: int, batch: RolloutBatch, row: dict[str, float]) -> list[Alarm]:
         """Check, when it is due, that the rollouts have the distribution of the policy that generated them."""
-        drafting, monitor = self.roles.drafting, self.monitor
-        if drafting is None or not monitor.due(step, self.run_seconds):
-            return {}
-        chosen = monitor.choose(batch.rollouts)
+        monitor = self.monitor
+        chosen = monitor.choose(batch.rollouts) if monitor.due(step, self.run_seconds) else None
         if chosen is None:
-            return {}
+            return []
         started = time.perf_counter()
         with self._timed("lossless"):
             draws = self.roles.policy.response_draws(chosen.rollouts, self._sampler, monitor.logit_tolerance)
             found = monitor.check(step, chosen, draws, time.perf_counter() - started)
-        if not found.passed:
-            cause = "speculation is not lossless on this engine, or the engines serve other policy weights"
-            remedy = "find out with cotrain verify; drafter=none runs without speculation"
-            drafting.respond(step, [Alarm("not_lossless", found.message(), cause, remedy, found.metrics())])
-        return found.metrics()
+        row |= found.metrics()
+        if found.passed:
+            return []
+        cause = "speculation is not lossless on this engine, or the engines serve other policy weights"
+        remedy = "find out with cotrain verify; drafter=none runs without speculation"
+        return [Alarm("not_lossless", found.message(), cause, remedy, found.metrics())]
 
-    def _learn(self, step: int, rollouts: list[ScoredRollout], batch: RolloutBatch) -> dict[str, float]:
-        """Policy update, with the drafter trainer at work beside it."""
-        drafting = self.roles.drafting
-        with self._timed("learn"):
-            update = self.roles.policy.start_update(rollouts) if self.config.policy.train else None
-            training = None
-            if drafting is not None:
-                drafting.look(step, batch, self.versions)
-                training = drafting.start_training(step)
-            policy_metrics = self.roles.policy.finish_update(update) if update is not None else {}
-            if drafting is not None:
-                drafting.finish_training(training)
-        return policy_metrics
+    def _learn(
+        self,
+        step: int,
+        rollouts: list[ScoredRollout],
+        batch: RolloutBatch,
+        alarms: Sequence[Alarm],
+        row: dict[str, float],
+    ) -> Outcome | None:
+        """Policy update; beside it the drafters are scored, one is swapped in or not, and the drafter is trained.
 
-    def _swap_policy(self) -> SwapReport:
+        Raises DrafterAlarm. An alarm that ends the run is recorded before.
+        """
+        policy, drafter, publisher = self.roles.policy, self.roles.drafter, self.roles.publisher
+        update = policy.start_update(rollouts) if self.config.policy.train else None
+        outcome = training = None
+        if drafter is not None and publisher is not None and self.mode is None:
+            outcome = publisher.evaluate(step, batch, self.versions, alarms)
+            row |= outcome.metrics
+            self._record_events(outcome.events)
+            if outcome.failure is not None:
+                raise outcome.failure
+            if outcome.trains:
+                training = drafter.start_training(step)
+        if update is not None:
+            row |= policy.finish_update(update)
+        if drafter is not None and training is not None:
+            row |= drafter.finish_training(training)
+        return outcome
+
+    def _swap_policy(self, row: dict[str, float]) -> None:
         version = self.versions.policy + 1
-        payload = self.roles.policy.write_payload(self.scratch / "policy.safetensors", self.config.rollout.dtype)
-        report = self.roles.engines.update_policy(payload, version)
+        payload = self.roles.policy.write_payload(self.roles.scratch / "policy.safetensors", self.config.rollout.dtype)
+        row |= _swap_metrics("policy", self.roles.engines.update_policy(payload, version))
         if self.roles.drafter is not None:
             self.roles.drafter.set_target_weights(payload, version)
         self.versions = Versions(version, self.versions.drafter)
-        return report
 
-    def _swap_drafter(self, step: int) -> SwapReport | None:
-        drafter, drafting, config = self.roles.drafter, self.roles.drafting, self.config.drafter
-        if drafter is None or drafting is None or config is None:
-            return None
-        report = drafting.swap(step)
-        if report is None:
-            return None
-        version = drafting.serving
-        folder = self.run_dir.drafter(version)
-        drafter.save_checkpoint(folder, self.config.rollout.dtype, version)
-        self.versions = Versions(self.versions.policy, version)
+    def _keep_drafter(self, step: int, outcome: Outcome) -> None:
+        """The drafter that was put into the engines goes into the run's folder and the registry."""
+        drafter, config, event = self.roles.drafter, self.config.drafter, outcome.events[-1]
+        assert drafter is not None and config is not None
+        folder = self.run_dir.drafter(event.version)
+        drafter.save_checkpoint(folder, event.version)
+        self.versions = Versions(self.versions.policy, event.version)
         tags = {"init": config.init or "random", "data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}"}
-        tags["decision"] = drafting.events[-1].reason
-        self.tracker.log_drafter(folder, self.versions, step, _promised(drafting), tags)
-        return report
+        metrics = {}
+        if outcome.expected is not None:
+            rates = enumerate(outcome.expected.rates[-1], start=1)
+            metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in rates}
+            metrics["drafter/expected_acceptance_length"] = outcome.expected.longest.value
+        self.records.tracker.log_drafter(folder, self.versions, step, metrics, tags | {"decision": event.reason})
 
-    def _record_events(self, events: list[DrafterEvent]) -> None:
+    def _record_events(self, events: Sequence[DrafterEvent]) -> None:
+        decisions = self.records.decisions
         for event in events:
-            self.decisions.write(event)
+            decisions.write(event)
         if events:
-            self.tracker.log_decisions(self.decisions.path, events[-1])
+            self.records.tracker.log_decisions(decisions.path, events[-1])
 
-    def _report(self, step: int, row: dict[str, float], rollouts: list[ScoredRollout], served: Versions) -> None:
-        self.metrics.write(step, row)
-        self.tracker.log_step(step, row)
-        if served.drafter > 0 and "rollout/acceptance_length" in row:
-            self.tracker.log_served(served.drafter, row, step)
-        write_samples(self.run_dir.samples_file(step), rollouts, self.prompts)
-        drafting = self.roles.drafting
-        events = drafting.events if drafting is not None else []
+    def _report(
+        self, step: int, row: dict[str, float], rollouts: list[ScoredRollout], events: Sequence[DrafterEvent]
+    ) -> None:
+        tracker, console = self.records.tracker, self.records.console
+        self.records.metrics.write(step, row)
+        tracker.log_step(step, row)
+        if row["versions/drafter"] > 0 and "rollout/acceptance_length" in row:
+            tracker.log_served(int(row["versions/drafter"]), row, step)
+        write_samples(self.run_dir.samples_file(step), rollouts, self.prompts.encoder)
         notes = [*(event.in_short() for event in events), self.mode or ""]
-        self.console.step(
-            step, self.config.steps, row, self.versions, self.tracker.missing_steps, [*filter(None, notes)]
-        )
+        console.step(step, self.config.steps, row, self.versions, tracker.missing_steps, [*filter(None, notes)])
         for event in events:
             if event.is_bad_news:
-                self.console.say(f"  {event.kind}: {event.reason}")
+                console.say(f"  {event.kind}: {event.reason}")
 
     def _save(self) -> None:
+        publisher, drafter = self.roles.publisher, self.roles.drafter
         state = RunState(
             step=self.step,
             versions=self.versions,
-            task_position=self.sampler.state(),
+            task_position=self.prompts.order.state(),
             config=self.config.model_dump(mode="json"),
-            fingerprints=self.fingerprints,
-            tracking_run_id=self.tracker.run_id,
+            fingerprints=self._fingerprints,
+            tracking_run_id=self.records.tracker.run_id,
             seconds=self.run_seconds,
             lossless=self.monitor.state(),
-            drafting=None if self.roles.drafting is None else self.roles.drafting.state(),
+            drafting=None if publisher is None else publisher.state(),
         )
         with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last) as folder:
             self.roles.policy.save(folder / "policy")
-            if self.roles.drafter is not None:
-                self.roles.drafter.save(folder / "drafter")
+            if drafter is not None:
+                drafter.save(folder / "drafter")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
-        with self.console.phase(name.replace("_", " "), terminal_only=True):
+        with self.records.console.phase(name.replace("_", " "), terminal_only=True):
             yield
         self._seconds[name] = time.perf_counter() - started
 
@@ -312,15 +324,5 @@ def _rollout_metrics(batch: RolloutBatch, rollouts: list[ScoredRollout], config:
     return metrics
 
 
-def _swap_metrics(role: str, swap: SwapReport | None) -> dict[str, float]:
-    if swap is None:
-        return {}
+def _swap_metrics(role: str, swap: SwapReport) -> dict[str, float]:
     return {f"{role}/swap_s": swap.seconds, f"{role}/swap_bytes": swap.num_bytes}
-
-
-def _promised(drafting: DrafterLoop) -> dict[str, float]:
-    """What the gate expects of the drafter just published."""
-    if drafting.promise is None:
-        return {}
-    rates = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(drafting.promise.rates[-1], start=1)}
-    return {"drafter/expected_acceptance_length": drafting.promise.longest.value} | rates

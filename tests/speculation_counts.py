@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cotrain.publish.expected import ExpectedAcceptance
+from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.records import SpeculationCounts
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from cotrain.config.lossless_guard import engine_problems
+from cotrain.config.publish import MIN_PROMPTS, MIN_ROLLOUTS
 from cotrain.config.schema import RunConfig
 
 OWNED_VLLM_ARGUMENTS = {
@@ -133,50 +134,22 @@ def served_depth_is_trained(config: RunConfig) -> Iterator[str]:
         )
 
 
-def gate_bounds_leave_room(config: RunConfig) -> Iterator[str]:
-    if config.drafter is None:
-        return
-    gate = config.drafter.gate
-    if gate.min_prompts > gate.min_rollouts:
-        yield (
-            f"drafter.gate.min_prompts: {gate.min_prompts} prompts are at least as many rollouts, but min_rollouts is "
-            f"{gate.min_rollouts}; raise min_rollouts to that, or lower min_prompts"
-        )
-    if gate.max_rollouts < gate.min_rollouts:
-        yield (
-            f"drafter.gate.max_rollouts: at most {gate.max_rollouts} rollouts are scored, but min_rollouts is "
-            f"{gate.min_rollouts}; raise it to that, or lower min_rollouts"
-        )
-    if gate.train_when == "drift" and gate.explore_every == 1:
-        yield ('drafter.gate.explore_every: is 1, which trains in every step; set train_when = "always", or raise it')
-
-
-def the_gate_has_rollouts_to_judge_on(config: RunConfig) -> Iterator[str]:
+def the_gate_has_rollouts_to_evaluate(config: RunConfig) -> Iterator[str]:
     drafter, rollout = config.drafter, config.rollout
     if drafter is None or not drafter.train or drafter.gate.publish_when == "always":
         return
-    gate = drafter.gate
-    if rollout.prompts_per_step < gate.min_prompts:
-        fix = "lower it" if gate.min_prompts > 2 else 'set drafter.gate.publish_when = "always"'
+    prompts, samples, way_on = rollout.prompts_per_step, rollout.samples_per_prompt, "or set drafter.gate.publish_when"
+    if prompts < MIN_PROMPTS:
         yield (
-            f"drafter.gate.min_prompts: {gate.min_prompts}, but a step has {rollout.prompts_per_step} prompts "
-            f"(rollout.prompts_per_step) to score a drafter on; raise those, or {fix}"
+            f"rollout.prompts_per_step: a step has {prompts} prompts to score a drafter on, and drafter.gate needs "
+            f'{MIN_PROMPTS}; raise it, {way_on} = "always"'
         )
     # A single sample of each prompt is refused by another rule.
-    if rollout.rollouts_per_step < gate.min_rollouts and rollout.samples_per_prompt > 1:
+    elif rollout.rollouts_per_step < MIN_ROLLOUTS and samples > 1:
         yield (
-            f"drafter.gate.min_rollouts: {gate.min_rollouts}, but a step has {rollout.prompts_per_step} prompts x "
-            f"{rollout.samples_per_prompt} samples = {rollout.rollouts_per_step} rollouts to score a drafter on; lower "
-            "it, or raise rollout.prompts_per_step"
-        )
-
-
-def train_every_is_used(config: RunConfig) -> Iterator[str]:
-    drafter = config.drafter
-    if drafter is not None and drafter.gate.train_when != "every" and drafter.train_every != 1:
-        yield (
-            f"drafter.train_every: {drafter.train_every} has no effect with drafter.gate.train_when = "
-            f'"{drafter.gate.train_when}"; set that to "every", or leave train_every out'
+            f"rollout.prompts_per_step: {prompts} prompts x {samples} samples (rollout.samples_per_prompt) are "
+            f"{rollout.rollouts_per_step} rollouts to score a drafter on, and drafter.gate needs {MIN_ROLLOUTS}; raise "
+            f'one of the two, {way_on} = "always"'
         )
 
 
@@ -184,12 +157,11 @@ def the_lag_limit_allows_the_cadence(config: RunConfig) -> Iterator[str]:
     drafter = config.drafter
     if drafter is None or drafter.alarms.max_lag_versions is None or not config.policy.train:
         return
-    longest = drafter.train_every * drafter.publish_every
-    if drafter.alarms.max_lag_versions < longest:
+    if drafter.alarms.max_lag_versions < drafter.train_every:
         yield (
             f"drafter.alarms.max_lag_versions: {drafter.alarms.max_lag_versions} would stop a healthy run: with "
-            f"drafter.train_every x drafter.publish_every = {drafter.train_every} x {drafter.publish_every} a drafter "
-            f"serves {longest} policy versions; raise it to at least that"
+            f"drafter.train_every = {drafter.train_every} a drafter serves {drafter.train_every} policy versions; raise "
+            "it to at least that"
         )
 
 
@@ -202,8 +174,6 @@ RULES = (
     vllm_arguments_are_for_the_user,
     timed_batch_sizes_can_run,
     served_depth_is_trained,
-    gate_bounds_leave_room,
-    the_gate_has_rollouts_to_judge_on,
-    train_every_is_used,
+    the_gate_has_rollouts_to_evaluate,
     the_lag_limit_allows_the_cadence,
 )

@@ -5,9 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cotrain.config.alarm import AlarmConfig
-from cotrain.config.gate import GateConfig
 from cotrain.config.monitor import MonitorConfig
+from cotrain.config.publish import AlarmConfig, GateConfig
 from cotrain.config.speculation import SpeculationConfig
 from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
 
@@ -208,7 +207,7 @@ class DrafterConfig(Section):
     """The drafter's own optimizer."""
 
     train_every: PositiveInt = 1
-    """Train in every n-th step, with gate.train_when = "every"."""
+    """Train in every n-th step. Each round of training makes one candidate."""
 
     updates_per_step: PositiveInt = 8
     """Optimizer steps in each step that trains."""
@@ -216,11 +215,8 @@ class DrafterConfig(Section):
     batch_tokens: PositiveInt = 2048
     """Tokens in one optimizer step, packed from whole rollouts."""
 
-    publish_every: PositiveInt = 1
-    """Offer the drafter to the gate after every n-th session of training."""
-
     gate: GateConfig = GateConfig()
-    """When it trains, is published, and is taken back."""
+    """When a trained candidate is published."""
 
     alarms: AlarmConfig = AlarmConfig()
     """Bounds beyond which a step counts as a failure of the drafter."""
@@ -228,10 +224,6 @@ class DrafterConfig(Section):
     on_drafter_failure: Literal["stop", "continue"] = "stop"
     """What an alarm does. stop: end the run with cause and remedy. continue: go on without speculation and without
     training the drafter, and say so on every step line. A process that dies or hangs ends the run either way."""
-
-    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of fresh rollouts never trained on, for an acceptance length after each session of training
-    (drafter/expected_acceptance_length). The gate needs none: it scores rollouts before they are trained on."""
 
     buffer: DrafterBufferConfig = DrafterBufferConfig()
     """Bound of the feature buffer."""

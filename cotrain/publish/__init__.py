@@ -1,1 +1,1 @@
-"""Whether a drafter is published, kept or taken back."""
+"""Which drafter serves: evidence from each step, one decision about it, and what is done about the decision."""

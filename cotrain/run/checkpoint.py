@@ -53,7 +53,7 @@ class RunState:
     lossless: dict[str, Any] | None = None
     """LosslessMonitor.state()."""
     drafting: dict[str, Any] | None = None
-    """DrafterLoop.state(); None without a drafter."""
+    """Publisher.state(); None without a drafter."""
 
 
 @contextmanager

@@ -1,9 +1,11 @@
 """decisions.jsonl: what happened to the drafter, why, and by which numbers. One JSON object an event."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from cotrain.run.row_file import RowFile, read_rows
 
@@ -19,15 +21,16 @@ class DrafterEvent:
 
     step: int
     kind: Kind
-    """published, kept back, refused: a candidate. rolled back, kept: a publication, by its canary. alarm: a step."""
+    """A candidate is published, kept back or refused; a publication is rolled back or kept by its canary; a step raises
+    an alarm."""
     version: int
-    """Of the drafter that the engines serve from the next step on."""
+    """The drafter that the engines serve from the next step on."""
     reason: str
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_bad_news(self) -> bool:
-        """Something that a person would want to read in full."""
+        """Whether a person would want to read it in full."""
         return self.kind in ("refused", "rolled back", "alarm")
 
     def in_short(self) -> str:
@@ -37,7 +40,7 @@ class DrafterEvent:
         return "drafter taken back" if self.kind == "rolled back" else f"drafter {self.reason.partition(':')[0]}"
 
 
-class DecisionLog:
+class DecisionLog(AbstractContextManager["DecisionLog"]):
     """Appends events to a file that can be read at any time."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
@@ -46,14 +49,12 @@ class DecisionLog:
         self._file = RowFile(path, resumed_step)
 
     def write(self, event: DrafterEvent) -> None:
-        row = {"step": event.step, "kind": event.kind, "version": event.version, "reason": event.reason}
-        self._file.write(row | {"numbers": dict(event.numbers)})
+        """Append one event; numbers that are not finite are left out."""
+        finite = {name: value for name, value in event.numbers.items() if isfinite(value)}
+        self._file.write(asdict(replace(event, numbers=finite)))
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

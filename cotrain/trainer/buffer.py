@@ -5,20 +5,17 @@ without replacement until all have been used (an epoch), the newest version firs
 before older ones are seen again.
 """
 
-import hashlib
-import json
 from collections import Counter, deque
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
 from math import ceil
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from cotrain.transport.features import FeatureRecord, read_shard, write_records
+from cotrain.transport.features import FeatureRecord
 from drafters.alignment import DraftBatch
-
-STATE = "buffer.json"
+from drafters.base import Sampler
 
 
 @dataclass
@@ -45,8 +42,6 @@ class FeatureBuffer:
         self.max_bytes = max_bytes
         self.max_age = max_age
         self.stats = BufferStats()
-        self.num_bytes = 0
-        self.num_tokens = 0
         self._entries: deque[_Entry] = deque()
 
     def __len__(self) -> int:
@@ -58,45 +53,42 @@ class FeatureBuffer:
         return [entry.record for entry in self._entries]
 
     @property
+    def num_bytes(self) -> int:
+        return sum(record.num_bytes for record in self.records)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(record.num_tokens for record in self.records)
+
+    @property
     def policy_versions(self) -> tuple[int, ...]:
         """Versions held, ascending."""
-        return tuple(sorted({entry.record.policy_version for entry in self._entries}))
+        return tuple(sorted({record.policy_version for record in self.records}))
 
-    def add(self, records: list[FeatureRecord]) -> None:
+    def add(self, records: Sequence[FeatureRecord]) -> None:
         """Take in rollouts, then drop what is too old or too much, oldest first."""
-        for record in records:
-            if record.is_trainable:
-                self._append(_Entry(record))
-            else:
-                self.stats.untrainable += 1
-        oldest_kept = max(self.policy_versions, default=0) - self.max_age
-        young = deque(entry for entry in self._entries if entry.record.policy_version >= oldest_kept)
-        self.stats.dropped_for_age += len(self._entries) - len(young)
-        self._replace(young)
-        while self.num_bytes > self.max_bytes:
-            dropped = self._entries.popleft().record
-            self.num_bytes -= dropped.num_bytes
-            self.num_tokens -= dropped.num_tokens
+        trainable = [_Entry(record) for record in records if record.is_trainable]
+        self.stats.untrainable += len(records) - len(trainable)
+        entries = [*self._entries, *trainable]
+        oldest_kept = max((entry.record.policy_version for entry in entries), default=0) - self.max_age
+        self._entries = deque(entry for entry in entries if entry.record.policy_version >= oldest_kept)
+        self.stats.dropped_for_age += len(entries) - len(self._entries)
+        surplus = self.num_bytes - self.max_bytes
+        while surplus > 0:
+            surplus -= self._entries.popleft().record.num_bytes
             self.stats.dropped_for_bytes += 1
-
-    def drop_prompts(self, prompt_keys: set[str]) -> None:
-        """Forget all rollouts of these prompts."""
-        self._replace(deque(entry for entry in self._entries if entry.record.prompt_key not in prompt_keys))
 
     def sample(self, batch_tokens: int, rng: torch.Generator) -> DraftBatch:
         """Whole rollouts of one policy version, at most batch_tokens together; a longer rollout comes alone.
 
-        What is left of a version in this epoch is split evenly, so that no batch is a small remainder. Raises
-        ValueError when the buffer is empty.
+        What is left of a version in this epoch is split evenly, so that no batch is a small remainder. The buffer must
+        not be empty.
         """
-        if not self._entries:
-            raise ValueError("the feature buffer is empty")
         if all(entry.used for entry in self._entries):
             for entry in self._entries:
                 entry.used = False
-        unused = [entry for entry in self._entries if not entry.used]
-        newest = max(entry.record.policy_version for entry in unused)
-        unused = [entry for entry in unused if entry.record.policy_version == newest]
+        newest = max(entry.record.policy_version for entry in self._entries if not entry.used)
+        unused = [e for e in self._entries if not e.used and e.record.policy_version == newest]
         tokens_left = sum(entry.record.num_tokens for entry in unused)
         share = tokens_left / ceil(tokens_left / batch_tokens)
         chosen: list[FeatureRecord] = []
@@ -112,56 +104,20 @@ class FeatureBuffer:
                 break
         return pack(chosen)
 
-    def save(self, folder: str | Path) -> None:
-        """Write all rollouts and the state of the epoch."""
-        folder = Path(folder)
-        folder.mkdir(parents=True)
-        runs = [
-            list(run) for _, run in groupby(self.records, key=lambda r: (r.policy_version, r.sampler, r.aux_layers))
-        ]
-        for index, run in enumerate(runs):
-            write_records(_shard(folder, index), run)
-        state = {
-            "num_shards": len(runs),
-            "used": [entry.used for entry in self._entries],
-            "stats": asdict(self.stats),
-        }
-        (folder / STATE).write_text(json.dumps(state))
+    def state(self) -> dict[str, Any]:
+        """All rollouts, the state of the epoch, and the counts of BufferStats, for torch.save."""
+        rows = [{f.name: getattr(record, f.name) for f in fields(record)} for record in self.records]
+        rows = [row | {"sampler": astuple(row["sampler"])} for row in rows]
+        return {"rows": rows, "used": [entry.used for entry in self._entries], "stats": asdict(self.stats)}
 
-    def load(self, folder: str | Path) -> None:
-        """Become the buffer that was saved; the bounds stay. Raises ValueError for a shard that is broken."""
-        folder = Path(folder)
-        state = json.loads((folder / STATE).read_text())
-        records = [record for index in range(state["num_shards"]) for record in read_shard(_shard(folder, index))]
-        self._replace(deque(_Entry(*fields) for fields in zip(records, state["used"], strict=True)))
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Become the buffer that was saved; the bounds stay."""
+        records = [FeatureRecord(**row | {"sampler": Sampler(*row["sampler"])}) for row in state["rows"]]
+        self._entries = deque(_Entry(*entry) for entry in zip(records, state["used"], strict=True))
         self.stats = BufferStats(**state["stats"])
 
-    def _append(self, entry: _Entry) -> None:
-        self._entries.append(entry)
-        self.num_bytes += entry.record.num_bytes
-        self.num_tokens += entry.record.num_tokens
 
-    def _replace(self, entries: deque[_Entry]) -> None:
-        self._entries, self.num_bytes, self.num_tokens = deque(), 0, 0
-        for entry in entries:
-            self._append(entry)
-
-
-def split_holdout(
-    records: list[FeatureRecord], share: float, seed: int
-) -> tuple[list[FeatureRecord], list[FeatureRecord]]:
-    """(training, hold-out). All samples of a prompt go to the same side.
-
-    About `share` of the prompts is held out: at least one where share > 0 and there are two. They are those whose
-    digest ranks lowest, so that a prompt that comes again tends to be on the side it was on before.
-    """
-    keys = {record.prompt_key for record in records}
-    count = min(max(round(share * len(keys)), 1), len(keys) - 1) if share > 0 and keys else 0
-    held = set(sorted(keys, key=lambda key: hashlib.blake2b(f"{seed}/{key}".encode()).digest())[:count])
-    return [r for r in records if r.prompt_key not in held], [r for r in records if r.prompt_key in held]
-
-
-def spread_over_prompts(records: list[FeatureRecord], most: int) -> list[FeatureRecord]:
+def spread_over_prompts(records: Sequence[FeatureRecord], most: int) -> list[FeatureRecord]:
     """At most `most` rollouts in the order given: the first of each prompt, then the second of each, and so on."""
     seen: Counter[str] = Counter()
     ranks = []
@@ -171,7 +127,7 @@ def spread_over_prompts(records: list[FeatureRecord], most: int) -> list[Feature
     return [records[index] for index in sorted(index for _, index in sorted(ranks)[:most])]
 
 
-def batches_of(records: list[FeatureRecord], batch_tokens: int) -> list[DraftBatch]:
+def batches_of(records: Iterable[FeatureRecord], batch_tokens: int) -> list[DraftBatch]:
     """All rollouts in order, in batches of one policy version and at most batch_tokens."""
     groups: list[list[FeatureRecord]] = []
     for record in records:
@@ -184,7 +140,7 @@ def batches_of(records: list[FeatureRecord], batch_tokens: int) -> list[DraftBat
     return [pack(group) for group in groups]
 
 
-def pack(records: list[FeatureRecord]) -> DraftBatch:
+def pack(records: Sequence[FeatureRecord]) -> DraftBatch:
     """One batch of rollouts of one policy version."""
     return DraftBatch(
         token_ids=torch.cat([r.token_ids for r in records]),
@@ -196,7 +152,3 @@ def pack(records: list[FeatureRecord]) -> DraftBatch:
         document_ids=torch.cat([torch.full((r.num_tokens,), i) for i, r in enumerate(records)]),
         policy_version=records[0].policy_version,
     )
-
-
-def _shard(folder: Path, index: int) -> Path:
-    return folder / f"{index:04d}.safetensors"

@@ -1,8 +1,8 @@
-"""At start: is what the engine hands over what the learners take it for?
+"""The first step's check that the engine hands over what the learners take it for.
 
 Hidden states must be the policy's own, layer by layer: an aux layer id off by one leaves output correct and costs about
 30 % of the acceptance length, with no other sign. Prompt and response must be parted where the engine parted them, and
-log-probs belong to the tokens they stand beside: a loss mask off by one trains on, and worsens, what nobody looks at.
+log-probs belong to the tokens they stand beside: a loss mask off by one trains on, and worsens, what nobody notices.
 Every problem raises SelfCheckFailed.
 """
 
@@ -45,26 +45,21 @@ def check_features(batch: RolloutBatch, policy: ReferenceForward, engine_dtype: 
     record = read_shard(batch.features[0].path)[0]
     layers = record.aux_layers
     keep = record.feature_mask.nonzero().flatten()[:MAX_POSITIONS]
-    # not above the top one, which may be the model's last: a shift upwards shows in the others
-    near = {n for layer in layers for n in (layer - 1, layer, layer + 1)}
-    candidates = tuple(sorted(n for n in near if 0 <= n <= layers[-1]))
-    aux, final = policy.hidden_states(record.token_ids.tolist(), candidates)
-    width = final.shape[1]
+    # The layer above the top one may be the model's last, which is normed: a shift upwards shows in the others.
+    near = sorted({n for layer in layers for n in (layer - 1, layer, layer + 1) if 0 <= n <= layers[-1]})
+    aux, final = policy.hidden_states(record.token_ids.tolist(), tuple(near))
+    states = dict(zip(near, aux[keep].chunk(len(near), dim=1), strict=True))
     errors, nearest = {"final norm": relative_error(record.final_hidden[keep], final[keep])}, []
-    for i, layer in enumerate(layers):
-        tapped = record.aux_hidden[keep, i * width : (i + 1) * width]
-        distances = {
-            candidate: relative_error(tapped, aux[keep, j * width : (j + 1) * width])
-            for j, candidate in enumerate(candidates)
-        }
+    for layer, tapped in zip(layers, record.aux_hidden[keep].chunk(len(layers), dim=1), strict=True):
+        distances = {candidate: relative_error(tapped, state) for candidate, state in states.items()}
         errors[f"aux layer {layer}"] = distances[layer]
         nearest.append(min(distances, key=lambda candidate: distances[candidate]))
-    worst = max(errors, key=lambda name: errors[name])
     if nearest != list(layers):
         raise SelfCheckFailed(
             f"the engine's hidden states are not those of the configured layers: configured {list(layers)}, they look "
             f"like layers {nearest}; check drafter.model.aux_layers"
         )
+    worst = max(errors, key=lambda name: errors[name])
     if errors[worst] > TOLERANCE[engine_dtype]:
         raise SelfCheckFailed(
             f"the engine's hidden states are not the policy's: {worst} differs by {errors[worst]:.3f}, allowed is "
@@ -76,7 +71,7 @@ def check_features(batch: RolloutBatch, policy: ReferenceForward, engine_dtype: 
 def check_records(batch: RolloutBatch, eos_token_id: int | None) -> None:
     """Compare the prompt length and tokens of every tapped rollout with the rollout that was returned.
 
-    Also looks for tokens behind eos_token_id, which ends a response; None where it does not (rollout.ignore_eos).
+    No rollout may have tokens behind eos_token_id, which ends a response; None where it does not (rollout.ignore_eos).
     """
     boundaries = {tuple(r.prompt_token_ids + r.token_ids): len(r.prompt_token_ids) for r in batch.rollouts}
     for record in (record for shard in batch.features for record in read_shard(shard.path)):
@@ -93,7 +88,7 @@ def check_records(batch: RolloutBatch, eos_token_id: int | None) -> None:
             behind = len(rollout.token_ids) - 1 - rollout.token_ids.index(eos_token_id)
             raise SelfCheckFailed(
                 f"rollout {rollout.prompt_id}/{rollout.sample_index} has {behind} tokens behind the end-of-sequence "
-                f"token {eos_token_id}: the policy would be trained on them"
+                f"token {eos_token_id}: the policy would be trained on text that was never part of the response"
             )
 
 

@@ -1,11 +1,9 @@
 """Embedding and head of the target, by policy version: what a drafter borrows and never owns."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cotrain.models.loading import weight_files
@@ -46,23 +44,3 @@ def read_target_weights(
                 f"{(target.vocab_size, target.hidden_size)}"
             )
     return TargetWeights(matrices[EMBEDDING], matrices.get(HEAD, matrices[EMBEDDING]), policy_version)
-
-
-def save_target_weights(weights: Mapping[int, TargetWeights], path: str | Path) -> None:
-    """Write several versions to one safetensors file; the head of a tied target is left out."""
-    tensors: dict[str, Tensor] = {}
-    for version, target in weights.items():
-        tensors[f"{version}.embedding"] = target.embedding.cpu()
-        if target.head is not target.embedding:
-            tensors[f"{version}.head"] = target.head.cpu()
-    save_file(tensors, path)
-
-
-def load_target_weights(path: str | Path, device: str | torch.device) -> dict[int, TargetWeights]:
-    """What `save_target_weights` wrote, by policy version."""
-    tensors = {name: tensor.to(device) for name, tensor in load_file(path).items()}
-    versions = sorted({int(name.split(".")[0]) for name in tensors})
-    return {
-        v: TargetWeights(tensors[f"{v}.embedding"], tensors.get(f"{v}.head", tensors[f"{v}.embedding"]), v)
-        for v in versions
-    }

@@ -108,11 +108,7 @@ def initialise(config: RunConfig, resume: bool = False) -> int:
             write_config(config, run_dir.config)
         log = run_dir.start_attempt() / "engine.log"
         write_provenance(run_dir)
-        os.environ.update(
-            threads.engine_environment(
-                config.cluster.engine_threads or threads.num_cores(), config.rollout.kv_cache_gib
-            )
-        )
+        os.environ.update(threads.engine_environment(threads.num_cores()))
         console = Console(stack.enter_context(engine_output_to(log)))
         stop = stack.enter_context(two_stage_stop(console.say, "part"))
         console.say(f"run {run_dir.path}; the engine's log is {run_dir.logs}/engine.log")
@@ -219,7 +215,7 @@ class Initialisation:
         from cotrain.run.store_uri import tracking_uri
         from cotrain.trainer.trainer import DrafterTrainer
 
-        torch.set_num_threads(self.config.cluster.learner_threads or threads.num_cores())
+        torch.set_num_threads(threads.num_cores())
         first: Path | None = self.run_dir.path / "drafter_init"
         if not (first and first.exists()):
             first = first_drafter(

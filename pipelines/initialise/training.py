@@ -72,15 +72,15 @@ def plan_updates(config: RunConfig, lengths: Sequence[int], bytes_per_token: int
     """All updates, as a pure function of the rollouts' lengths [tokens], the bounds and the seed.
 
     So an interrupted training goes on with the very next update, and the schedule knows their number. Each epoch takes
-    chunks of rollouts in random order, as large as drafter.buffer.max_bytes holds, and the rollouts of a chunk in
+    chunks of rollouts in random order, as large as rollout.features.max_bytes holds, and the rollouts of a chunk in
     random order. Raises ValueError naming that field when it does not hold one rollout.
     """
     assert config.drafter is not None
-    bound = config.drafter.buffer.max_bytes
+    bound = config.rollout.features.max_bytes
     max_tokens = int((1 - config.init.holdout) * bound) // bytes_per_token
     if max(lengths) > max_tokens:
         raise ValueError(
-            f"drafter.buffer.max_bytes: {bound} does not hold the features of one rollout of {max(lengths)} tokens, "
+            f"rollout.features.max_bytes: {bound} does not hold the features of one rollout of {max(lengths)} tokens, "
             f"{bytes_per_token} bytes each; raise it"
         )
     chunks = _chunks(lengths, max_tokens)

@@ -87,26 +87,24 @@ def train(config: RunConfig, resume: bool) -> int:
             start_up.ready("Ray")
             task = build_task(config.task, config.seed)
             order = PromptSampler(len(task), config.rollout.prompts_per_step, config.seed)
-            order.restore(state.task_position or order.state())
+            state = replace(state, task_position=state.task_position or order.state())
+            order.restore(state.task_position)
             tracking = _start_tracking(config, run_dir, state, console, stack)
-            from cotrain.controller import Controller
+            from cotrain.controller import Controller, Prompts, Records
             from pipelines.train.roles import start_roles
 
-            prompts, roles = start_roles(config, cluster, run_dir, model_path, scratch, state, start_up.ready)
+            encoder, roles = start_roles(config, cluster, run_dir, model_path, scratch, state, start_up.ready)
             tracker = tracking.result()
             start_up.ready("MLflow")
         if config.drafter is not None and config.rollout.speculation.adaptive:
             with console.phase("timing of draft lengths"):
-                timed = [prompts.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
+                timed = [encoder.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
                 roles.engines.time_draft_lengths(timed)
         write_json(run_dir.logs / "startup.json", start_up.ready_s)
         console.say(str(start_up))
         console.banner(config, run_dir, _notes(config, model_path, cluster))
-        controller = Controller(
-            config, run_dir, roles, task, prompts, order, tracker, metrics, decisions, console, scratch,
-            state.versions, state.fingerprints, state.step,
-        )  # fmt: skip
-        controller.load_state(state)
+        records = Records(metrics, decisions, tracker, console)
+        controller = Controller(config, run_dir, roles, Prompts(task, order, encoder), records, state)
         controller.stop_requested = stop
         finished = _run(controller, run_dir)
         check = _final_check(config, controller, console) if finished else None
@@ -162,7 +160,7 @@ def _run(controller: "Controller", run_dir: RunDir) -> bool:
     except Exception as error:
         failure = error
         if not isinstance(error, RunFailure):
-            full = [folder for folder in (run_dir.path, controller.scratch) if is_disk_full(error, folder)]
+            full = [folder for folder in (run_dir.path, controller.roles.scratch) if is_disk_full(error, folder)]
             if not full:
                 raise
             step = controller.step + 1
@@ -208,7 +206,7 @@ def greedy_rollouts(
 
 def _finish(controller: "Controller", console: Console, finished: bool, check: "GreedyCheck | None") -> None:
     """Close the run in MLflow, write the report, and print the summary."""
-    config, run_dir, tracker = controller.config, controller.run_dir, controller.tracker
+    config, run_dir, tracker = controller.config, controller.run_dir, controller.records.tracker
     tracker.finish("FINISHED" if finished else "KILLED")
     store, commands = uri_argument(tracker.uri), []
     registered = None

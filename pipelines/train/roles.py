@@ -7,9 +7,9 @@ from typing import Any
 from cotrain.config.schema import RunConfig
 from cotrain.controller import Roles
 from cotrain.process.cluster import Cluster, place
-from cotrain.publish.loop import DrafterLoop
 from cotrain.roles.drafter import DrafterTraining
 from cotrain.roles.engines import PolicyRanks, RolloutEngines, engine_specs
+from cotrain.roles.publisher import Publisher
 from cotrain.run.checkpoint import RunState
 from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
@@ -38,9 +38,9 @@ def start_roles(
         drafter = DrafterTraining(cluster, config, model_path, init, placement)
         if state.step:
             drafter.load(run_dir.checkpoint(state.step) / "drafter")
-        served = run_dir.drafter(versions.drafter), drafter.serving()
+        served = run_dir.drafter(versions.drafter), drafter.serving
         # Written anew on a resume too: a run that was killed may have left half of it.
-        drafter.save_checkpoint(served[0], config.rollout.dtype, versions.drafter)
+        drafter.save_checkpoint(served[0], versions.drafter)
         ready("drafter")
     loading = engines.start(engine_specs(config, model_path, served, scratch, versions, state.step))
     policy = PolicyRanks(cluster, config, model_path, placement)
@@ -57,11 +57,11 @@ def start_roles(
     if versions.policy:
         engines.update_policy(payload, versions.policy)
     ready("engine")
-    drafting = None
+    publisher = None
     if drafter is not None:
-        sent = drafter.write_payload(scratch / "drafter.safetensors", config.rollout.dtype, versions.drafter)
-        drafting = DrafterLoop(config, drafter, engines, scratch, sent, versions)
-    return prompts, Roles(engines, policy, drafter, drafting)
+        sent = drafter.write_payload(scratch / "drafter.safetensors", versions.drafter)
+        publisher = Publisher(config, drafter, engines, scratch, sent, versions)
+    return prompts, Roles(engines, policy, drafter, publisher, scratch)
 
 
 def _tokenizer(model_path: Path) -> Any:

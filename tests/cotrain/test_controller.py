@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.controller import Controller, Roles
+from cotrain.controller import Controller, Prompts, Records, Roles
 from cotrain.lossless.draws import Draws
 from cotrain.process.failures import SelfCheckFailed
 from cotrain.publish.alarms import DrafterAlarm
-from cotrain.publish.loop import DrafterLoop
 from cotrain.records import GainReport, Prompt, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
-from cotrain.run.checkpoint import latest_checkpoint, load_state
+from cotrain.roles.publisher import Publisher
+from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
 from cotrain.run.decisions import FILE, DecisionLog, read_decisions
 from cotrain.run.metrics import MetricsWriter, read_metrics
@@ -72,9 +72,14 @@ class Policy:
 
 
 class Drafter:
+    """Trains the drafter of a World."""
+
+    def __init__(self, world: World):
+        self.start_training, self.finish_training = world.start_training, world.finish_training
+
     def set_target_weights(self, payload: WeightPayload, version: int) -> None: ...
 
-    def save_checkpoint(self, folder: Path, dtype: str, version: int) -> None:
+    def save_checkpoint(self, folder: Path, version: int) -> None:
         folder.mkdir(parents=True)
 
     def save(self, folder: Path) -> None:
@@ -99,7 +104,7 @@ class Tracker:
         self.events.append(event.kind)
 
 
-class Prompts:
+class Encoder:
     eos_token_id = None
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -134,19 +139,16 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         run_dir = RunDir.open(config.run_root, name) if resumes else RunDir.create(config.run_root, name)
         checkpoint = latest_checkpoint(run_dir)
         state = load_state(checkpoint) if checkpoint else None
-        step, versions = (state.step, state.versions) if state else (0, Versions(0, 0))
-        sampler = PromptSampler(PROMPTS, PROMPTS, 0)
+        order = PromptSampler(PROMPTS, PROMPTS, 0)
+        state = state or RunState(0, Versions(0, 0), order.state(), {}, {})
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None), score=lambda prompt, text: 0.0)
-        loop = DrafterLoop(config, world, world, tmp_path, None, versions)
-        roles: Any = Roles(Engines(world), Policy(), Drafter(), loop)  # type: ignore[arg-type]
-        metrics, log = MetricsWriter(run_dir.metrics, step), DecisionLog(run_dir.path / FILE, step)
-        console = Console(io.StringIO())
-        parts: list[Any] = [config, run_dir, roles, task, Prompts(), sampler, Tracker(), metrics, log, console]
-        controller = Controller(*parts, tmp_path, versions, {}, step)
-        if state is not None:
-            controller.load_state(state)
+        publisher = Publisher(config, world, world, tmp_path, None, state.versions)
+        roles: Any = Roles(Engines(world), Policy(), Drafter(world), publisher, tmp_path)  # type: ignore[arg-type]
+        metrics, log = MetricsWriter(run_dir.metrics, state.step), DecisionLog(run_dir.path / FILE, state.step)
+        prompts: Any = Prompts(task, order, Encoder())  # type: ignore[arg-type]
+        records: Any = Records(metrics, log, Tracker(), Console(io.StringIO()))  # type: ignore[arg-type]
         opened.extend([run_dir, metrics, log])
-        return controller
+        return Controller(config, run_dir, roles, prompts, records, state)
 
     yield build
     for one in opened:
@@ -162,7 +164,7 @@ def go(controller: Controller, until: int) -> list[dict[str, Any]]:
 
 
 def output(controller: Controller) -> str:
-    return controller.console._rich.file.getvalue()  # type: ignore[attr-defined]
+    return controller.records.console._rich.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> None:
@@ -173,9 +175,9 @@ def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> Non
     assert [row["drafter/published"] for row in rows[:3]] == [0, 1, 1]
     assert rows[1]["gate/gain"] > 0 and "gate/gain" not in rows[0]
     assert rows[2]["rollout/expected_acceptance_length"] == pytest.approx(rows[2]["rollout/acceptance_length"], abs=0.3)
-    published = [row for row in read_decisions(controller.decisions.path) if row["kind"] == "published"]
+    published = [row for row in read_decisions(controller.records.decisions.path) if row["kind"] == "published"]
     assert [row["step"] for row in published][:2] == [2, 3] and "acceptance length" in published[0]["reason"]
-    version, metrics, tags = controller.tracker.drafters[0]
+    version, metrics, tags = controller.records.tracker.drafters[0]
     assert version == 1 and metrics["drafter/expected_acceptance_length"] == pytest.approx(
         rows[1]["gate/candidate_length"]
     )
@@ -192,9 +194,9 @@ def test_a_candidate_kept_back_and_a_publication_taken_back_are_on_the_step_line
     world.served_as[1] = -6.0
     bad = start(world, name="second")
     rows = go(bad, 4)
-    assert "  rolled back: version 1 is served at acceptance length 1." in output(bad)
-    assert max(row["drafter/rolled_back"] for row in rows) == 1.0 and "rolled back" in bad.tracker.events
-    assert bad.tracker.drafters[1][2]["decision"].endswith("back to version 0")
+    assert "  rolled back: version 1: " in output(bad)
+    assert max(row["drafter/rolled_back"] for row in rows) == 1.0 and "rolled back" in bad.records.tracker.events
+    assert bad.records.tracker.drafters[1][2]["decision"].endswith("back to 0")
 
 
 def test_an_alarm_ends_the_run_before_anything_of_the_step_is_saved(start: Any) -> None:
@@ -205,8 +207,8 @@ def test_an_alarm_ends_the_run_before_anything_of_the_step_is_saved(start: Any) 
     with pytest.raises(DrafterAlarm, match="acceptance_collapsed"):
         go(controller, 4)
     assert [row["step"] for row in read_metrics(controller.run_dir.metrics)] == [1, 2, 3]
-    assert [row["kind"] for row in read_decisions(controller.decisions.path)][-1] == "alarm"
-    assert controller.tracker.events[-1] == "alarm"
+    assert [row["kind"] for row in read_decisions(controller.records.decisions.path)][-1] == "alarm"
+    assert controller.records.tracker.events[-1] == "alarm"
     assert latest_checkpoint(controller.run_dir) == controller.run_dir.checkpoint(3)
 
 
@@ -217,7 +219,7 @@ def test_without_speculation_every_line_says_so_also_after_a_resume(start: Any) 
     go(controller, 3)
     said = "without speculation since step 1 (acceptance_collapsed)"
     assert output(controller).count(said) == 3 and not controller.roles.engines.tapped
-    for one in (controller.run_dir, controller.metrics, controller.decisions):
+    for one in (controller.run_dir, controller.records.metrics, controller.records.decisions):
         one.close()
     resumed = start(world, drafter={"on_drafter_failure": "continue"})
     go(resumed, 5)
@@ -230,11 +232,11 @@ def test_three_steps_and_a_resume_equal_six_in_one_go(start: Any) -> None:
     world = World(-2.0, learns=0.8)
     controller = start(world, name="halves")
     go(controller, 3)
-    for one in (controller.run_dir, controller.metrics, controller.decisions):
+    for one in (controller.run_dir, controller.records.metrics, controller.records.decisions):
         one.close()
     resumed = start(world, name="halves")
     assert go(resumed, 6) == expected
-    assert read_decisions(resumed.decisions.path) == read_decisions(resumed.config.run_root / "straight" / FILE)
+    assert read_decisions(resumed.records.decisions.path) == read_decisions(resumed.config.run_root / "straight" / FILE)
 
 
 def test_rollouts_of_another_law_are_an_alarm(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

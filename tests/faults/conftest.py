@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from cotrain.publish.expected import ExpectedAcceptance, served_length
-from cotrain.records import RolloutBatch
 from tests.engine.conftest import (  # noqa: F401
     drafter_folder,
     engine,
@@ -25,7 +23,6 @@ from tests.engine.conftest import (  # noqa: F401
 )
 from tests.engine.test_runs import TIMEOUT_S
 from tests.faults.runs import REPEATABLE, start
-from tests.speculation_counts import expected
 
 NUM_FAULTS = 15
 COLUMNS = ("fault", "what was done", "caught by", "steps", "tokens lost")
@@ -55,14 +52,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
     return root / "undisturbed"
-
-
-def promise_of(batch: RolloutBatch) -> ExpectedAcceptance:
-    """What a healthy drafter was served at, as the expectation for the steps after it."""
-    length, counts = served_length(batch.rollouts), batch.speculation
-    assert length is not None and counts is not None
-    rates = [accepted / counts.num_drafts for accepted in counts.accepted_per_position[:3]]
-    return expected(rates, length.standard_error, length.num_groups)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

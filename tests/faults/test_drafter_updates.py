@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from cotrain.config.alarm import AlarmConfig
-from cotrain.config.gate import GateConfig
-from cotrain.publish.alarms import Alarm, Delivery, StepRecord, check_step
-from cotrain.publish.canary import Canary
+from cotrain.config.schema import DrafterConfig
+from cotrain.publish.alarms import Alarm, check_step
+from cotrain.publish.decision import decide
+from cotrain.publish.evidence import Delivery, Publication
 from cotrain.records import RolloutBatch
 from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
 from tests.engine.conftest import LiveEngine, make_requests, tokens
-from tests.faults.conftest import Fault, promise_of
+from tests.faults.conftest import Fault
+from tests.publish_evidence import evidence_of, expected_from
 
 pytestmark = pytest.mark.engine
 
@@ -19,10 +20,13 @@ STEPS = 100
 """Of the run that false alarms are shared out over."""
 
 
-def alarms_of(live: LiveEngine, batch: RolloutBatch, good: RolloutBatch, *deliveries: Delivery) -> list[Alarm]:
+def alarms_of(
+    live: LiveEngine, batch: RolloutBatch, good: RolloutBatch, delivery: Delivery | None = None
+) -> list[Alarm]:
     """Alarms of one step, where the drafter is expected to do what it did in `good`."""
-    record = StepRecord(batch.rollouts, live.engine.versions, 3, promise_of(good), deliveries=deliveries)
-    return check_step(record, AlarmConfig(), lag_limit=2, steps=STEPS)
+    expected = expected_from(good.rollouts)
+    evidence = evidence_of(batch, live.engine.versions, expected=expected, delivery=delivery)
+    return check_step(evidence, DrafterConfig(model={"type": "eagle3"}), total_steps=STEPS)
 
 
 def served(live: LiveEngine, state: dict[str, torch.Tensor], draft: bool) -> dict[str, str]:
@@ -104,19 +108,19 @@ def test_4_scrambled_heads(fresh: LiveEngine, fitted_drafter: Drafter, fault: Fa
     good = fitted_drafter.state_for_serving()
     fresh.send_drafter(good)
     requests = [*make_requests(16), *make_requests(16, seed=1, first=16)]
-    promise = promise_of(fresh.generate(requests))
-    canary = Canary(GateConfig(), version=fresh.engine.versions.drafter)
+    good_version = fresh.engine.versions.drafter
+    expected = expected_from(fresh.generate(requests).rollouts)
     fresh.send_drafter(interleaved(good))
-    canary.published(fresh.engine.versions.drafter, promise)
-    decision = canary.observe(fresh.generate(requests).speculation, len(requests))
-    while decision.verdict == "watching":
-        decision = canary.observe(fresh.generate(requests).speculation, len(requests))
-    assert decision.verdict == "roll back" and decision.look <= 2, decision.reason
+    serving = Publication(good_version, good_version, judged_on=fresh.engine.versions.policy)
+    serving = serving.published(fresh.engine.versions.drafter, serving.judged_on, 0.1, scored=True)
+    batch = fresh.generate(requests)
+    evidence = evidence_of(batch, fresh.engine.versions, expected=expected, serving=serving)
+    decision = decide(evidence, DrafterConfig(model={"type": "eagle3"}), total_steps=STEPS)
+    assert decision.action == "roll back" and decision.metrics["canary/roll_back_to"] == good_version
     fresh.send_drafter(good)
-    canary.rolled_back(fresh.engine.versions.drafter)
     after = fresh.generate(requests)
-    assert after.speculation.acceptance_length > decision.bound
-    fault("4", "q, k, v rows in the order of another fused layout", "canary, rolled back", steps=decision.look)
+    assert after.speculation.acceptance_length > decision.metrics["canary/bound"]
+    fault("4", "q, k, v rows in the order of another fused layout", "canary, rolled back", steps=1)
 
 
 def test_6_weights_lost_by_the_engine(
@@ -131,7 +135,7 @@ def test_6_weights_lost_by_the_engine(
 
     batch = fresh.generate(make_requests(16))
     read_back = fresh.run(fresh.engine.served_digests(sorted(sent.digests), draft=True))
-    alarms = alarms_of(fresh, batch, good, Delivery("drafter", sent.digests, [read_back]))
+    alarms = alarms_of(fresh, batch, good, Delivery(sent.digests, [read_back]))
     assert "weights_differ" in [alarm.name for alarm in alarms]
     assert not any(alarm.fatal for alarm in alarms)
     fault("6a", "drafter weights lost, digests read back", "weights_differ", steps=1)

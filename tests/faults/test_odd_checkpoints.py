@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cotrain.config.alarm import AlarmConfig
 from cotrain.config.errors import ConfigError
 from cotrain.config.load import load_config
-from cotrain.config.schema import RolloutConfig
+from cotrain.config.schema import DrafterConfig, RolloutConfig
 from cotrain.process.failures import SelfCheckFailed
 from cotrain.process.scratch import scratch_folder
-from cotrain.publish.alarms import StepRecord, check_step
+from cotrain.publish.alarms import check_step
 from cotrain.rollout.spec import EngineSpec
 from cotrain.trainer.self_check import check_features
 from cotrain.transport.payload import WeightUpdateRefused, digest
@@ -26,8 +25,9 @@ from drafters.config import Eagle3Config
 from pipelines.preflight import check_run
 from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, make_requests
 from tests.engine.test_feature_tap_engine import HuggingFace
-from tests.faults.conftest import Fault, promise_of
+from tests.faults.conftest import Fault
 from tests.faults.runs import truncate
+from tests.publish_evidence import evidence_of, expected_from
 
 pytestmark = pytest.mark.engine
 
@@ -100,8 +100,8 @@ def test_12_rollouts_beyond_the_drafters_positions(
         finally:
             live.stop()
     for batch, found in ((within, []), (beyond, ["acceptance_collapsed"])):
-        record = StepRecord(batch.rollouts, batch.rollouts[0].versions, 3, promise_of(within))
-        alarms = check_step(record, AlarmConfig(), 2, steps=100)
+        evidence = evidence_of(batch, batch.rollouts[0].versions, expected=expected_from(within.rollouts))
+        alarms = check_step(evidence, DrafterConfig(model={"type": "eagle3"}), total_steps=100)
         assert [alarm.name for alarm in alarms] == found
     assert "max_position_embeddings" in alarms[0].cause
     fault("12b", "rollouts longer than the served drafter's positions", "acceptance_collapsed", steps=1)

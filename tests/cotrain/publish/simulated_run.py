@@ -22,7 +22,7 @@ class World:
     def __init__(self, skill: float = RANDOM, learns: float = 0.0, seed: int = 0):
         self.skill, self.learns, self.seed = skill, learns, seed
         self.published = {0: skill}
-        self.sessions = 0
+        self.rounds = self.published_round = 0
         self.version = self.serving = 0
         self.served_as: dict[int, float] = {}
         """Versions that the engines serve with another skill than they were trained to."""
@@ -62,24 +62,22 @@ class World:
         self.published = {version: self.published[version] for version in {serving, *keep}}
         rng = np.random.default_rng([self.seed, self.step, 1])
         serving_scores = score(self.rollouts, self.published[serving], rng)
-        candidate = score(self.rollouts, self.skill, rng) if self.sessions else None
-        return FreshScores(self.rollouts.names, serving_scores, candidate, self.sessions), {
-            "drafter/buffer_tokens": 1.0
-        }
+        candidate = score(self.rollouts, self.skill, rng) if self.rounds > self.published_round else None
+        return FreshScores(self.rollouts.names, serving_scores, candidate, self.rounds), {"drafter/buffer_tokens": 1.0}
 
     def start_training(self, step: int) -> int:
         self.calls.append("train")
         return step
 
     def finish_training(self, training: int) -> dict[str, float]:
-        self.skill, self.sessions = self.skill + self.learns, self.sessions + 1
+        self.skill, self.rounds = self.skill + self.learns, self.rounds + 1
         return {"drafter/train_s": 1.0, "drafter/loss": 2.0}
 
-    def publish(self, path: Path, dtype: str, weights_of: int | None = None) -> tuple[WeightPayload, int]:
+    def publish(self, path: Path, weights_of: int | None = None) -> tuple[WeightPayload, int]:
         self.calls.append("publish" if weights_of is None else f"publish {weights_of}")
         self.version += 1
         if weights_of is None:
-            self.published[self.version], self.sessions = self.skill, 0
+            self.published[self.version], self.published_round = self.skill, self.rounds
         else:
             self.published[self.version] = self.published[weights_of]
         return WeightPayload(str(path), 10, {"fc.weight": str(self.version)}), self.version

@@ -2,30 +2,28 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cotrain.config.alarm import AlarmConfig
+from cotrain.config.publish import AlarmConfig
 from cotrain.config.schema import DrafterConfig
-from cotrain.publish.alarms import (
-    Delivery,
-    DrafterAlarm,
-    StepRecord,
-    check_step,
-    collapse_probability,
-    lag_limit,
-    respond,
-    shortfall_bound,
-)
-from cotrain.publish.expected import ExpectedAcceptance, served_length
-from cotrain.records import Rollout, Versions
+from cotrain.publish.acceptance import ExpectedAcceptance
+from cotrain.publish.alarms import FALSE_ALARM_RATE, NUM_TESTS, DrafterAlarm, check_step, collapse_probability
+from cotrain.publish.evidence import Delivery, Evidence, Publication
+from cotrain.records import Rollout, RolloutBatch, Versions
 from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.trainer.trainer import FreshScores
+from tests.publish_evidence import expected_from
 from tests.speculation_counts import counts as counts_of
 from tests.speculation_counts import expected as expected_acceptance
 
 K = 3
+DRAFTER = DrafterConfig(model={"type": "eagle3"})
+SERVING = Publication(version=5, last_good=5, judged_on=7)
 VERSIONS = Versions(7, 5)
 STEPS = 1000
 
@@ -57,24 +55,19 @@ def generated(rng, rate: float, prompts: int = 8, samples: int = 8, spread: floa
     return out
 
 
-def promised(rollouts: list[Rollout]) -> ExpectedAcceptance:
-    """What a hold-out with these counts would promise."""
-    counts, length = total_counts(r.speculation for r in rollouts), served_length(rollouts)
-    assert counts is not None and length is not None
-    rates = [accepted / counts.num_drafts for accepted in counts.accepted_per_position]
-    return expected_acceptance(rates, length.standard_error, length.num_groups)
-
-
 PROMISE = expected_acceptance((0.4, 0.2, 0.1), 0.03, 8)
 RANDOM_DRAFTER = expected_acceptance((0.0005, 0.0001, 0.0), 0.0004, 8)
 
 
-def record(rollouts: list[Rollout], **changes) -> StepRecord:
-    return StepRecord(**{"rollouts": rollouts, "versions": VERSIONS, "draft_length": K, "expected": PROMISE} | changes)
+def evidence(rollouts: list[Rollout], gain: Any = None, **changes: Any) -> Evidence:
+    counts = total_counts(r.speculation for r in rollouts)
+    batch = RolloutBatch(rollouts, [], counts, 1.0, sum(len(r.token_ids) for r in rollouts), gain=gain)
+    scores = FreshScores([], [], None, 0)
+    return replace(Evidence(1, batch, VERSIONS, SERVING, scores, PROMISE), **changes)
 
 
-def alarms_of(step: StepRecord, **config) -> list[str]:
-    return [alarm.name for alarm in check_step(step, AlarmConfig(**config), 2, STEPS)]
+def alarms_of(step: Evidence, **drafter: Any) -> list[str]:
+    return [alarm.name for alarm in check_step(step, DRAFTER.model_copy(update=drafter), STEPS)]
 
 
 def healthy(rate: float = 0.42) -> list[Rollout]:
@@ -86,55 +79,58 @@ def dead(num_drafts: int = 40, prompts: int = 8, samples: int = 8) -> list[Rollo
 
 
 def test_a_healthy_step_raises_nothing() -> None:
-    assert alarms_of(record(healthy(), lag_versions=2)) == []
+    assert alarms_of(evidence(healthy(), serving=replace(SERVING, judged_on=5))) == []
 
 
 def test_zero_acceptance_of_a_drafter_that_had_some_is_an_alarm() -> None:
-    [alarm] = check_step(record(dead()), AlarmConfig(), 2, STEPS)
+    [alarm] = check_step(evidence(dead()), DRAFTER, STEPS)
     assert alarm.name == "acceptance_collapsed"
     assert "2560 verification steps" in alarm.what
-    assert alarm.numbers["expected"] == pytest.approx(1.7)
+    assert alarm.numbers["expected_length"] == pytest.approx(1.7)
     assert "KV cache" in alarm.cause
-    assert "last good drafter" in alarm.remedy
+    assert "aux_layers" in alarm.remedy
 
 
 def test_zero_acceptance_of_a_random_drafter_is_none_at_any_step() -> None:
-    assert alarms_of(record(dead(), expected=RANDOM_DRAFTER)) == []
-    assert alarms_of(record(dead(), expected=None)) == []
+    assert alarms_of(evidence(dead(), expected=RANDOM_DRAFTER)) == []
+    assert alarms_of(evidence(dead(), expected=None)) == []
 
 
 def test_rollouts_in_which_drafting_paused_are_not_judged() -> None:
     paused = [replace(r, token_ids=[3] * 500, log_probs=[0.0] * 500) for r in dead()]
-    assert alarms_of(record(paused)) == []
-    assert alarms_of(record([*paused, *dead()])) == ["acceptance_collapsed"]
+    assert alarms_of(evidence(paused)) == []
+    assert alarms_of(evidence([*paused, *dead()])) == ["acceptance_collapsed"]
 
 
 def test_zero_acceptance_in_a_handful_of_drafts_can_be_chance() -> None:
-    assert alarms_of(record(dead(num_drafts=2, prompts=2, samples=1))) == []
+    assert alarms_of(evidence(dead(num_drafts=2, prompts=2, samples=1))) == []
 
 
-def test_chance_of_zero_acceptance_is_that_of_a_simulation() -> None:
-    """Rollouts that are as much alike as assumed: the law is exact."""
-    rng, few = np.random.default_rng(1), expected_acceptance((0.1, 0.0, 0.0), 0.0, 8)
-    rates = rng.beta(0.1 * 4, 0.9 * 4, size=(100_000, 3))  # intraclass correlation 1 / (4 + 1)
-    nothing = (rng.binomial(5, rates) == 0).all(axis=1).mean()
-    chance = collapse_probability(few, dead(num_drafts=5, prompts=3, samples=1))
-    assert chance == pytest.approx(nothing, abs=0.005)
-    assert chance > 0.9**15, "drafts of a rollout fail together: more likely than by the binomial law"
+@pytest.mark.parametrize("rate", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("num_drafts", [5, 40])
+def test_the_chance_of_zero_acceptance_is_that_of_a_simulation_or_more(rate: float, num_drafts: int) -> None:
+    """Rollouts that are as much alike as assumed: the alarm is never quicker than their law."""
+    rng, few = np.random.default_rng(1), expected_acceptance((rate, 0.0, 0.0), 0.0, 8)
+    rates = rng.beta(rate * 4, (1 - rate) * 4, size=(100_000, 3))  # intraclass correlation 1 / (4 + 1)
+    nothing = (rng.binomial(num_drafts, rates) == 0).all(axis=1).mean()
+    counts = counts_of(3 * num_drafts, K, (0,) * K)
+    chance = collapse_probability(few, counts, num_rollouts=3)
+    assert nothing - 0.005 < chance < max(1.5 * nothing, nothing + 0.2)
+    assert chance > (1 - rate) ** (3 * num_drafts), "drafts of a rollout fail together: more likely than one by one"
 
 
 def test_served_far_below_expected_is_an_alarm_and_within_tolerance_none() -> None:
-    assert alarms_of(record(healthy(0.15))) == ["acceptance_below_expected"]
-    assert alarms_of(record(healthy(0.37)), tolerance=0.3) == []
+    assert alarms_of(evidence(healthy(0.15))) == ["acceptance_below_expected"]
+    assert alarms_of(evidence(healthy(0.37)), alarms=AlarmConfig(tolerance=0.3)) == []
 
 
 def test_few_prompts_say_too_little_about_noise() -> None:
-    few = [r for r in healthy(0.15) if r.prompt_id in ("p0", "p1", "p2")]
-    held_out = expected_acceptance((0.4, 0.2, 0.1), 0.03, 3)
-    assert shortfall_bound(PROMISE, few, 0.0, 0.1) == -math.inf
-    assert shortfall_bound(held_out, healthy(0.15), 0.0, 0.1) == -math.inf
-    assert alarms_of(record(few)) == []
-    assert shortfall_bound(PROMISE, healthy(0.15), 0.0, 0.1) > 1
+    known_from_three = expected_acceptance((0.4, 0.2, 0.1), 0.03, 3)
+    assert alarms_of(evidence(healthy(0.15), expected=known_from_three)) == []
+
+
+def test_a_watched_drafter_is_left_to_its_canary() -> None:
+    assert alarms_of(evidence(dead(), serving=replace(SERVING, watched=1))) == []
 
 
 def test_drafts_are_judged_by_what_is_expected_at_their_own_length() -> None:
@@ -152,24 +148,24 @@ def test_drafts_are_judged_by_what_is_expected_at_their_own_length() -> None:
         for p in range(8)
         for s in range(4)
     ]
-    assert alarms_of(record(short, expected=periodic)) == []
+    assert alarms_of(evidence(short, expected=periodic)) == []
     worse = [replace(r, speculation=counts_of(40, 1, (4,), K), token_ids=[3] * 45, log_probs=[0.0] * 45) for r in short]
-    assert alarms_of(record(worse, expected=periodic)) == ["acceptance_below_expected"]
+    assert alarms_of(evidence(worse, expected=periodic)) == ["acceptance_below_expected"]
     long = [replace(r, speculation=counts_of(40, 3, (21, 0, 0), K)) for r in short]
-    assert alarms_of(record(long, expected=periodic)) == ["acceptance_below_expected"]
+    assert alarms_of(evidence(long, expected=periodic)) == ["acceptance_below_expected"]
 
 
 @pytest.mark.parametrize("significance", [0.01, 0.05])
-@pytest.mark.parametrize(("holdout_prompts", "rate"), [(4, 0.4), (16, 0.4), (8, 0.1)])
-def test_false_alarms_of_the_shortfall(significance: float, holdout_prompts: int, rate: float) -> None:
-    """Promise and service of the same drafter, on other prompts, without any tolerance."""
+@pytest.mark.parametrize(("scored_prompts", "rate"), [(4, 0.4), (16, 0.4), (8, 0.1)])
+def test_false_alarms_of_the_shortfall(significance: float, scored_prompts: int, rate: float) -> None:
+    """Expectation and service of the same drafter, on other prompts, without any tolerance."""
     rng, runs = np.random.default_rng(2), 400
     fired = 0
     for _ in range(runs):
-        expected, served = promised(generated(rng, rate, holdout_prompts, 2)), generated(rng, rate, 8, 2)
+        expected, served = expected_from(generated(rng, rate, scored_prompts, 2)), generated(rng, rate, 8, 2)
         counts = total_counts(r.speculation for r in served)
         assert counts is not None
-        fired += counts.acceptance_length < shortfall_bound(expected, served, 0.0, significance)
+        fired += counts.acceptance_length < expected.lowest_served(counts.steps, 8, 0.0, significance)
     limit = runs * significance + 3 * math.sqrt(runs * significance)
     assert fired <= limit
 
@@ -177,99 +173,86 @@ def test_false_alarms_of_the_shortfall(significance: float, holdout_prompts: int
 def test_false_alarms_of_healthy_drafters_over_runs() -> None:
     """Good, weak and all but random ones: in 600 steps, each of a run of 10 whose rate is 1 %, next to none."""
     rng, fired = np.random.default_rng(3), 0
+    drafter = DRAFTER.model_copy(update={"alarms": AlarmConfig(tolerance=0)})
     for rate in (0.6, 0.1, 0.002):
         for _ in range(200):
-            step = record(generated(rng, rate, 8, 2), expected=promised(generated(rng, rate, 4, 2)))
-            fired += bool(check_step(step, AlarmConfig(tolerance=0), 2, 10))
+            step = evidence(generated(rng, rate, 8, 2), expected=expected_from(generated(rng, rate, 4, 2)))
+            fired += bool(check_step(step, drafter, 10))
     assert fired <= 3
 
 
-def test_a_lost_half_of_the_gain_is_found_in_nearly_every_step() -> None:
+def test_a_lost_half_of_the_gain_is_found_within_two_steps() -> None:
     rng = np.random.default_rng(4)
     found = 0
     for _ in range(40):
-        expected = promised(generated(rng, 0.55, 16, 4, spread=0.005))
-        step = record(generated(rng, 0.33, 16, 4, spread=0.005), expected=expected)
-        found += alarms_of(step) == ["acceptance_below_expected"]
+        raised = []
+        for _ in range(2):
+            expected = expected_from(generated(rng, 0.55, 16, 4, spread=0.005))
+            raised += alarms_of(evidence(generated(rng, 0.33, 16, 4, spread=0.005), expected=expected))
+        assert set(raised) <= {"acceptance_below_expected"}
+        found += bool(raised)
     assert found >= 38
 
 
 def test_speculation_on_without_draft_tokens_is_an_alarm() -> None:
     nothing = [rollout("p0", s, 0, (), paused=63) for s in range(4)]
-    [alarm] = check_step(record(nothing), AlarmConfig(), 2, STEPS)
+    [alarm] = check_step(evidence(nothing), DRAFTER, STEPS)
     assert alarm.name == "no_draft_tokens"
     assert "256 tokens" in alarm.what
-    assert alarms_of(record(nothing, draft_length=0)) == []
-    assert alarms_of(record([rollout("p0", 0, 0, ())])) == [], "a prefill alone drafts nothing"
+    for longest, found in ((0, []), (2, ["no_draft_tokens"])):
+        assert alarms_of(evidence(nothing, SimpleNamespace(longest_draft=longest))) == found
+    assert alarms_of(evidence([rollout("p0", 0, 0, ())])) == [], "a prefill alone drafts nothing"
 
 
-def test_a_step_without_speculation_is_not_judged_by_acceptance() -> None:
-    assert alarms_of(record(dead(), draft_length=0)) == []
+@pytest.mark.parametrize(
+    ("drafter", "allowed"),
+    [({}, 2), ({"train_every": 3}, 6), ({"alarms": AlarmConfig(max_lag_versions=4)}, 4), ({"train": False}, 999)],
+)
+def test_lag_over_its_limit_is_an_alarm(drafter: dict[str, Any], allowed: int) -> None:
+    def after(lag: int) -> list[str]:
+        return alarms_of(evidence(healthy(), serving=replace(SERVING, judged_on=7 - lag)), **drafter)
 
-
-def test_lag_over_its_limit_is_an_alarm() -> None:
-    assert alarms_of(record(healthy(), lag_versions=3)) == ["drafter_lags"]
-    drafter = DrafterConfig(model={"type": "eagle3"}, train_every=2, publish_every=3)
-    assert lag_limit(AlarmConfig(), drafter) == 12
-    assert lag_limit(AlarmConfig(max_lag_versions=4), drafter) == 4
+    assert after(allowed) == []
+    assert after(allowed + 1) == ([] if drafter == {"train": False} else ["drafter_lags"])
 
 
 def test_each_engine_must_serve_what_was_sent() -> None:
     sent = {"fc.weight": "a", "norm.weight": "b"}
     same, lost, absent = dict(sent), sent | {"norm.weight": "c"}, {"fc.weight": "a"}
-    assert alarms_of(record(healthy(), deliveries=[Delivery("drafter", sent, [same, same])])) == []
+    assert alarms_of(evidence(healthy(), delivery=Delivery(sent, [same, same]))) == []
     for other in (lost, absent):
-        [alarm] = check_step(
-            record(healthy(), deliveries=[Delivery("drafter", sent, [same, other])]), AlarmConfig(), 2, STEPS
-        )
-        assert alarm.name == "weights_differ"
+        [alarm] = check_step(evidence(healthy(), delivery=Delivery(sent, [same, other])), DRAFTER, STEPS)
+        assert (alarm.name, alarm.fatal) == ("weights_differ", False)
         assert "engines [1]" in alarm.what
         assert "norm.weight" in alarm.what
-        assert not alarm.fatal
 
 
-def test_a_rollout_of_another_version_is_an_alarm() -> None:
+def test_a_rollout_of_another_version_is_an_alarm_and_of_another_policy_a_fatal_one() -> None:
     rollouts = healthy()
-    old_drafter = [*rollouts[1:], replace(rollouts[0], versions=Versions(7, 4))]
-    old_policy = [*rollouts[1:], replace(rollouts[0], versions=Versions(6, 5))]
-    [alarm] = check_step(record(old_drafter), AlarmConfig(), 2, STEPS)
-    assert (alarm.name, alarm.fatal) == ("wrong_version", False)
-    assert "p7-d4" in alarm.what
-    [alarm] = check_step(record(old_policy), AlarmConfig(), 2, STEPS)
-    assert alarm.fatal
+    for other, fatal in ((Versions(7, 4), False), (Versions(6, 5), True)):
+        [alarm] = check_step(evidence([*rollouts[1:], replace(rollouts[0], versions=other)]), DRAFTER, STEPS)
+        assert (alarm.name, alarm.fatal) == ("wrong_version", fatal)
+        assert str(other) in alarm.what
+        assert ("on_drafter_failure" in str(DrafterAlarm(3, [alarm]))) is not fatal
 
 
-def test_stop_names_cause_and_remedy_and_the_way_on() -> None:
-    alarms = check_step(record(dead(), lag_versions=9), AlarmConfig(), 2, STEPS)
-    with pytest.raises(DrafterAlarm) as error:
-        respond(12, alarms, "stop")
-    text = str(error.value)
+def test_the_failure_names_cause_and_remedy_and_the_way_on() -> None:
+    text = str(DrafterAlarm(12, check_step(evidence(dead(), serving=replace(SERVING, judged_on=-2)), DRAFTER, STEPS)))
     assert text.startswith("step 12 raised drafter_lags, acceptance_collapsed")
     assert text.count("Probable cause: ") == text.count("Remedy: ") == 2
     assert 'on_drafter_failure = "continue"' in text
-    assert error.value.alarms == alarms
 
 
-def test_continue_gives_the_mode_of_every_step_line() -> None:
-    alarms = check_step(record(dead()), AlarmConfig(), 2, STEPS)
-    assert respond(12, alarms, "continue") == "without speculation since step 12 (acceptance_collapsed)"
-    assert respond(12, [], "stop") is None
+def test_the_false_alarm_rate_is_that_of_a_run() -> None:
+    """The same unlucky step is an alarm in a short run, and chance in a long one."""
+    rollouts = dead(num_drafts=9, prompts=8, samples=1)
+    chance = collapse_probability(PROMISE, counts_of(72, K, (0,) * K), num_rollouts=8)
+    steps = int(FALSE_ALARM_RATE / NUM_TESTS / chance)
+    assert steps >= 1
+    assert [len(check_step(evidence(rollouts), DRAFTER, n)) for n in (steps, steps + 1)] == [1, 0]
 
 
-@pytest.mark.parametrize("policy_fault", [Versions(6, 5), Delivery("policy", {"embed": "a"}, [{"embed": "b"}])])
-def test_a_wrong_policy_stops_even_under_continue(policy_fault: object) -> None:
-    """Going on without the drafter does not mend rollouts of another policy."""
-    step = record(healthy())
-    if isinstance(policy_fault, Versions):
-        step = replace(step, rollouts=[replace(r, versions=policy_fault) for r in step.rollouts])
-    else:
-        step = replace(step, deliveries=[policy_fault])
-    with pytest.raises(DrafterAlarm) as error:
-        respond(3, check_step(step, AlarmConfig(), 2, STEPS), "continue")
-    assert "on_drafter_failure" not in str(error.value)
-
-
-@pytest.mark.parametrize("field", [{"false_alarm_rate": 0}, {"tolerance": 1}, {"max_lag_versions": 0}])
+@pytest.mark.parametrize("field", [{"tolerance": 1}, {"max_lag_versions": 0}])
 def test_bounds_that_mean_nothing_are_refused(field: dict) -> None:
     with pytest.raises(ValidationError):
         AlarmConfig(**field)

@@ -9,42 +9,49 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.publish.alarms import DrafterAlarm
-from cotrain.publish.loop import DrafterLoop
-from cotrain.records import GainReport, RolloutBatch, Versions, WeightPayload
+from cotrain.publish.alarms import Alarm, DrafterAlarm
+from cotrain.records import RolloutBatch, Versions, WeightPayload
+from cotrain.roles.publisher import Outcome, Publisher
 from cotrain.trainer.trainer import FreshScores
-from tests.cotrain.publish.simulated import DRAFT_TOKENS, sample_rollouts, score
+from tests.cotrain.publish.simulated import sample_rollouts, score
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, RANDOM, SAMPLES, World
+
+NO_DRAFTS: Any = SimpleNamespace(longest_draft=0)
 
 
 @pytest.fixture
-def new_loop(run_config: Any, tmp_path: Path) -> Any:
-    """The loop of a run whose [drafter] has these fields, in a world."""
+def new_publisher(run_config: Any, tmp_path: Path) -> Any:
+    """The publisher of a run whose [drafter] has these fields, in a world."""
 
-    def build(world: World, **drafter: Any) -> DrafterLoop:
+    def build(world: World, **drafter: Any) -> Publisher:
         config = run_config(
             steps=100,
             rollout={"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES},
             drafter={"model": {"type": "eagle3"}, **drafter},
         )
         served = WeightPayload("", 0, {"fc.weight": str(world.serving)})
-        return DrafterLoop(config, world, world, tmp_path, served, Versions(0, world.serving))
+        return Publisher(config, world, world, tmp_path, served, Versions(0, world.serving))
 
     return build
 
 
-def run(loop: DrafterLoop, world: World, steps: Any) -> list[SimpleNamespace]:
+def run(publisher: Publisher, world: World, steps: Any) -> list[SimpleNamespace]:
     """As the controller does it; metrics and events of each step."""
     rows = []
     for step in steps:
-        loop.begin()
         batch = world.generate(step)
-        loop.look(step, batch, Versions(step - 1, world.serving))
-        loop.finish_training(loop.start_training(step))
-        loop.swap(step)
+        outcome = Outcome({})
+        if publisher.mode is None:
+            outcome = publisher.evaluate(step, batch, Versions(step - 1, world.serving))
+        if outcome.failure is not None:
+            raise outcome.failure
+        if outcome.trains:
+            world.finish_training(world.start_training(step))
         counts = batch.speculation
         length = counts.acceptance_length if counts else 1.0
-        rows.append(SimpleNamespace(metrics=loop.metrics, events=loop.events, length=length, serving=world.serving))
+        rows.append(
+            SimpleNamespace(metrics=outcome.metrics, events=outcome.events, length=length, serving=world.serving)
+        )
     return rows
 
 
@@ -53,12 +60,14 @@ def kinds(rows: list[SimpleNamespace]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_random_drafter_that_learns_is_published_from_the_first_useful_weights_on(new_loop: Any, seed: int) -> None:
+def test_a_random_drafter_that_learns_is_published_from_the_first_useful_weights_on(
+    new_publisher: Any, seed: int
+) -> None:
     """12 steps of 8 prompts x 4 samples, as the quickstart has them. Acceptance lengths rise from 1.00 to about 2.3."""
     world = World(learns=0.0, seed=seed)
-    loop, rows = new_loop(world), []
+    publisher, rows = new_publisher(world), []
     for step in range(1, 13):
-        rows += run(loop, world, [step])
+        rows += run(publisher, world, [step])
         world.skill = 1.2 - 4.0 * 0.75**step  # trained in this step
     assert [row.serving for row in rows[:2]] == [0, 1]  # what step 1 trained, step 2 judges and step 3 serves
     assert rows[-1].serving >= 5
@@ -68,16 +77,16 @@ def test_a_random_drafter_that_learns_is_published_from_the_first_useful_weights
     assert max(lag) < 0.5  # what is kept back is never much
 
 
-def test_rollouts_are_scored_and_weights_frozen_before_they_are_trained_on(new_loop: Any) -> None:
+def test_rollouts_are_scored_and_weights_frozen_before_they_are_trained_on(new_publisher: Any) -> None:
     world = World(learns=9.0)
-    run(new_loop(world), world, [1, 2])
+    run(new_publisher(world), world, [1, 2])
     assert world.calls == ["take_in", "train", "take_in", "publish", "train"]
     assert world.published[1] == RANDOM + 9.0 and world.skill == RANDOM + 18.0
 
 
-def test_a_worse_candidate_is_kept_back_and_says_why(new_loop: Any) -> None:
+def test_a_worse_candidate_is_kept_back_and_says_why(new_publisher: Any) -> None:
     world = World(GOOD, learns=-0.8)
-    rows = run(new_loop(world), world, range(1, 6))
+    rows = run(new_publisher(world), world, range(1, 6))
     assert kinds(rows) == [[], *[["kept back"]] * 4]
     event = rows[1].events[0]
     assert event.in_short() == "drafter kept back, no gain above the margin of 0.02 is certain"
@@ -87,141 +96,137 @@ def test_a_worse_candidate_is_kept_back_and_says_why(new_loop: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_bad_publication_is_taken_back_within_two_steps_under_a_new_version(new_loop: Any, seed: int) -> None:
+def test_a_bad_publication_is_taken_back_within_two_steps_under_a_new_version(new_publisher: Any, seed: int) -> None:
     world = World(GOOD, learns=1.0, seed=seed)
     world.served_as[1] = -5.0  # promised well, served badly: something between trainer and engine is wrong
-    rows = run(new_loop(world), world, range(1, 5))
+    rows = run(new_publisher(world), world, range(1, 5))
     assert kinds(rows)[1] == ["published"]
     step = next(i for i, row in enumerate(rows) if "rolled back" in [event.kind for event in row.events])
     assert step in (2, 3)
     assert rows[step].serving == 2 and world.published[2] == GOOD
     assert world.calls[-1] != "publish" and "publish 0" in world.calls and "reset" in world.calls
     assert rows[step].metrics["drafter/rolled_back"] == 1.0 and rows[step].metrics["canary/roll_back_to"] == 0.0
-    assert "worse than promised; back to version 0" in rows[step].events[0].reason
+    assert "back to 0" in rows[step].events[0].reason
 
 
-def test_engines_that_refuse_keep_what_they_have_and_the_run_goes_on(new_loop: Any) -> None:
+def test_engines_that_refuse_keep_what_they_have_and_the_run_goes_on(new_publisher: Any) -> None:
     world = World(learns=9.0)
     world.refuses = {1}
-    rows = run(new_loop(world), world, range(1, 4))
+    rows = run(new_publisher(world), world, range(1, 4))
     assert kinds(rows) == [[], ["refused"], ["published"]]
     assert "engine 1: fc.weight has non-finite values" in rows[1].events[0].reason
     assert [row.serving for row in rows] == [0, 0, 2]
 
 
-def test_a_candidate_is_offered_after_every_nth_session(new_loop: Any) -> None:
-    world = World(learns=6.0)
-    rows = run(new_loop(world, publish_every=2), world, range(1, 6))
-    assert [bool(kind) for kind in kinds(rows)] == [False, False, True, False, True]
+def test_each_training_round_makes_one_candidate(new_publisher: Any) -> None:
     world = World(GOOD, learns=-1.0)
-    rows = run(new_loop(world, train_every=3), world, range(1, 9))
+    rows = run(new_publisher(world, train_every=3), world, range(1, 9))
     assert kinds(rows) == [[], [], [], ["kept back"], [], [], ["kept back"], []]
 
 
-def test_zero_acceptance_of_a_good_drafter_ends_the_run(new_loop: Any) -> None:
+def test_zero_acceptance_of_a_good_drafter_ends_the_run(new_publisher: Any) -> None:
     world = World(GOOD)
     world.served_as[0] = -30.0
-    loop = new_loop(world)
-    with pytest.raises(DrafterAlarm, match="acceptance_collapsed"):
-        run(loop, world, [1])
-    assert [event.kind for event in loop.events] == ["alarm"]
-    assert loop.start_training(1) is None, "nothing is trained on what cannot be trusted"
+    outcome = new_publisher(world).evaluate(1, world.generate(1), Versions(0, 0))
+    assert str(outcome.failure).startswith("step 1 raised acceptance_collapsed")
+    assert [event.kind for event in outcome.events] == ["alarm"] and outcome.metrics["alarms/acceptance_collapsed"] == 1
 
 
-def test_or_it_goes_on_without_speculation_and_says_so(new_loop: Any) -> None:
+def test_or_it_goes_on_without_speculation_and_says_so(new_publisher: Any) -> None:
     world = World(GOOD)
     world.served_as[0] = -30.0
-    loop = new_loop(world, on_drafter_failure="continue")
-    rows = run(loop, world, [1, 2, 3])
+    publisher = new_publisher(world, on_drafter_failure="continue")
+    rows = run(publisher, world, [1, 2, 3])
     assert kinds(rows) == [["alarm"], [], []]
-    assert loop.mode == "without speculation since step 1 (acceptance_collapsed)"
+    assert publisher.mode == "without speculation since step 1 (acceptance_collapsed)"
     assert world.draft_tokens == 0 and world.calls == ["take_in"]
     assert rows[0].metrics["alarms/acceptance_collapsed"] == 1.0
-    again = new_loop(world, on_drafter_failure="continue")
-    world.draft_tokens = DRAFT_TOKENS
-    again.load_state(json.loads(json.dumps(loop.state())))
-    assert (again.mode, world.draft_tokens) == (loop.mode, 0)
+    again = new_publisher(world, on_drafter_failure="continue")
+    world.draft_tokens = 3
+    again.load_state(json.loads(json.dumps(publisher.state())))
+    assert (again.mode, world.draft_tokens) == (publisher.mode, 0)
 
 
-def test_a_healthy_run_raises_no_alarm(new_loop: Any) -> None:
+def test_a_healthy_run_raises_no_alarm(new_publisher: Any) -> None:
     world = World(GOOD, learns=0.0)
-    assert "alarm" not in [kind for row in kinds(run(new_loop(world), world, range(1, 31))) for kind in row]
+    assert "alarm" not in [kind for row in kinds(run(new_publisher(world), world, range(1, 31))) for kind in row]
 
 
-def test_lost_weights_are_found_by_reading_them_back(new_loop: Any) -> None:
+def test_lost_weights_are_found_by_reading_them_back(new_publisher: Any) -> None:
     world = World(GOOD)
-    loop = new_loop(world, alarms={"delivery_check_every": 2})
+    publisher = new_publisher(world, train=False)
     world.lost = True
-    run(loop, world, [1])
+    run(publisher, world, range(1, 10))
     with pytest.raises(DrafterAlarm, match=r"weights_differ: engines \[0, 1\] serve other drafter tensors"):
-        run(loop, world, [2])
+        run(publisher, world, [10])
 
 
-def test_a_drafter_that_is_no_longer_judged_raises_the_lag_alarm(new_loop: Any) -> None:
-    """Trained but never offered: the policy moves away from it."""
+def test_a_drafter_that_is_no_longer_judged_raises_the_lag_alarm(new_publisher: Any) -> None:
+    """Every candidate has weights that are not finite: the policy moves away from the drafter that serves."""
     world = World(GOOD, learns=0.0)
-    loop = new_loop(world, publish_every=9, alarms={"max_lag_versions": 9})
-    run(loop, world, range(1, 10))
-    loop._offered_after = 9  # as if the gate never had its look
-    with pytest.raises(DrafterAlarm, match="drafter_lags: the serving drafter is 10 policy versions behind"):
-        run(loop, world, [10, 11])
+    take_in = world.take_in
+
+    def broken(*arguments: Any) -> Any:
+        scores, metrics = take_in(*arguments)
+        for scored in scores.candidate or []:
+            scored.known[:] = 0
+        return scores, metrics
+
+    world.take_in = broken  # type: ignore[method-assign]
+    publisher = new_publisher(world, alarms={"max_lag_versions": 4})
+    rows = run(publisher, world, range(1, 6))
+    assert kinds(rows) == [[], *[["refused"]] * 4]
+    assert "acceptances of the candidate are not finite on 32 of 32 rollouts" in rows[1].events[0].reason
+    with pytest.raises(DrafterAlarm, match="drafter_lags: the serving drafter is 5 policy versions behind"):
+        run(publisher, world, [6])
 
 
-def test_a_frozen_drafter_is_watched_but_neither_trained_nor_judged(new_loop: Any) -> None:
+def test_a_frozen_drafter_is_watched_but_neither_trained_nor_judged(new_publisher: Any) -> None:
     world = World(GOOD)
-    rows = run(new_loop(world, train=False), world, range(1, 5))
+    rows = run(new_publisher(world, train=False), world, range(1, 5))
     assert world.calls == ["take_in"] * 4 and kinds(rows) == [[]] * 4
     assert rows[0].metrics["rollout/expected_acceptance_length"] == pytest.approx(rows[0].length, abs=0.3)
     assert rows[0].metrics["rollout/expected_rate_pos_1"] > rows[0].metrics["rollout/expected_rate_pos_3"]
 
 
-def test_a_step_is_expected_to_accept_what_drafts_of_its_length_do(new_loop: Any) -> None:
+def test_a_step_is_expected_to_accept_what_drafts_of_its_length_do(new_publisher: Any) -> None:
     world = World(GOOD)
     world.draft_tokens = 1
-    rows = run(new_loop(world, train=False), world, range(1, 5))
+    rows = run(new_publisher(world, train=False), world, range(1, 5))
     metrics = rows[0].metrics
     assert metrics["rollout/expected_acceptance_length"] == pytest.approx(rows[0].length, abs=0.15)
     assert metrics["rollout/expected_acceptance_length_longest"] > metrics["rollout/expected_acceptance_length"] + 0.3
 
 
-def test_drafts_that_were_verified_are_judged_whatever_the_controller_reports(new_loop: Any) -> None:
+def test_drafts_that_were_verified_are_judged_whatever_the_controller_reports(new_publisher: Any) -> None:
     """Drafts can be verified in steps that also compute prompts, of which the controller counts nothing."""
     world = World(GOOD)
     world.served_as[0] = -30.0
-    generate, nothing = world.generate, GainReport(1.0, 1.0, None, None, 0, 0.0, 50, 10.0, 0)
+    generate, nothing = world.generate, NO_DRAFTS
     world.generate = lambda step: replace(generate(step), gain=nothing)  # type: ignore[method-assign]
     with pytest.raises(DrafterAlarm, match="acceptance_collapsed"):
-        run(new_loop(world), world, [1])
+        run(new_publisher(world), world, [1])
 
 
-def test_training_stops_when_it_does_not_pay(new_loop: Any) -> None:
-    world = World(GOOD, learns=0.0)
-    rows = run(new_loop(world, gate={"train_when": "drift"}), world, range(1, 12))
-    trained = ["drafter/loss" in row.metrics for row in rows]
-    assert trained[:3] == [True] * 3 and not any(trained[7:])
-    assert rows[-1].metrics["trigger/train"] == 0.0
-
-
-def test_always_publishes_what_no_rollout_can_judge(new_loop: Any) -> None:
+def test_always_publishes_what_no_rollout_can_judge(new_publisher: Any) -> None:
     for mode, serving in (("always", 1), ("gain", 0)):
         world = World(learns=9.0)
-        loop = new_loop(world, gate={"publish_when": mode})
-        run(loop, world, [1])
-        world.sessions = 1
+        publisher = new_publisher(world, gate={"publish_when": mode})
+        run(publisher, world, [1])
         nothing = score(sample_rollouts(np.random.default_rng(0), 8, 4), 0.0, np.random.default_rng(0))
         for scored in nothing:
             scored.steps[:], scored.accepted[:], scored.known[:] = float("nan"), float("nan"), 0
         world.take_in = lambda *_, nothing=nothing: (FreshScores(["a"] * 32, nothing, nothing, 1), {})  # type: ignore[method-assign]
-        [row] = run(loop, world, [2])
+        [row] = run(publisher, world, [2])
         assert row.serving == serving
-        assert "no rollout of this step has features of all its tokens" in row.events[0].reason
+        assert "0 rollouts of 0 prompts in this step have features of all their tokens" in row.events[0].reason
 
 
-def test_speculation_switched_off_by_its_controller_is_no_alarm(new_loop: Any) -> None:
+def test_speculation_switched_off_by_its_controller_is_no_alarm(new_publisher: Any) -> None:
     """The gate goes on: a candidate is scored by a forward pass, not by what is served."""
     world = World(learns=9.0)
-    loop = new_loop(world)
-    generate, off = world.generate, GainReport(1.0, 1.0, None, None, 0, 0.0, 50, 10.0, 0)
+    publisher = new_publisher(world)
+    generate, off = world.generate, NO_DRAFTS
 
     def undrafted(step: int) -> RolloutBatch:
         world.draft_tokens = 0
@@ -229,21 +234,30 @@ def test_speculation_switched_off_by_its_controller_is_no_alarm(new_loop: Any) -
         return RolloutBatch(batch.rollouts, [], None, batch.seconds, batch.num_generated_tokens, {}, off)
 
     world.generate = undrafted  # type: ignore[method-assign]
-    rows = run(loop, world, range(1, 4))
+    rows = run(publisher, world, range(1, 4))
     assert kinds(rows) == [[], ["published"], ["published"]]
 
 
-def test_a_resumed_loop_decides_as_one_that_was_never_stopped(new_loop: Any) -> None:
+def test_a_resumed_publisher_decides_as_one_that_was_never_stopped(new_publisher: Any) -> None:
     def events(rows: list[SimpleNamespace]) -> list[Any]:
         return [event for row in rows for event in row.events]
 
-    fields: dict[str, Any] = {"gate": {"train_when": "drift"}}
     straight = World(-2.0, learns=0.4)
-    expected = events(run(new_loop(straight, **fields), straight, range(1, 13)))
+    expected = events(run(new_publisher(straight), straight, range(1, 13)))
     world = World(-2.0, learns=0.4)
-    first = new_loop(world, **fields)
+    first = new_publisher(world)
     found = events(run(first, world, range(1, 6)))
-    second = new_loop(world, **fields)
+    second = new_publisher(world)
     second.load_state(json.loads(json.dumps(first.state())))
     assert found + events(run(second, world, range(6, 13))) == expected
     assert {event.kind for event in expected} >= {"published"}
+
+
+def test_an_alarm_of_another_check_stops_the_step(new_publisher: Any) -> None:
+    world = World(GOOD, learns=1.0)
+    publisher = new_publisher(world)
+    run(publisher, world, [1])
+    alarm = Alarm("not_lossless", "rollouts have another law", "unknown", "find out", {"p": 0.0})
+    outcome = publisher.evaluate(2, world.generate(2), Versions(1, 0), [alarm])
+    assert "not_lossless: rollouts have another law" in str(outcome.failure)
+    assert "publish" not in world.calls and outcome.swap is None

@@ -1,0 +1,32 @@
+"""Evidence of a step as a test makes it up."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
+from cotrain.publish.evidence import Evidence, Publication
+from cotrain.records import Rollout, RolloutBatch, Versions
+from cotrain.trainer.trainer import FreshScores
+from drafters.acceptance import RolloutAcceptance
+
+
+def expected_from(rollouts: Sequence[Rollout]) -> ExpectedAcceptance:
+    """Served counts of these rollouts as the expectation for those after them, at every draft length alike."""
+    counted = [(r.prompt_id, r.speculation) for r in rollouts if r.speculation is not None and r.speculation.num_drafts]
+    steps = torch.tensor([float(counts.num_drafts) for _, counts in counted], dtype=torch.float64)
+    accepted = torch.tensor([counts.accepted_per_position for _, counts in counted], dtype=torch.float64)
+    known = torch.ones(len(counted), dtype=torch.int64)
+    scores = [RolloutAcceptance(steps, accepted[:, :k], known) for k in range(1, accepted.shape[1] + 1)]
+    found = expected_of(scores, [prompt for prompt, _ in counted])
+    assert found is not None
+    return found
+
+
+def evidence_of(batch: RolloutBatch, versions: Versions, **changes: Any) -> Evidence:
+    """Evidence of a step that scored no drafter; nothing is expected of the serving one unless `changes` say so."""
+    serving = Publication(versions.drafter, versions.drafter, judged_on=versions.policy)
+    evidence = Evidence(1, batch, versions, serving, FreshScores([], [], None, 0), None)
+    return replace(evidence, **changes)
