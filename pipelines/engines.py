@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cotrain.config.schema import DatasetTask, FeatureTapConfig, ReasoningGymTask, RolloutConfig
+from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig
 from cotrain.models.linear_attention import serving_problems
 from cotrain.models.loading import resolve_model
 from cotrain.process import threads
@@ -117,20 +117,20 @@ def prepare_engine(
         max_prompt_tokens=longest + rollout["draft_tokens"] + 1,
         max_new_tokens=args.tokens,
         dtype=args.dtype,
-        kv_cache_gib=_kv_cache_gib(target, args.dtype, batch, positions),
-        features=FeatureTapConfig(max_tokens_per_step=positions),
-        vllm=vllm | {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
+        vllm={"kv_cache_memory_bytes": _kv_bytes(target, args.dtype, batch, positions)}
+        | vllm
+        | {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
         **rollout,
     )
     folder, drafter = _drafter(args, model, target, positions, pulled) if args.drafter else (None, None)
     return EngineSetup(model, target, prompts, config, drafter, folder)
 
 
-def _kv_cache_gib(target: TargetSpec, dtype: str, batch: int, positions: int) -> int:
+def _kv_bytes(target: TargetSpec, dtype: str, batch: int, positions: int) -> int:
     """Room for twice the largest batch: nothing waits and nothing is preempted."""
     layers = target.num_layers + 1  # the drafter's own
     bytes_per_token = 2 * layers * target.num_key_value_heads * target.head_dim * BYTES_PER_VALUE[dtype]
-    return max(1, ceil(2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * bytes_per_token / GIB))
+    return max(GIB, 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * bytes_per_token)
 
 
 def _prompts(task_config: TaskConfig, seed: int, model: Path, count: int) -> list[list[int]]:
@@ -165,7 +165,7 @@ async def one_engine(
 
     ngram: draft tokens are looked up in the request's own text, whatever drafter there is.
     """
-    os.environ.update(threads.engine_environment(num_threads, setup.rollout.kv_cache_gib))
+    os.environ.update(threads.engine_environment(num_threads))
     from cotrain.rollout.engine import RolloutEngine
     from cotrain.rollout.spec import EngineSpec
 

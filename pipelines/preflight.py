@@ -18,6 +18,7 @@ from typing import Any
 
 from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.lossless_guard import environment_problems
+from cotrain.config.publish import MIN_ROLLOUTS
 from cotrain.config.schema import RunConfig
 from cotrain.models.linear_attention import serving_problems, training_problems
 from cotrain.models.loading import native_head, resolve_model
@@ -50,13 +51,13 @@ def check_init(config: RunConfig, resume: bool = False) -> Path:
     return _check(config, resume, [*init_problems(config), *quick_problems(config, resume)], [])
 
 
-def _check(config: RunConfig, resume: bool, problems: list[str], more: list[Callable[..., None]]) -> Path:
+def _check(config: RunConfig, resume: bool, problems: list[str], more: list[Callable[..., Any]]) -> Path:
     """Add the checks of the model to the problems found so far, and raise ConfigError if there are any."""
     try:
         model = resolve_model(config.policy.model)
     except ValueError as error:
         raise ConfigError(list(dict.fromkeys([*problems, str(error)]))) from error
-    checks = [_check_lengths, _check_linear_attention, *more]
+    checks: list[Callable[..., Any]] = [_check_lengths, _check_linear_attention, *more]
     if config.drafter is not None:
         checks += [check_drafter_shape, _check_tap]
         if not resume and (config.drafter.init or native_head(model)):
@@ -281,10 +282,10 @@ def _check_tap(config: RunConfig, model: Path) -> None:
             f"rollout.features.max_bytes: {bound} does not hold one rollout of full length (rollout.max_prompt_tokens + "
             f"rollout.max_new_tokens = {config.rollout.max_model_len} tokens); raise it, or lower one of these lengths"
         )
-    if config.drafter.train and gate.publish_when != "always" and tapped < gate.min_rollouts:
+    if config.drafter.train and gate.publish_when != "always" and tapped < MIN_ROLLOUTS:
         raise ValueError(
-            f"rollout.features.max_bytes: {bound} holds {tapped} rollouts of full length a step, but "
-            f"drafter.gate.min_rollouts is {gate.min_rollouts}; raise it, or lower min_rollouts"
+            f"rollout.features.max_bytes: {bound} holds {tapped} rollouts of full length a step, and "
+            f'drafter.gate needs {MIN_ROLLOUTS}; raise it, or set drafter.gate.publish_when = "always"'
         )
 
 

@@ -40,9 +40,14 @@ def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resu
     if problems:
         raise ConfigError(problems)
     if resume is not None:
-        run_root = reduce(merge, tables, {}).get("run_root", RunConfig.model_fields["run_root"].default)
+        run_root = _merged(tables).get("run_root", RunConfig.model_fields["run_root"].default)
         tables = [_saved_table(Path(run_root), resume), *tables, {"name": resume}]
-    return parse_config(reduce(merge, tables, {}))
+    return parse_config(_merged(tables))
+
+
+def _merged(tables: Sequence[Table]) -> Table:
+    empty: Table = {}
+    return reduce(merge, tables, empty)
 
 
 def parse_config(fields: Mapping[str, Any]) -> RunConfig:
@@ -149,7 +154,7 @@ def read_override(text: str, problems: list[str]) -> Table:
     table = _read_value(value)
     for name in reversed(path.split(".")):
         table = {name: table}
-    return table
+    return dict(table)
 
 
 def _read_value(text: str) -> Any:

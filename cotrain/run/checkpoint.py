@@ -19,7 +19,6 @@ from typing import Any
 
 from cotrain.config.files import write_json
 from cotrain.config.schema import RunConfig
-from cotrain.models.loading import model_fingerprint, tokenizer_fingerprint
 from cotrain.records import Versions
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
@@ -160,8 +159,20 @@ def discard_newer(run_dir: RunDir, step: int, drafter_version: int) -> None:
 
 
 def model_fingerprints(model_folder: Path) -> dict[str, str]:
-    """Digests that tell one policy from another: {"model": ..., "tokenizer": ...}."""
-    return {"model": model_fingerprint(model_folder), "tokenizer": tokenizer_fingerprint(model_folder)}
+    """Digests that tell one policy from another: {"model": ..., "tokenizer": ...}.
+
+    Of each weight file the size and the first and last MiB count, so that a large model takes milliseconds.
+    """
+    weights, tokenizer = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+    for path in sorted(model_folder.iterdir()):
+        if path.suffix == ".safetensors" or path.name == "config.json":
+            with path.open("rb") as file:
+                weights.update(f"{path.name} {path.stat().st_size}".encode() + file.read(2**20))
+                file.seek(-min(2**20, path.stat().st_size), os.SEEK_END)
+                weights.update(file.read())
+        elif path.name.startswith(("token", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")):
+            tokenizer.update(path.name.encode() + path.read_bytes())
+    return {"model": weights.hexdigest(), "tokenizer": tokenizer.hexdigest()}
 
 
 def check_resume(config: RunConfig, fingerprints: dict[str, str], saved: RunState) -> None:

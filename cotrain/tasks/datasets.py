@@ -12,7 +12,7 @@ Other column names come from task.prompt_column and task.answer_column. A prompt
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.schema import DatasetTask
+from cotrain.config.schema import DatasetSource, DatasetTask
 from cotrain.records import Prompt
 from cotrain.tasks.messages import Messages, chat_messages
 from cotrain.tasks.rewards import REWARDS, load_reward

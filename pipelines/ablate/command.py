@@ -17,7 +17,6 @@ from functools import partial
 from filelock import FileLock, Timeout
 
 from cotrain.config.errors import ConfigError, did_you_mean
-from cotrain.config.load import merge, parse_config
 from cotrain.config.schema import RunConfig
 from cotrain.run.console import duration
 from pipelines.ablate.jobs import PROGRAM, Ended, Job, Stop, last_error, run_jobs
@@ -195,10 +194,9 @@ class _Ablation:
     def _job(self, title: str, command: str, config: RunConfig, action: Action) -> Job:
         if action == "start over":
             clear(config)
-        nested = parse_config(merge(config.model_dump(mode="json"), {"tracking": {"parent_run": self.parent.run_id}}))
         file = f"{command}-{config.name}"
         config_file, log = (self.study.folder / path for path in (f"configs/{file}.toml", f"logs/{file}.log"))
-        return Job(title, command, nested, action == "resume", config_file, log)
+        return Job(title, command, config, action == "resume", config_file, log, self.parent.run_id)
 
     def _init_ended(self, job: Job, status: int, seconds: float) -> None:
         if is_made(job.config):

@@ -22,7 +22,7 @@ class StudyRun:
         """Raises ValueError naming tracking.uri when the store does not answer."""
         config, uri = study.shared, tracking_uri(study.shared)
         self._client = connect(uri)
-        experiment = experiment_id(self._client, uri, config.tracking.experiment)
+        experiment = experiment_id(self._client, uri)
         folder = hashlib.blake2b(str(study.folder.resolve()).encode(), digest_size=6).hexdigest()
         known = self._client.search_runs([experiment], f"tags.`{FOLDER_TAG}` = '{folder}'", max_results=1)
         if known:
