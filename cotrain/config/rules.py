@@ -238,17 +238,6 @@ def vllm_arguments_are_lossless(run: RunConfig) -> Iterator[Problem]:
         yield Problem(f"rollout.vllm.{key}", message)
 
 
-def timed_batch_sizes_can_run(run: RunConfig) -> Iterator[Problem]:
-    sizes = run.rollout.speculation.measure_batch_sizes
-    most = run.rollout.max_num_seqs
-    if run.drafter is not None and sizes is not None and max(sizes) > most:
-        yield Problem(
-            "rollout.speculation.measure_batch_sizes",
-            f"{list(sizes)}, but an engine runs at most {most} requests at once (rollout.vllm.max_num_seqs, or the "
-            "rollouts of a step); leave out the larger ones",
-        )
-
-
 def the_gate_has_rollouts_to_judge_on(run: RunConfig) -> Iterator[Problem]:
     # A single sample, and a window that leaves nothing to train on, are refused by rules of their own.
     if run.drafter is None or not run.drafter.train or run.drafter.gate.publish_when == "always":
@@ -321,7 +310,6 @@ RUN = (
     window_covers_the_unroll,
     depth_decay_is_used,
     vllm_arguments_are_lossless,
-    timed_batch_sizes_can_run,
     the_gate_has_rollouts_to_judge_on,
     train_every_is_used,
     the_lag_limit_allows_the_cadence,

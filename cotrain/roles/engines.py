@@ -14,6 +14,7 @@ from cotrain.lossless.draws import Draws
 from cotrain.process import threads
 from cotrain.process.cluster import Cluster, Placement, free_port
 from cotrain.records import (
+    GainReport,
     Rollout,
     RolloutBatch,
     RolloutRequest,
@@ -25,7 +26,6 @@ from cotrain.records import (
 from cotrain.roles.actors import EngineActor, PolicyActor
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.spec import EngineSpec
-from cotrain.rollout.speculation.gain_check import combined
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import Sampler, Serving
 
@@ -127,6 +127,7 @@ class RolloutEngines:
 
 def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> RolloutBatch:
     by_key = {(r.prompt_id, r.sample_index): r for batch in batches for r in batch.rollouts}
+    gains = [batch.gain for batch in batches if batch.gain is not None]
     stats: dict[str, float] = {}
     for batch in batches:
         for name, value in batch.feature_stats.items():
@@ -138,7 +139,7 @@ def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> Rollo
         seconds=max(batch.seconds for batch in batches),
         num_generated_tokens=sum(batch.num_generated_tokens for batch in batches),
         feature_stats=stats,
-        gain=combined([batch.gain for batch in batches if batch.gain is not None]),
+        gain=sum(gains, start=GainReport()) if gains else None,
     )
 
 

@@ -61,10 +61,6 @@ REFUSED = [
     ("rollout.vllm.quantization=fp8", "rollout.vllm.quantization: quantises the target"),
     ("rollout.vllm.logits_processors=['a.b']", "rollout.vllm.logits_processors: changes which tokens can be drawn"),
     ("rollout.vllm.temperature=2", "rollout.vllm.temperature: is not known to leave speculation lossless"),
-    (
-        "rollout.speculation.measure_batch_sizes=[1, 65]",
-        "rollout.speculation.measure_batch_sizes: [1, 65], but an engine",
-    ),
     ("rollout.vllm.seed=3", "rollout.vllm.seed: is set by cotrain: set seed"),
     ("rollout.stop=['']", "rollout.stop: holds an empty string"),
     ("name=a/b", "name: 'a/b' is no folder name"),
@@ -90,8 +86,6 @@ ACCEPTED = [
     ["rollout.prompts_per_step=2", "drafter.gate.publish_when=always"],
     ["drafter.alarms.max_lag_versions=6", "drafter.train_every=2", "drafter.publish_every=3"],
     ["rollout.vllm.swap_space=4", "drafter=none"],
-    ["rollout.speculation.measure_batch_sizes=[1, 64]"],
-    ["rollout.speculation.measure_batch_sizes=[1, 128]", "rollout.vllm.max_num_seqs=128"],
     ["rollout.features.window=1", "drafter=none"],
     ["name=run-2_b.1"],
 ]

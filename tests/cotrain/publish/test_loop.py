@@ -188,7 +188,7 @@ def test_drafts_that_were_verified_are_judged_whatever_the_controller_reports(ne
     """Drafts can be verified in steps that also compute prompts, of which the controller counts nothing."""
     world = World(GOOD)
     world.served_as[0] = -30.0
-    generate, nothing = world.generate, GainReport(1.0, 1.0, None, None, 0, 0.0, 50, 10.0, 0)
+    generate, nothing = world.generate, GainReport(50, 10.0, 10.0)
     world.generate = lambda step: replace(generate(step), gain=nothing)  # type: ignore[method-assign]
     with pytest.raises(DrafterAlarm, match="acceptance_collapsed"):
         run(new_loop(world), world, [1])
@@ -221,7 +221,7 @@ def test_speculation_switched_off_by_its_controller_is_no_alarm(new_loop: Any) -
     """The gate goes on: a candidate is scored by a forward pass, not by what is served."""
     world = World(learns=9.0)
     loop = new_loop(world)
-    generate, off = world.generate, GainReport(1.0, 1.0, None, None, 0, 0.0, 50, 10.0, 0)
+    generate, off = world.generate, GainReport(50, 10.0, 10.0)
 
     def undrafted(step: int) -> RolloutBatch:
         world.draft_tokens = 0
