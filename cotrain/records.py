@@ -1,6 +1,6 @@
 """Everything that crosses a process. Plain data: no torch, no vLLM, no Ray."""
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 
@@ -167,9 +167,8 @@ class GainReport:
     """Most draft tokens that a step asked for and that a later step could verify; 0: no step could verify any."""
 
     def __add__(self, other: "GainReport") -> "GainReport":
-        ours, theirs = astuple(self), astuple(other)
-        sums = [a + b for a, b in zip(ours, theirs, strict=True)]
-        return GainReport(*sums[:-1], longest_draft=max(self.longest_draft, other.longest_draft))
+        sums = (ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True))
+        return replace(GainReport(*sums), longest_draft=max(self.longest_draft, other.longest_draft))
 
     @property
     def speedup_vs_no_speculation(self) -> float:

@@ -20,8 +20,11 @@ QUANTILE = 0.25
 PACE_STEPS = 15
 """Latest steps whose median is the pace: late ones do not move it, and it follows a busy spell within eight."""
 
-MOST_TRIALS = 2
-"""Trials that the past of a cell counts for, at most; the measurement at the start counts for one."""
+MEASURED_TRIALS, MOST_TRIALS = 2.0, 4.0
+"""Trials that the measurement at the start counts for, and that the past of a cell counts for at most."""
+
+CLIP = 0.3
+"""Log seconds that one trial may be off by, at most: it may have met a moment in which the machine was busy."""
 
 
 class StepCosts:
@@ -40,7 +43,7 @@ class StepCosts:
         table = np.array([[np.log(np.quantile(measured[k, batch], QUANTILE)) for batch in sizes] for k in lengths])
         self._log_seconds = table @ _interpolation(anchors, np.log2(sizes)).T
         self._weights = _interpolation(np.log2(np.arange(1, max_batch + 1)), anchors)  # [max_batch, anchors]
-        self._trials = np.ones_like(self._log_seconds)
+        self._trials = np.full(self._log_seconds.shape, MEASURED_TRIALS)
         self._recent: deque[float] = deque([0.0], maxlen=PACE_STEPS)
 
     def ratios(self) -> Array:
@@ -58,7 +61,7 @@ class StepCosts:
     def correct(self, draft_tokens: int, batch: int, error: float) -> None:
         """Learn from a trial, whose steps took exp(error) times `seconds`."""
         weights, trials = self._weights[batch - 1], self._trials[draft_tokens]
-        self._log_seconds[draft_tokens] += weights * error / (trials + 1)
+        self._log_seconds[draft_tokens] += weights * float(np.clip(error, -CLIP, CLIP)) / (trials + 1)
         np.minimum(trials + weights, MOST_TRIALS, out=trials)
 
 

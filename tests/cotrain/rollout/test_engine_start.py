@@ -1,14 +1,18 @@
 """What an engine refuses before vLLM is there, and what vLLM is started with."""
 
 import asyncio
+import queue
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cotrain.config.schema import RolloutConfig
+from cotrain.records import GainReport
 from cotrain.rollout import engine as engine_module
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.speculation.controller import SpeculationController, Step
 from cotrain.rollout.vllm.arguments import engine_arguments
 from drafters.base import Serving
 
@@ -53,3 +57,33 @@ def test_states_of_linear_attention_are_not_cached_unless_asked_for(tmp_path: Pa
     (tmp_path / "config.json").write_text('{"linear_num_value_heads": 2}')
     assert not engine_arguments(spec_of(tmp_path))["enable_prefix_caching"]
     assert engine_arguments(spec_of(tmp_path, vllm={"enable_prefix_caching": True}))["enable_prefix_caching"]
+
+
+def test_the_owner_reaches_the_controller_in_vllms_engine_core() -> None:
+    """By vLLM's own dispatch and serialisation, without an engine."""
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    from cotrain.rollout.vllm.scheduling import call_controller
+
+    core = object.__new__(EngineCoreProc)
+    core.shutdown_state, core.output_queue = EngineShutdownState.RUNNING, queue.Queue()
+    core.scheduler = SimpleNamespace(controller=SpeculationController(K, 8))
+
+    async def call_utility_async(method: str, *args: object) -> object:
+        core._handle_client_request(EngineCoreRequestType.UTILITY, (0, 1, method, args))
+        _, outputs = core.output_queue.get_nowait()
+        decoded = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs))
+        assert decoded.utility_output.failure_message is None
+        return decoded.utility_output.result.result
+
+    engine = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call_utility_async))
+    assert asyncio.run(call_controller(engine, "fix_draft_tokens", 1)) is False
+    assert asyncio.run(call_controller(engine, "describe")) == "k=1 at every batch size (fixed)"
+    core.scheduler.controller.observe(Step(1, 2, False, [], 2))
+    core.scheduler.controller.idle(0.5)
+    report = asyncio.run(call_controller(engine, "report"))
+    assert report["decoded"] == [[2, 2, 0.5]] and GainReport(**report["gain"]) == GainReport()
+    assert asyncio.run(call_controller(engine, "new_drafter", [0.5, 0.3])) is None
+    assert asyncio.run(call_controller(engine, "begin", False)) is None
