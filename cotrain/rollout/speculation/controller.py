@@ -155,6 +155,8 @@ class SpeculationController:
         if self._before is not None:
             self._end_trial(self._before.batch)
         self._before = None
+        if self._costs is not None:
+            self._costs.pause()
 
     def _constant(self, draft_tokens: int) -> list[int]:
         return [draft_tokens] * (self.max_batch + 1)
@@ -204,7 +206,7 @@ class SpeculationController:
             self._end_trial(step.batch)
         elif self._num_steps % DECIDE_STEPS == 0:
             self._decide()
-        if self._trials.due:
+        if self._trials.due and costs.knows_pace:
             entry = step.batch - 1
             self._trials.begin(int(self._chosen[entry]), self._gains()[:, entry], costs.ratios()[:, entry])
 

@@ -17,8 +17,9 @@ Array = NDArray[np.float64]
 QUANTILE = 0.25
 """Of the steps that were measured: what disturbs a machine only makes steps slower, in bursts."""
 
-PACE_STEPS = 15
-"""Latest steps whose median is the pace: late ones do not move it, and it follows a busy spell within eight."""
+PACE_STEPS, LEAST_PACE_STEPS = 15, 5
+"""Latest steps whose median is the pace: late ones do not move it, and it follows a busy spell within eight. And those
+that have to be known for a trial to be compared with."""
 
 MEASURED_TRIALS, MOST_TRIALS = 2.0, 4.0
 """Trials that the measurement at the start counts for, and that the past of a cell counts for at most."""
@@ -53,6 +54,15 @@ class StepCosts:
     def seconds(self, draft_tokens: int, batch: int) -> float:
         """What a step takes at the present pace."""
         return float(np.exp(self._log_seconds[draft_tokens] @ self._weights[batch - 1] + median(self._recent)))
+
+    @property
+    def knows_pace(self) -> bool:
+        """Have there been enough steps since `pause`?"""
+        return len(self._recent) >= LEAST_PACE_STEPS
+
+    def pause(self) -> None:
+        """Other steps than those before come next, perhaps on a machine that is busier by then."""
+        self._recent = deque([median(self._recent)], maxlen=PACE_STEPS)
 
     def follow(self, draft_tokens: int, batch: int, seconds: float) -> None:
         """Learn the pace from a step of the length in use."""

@@ -16,8 +16,7 @@ TRIAL_SHARE = 0.02
 """Share of the decoding time that trials take."""
 
 WAIT_SECONDS = 1.0
-"""Decoding time before the first trial, so that the pace of the machine is known, and until something to try is looked
-for again where there was nothing."""
+"""Decoding time until something to try is searched for again where there was nothing."""
 
 
 class Trials:
@@ -26,7 +25,7 @@ class Trials:
     def __init__(self) -> None:
         self.draft_tokens: int | None = None
         """Length on trial."""
-        self._clock, self._due, self._cost = 0.0, WAIT_SECONDS, 0.0
+        self._clock = self._due = self._cost = 0.0
         self._steps = self._number = 0
         self._errors: list[float] = []
 
