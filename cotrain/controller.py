@@ -30,7 +30,6 @@ from cotrain.records import RolloutBatch, RolloutRequest, ScoredRollout, SwapRep
 from cotrain.roles.drafter import DrafterTraining
 from cotrain.roles.engines import PolicyRanks, RolloutEngines
 from cotrain.roles.publisher import Outcome, Publisher
-from cotrain.rollout.speculation.controller import speculation_metrics as gain_metrics
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.decisions import DecisionLog, DrafterEvent
@@ -312,7 +311,7 @@ def _rollout_metrics(batch: RolloutBatch, rollouts: list[ScoredRollout], config:
         "rollout/tokens_per_s": batch.num_generated_tokens / batch.seconds,
     }
     metrics |= speculation_metrics(batch.speculation, config.rollout.draft_tokens)
-    metrics |= {} if batch.gain is None else gain_metrics(batch.gain)
+    metrics |= {} if batch.gain is None else batch.gain.metrics()
     if stats := batch.feature_stats:
         tapped = stats["num_tokens"] or 1
         metrics |= {

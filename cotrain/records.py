@@ -1,6 +1,6 @@
 """Everything that crosses a process. Plain data: no torch, no vLLM, no Ray."""
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 
@@ -146,35 +146,43 @@ class SwapReport:
 
 @dataclass(frozen=True, slots=True)
 class GainReport:
-    """What speculation gained in an engine over its steps since the last report, prefills left out.
+    """What speculation gained in an engine over its steps since the last report, steps that compute prompts left out.
 
-    Times of a step without speculation are those of the cost model, which trials correct.
+    Reports of several engines add up.
     """
 
-    speedup_vs_no_speculation: float
-    """Time that the generated tokens would have taken without speculation, over the time that they took, trials
-    included. Steps without draft tokens count as they are."""
-    model_gain: float
-    """The same, over the speculating steps alone, from the model's step times and acceptance; 1.0 without any."""
-    measured_gain: float | None
-    """The model's gain, corrected by what was seen. None without speculating steps, or before the first check."""
-    measured_error: float | None
-    """Standard error of log measured_gain, from the spread of the checks. None before two of them."""
-    num_checks: int
-    """Trials without speculation that measured_gain rests on."""
-    trial_share: float
-    """Share of the time that went into trials and checks."""
-    num_steps: int
-    """Engine steps."""
-    seconds: float
-    """Of these steps together."""
-    longest_draft: int
+    num_steps: int = 0
+    seconds: float = 0.0
+    """What these engine steps took together."""
+    seconds_without: float = 0.0
+    """What the generated tokens would have taken without speculation, by the measured times of engine steps. Steps
+    without draft tokens count as they are."""
+    seconds_without_checked: float = 0.0
+    """The same, corrected by how far trials without speculation were off those times."""
+    num_checks: int = 0
+    """Steps of such trials that the correction rests on."""
+    trial_seconds: float = 0.0
+    """Part of `seconds` that went into trials of other draft lengths than the chosen one."""
+    longest_draft: int = 0
     """Most draft tokens that a step asked for and that a later step could verify; 0: no step could verify any."""
 
+    def __add__(self, other: "GainReport") -> "GainReport":
+        sums = (ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True))
+        return replace(GainReport(*sums), longest_draft=max(self.longest_draft, other.longest_draft))
+
     @property
-    def disagreement(self) -> float | None:
-        """Measured over model gain, minus 1."""
-        return None if self.measured_gain is None else self.measured_gain / self.model_gain - 1
+    def speedup_vs_no_speculation(self) -> float:
+        """Decoding speed against no speculation, trials included; 1.0 without any steps."""
+        return self.seconds_without / self.seconds if self.seconds else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        """As rollout/... metrics; the checked gain is left out before the first check."""
+        values = {"rollout/speedup_vs_no_speculation": self.speedup_vs_no_speculation}
+        if self.seconds:
+            values["rollout/speculation_trial_share"] = self.trial_seconds / self.seconds
+        if self.seconds and self.num_checks:
+            values["rollout/speculation_gain_measured"] = self.seconds_without_checked / self.seconds
+        return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,15 +114,6 @@ def vllm_arguments_are_for_the_user(config: RunConfig) -> Iterator[str]:
             yield f"rollout.vllm.{key}: {message}"
 
 
-def timed_batch_sizes_can_run(config: RunConfig) -> Iterator[str]:
-    sizes, most = config.rollout.speculation.measure_batch_sizes, config.rollout.max_num_seqs
-    if config.drafter is not None and sizes is not None and max(sizes) > most:
-        yield (
-            f"rollout.speculation.measure_batch_sizes: {list(sizes)}, but an engine runs at most {most} requests at once "
-            "(rollout.vllm.max_num_seqs, or the rollouts of a step); leave out the larger ones"
-        )
-
-
 def served_depth_is_trained(config: RunConfig) -> Iterator[str]:
     if config.drafter is None:
         return
@@ -172,7 +163,6 @@ RULES = (
     rollouts_divide_evenly,
     a_whole_rollout_fits_a_micro_batch,
     vllm_arguments_are_for_the_user,
-    timed_batch_sizes_can_run,
     served_depth_is_trained,
     the_gate_has_rollouts_to_evaluate,
     the_lag_limit_allows_the_cadence,

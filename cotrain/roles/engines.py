@@ -13,11 +13,19 @@ from cotrain.config.schema import RunConfig
 from cotrain.lossless.draws import Draws
 from cotrain.process import threads
 from cotrain.process.cluster import Cluster, Placement, free_port
-from cotrain.records import Rollout, RolloutBatch, RolloutRequest, ScoredRollout, SwapReport, Versions, WeightPayload
+from cotrain.records import (
+    GainReport,
+    Rollout,
+    RolloutBatch,
+    RolloutRequest,
+    ScoredRollout,
+    SwapReport,
+    Versions,
+    WeightPayload,
+)
 from cotrain.roles.actors import EngineActor, PolicyActor
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.spec import EngineSpec
-from cotrain.rollout.speculation.gain_check import combined
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import Sampler, Serving
 
@@ -120,6 +128,7 @@ def _slowest(reports: list[SwapReport]) -> SwapReport:
 
 def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> RolloutBatch:
     by_key = {(r.prompt_id, r.sample_index): r for batch in batches for r in batch.rollouts}
+    gains = [batch.gain for batch in batches if batch.gain is not None]
     stats: Counter[str] = Counter()
     for batch in batches:
         stats.update(batch.feature_stats)
@@ -130,7 +139,7 @@ def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> Rollo
         seconds=max(batch.seconds for batch in batches),
         num_generated_tokens=sum(batch.num_generated_tokens for batch in batches),
         feature_stats=dict(stats),
-        gain=combined([batch.gain for batch in batches if batch.gain is not None]),
+        gain=sum(gains, start=GainReport()) if gains else None,
     )
 
 

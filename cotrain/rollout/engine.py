@@ -5,11 +5,10 @@ A plain asynchronous class; `cluster.py` makes it a Ray actor. Its process envir
 """
 
 import asyncio
-import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from cotrain.config.lossless_guard import environment_problems
 from cotrain.process.failures import RunFailure
 from cotrain.records import (
     FeatureShard,
+    GainReport,
     Rollout,
     RolloutBatch,
     RolloutRequest,
@@ -27,8 +27,7 @@ from cotrain.records import (
 )
 from cotrain.rollout.acceptance_stats import counts_of_request, total_counts, verification_steps
 from cotrain.rollout.spec import EngineSpec
-from cotrain.rollout.speculation.controller import SpeculationController
-from cotrain.rollout.speculation.step_timing import TimedRequests, room_for, time_steps
+from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
 from cotrain.rollout.tap_admission import (
     TapRequest,
     choose,
@@ -47,12 +46,8 @@ POLICY_READBACK_COLUMNS = 32
 An error that stays in one of n columns is found within ceil(n / 32) updates; an error in a share s of the columns is
 found at once with probability 1 - (1 - s)^32. Reading all columns takes several times as long."""
 
-UPDATE_SECONDS = 1.0
-"""Time between two looks of the speculation controller at the engine's steps. On a CPU each look takes a core from the
-engine for a moment, and its other threads wait."""
-
 TIMED_PROMPT_TOKENS = 32
-"""Of each prompt, its last ones, that engine steps are timed after. Prefilling more would take most of the time."""
+"""Last tokens of each prompt that engine steps are measured after. Prefilling more would take most of the time."""
 
 
 class RolloutEngine:
@@ -67,7 +62,7 @@ class RolloutEngine:
         """Of the last generate, by number of requests in an engine step: tokens and seconds of the steps that computed
         no prompt. Empty where nothing proposes draft tokens."""
         self._engine: Any = None
-        self._controller: SpeculationController | None = None
+        self._chooses = False  # is the draft length chosen by the engine's speculation controller?
         self._batches = 0
         self._drafter_before = spec.versions.drafter
 
@@ -77,20 +72,15 @@ class RolloutEngine:
         Drafts rollout.draft_tokens in every step until `time_draft_lengths`. Raises ValueError naming an environment
         variable that may change what speculation generates.
         """
-        scratch, rollout = Path(self.spec.scratch), self.spec.rollout
-        scratch.mkdir(parents=True, exist_ok=True)
+        Path(self.spec.scratch).mkdir(parents=True, exist_ok=True)
         if self.speculates:
             _check_environment()
-            self._controller = SpeculationController(
-                rollout.speculation, rollout.draft_tokens, rollout.max_num_seqs, scratch
-            )
 
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = engine_arguments(self.spec, self._controller)
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec)))
         await self._engine.init_weight_transfer_engine(
             WeightTransferInitRequest(init_info={"keep_folder": f"{self.spec.scratch}/kept"})
         )
@@ -108,22 +98,31 @@ class RolloutEngine:
     # -- draft length ------------------------------------------------------------------------------------------------
 
     async def time_draft_lengths(self, prompts: Sequence[list[int]]) -> int:
-        """Time engine steps at all draft lengths; from then on the length follows what is fastest.
+        """Measure engine steps at all draft lengths; from then on the length follows what is fastest.
 
-        prompts: token ids of requests such as will come, at least one. The number of timings: 0 without
-        rollout.speculation.adaptive, or when rollouts are too short to be timed; the length then stays fixed.
+        prompts: token ids of requests such as will come, at least one. Returns the number of pairs of draft length and
+        batch size that were measured: 0 without rollout.speculation.adaptive, or when rollouts are too short to measure
+        any; the length then stays fixed.
         """
-        controller, rollout = self._controller, self.spec.rollout
-        if controller is None or self.spec.drafter_folder is None or not rollout.speculation.adaptive:
+        rollout = self.spec.rollout
+        if self.spec.drafter_folder is None or not rollout.speculation.adaptive:
             return 0
         timed = [prompt[-TIMED_PROMPT_TOKENS:] for prompt in prompts]
-        room = min(room_for(controller.max_draft_tokens), rollout.max_model_len - max(map(len, timed)))
-        request = RolloutRequest("timing", 0, timed[0], None)
-        sampling = self._sampling(request, {"max_tokens": room, "ignore_eos": True, "stop": None})
-        async with death_in_words(self._engine):
-            num_timings = await time_steps(controller, TimedRequests(self._engine, timed, sampling), room)
-        await self._follow_choice()
-        return num_timings
+        room = min(room_for(rollout.draft_tokens), rollout.max_model_len - max(map(len, timed)))
+        sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
+        await self._call("cotrain_read_prompts", True)
+        await self._speculation("begin_measuring")
+        deadline = time.perf_counter() + rollout.speculation.measure_seconds
+        rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(rollout.max_num_seqs)}
+        while (size := next_size(rounds, deadline - time.perf_counter())) is not None:
+            started = time.perf_counter()
+            names = [f"timing{size}n{len(rounds[size])}r{i}" for i in range(size)]
+            requests = [RolloutRequest(name, 0, timed[i % len(timed)], None) for i, name in enumerate(names)]
+            await self._run(names, requests, sampling)
+            rounds[size].append(time.perf_counter() - started)
+        num_measured: int = await self._speculation("end_measuring")
+        await self.set_draft_tokens(None)
+        return num_measured
 
     async def set_draft_tokens(self, draft_tokens: int | None) -> None:
         """Draft length from the next step on, at most rollout.draft_tokens; 0 switches speculation off.
@@ -135,18 +134,23 @@ class RolloutEngine:
         most = self.spec.rollout.draft_tokens
         if draft_tokens is not None and not 0 <= draft_tokens <= most:
             raise ValueError(f"draft tokens must be 0..{most}, not {draft_tokens}")
-        if self._controller is not None:
-            self._controller.fix_draft_tokens(draft_tokens)
-            await self._follow_choice()
-
-    async def _follow_choice(self) -> None:
-        """The drafter goes over prompts at draft length 0 when a request that drains may be drafted for later."""
-        if self._controller is not None and self.spec.drafter_folder is not None:
-            await self._call("cotrain_read_prompts", self._controller.choosing)
+        if not self.speculates:
+            return
+        self._chooses = await self._speculation("fix_draft_tokens", draft_tokens)
+        if self.spec.drafter_folder is not None:
+            # A request that drafts nothing now may be drafted for later, as its batch drains.
+            await self._call("cotrain_read_prompts", self._chooses)
 
     async def describe_speculation(self) -> str:
         """The draft lengths in use, and why."""
-        return "off: nothing proposes draft tokens" if self._controller is None else self._controller.describe()
+        return await self._speculation("describe") if self.speculates else "off: nothing proposes draft tokens"
+
+    async def _speculation(self, method: str, *args: Any) -> Any:
+        """Call a method of the speculation controller, which lives in vLLM's scheduler."""
+        from cotrain.rollout.vllm.scheduling import call_controller
+
+        async with death_in_words(self._engine):
+            return await call_controller(self._engine, method, *args)
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
 
@@ -164,18 +168,14 @@ class RolloutEngine:
         tapped = self._tapped(names, requests, overrides) if tap and self.spec.drafter_folder is not None else {}
         if tapped:
             await self._start_tapping(tapped)
-        controller = self._controller
-        if controller is not None:
-            controller.take_decoded()  # the last step of the call before
+        chosen = self._chooses and not overrides
+        if self.speculates:
+            await self._speculation("begin", not overrides)
         started = time.perf_counter()
-        learner = controller if controller is not None and controller.choosing and not overrides else None
-        async with _following_steps(learner):
-            outputs = await self._run(names, requests, overrides, first_of_each_prompt(tapped))
+        outputs = await self._run(names, requests, overrides, first_of_each_prompt(tapped))
         seconds = time.perf_counter() - started
-        gain = None if learner is None else learner.report()
-        if controller is not None and learner is None:
-            controller.discard_steps()
-        self.decoded = {} if controller is None else controller.take_decoded()
+        report = await self._speculation("report") if self.speculates else {"gain": {}, "decoded": []}
+        self.decoded = {batch: (tokens, elapsed) for batch, tokens, elapsed in report["decoded"]}
         times = [output.metrics for output in outputs]
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
         rollouts = [self._rollout(request, output, versions) for request, output in zip(requests, outputs, strict=True)]
@@ -192,7 +192,7 @@ class RolloutEngine:
             seconds=seconds,
             num_generated_tokens=sum(len(r.token_ids) for r in rollouts),
             feature_stats=stats,
-            gain=gain,
+            gain=GainReport(**report["gain"]) if chosen else None,
         )
 
     async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[FeatureShard]:
@@ -351,8 +351,7 @@ class RolloutEngine:
         async with death_in_words(self._engine):
             await self._update(payload, Versions(self.versions.policy, drafter_version), draft=True)
         self._drafter_before = before
-        if self._controller is not None:
-            self._controller.new_drafter(expected_rates)
+        await self._speculation("new_drafter", None if expected_rates is None else list(expected_rates))
         return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
 
     async def check_drafter(self, payload: WeightPayload) -> None:
@@ -366,8 +365,7 @@ class RolloutEngine:
         versions = Versions(self.versions.policy, self._drafter_before)
         async with death_in_words(self._engine):
             await self._update_session({"action": "undo"}, versions, draft=True)
-        if self._controller is not None:
-            self._controller.new_drafter()
+        await self._speculation("new_drafter")
 
     async def _update(self, payload: WeightPayload, versions: Versions, draft: bool) -> None:
         update = {
@@ -446,27 +444,6 @@ def _check_environment() -> None:
     """Once a process, before vLLM sets variables of its own. Raises ValueError naming the first that is not allowed."""
     for name, reason in environment_problems(os.environ):
         raise ValueError(f"environment variable {name}: {reason}")
-
-
-@contextlib.asynccontextmanager
-async def _following_steps(controller: SpeculationController | None) -> AsyncIterator[None]:
-    """Let it learn from the engine's steps as they come."""
-    if controller is None:
-        yield
-        return
-
-    async def follow() -> None:
-        while True:
-            await asyncio.sleep(UPDATE_SECONDS)
-            controller.update()
-
-    following = asyncio.create_task(follow())
-    try:
-        yield
-    finally:
-        following.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await following
 
 
 async def _final_output(queue: Any) -> Any:

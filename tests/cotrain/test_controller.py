@@ -23,7 +23,7 @@ from cotrain.run.run_dir import RunDir
 from cotrain.tasks.prompt_order import PromptSampler
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
 
-NO_DRAFTS = GainReport(1.0, 1.0, None, None, 0, 0.0, num_steps=40, seconds=1.0, longest_draft=0)
+NO_DRAFTS = GainReport(num_steps=40, seconds=1.0, seconds_without=1.0)
 """Of a step in which speculation would not have paid."""
 
 

@@ -1,292 +1,243 @@
-"""The speculation controller of one engine: learns from its steps, and keeps its table of draft lengths.
+"""Chooses the draft length of each engine step: the one with the most expected tokens per second, 0 included.
 
-Lives in the process that owns the engine; `StepPlanner` is its counterpart in vLLM's scheduler. Nothing here waits for
-the engine: `update` takes what the scheduler has logged and writes a new table, between a few times a second and once
-a generate call. `step_timing.py` makes the engine steps that it starts from.
+The controller lives in vLLM's scheduler, which sees the batch size and the clock of every step (`vllm/scheduling.py`).
+It decides from batch size, step times and acceptance so far, before anything of the next draft is drawn, and so leaves
+the distribution of the emitted tokens alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.stats import norm
 
-from cotrain.config.speculation import SpeculationConfig
 from cotrain.records import GainReport
-from cotrain.rollout.speculation.draft_length_policy import Gains, choose, gains, trial_lengths, undecided
-from cotrain.rollout.speculation.draft_length_table import DraftLengths, DraftLengthTable, StepLog
-from cotrain.rollout.speculation.gain_check import GainCheck
-from cotrain.rollout.speculation.served_acceptance import KEPT_AFTER_SWAP, KEPT_WHEN_OFF, ServedAcceptance
-from cotrain.rollout.speculation.step_cost import StepCostModel, default_batch_sizes
+from cotrain.rollout.speculation.measurement import Measurement
+from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
+from cotrain.rollout.speculation.step_costs import Array, StepCosts
+from cotrain.rollout.speculation.trials import Trials
 
-LOG_ENTRIES = 16_384
-"""Engine steps that may pass between two updates."""
+HYSTERESIS = 0.02
+"""Another length has to be faster by this share: less is lost by staying than by following noise. Speculation goes off
+as soon as it is expected to cost time."""
 
-DOUBT_ROUNDS = 8
-"""Times `measure_repeats` that a cell in doubt is timed again at the start: a busy second must not decide for minutes."""
+DECIDE_STEPS = 16
+"""Engine steps from one choice to the next; a choice takes about 0.1 ms."""
 
-STEPS_PER_PREDICTION = 64
-"""Engine steps set against the same prediction of the model before it has learnt from them."""
+CHECKS_KEPT = 8
+"""Trials without speculation that the check of the gain rests on, about; older ones are forgotten."""
+
+
+class Step(NamedTuple):
+    """One engine step, as the scheduler saw it."""
+
+    draft_tokens: int
+    """Drafted for each request at its end."""
+    batch: int
+    computes_prompts: bool
+    drafts: Sequence[tuple[int, int]]
+    """(verified draft tokens, accepted ones) of each request that had drafts."""
+    num_tokens: int
+    """Generated."""
+
+    @property
+    def steady(self) -> bool:
+        """Did every request verify as many tokens as it drafted? Only the times of such steps are those of a length."""
+        drafting = self.batch if self.draft_tokens else 0
+        alike = all(verified == self.draft_tokens for verified, _ in self.drafts)
+        return alike and len(self.drafts) == drafting and not self.computes_prompts
 
 
 class SpeculationController:
-    """Draft length for each batch size 1..max_batch, from 0 to max_draft_tokens.
+    """Draft lengths 0 to K by batch size. K until engine steps were measured: without them it would have to guess."""
 
-    Fixed at max_draft_tokens until the engine's steps have been timed: without them it would have to guess.
-    """
-
-    def __init__(self, config: SpeculationConfig, max_draft_tokens: int, max_batch: int, folder: str | Path):
-        """Creates the shared files in `folder`, before the engine starts."""
-        self.config = config
+    def __init__(self, max_draft_tokens: int, max_batch: int):
         self.max_draft_tokens, self.max_batch = max_draft_tokens, max_batch
-        self.table_path, self.log_path = str(Path(folder) / "draft_lengths"), str(Path(folder) / "engine_steps")
-        self._table = DraftLengthTable(self.table_path, DraftLengths.constant(max_draft_tokens, max_batch))
-        self._log = StepLog(self.log_path, max_draft_tokens, create_entries=LOG_ENTRIES)
-        self._cost = StepCostModel(max_draft_tokens, max_batch)
-        self._timings: list[tuple[int, int, Sequence[float]]] = []
-        self._acceptance = ServedAcceptance(max_draft_tokens, max_batch, config.memory_drafts)
-        self._check = GainCheck()
+        self._acceptance, self._trials = ServedAcceptance(max_draft_tokens), Trials()
+        self._costs: StepCosts | None = None
+        self._measurement: Measurement | None = None
+        self._fixed: list[int] | None = self._constant(max_draft_tokens)
         self._chosen = np.zeros(max_batch, np.int64)
-        self._last_trial = np.zeros((max_draft_tokens + 1, max_batch), np.int64)
-        self._decoded = np.zeros((max_batch, 2))  # tokens and seconds of steps without prompts, by batch size
-        self._num_steps = 0
-        self._drafted_before = 0  # draft tokens that the newest step in the log asked for
-        self._last_batch = 1
-        self._trials_at_once = 0
-        self._fixed: int | None = max_draft_tokens
-        self._timed = False
-        self._z = float(norm.ppf(config.confidence))
+        self._learns, self._num_steps = True, 0
+        self._step: Step | None = None
+        self._before: Step | None = None  # the one before, if its requests go on
+        self._started = 0.0
+        self._check_error, self._num_checks = 0.0, 0
+        self.begin()
 
-    @property
-    def choosing(self) -> bool:
-        """Is the draft length chosen here? False before the first timings, while it is fixed, and when not adaptive."""
+    # -- what the engine's owner calls, between two steps ------------------------------------------------------------
+
+    def begin(self, learns: bool = True) -> None:
+        """Start a report. Without `learns` its steps, of another sampling, teach nothing about those to come."""
+        self._learns = learns
+        self._gain = GainReport()
+        self._decoded: dict[int, tuple[int, float]] = {}
+
+    def report(self) -> dict[str, Any]:
+        """gain: fields of a GainReport. decoded: [batch size, tokens, seconds] of the steps without prompts."""
+        gain = asdict(replace(self._gain, num_checks=self._num_checks))
+        return {"gain": gain, "decoded": [[batch, *row] for batch, row in self._decoded.items()]}
+
+    def fix_draft_tokens(self, draft_tokens: int | None) -> bool:
+        """The same length at every batch size; None gives the choice back. Is the length chosen here from now on?
+
+        Nothing is learnt from the steps of a fixed length.
+        """
+        if draft_tokens is None and self._costs is None:
+            draft_tokens = self.max_draft_tokens
+        self._fixed = None if draft_tokens is None else self._constant(draft_tokens)
         return self._fixed is None
 
-    def timing_plan(self, round_number: int = 0) -> list[tuple[int, int]]:
-        """(draft length, batch size) to time at the start, in order; empty when nothing is left to time.
+    def begin_measuring(self) -> None:
+        """Time the engine steps that follow, at all draft lengths."""
+        self._measurement = Measurement(self.max_draft_tokens, self.max_batch)
 
-        Round 0 goes over all draft lengths measure_repeats times, in turns, so that a slow minute hits them alike.
-        Later ones, DOUBT_ROUNDS times as many, go over what is still in doubt: whether speculation pays, and which
-        length is best.
-        Raises ValueError for a batch size that the engine cannot run.
-        """
-        sizes = self.config.measure_batch_sizes or default_batch_sizes(self.max_batch)
-        if max(sizes) > self.max_batch:
-            raise ValueError(
-                f"measure_batch_sizes: {list(sizes)}, but an engine runs at most {self.max_batch} requests at once; "
-                "leave out the larger ones"
-            )
-        if round_number == 0:
-            return [(k, size) for size in sizes for k in range(self.max_draft_tokens + 1)] * self.config.measure_repeats
-        if round_number > DOUBT_ROUNDS * self.config.measure_repeats:
-            return []
-        lengths = undecided(self._gains(), self.config.hysteresis)
-        return [(k, size) for size in sizes for k in lengths[size - 1]]
-
-    def num_timed(self, draft_tokens: int, batch: int) -> int:
-        """Steady engine steps at this length and batch size that wait for `take_timing`."""
-        return len(_steady(self._log.waiting(), draft_tokens, batch))
-
-    def take_timing(self, draft_tokens: int, batch: int) -> list[float]:
-        """Seconds of the steady steps since the last call or `update`, at this length and batch size.
-
-        Raises RuntimeError without any: too few were decoded, or requests finished.
-        """
-        steps = self._take_steps()
-        for step in steps:
-            self._acceptance.observe(int(step["batch"]), step["trials"], step["accepted"])
-        wanted = _steady(steps, draft_tokens, batch)
-        if not len(wanted):
-            raise RuntimeError(f"no steady engine step at k={draft_tokens}, batch {batch} among {len(steps)} steps")
-        seconds: list[float] = wanted["seconds"].tolist()
-        return seconds
-
-    def begin_timing(self) -> None:
-        """Before the first round of `timing_plan`, at the start or on demand."""
-        self._timings = []
-
-    def learn_timings(self, timings: Sequence[tuple[int, int, Sequence[float]]]) -> None:
-        """(draft length, batch size, seconds of engine steps), as in `timing_plan`; gives the choice back.
-
-        What was learnt of step times before `begin_timing` is forgotten: the rounds since then count together.
-        """
-        self._timings += timings
-        self._cost = StepCostModel(self.max_draft_tokens, self.max_batch)
-        self._cost.learn_timings(self._timings)
-        self._timed = True
-        self.fix_draft_tokens(None)
-
-    def fix_draft_tokens(self, draft_tokens: int | None) -> None:
-        """The same length at every batch size from the next engine step on; None gives the choice back.
-
-        Nothing is learnt from the steps of a fixed length. Raises ValueError for a length that the engine was not
-        started for.
-        """
-        if draft_tokens is not None and not 0 <= draft_tokens <= self.max_draft_tokens:
-            raise ValueError(f"draft tokens must be 0..{self.max_draft_tokens}, not {draft_tokens}")
-        if draft_tokens is None and not (self.config.adaptive and self._timed):
-            draft_tokens = self.max_draft_tokens
-        if self._fixed is not None:
-            self.discard_steps()
-        self._fixed = draft_tokens
-        if draft_tokens is None:
-            self._decide()
-        else:
-            self._table.write(DraftLengths.constant(draft_tokens, self.max_batch))
-
-    def discard_steps(self) -> None:
-        """Learn nothing from the engine steps since the last `update`: they are not like those to come."""
-        self._take_steps()
-        self._drafted_before = 0
-
-    def take_decoded(self) -> dict[int, tuple[int, float]]:
-        """Tokens and seconds of the engine steps since the last call that computed no prompt, by batch size."""
-        self.update()
-        found = {i + 1: (int(row[0]), float(row[1])) for i, row in enumerate(self._decoded) if row[1]}
-        self._decoded[:] = 0
-        return found
+    def end_measuring(self) -> int:
+        """Choose from now on by the steps since `begin_measuring`. The number of measured (length, batch size); 0: too
+        few steps, and the length stays fixed."""
+        assert self._measurement is not None
+        seconds, self._measurement = self._measurement.seconds, None
+        try:
+            self._costs = StepCosts(self.max_draft_tokens, self.max_batch, seconds)
+        except ValueError:
+            return 0
+        self._fixed = None
+        self._decide()
+        return len(seconds)
 
     def new_drafter(self, expected_rates: Sequence[float] | None = None) -> None:
-        """Another drafter serves from now on: where speculation is off, it is tried at once.
+        """Another drafter serves from now on.
 
-        expected_rates: acceptance promised by the drafter's evaluation, if any (drafters.acceptance.acceptance_rates),
-        of the first draft position on. Raises ValueError when there are more than draft tokens.
+        expected_rates: acceptance that its evaluation expects, as shares of drafts that accept position i and all
+        before it. Without them it is tried at once.
         """
-        if expected_rates is not None and not 1 <= len(expected_rates) <= self.max_draft_tokens:
-            raise ValueError(
-                f"{len(expected_rates)} expected rates for {self.max_draft_tokens} draft tokens; give one a position"
-            )
-        if self.choosing:
-            self._learn()  # what the old one did
-        # Where speculation is on, an estimate of a few drafts would switch it off by chance; where it is off, doubt is
-        # what lets a trial change that.
-        is_on = bool(self._chosen[self._last_batch - 1])
-        self._acceptance.new_drafter(KEPT_AFTER_SWAP if is_on else KEPT_WHEN_OFF, expected_rates)
-        self._trials_at_once += 1
+        self._acceptance.new_drafter(expected_rates)
+        if expected_rates is None:
+            self._trials.at_once()
         self._decide()
 
-    def update(self) -> None:
-        """Learn from the engine steps since the last call, and write the table."""
-        if self.choosing:
-            self._learn()
-            self._decide()
-        else:
-            self.discard_steps()
-
-    def report(self) -> GainReport:
-        """What speculation gained over the engine steps since the last call."""
-        self.update()
-        return self._check.report()
-
-    @property
-    def draft_tokens(self) -> list[int]:
-        """Draft length of each batch size, [max_batch], as the engine has it."""
-        return self._chosen.tolist() if self._fixed is None else [self._fixed] * self.max_batch
-
-    def describe(self, max_batch: int | None = None) -> str:
-        """The choice and its reason in words, for batch sizes up to max_batch (default: all).
-
-        For example: k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1.
-        """
+    def describe(self) -> str:
+        """The choice and its reason in words: k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1."""
         if self._fixed is not None:
-            return f"k={self._fixed} at every batch size (fixed)"
-        last = min(max_batch or self.max_batch, self.max_batch)
-        chosen, gain = self._chosen[:last], self._gains()
-        starts = [0, *(np.flatnonzero(np.diff(chosen)) + 1).tolist()]
+            return f"k={self._fixed[1]} at every batch size (fixed)"
+        gains = self._gains()
+        starts = [0, *(np.flatnonzero(np.diff(self._chosen)) + 1).tolist()]
         parts = []
-        for start, end in zip(starts, [*starts[1:], last], strict=True):
-            k, where = int(chosen[start]), _batches(start + 1, end, last)
-            values = np.exp(gain.estimate[k, start:end])
-            if k:
-                low, high = f"{values.min():.2f}x", f"{values.max():.2f}x"
-                parts.append(f"k={k} {where} (gain {low if low == high else f'{low} to {high}'})")
-            else:
-                best = int(gain.estimate[1:, start].argmax()) + 1
-                parts.append(f"off {where}: {_why_off(gain, best, start)}")
+        for start, end in zip(starts, [*starts[1:], self.max_batch], strict=True):
+            k, where = int(self._chosen[start]), _batches(start + 1, end, self.max_batch)
+            low, high = f"{gains[k, start:end].min():.2f}x", f"{gains[k, start:end].max():.2f}x"
+            best = int(gains[1:, start].argmax()) + 1
+            on = f"k={k} {where} (gain {low if low == high else f'{low} to {high}'})"
+            parts.append(on if k else f"off {where}: {gains[best, start]:.2f}x at k={best}")
         return ", ".join(parts)
 
-    def _take_steps(self) -> np.ndarray[Any, np.dtype[Any]]:
-        steps = self._log.take()
-        decoding = steps[~steps["prefill"]]
-        entries = np.minimum(decoding["batch"], self.max_batch).astype(np.int64) - 1
-        np.add.at(self._decoded, entries, np.stack([decoding["tokens"], decoding["seconds"]], axis=-1))
-        return steps
+    # -- what the scheduler calls in every step; `now` is seconds of one clock -----------------------------------------
 
-    def _learn(self) -> None:
-        steps = self._take_steps()
-        for start in range(0, len(steps), STEPS_PER_PREDICTION):
-            chunk = steps[start : start + STEPS_PER_PREDICTION]
-            seconds, (tokens, _) = self._cost.seconds(), self._acceptance.tokens_per_step()
-            log_ratios = np.log(seconds / seconds[0])
-            for step in chunk:
-                k, batch = int(step["draft_tokens"]), int(step["batch"])
-                entry = min(batch, self.max_batch) - 1
-                self._last_batch = entry + 1
-                self._num_steps += 1
-                if not step["prefill"]:
-                    chosen, expected = self.draft_tokens[entry], float(tokens[k, entry])
-                    of_model = (expected, float(seconds[0, entry]), log_ratios[:, entry])
-                    self._check.observe(step, self._drafted_before, chosen, *of_model)
-                self._drafted_before = k
-                if step["trial"]:
-                    octave = batch.bit_length()
-                    self._last_trial[k, 2 ** (octave - 1) - 1 : 2**octave - 1] = self._num_steps
-                if step["steady"]:
-                    self._cost.observe(k, batch, float(step["seconds"]))
-                self._acceptance.observe(batch, step["trials"], step["accepted"])
-
-    def _gains(self) -> Gains:
-        return gains(self._acceptance.tokens_per_step(), self._cost.seconds(), self._cost.ratio_error(), self._z)
-
-    def _decide(self) -> None:
+    def draft_lengths(self, now: float) -> list[int]:
+        """Draft length by batch size, [max_batch + 1], of the step that begins now."""
+        self._end_step(now)
+        self._started = now
+        if self._measurement is not None:
+            return self._constant(self._measurement.draft_tokens)
         if self._fixed is not None:
+            return self._fixed
+        if self._trials.draft_tokens is not None:
+            return self._constant(self._trials.draft_tokens)
+        return [0, *self._chosen.tolist()]
+
+    def observe(self, step: Step) -> None:
+        """What became of it. It ends when the next begins, or with `idle`."""
+        self._step = step if step.batch else None
+
+    def idle(self, now: float) -> None:
+        """The last request has finished."""
+        self._end_step(now)
+        if self._before is not None:
+            self._end_trial(self._before.batch)
+        self._before = None
+        if self._costs is not None:
+            self._costs.pause()
+
+    def _constant(self, draft_tokens: int) -> list[int]:
+        return [draft_tokens] * (self.max_batch + 1)
+
+    def _end_step(self, now: float) -> None:
+        step, self._step = self._step, None
+        if step is None:
             return
-        gain = self._gains()
-        self._chosen = choose(self._chosen, gain, self.config.hysteresis)
-        trials = trial_lengths(self._chosen, gain, self._last_trial)
-        per_step = self._cost.seconds()[trials, np.arange(self.max_batch)]
-        self._table.write(
-            DraftLengths(
-                draft_tokens=(0, *self._chosen.tolist()),
-                trial_tokens=(-1, *trials.tolist()),
-                trial_seconds=(0.0, *(per_step * self.config.probe_steps).tolist()),
-                trial_share=self.config.probe_share,
-                trial_steps=self.config.probe_steps,
-                trials_at_once=self._trials_at_once,
-            )
+        seconds, before, self._before = now - self._started, self._before, step
+        if self._learns and (self._fixed is None or self._measurement is not None):
+            self._acceptance.observe(step.drafts)
+        if step.computes_prompts:
+            return
+        tokens, total = self._decoded.get(step.batch, (0, 0.0))
+        self._decoded[step.batch] = tokens + step.num_tokens, total + seconds
+        if self._measurement is not None:
+            self._measurement.observe(step.draft_tokens, step.batch, step.steady, seconds)
+        elif self._fixed is None and self._costs is not None:
+            self._count(self._costs, step, before, seconds)
+            if self._learns:
+                self._learn(self._costs, step, seconds)
+
+    def _count(self, costs: StepCosts, step: Step, before: Step | None, seconds: float) -> None:
+        without = costs.seconds(0, step.batch)
+        if step.steady:  # what slowed it would have slowed a step without speculation alike
+            without *= seconds / costs.seconds(step.draft_tokens, step.batch)
+        without *= step.num_tokens / step.batch
+        plain = step.steady and not step.draft_tokens
+        self._gain += GainReport(
+            num_steps=1,
+            seconds=seconds,
+            seconds_without=without,
+            seconds_without_checked=without if plain else without * float(np.exp(self._check_error)),
+            trial_seconds=0.0 if self._trials.draft_tokens is None else seconds,
+            longest_draft=0 if before is None else before.draft_tokens,
         )
 
+    def _learn(self, costs: StepCosts, step: Step, seconds: float) -> None:
+        error = None
+        if step.steady and self._trials.draft_tokens is None:
+            costs.follow(step.draft_tokens, step.batch, seconds)
+        elif step.steady:
+            error = float(np.log(seconds / costs.seconds(step.draft_tokens, step.batch)))
+        self._trials.observe(seconds, error)
+        self._num_steps += 1
+        if self._trials.over:
+            self._end_trial(step.batch)
+        elif self._num_steps % DECIDE_STEPS == 0:
+            self._decide()
+        if self._trials.due and costs.knows_pace:
+            entry = step.batch - 1
+            self._trials.begin(int(self._chosen[entry]), self._gains()[:, entry], costs.ratios()[:, entry])
 
-def speculation_metrics(report: GainReport) -> dict[str, float]:
-    """As rollout/... metrics; values that are not known yet are left out."""
-    values: dict[str, Any] = asdict(report) | {"disagreement": report.disagreement}
-    names = {
-        "speedup_vs_no_speculation": "rollout/speedup_vs_no_speculation",
-        "model_gain": "rollout/speculation_gain",
-        "measured_gain": "rollout/speculation_gain_measured",
-        "measured_error": "rollout/speculation_gain_measured_error",
-        "disagreement": "rollout/speculation_gain_disagreement",
-        "trial_share": "rollout/speculation_trial_share",
-    }
-    return {metric: float(values[name]) for name, metric in names.items() if values[name] is not None}
+    def _end_trial(self, batch: int) -> None:
+        tried, error = self._trials.draft_tokens, self._trials.end()
+        if self._costs is None or tried is None or error is None:
+            return
+        if tried == 0:
+            self._num_checks = min(self._num_checks + 1, CHECKS_KEPT)
+            self._check_error += (error - self._check_error) / self._num_checks
+        self._costs.correct(tried, batch, error)
+        self._decide()
 
+    def _gains(self) -> Array:
+        """[K+1, max_batch]: decoding speed against no speculation."""
+        assert self._costs is not None
+        return self._acceptance.tokens_per_step()[:, None] / self._costs.ratios()
 
-def _steady(steps: np.ndarray[Any, np.dtype[Any]], draft_tokens: int, batch: int) -> np.ndarray[Any, np.dtype[Any]]:
-    return steps[steps["steady"] & (steps["draft_tokens"] == draft_tokens) & (steps["batch"] == batch)]
+    def _decide(self) -> None:
+        if self._costs is None:
+            return
+        gains, batches = self._gains(), np.arange(self.max_batch)
+        best = gains.argmax(0)
+        margin = np.where(best == 0, 1.0, 1.0 + HYSTERESIS)
+        better = gains[best, batches] > margin * gains[self._chosen, batches]
+        self._chosen = np.where(better, best, self._chosen)
 
 
 def _batches(first: int, last: int, most: int) -> str:
-    if last == most and first > 1:
+    if first == 1 and last == most:
+        return "at every batch size"
+    if last == most:
         return f"from batch {first}"
-    if first == last:
-        return f"at batch {first}"
-    return "at every batch size" if first == 1 and last == most else f"at batch {first} to {last}"
-
-
-def _why_off(gain: Gains, best: int, entry: int) -> str:
-    value, lower = (float(np.exp(table[best, entry])) for table in (gain.estimate, gain.lower))
-    if gain.ceiling[best, entry] < 0:
-        return f"{value:.2f}x at k={best}, and no drafter could make it pay"
-    return f"{value:.2f}x at k={best}" + (f", not certain to pay (at least {lower:.2f}x)" if value >= 1 else "")
+    return f"at batch {first}" if first == last else f"at batch {first} to {last}"

@@ -6,17 +6,13 @@ from typing import Any
 from cotrain.config.lossless_guard import speculative_problems
 from cotrain.models.linear_attention import has_linear_attention
 from cotrain.rollout.spec import EngineSpec
-from cotrain.rollout.speculation.controller import SpeculationController
 
 PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """Lengths of the n-grams that n-gram speculation looks up; vLLM's default, 5 exactly, hardly ever finds one."""
 
 
-def engine_arguments(spec: EngineSpec, controller: SpeculationController | None) -> dict[str, Any]:
-    """controller: of the draft length, unless nothing proposes draft tokens.
-
-    Raises ValueError for a setting of speculation that is not known to be lossless.
-    """
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Raises ValueError for a setting of speculation that is not known to be lossless."""
     from cotrain.rollout.vllm import scheduling, weight_transfer, worker_extension
 
     rollout, k = spec.rollout, spec.rollout.draft_tokens
@@ -37,9 +33,6 @@ def engine_arguments(spec: EngineSpec, controller: SpeculationController | None)
         "weight_transfer_config": {"backend": weight_transfer.BACKEND},
         "scheduler_cls": f"{scheduling.__name__}.DraftLengthScheduler",
     }
-    if controller is not None:
-        files = {scheduling.TABLE_KEY: controller.table_path, scheduling.LOG_KEY: controller.log_path}
-        arguments["additional_config"] = files
     arguments |= rollout.vllm
     if spec.speculation == "ngram":
         arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": k, **PROMPT_LOOKUP}

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler has to do for a StepPlanner: a class to put in front of it. Imports no vLLM.
+"""What vLLM's scheduler does for a SpeculationController: a class to put in front of it. Imports no vLLM.
 
 Of vLLM 0.32's synchronous scheduler it uses dynamic_sd_lookup (draft length by number of scheduled requests, looked up
 in `schedule` once the batch is known), SchedulerOutput and ModelRunnerOutput.
@@ -7,36 +7,33 @@ in `schedule` once the batch is known), SchedulerOutput and ModelRunnerOutput.
 import time
 from typing import Any
 
-from cotrain.rollout.speculation.step_planner import StepPlanner
+from cotrain.rollout.speculation.controller import SpeculationController, Step
 
 
 class PlannedSteps:
-    """Mixin before vLLM's Scheduler: its draft lengths are the planner's, which sees every step. None plans nothing."""
+    """Mixin before vLLM's Scheduler: a controller chooses its draft lengths and sees every step. None: vLLM's own."""
 
-    planner: StepPlanner | None = None
+    controller: SpeculationController | None = None
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self.planner is None:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self.dynamic_sd_lookup = self.planner.draft_lengths(time.perf_counter())
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        report_schedule(self.planner, output)
-        return output
+        if self.controller is not None:
+            self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        if self.planner is None:
-            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        report_verification(self.planner, scheduler_output, model_runner_output)
+        if self.controller is not None:  # before vLLM's own, which may change both arguments
+            _observe(self.controller, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        if not self.has_unfinished_requests():  # type: ignore[attr-defined]
-            self.planner.idle(time.perf_counter())
+        if self.controller is not None and not self.has_unfinished_requests():  # type: ignore[attr-defined]
+            self.controller.idle(time.perf_counter())
         return outputs
 
 
 def computes_prompts(output: Any) -> bool:
     """Does a step compute more of a request than its last token and the drafts behind it?
 
-    Prompts, in chunks or whole, and what is computed again after a preemption or an update of the policy.
+    That is the case for prompts, in chunks or whole, and for what is computed again after a preemption or an update of
+    the policy.
     """
     drafts = output.scheduled_spec_decode_tokens
     more = any(num - len(drafts.get(request, ())) > 1 for request, num in output.num_scheduled_tokens.items())
@@ -44,15 +41,7 @@ def computes_prompts(output: Any) -> bool:
     return more or bool(output.scheduled_new_reqs)
 
 
-def report_schedule(planner: StepPlanner, output: Any) -> None:
-    """Tell the planner what Scheduler.schedule returned."""
-    drafts = output.scheduled_spec_decode_tokens
-    verified = [len(drafts.get(request, ())) for request in output.num_scheduled_tokens]
-    planner.scheduled(len(verified), output.num_spec_tokens_to_schedule, verified, computes_prompts(output))
-
-
-def report_verification(planner: StepPlanner, output: Any, sampled: Any) -> None:
-    """Tell the planner what the step generated. Before update_from_output, which may change both arguments."""
+def _observe(controller: SpeculationController, output: Any, sampled: Any) -> None:
     token_ids = sampled.sampled_token_ids  # empty when nothing was sampled
     generated = {request: len(token_ids[i]) if token_ids else 0 for request, i in sampled.req_id_to_index.items()}
     drafts = [
@@ -60,4 +49,12 @@ def report_verification(planner: StepPlanner, output: Any, sampled: Any) -> None
         for request, draft in output.scheduled_spec_decode_tokens.items()
         if generated.get(request)
     ]
-    planner.verified(drafts, sum(generated.values()))
+    controller.observe(
+        Step(
+            draft_tokens=output.num_spec_tokens_to_schedule,
+            batch=len(output.num_scheduled_tokens),
+            computes_prompts=computes_prompts(output),
+            drafts=drafts,
+            num_tokens=sum(generated.values()),
+        )
+    )

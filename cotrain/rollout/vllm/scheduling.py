@@ -1,19 +1,13 @@
-"""Draft length at run time: a vLLM scheduler that follows the table of the engine's speculation controller.
-
-Its counterpart is `speculation.py`, in the process that owns the engine; the two share memory (draft_length_table.py).
-"""
+"""vLLM's scheduler with a draft length for each step, and how the engine's owner reaches its speculation controller."""
 
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 
 from cotrain.process.orphans import die_with_parent, leave_terminal_group
-from cotrain.rollout.speculation.draft_length_table import DraftLengthTable, StepLog
-from cotrain.rollout.speculation.step_planner import StepPlanner
+from cotrain.rollout.speculation.controller import SpeculationController
 from cotrain.rollout.vllm.planned_scheduling import PlannedSteps
-
-TABLE_KEY, LOG_KEY = "cotrain_draft_lengths", "cotrain_engine_steps"
-"""Keys of vLLM's additional_config: paths of the shared files."""
 
 
 class DraftLengthScheduler(PlannedSteps, Scheduler):
@@ -25,6 +19,18 @@ class DraftLengthScheduler(PlannedSteps, Scheduler):
         leave_terminal_group()
         super().__init__(*args, **kwargs)
         if self.num_spec_tokens:
-            files, num_tokens = self.vllm_config.additional_config, self.num_spec_tokens
-            table, log = DraftLengthTable(files[TABLE_KEY]), StepLog(files[LOG_KEY], num_tokens)
-            self.planner = StepPlanner(table, log, self.scheduler_config.max_num_seqs, num_tokens)
+            self.controller = SpeculationController(self.num_spec_tokens, self.scheduler_config.max_num_seqs)
+
+
+def _call_controller(core: Any, method: str, args: list[Any]) -> Any:
+    """Between two engine steps. Results are plain lists and numbers, all that vLLM sends from one process to another."""
+    return getattr(core.scheduler.controller, method)(*args)
+
+
+# vLLM's "utility" calls look methods of the engine core up by name; it has no hook to add one.
+EngineCore.cotrain_speculation = _call_controller
+
+
+async def call_controller(engine: Any, method: str, *args: Any) -> Any:
+    """Call a method of the speculation controller of an AsyncLLM that speculates."""
+    return await engine.engine_core.call_utility_async("cotrain_speculation", method, list(args))

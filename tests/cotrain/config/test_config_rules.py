@@ -53,10 +53,6 @@ REFUSED = [
     ("drafter.on_drafter_failure=ignore", "drafter.on_drafter_failure"),
     ("rollout.vllm.quantization=fp8", "rollout.vllm.quantization: quantises the target"),
     ("rollout.vllm.logits_processors=['a.b']", "rollout.vllm.logits_processors: changes which tokens can be drawn"),
-    (
-        "rollout.speculation.measure_batch_sizes=[1, 65]",
-        "rollout.speculation.measure_batch_sizes: [1, 65], but an engine",
-    ),
     ("rollout.vllm.seed=3", "rollout.vllm.seed: is set by cotrain: set seed"),
     ("rollout.stop=['']", "rollout.stop: String should have at least 1 character, got ''"),
     ("name=a/b", "name: String should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$', got 'a/b'"),
@@ -78,8 +74,6 @@ ACCEPTED = [
     ["rollout.prompts_per_step=2", "drafter.gate.publish_when=always"],
     ["drafter.alarms.max_lag_versions=6", "drafter.train_every=6"],
     ["rollout.vllm.swap_space=4", "drafter=none"],
-    ["rollout.speculation.measure_batch_sizes=[1, 64]"],
-    ["rollout.speculation.measure_batch_sizes=[1, 128]", "rollout.vllm.max_num_seqs=128"],
     ["name=run-2_b.1"],
 ]
 

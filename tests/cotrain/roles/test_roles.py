@@ -111,10 +111,10 @@ def test_engines_that_choose_differently_are_named() -> None:
 
 
 def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
-    report = GainReport(1.2, 1.3, None, None, 0, 0.02, 100, 3.0, 2)
-    batches = [RolloutBatch([], [], None, 1.0, 1, gain=gain) for gain in (report, None)]
-    assert _merge([], batches).gain == report
-    assert _merge([], batches[1:]).gain is None
+    reports = [GainReport(100, 3.0, 3.6, 3.3, 5, 0.06, 2), GainReport(40, 1.0, 1.0, 1.0, 0, 0.0, 0), None]
+    batches = [RolloutBatch([], [], None, 1.0, 1, gain=gain) for gain in reports]
+    assert _merge([], batches).gain == GainReport(140, 4.0, 4.6, 4.3, 5, 0.06, 2)
+    assert _merge([], batches[2:]).gain is None
 
 
 def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise(run_config: Any) -> None:

@@ -1,158 +1,158 @@
 """An engine with a clock and nothing else: steps that take what a table says, drafts accepted by coin flips.
 
-It drives the real StepPlanner through the real shared files, the way vLLM's scheduler does.
+It drives the real SpeculationController the way vLLM's scheduler does. Used by tests and by benchmarks/draft_length.py.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from cotrain.config.speculation import SpeculationConfig
-from cotrain.rollout.speculation.controller import SpeculationController
-from cotrain.rollout.speculation.draft_length_table import DraftLengthTable, StepLog
-from cotrain.rollout.speculation.step_planner import StepPlanner
+from cotrain.rollout.speculation.controller import Step
+from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
 
 K = 3
-UPDATE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Seconds of a step at a few batch sizes, log-linear between: without speculation, and what k=2 adds."""
+    """Seconds of a step without speculation, and t_k / t_0 for k = 1 to 3, log-linear between these batch sizes."""
 
     batches: tuple[int, ...]
-    base: tuple[float, ...]
-    extra: tuple[float, ...]
+    without: tuple[float, ...]
+    ratios: tuple[tuple[float, ...], ...]
 
     def seconds(self, verified: float, drafted: float, batch: int) -> float:
-        """Half of the extra time is verification, half is drafting."""
-        base, extra = (
-            np.exp(np.interp(np.log(batch), np.log(self.batches), np.log(t))) for t in (self.base, self.extra)
-        )
-        share = 0.1 * (verified > 0) + 0.1 * (drafted > 0) + 0.2 * (verified + drafted)  # 0.6, 1.0, 1.4 for k = 1, 2, 3
-        return float(base + extra * share)
+        """Verification and drafting cost the same, so that a step at a change of length lies in between."""
+        where, at = np.log(batch), np.log(self.batches)
+        without = np.exp(np.interp(where, at, np.log(self.without)))
+        ratios = [1.0] + [float(np.interp(where, at, column)) for column in zip(*self.ratios, strict=True)]
+        return float(without * np.interp((verified + drafted) / 2, range(K + 1), ratios))
 
 
-# SmolLM2-135M on two CPU cores: 45.6, 177, 376 tokens/s without; 49.2, 117, 152 at k=2 with an acceptance length of 1.57
-CPU = Shape((1, 4, 16, 32), (0.0219, 0.0226, 0.0426, 0.080), (0.0100, 0.0311, 0.1226, 0.250))
+# SmolLM2-135M on two CPU cores: the ratios that the table of docs/trust.md has with GOOD and BAD
+CPU = Shape(
+    (1, 4, 16, 32),
+    (0.0219, 0.0226, 0.0426, 0.080),
+    ((1.23, 1.30, 1.41), (1.30, 1.55, 1.76), (1.42, 1.90, 2.25), (1.53, 2.05, 2.77)),
+)
 # Memory-bound: verification is nearly free, drafting takes the host 0.7 ms a token
-GPU = Shape((1, 4, 16, 32), (0.0100, 0.0102, 0.0110, 0.0120), (0.0016, 0.0018, 0.0026, 0.0040))
+GPU = Shape(
+    (1, 4, 16, 32),
+    (0.0100, 0.0102, 0.0110, 0.0120),
+    ((1.10, 1.16, 1.22), (1.11, 1.18, 1.25), (1.14, 1.24, 1.33), (1.20, 1.33, 1.47)),
+)
 
-GOOD, WEAK, BAD = (0.66, 0.55, 0.5), (0.40, 0.42, 0.4), (0.08, 0.1, 0.1)
-"""Conditional acceptance by position. WEAK has the acceptance length 1.57 at k=2."""
+GOOD, BAD, COLLAPSED = (0.53, 0.64, 0.62), (0.27, 0.42, 0.40), (0.05, 0.1, 0.1)
+"""Conditional acceptance by position."""
 
 
 def expected_tokens(rates: Sequence[float], k: int) -> float:
     return 1.0 + float(np.cumprod(rates[:k]).sum())
 
 
-def rate_of_fixed(shape: Shape, rates: Sequence[float], batch: int, k: int) -> float:
-    """Tokens per second with the same draft length throughout."""
-    return batch * expected_tokens(rates, k) / shape.seconds(k, k, batch)
+def speed_of_fixed(shape: Shape, rates: Sequence[float], batch: int, k: int) -> float:
+    """Against no speculation, with the same draft length throughout."""
+    return expected_tokens(rates, k) * shape.seconds(0, 0, batch) / shape.seconds(k, k, batch)
 
 
 def best_fixed(shape: Shape, rates: Sequence[float], batch: int) -> float:
-    return max(rate_of_fixed(shape, rates, batch, k) for k in range(K + 1))
+    return max(speed_of_fixed(shape, rates, batch, k) for k in range(K + 1))
 
 
-@dataclass
+@dataclass(frozen=True)
+class Noise:
+    """Of single steps, and of a machine that others use too."""
+
+    steps: float = 0.12
+    """Standard deviation of log seconds."""
+    late: float = 0.02
+    """Share of steps that take LATE_FACTOR times as long."""
+    slow_every: float = 40.0
+    """Mean seconds between two slow spells; they last a tenth of it, and take SLOW_FACTOR times as long."""
+
+
+LATE_FACTOR, SLOW_FACTOR = 4.0, 1.5
+NOISY, QUIET = Noise(), Noise(0.02, 0.0, float("inf"))
+
+
 class Tally:
     """Time and tokens with all noise taken out, so that a short run shows what the choices are worth."""
 
-    seconds: float = 0.0
-    tokens: float = 0.0
-    trial_seconds: float = 0.0
-    without: float = 0.0
-    drafts: int = 0  # verification steps, over all requests
-    chosen: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.seconds = self.trial_seconds = self.without = 0.0
+        self.num_drafts = 0
+        self.lengths: list[int] = []
 
     @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
+    def speed(self) -> float:
+        """Against no speculation."""
+        return self.without / self.seconds
 
 
 class SimulatedEngine:
-    """One engine, its planner and its controller."""
+    """One engine. rule: a SpeculationController, or what vLLM's scheduler would call in place of one."""
 
-    def __init__(
-        self,
-        folder: Path,
-        shape: Shape,
-        rates: Sequence[float],
-        max_batch: int = 32,
-        noise: float = 0.15,
-        outliers: float = 0.02,
-        seed: int = 0,
-        **config: object,
-    ):
-        self.shape, self.rates, self.noise, self.outliers = shape, rates, noise, outliers
+    def __init__(self, rule: Any, shape: Shape, rates: Sequence[float], noise: Noise = NOISY, seed: int = 0):
+        self.rule, self.shape, self.rates, self.noise = rule, shape, rates, noise
         self.random = np.random.default_rng(seed)
-        self.controller = SpeculationController(SpeculationConfig(**config), K, max_batch, folder)  # type: ignore[arg-type]
-        table, log = DraftLengthTable(self.controller.table_path), StepLog(self.controller.log_path, K)
-        self.planner = StepPlanner(table, log, max_batch, K)
-        self.now = self._updated = 0.0
-        self._pending = 0
-        self.slow_down = 1.0
+        self.now, self.slow_down = 0.0, 1.0
+        self._pending, self._slow, self._spell_ends = 0, False, 0.0
 
-    def calibrate(self, steps: int = 8) -> None:
-        def measure(k: int, batch: int) -> list[float]:
-            self.controller.fix_draft_tokens(k)
-            self.run(batch, steps + 2, update=False)
-            return self.controller.take_timing(k, batch)
+    def measure(self, max_batch: int, seconds: float = 60.0) -> None:
+        """As RolloutEngine.time_draft_lengths does."""
+        self.rule.begin_measuring()
+        rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(max_batch)}
+        deadline = self.now + seconds
+        while (size := next_size(rounds, deadline - self.now)) is not None:
+            started = self.now
+            self.drain([room_for(K)] * size)
+            rounds[size].append(self.now - started)
+        self.rule.end_measuring()
 
-        self.learn(measure)
-
-    def learn(self, measure: Callable[[int, int], Sequence[float]]) -> None:
-        """Give the controller what `measure` says that steps of a draft length and batch size take."""
-        self.controller.begin_timing()
-        for round_number in itertools.count():
-            plan = self.controller.timing_plan(round_number)
-            if not plan:
-                return
-            self.controller.learn_timings([(k, batch, measure(k, batch)) for k, batch in plan])
-
-    def run(self, batch: int, steps: int, update: bool = True) -> Tally:
+    def run(self, batch: int, steps: int) -> Tally:
         """Decode with a constant batch, one engine step after the other."""
         tally = Tally()
         for _ in range(steps):
-            self.step(batch, tally, update)
+            self.step(batch, tally)
         return tally
 
-    def drain(self, lengths: Sequence[int], update: bool = True) -> Tally:
+    def drain(self, lengths: Sequence[float]) -> Tally:
         """Decode one batch of requests of these many tokens until the last has finished."""
         tally, left = Tally(), np.array(lengths, float)
-        self.step(len(left), tally, update, prefill=True)
+        self.step(len(left), tally, prefill=True)
         while len(left):
-            left = left - self.step(len(left), tally, update)
+            left = left - self.step(len(left), tally)
             left = left[left > 0]
-        self.planner.idle(self.now)
+        self.rule.idle(self.now)
         self._pending = 0
         return tally
 
-    def step(self, batch: int, tally: Tally, update: bool = True, prefill: bool = False) -> np.ndarray:
+    def step(self, batch: int, tally: Tally, prefill: bool = False) -> np.ndarray:
         """Tokens that each request got."""
-        drafted = self.planner.draft_lengths(self.now)[batch]
+        drafted = self.rule.draft_lengths(self.now)[batch]
         verified = 0 if prefill else self._pending
-        self.planner.scheduled(batch, drafted, [verified] * batch, prefill)
         hits = self.random.random((batch, K)) < np.array(self.rates)
         accepted = np.minimum(np.cumprod(hits, axis=1).sum(1), verified)
-        self.planner.verified([(verified, int(a)) for a in accepted] if verified else [], int(batch + accepted.sum()))
+        drafts = [(verified, int(a)) for a in accepted] if verified else []
+        self.rule.observe(Step(drafted, batch, prefill, drafts, int(batch + accepted.sum())))
         seconds = self.slow_down * self.shape.seconds(verified, drafted, batch)
-        noisy = seconds * np.exp(self.noise * self.random.standard_normal())
-        self.now += noisy * (5.0 if self.random.random() < self.outliers else 1.0)
+        self.now += seconds * self._disturbance()
         self._pending = drafted
-        tally.drafts += batch * (verified > 0)
         if not prefill:
-            trial = drafted != self.controller.draft_tokens[batch - 1]
+            without = self.slow_down * self.shape.seconds(0, 0, batch)
             tally.seconds += seconds
-            tally.trial_seconds += seconds if trial else 0.0
-            tally.tokens += batch * expected_tokens(self.rates, verified)
-            tally.without += expected_tokens(self.rates, verified) * self.slow_down * self.shape.seconds(0, 0, batch)
-            tally.chosen.append(self.controller.draft_tokens[batch - 1])
-        if update and self.now > self._updated + UPDATE_SECONDS:
-            self._updated = self.now
-            self.controller.update()
+            tally.without += expected_tokens(self.rates, verified) * without
+            tally.num_drafts += batch * (verified > 0)
+            tally.lengths.append(drafted)
         return 1 + accepted
+
+    def _disturbance(self) -> float:
+        if self.now > self._spell_ends:
+            self._slow = not self._slow if self._spell_ends else False
+            mean = self.noise.slow_every / (10 if self._slow else 1)
+            self._spell_ends = self.now + self.random.exponential(mean) if np.isfinite(mean) else np.inf
+        late = LATE_FACTOR if self.random.random() < self.noise.late else 1.0
+        slow = SLOW_FACTOR if self._slow else 1.0
+        return late * slow * float(np.exp(self.noise.steps * self.random.standard_normal()))

@@ -1,16 +1,18 @@
 """What an engine refuses before vLLM is there, and what vLLM is started with."""
 
 import asyncio
+import queue
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cotrain.config.schema import RolloutConfig
-from cotrain.config.speculation import SpeculationConfig
+from cotrain.records import GainReport
 from cotrain.rollout import engine as engine_module
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.spec import EngineSpec
-from cotrain.rollout.speculation.controller import SpeculationController
+from cotrain.rollout.speculation.controller import SpeculationController, Step
 from cotrain.rollout.vllm.arguments import engine_arguments
 from drafters.base import Serving
 
@@ -39,24 +41,49 @@ def test_variables_that_may_change_sampling_are_refused_with_speculation(
     assert engine.speculates == (drafter is not None)
 
 
-def test_the_scheduler_is_told_where_the_controllers_files_are(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path)
-    controller = SpeculationController(SpeculationConfig(), K, spec.rollout.max_num_seqs, tmp_path)
-    arguments = engine_arguments(spec, controller)
-    assert sorted(arguments["additional_config"].values()) == sorted([controller.table_path, controller.log_path])
-    assert all(Path(file).exists() for file in arguments["additional_config"].values())
-    assert arguments["max_num_seqs"] == controller.max_batch == 8
+def test_the_draft_length_is_the_schedulers(tmp_path: Path) -> None:
+    arguments = engine_arguments(spec_of(tmp_path))
+    assert arguments["scheduler_cls"].endswith("DraftLengthScheduler") and arguments["max_num_seqs"] == 8
     assert arguments["speculative_config"]["num_speculative_tokens"] == K
     assert arguments["per_request_spec_decode_metrics"] == "detailed"  # counts are sorted by draft length
 
 
-def test_without_speculation_there_is_neither_controller_nor_file(tmp_path: Path) -> None:
-    arguments = engine_arguments(spec_of(tmp_path, None), None)
-    assert "speculative_config" not in arguments and "additional_config" not in arguments
+def test_without_a_drafter_nothing_is_speculated(tmp_path: Path) -> None:
+    assert "speculative_config" not in engine_arguments(spec_of(tmp_path, None))
 
 
 def test_states_of_linear_attention_are_not_cached_unless_asked_for(tmp_path: Path) -> None:
-    assert engine_arguments(spec_of(tmp_path), None)["enable_prefix_caching"]
+    assert engine_arguments(spec_of(tmp_path))["enable_prefix_caching"]
     (tmp_path / "config.json").write_text('{"linear_num_value_heads": 2}')
-    assert not engine_arguments(spec_of(tmp_path), None)["enable_prefix_caching"]
-    assert engine_arguments(spec_of(tmp_path, vllm={"enable_prefix_caching": True}), None)["enable_prefix_caching"]
+    assert not engine_arguments(spec_of(tmp_path))["enable_prefix_caching"]
+    assert engine_arguments(spec_of(tmp_path, vllm={"enable_prefix_caching": True}))["enable_prefix_caching"]
+
+
+def test_the_owner_reaches_the_controller_in_vllms_engine_core() -> None:
+    """By vLLM's own dispatch and serialisation, without an engine."""
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    from cotrain.rollout.vllm.scheduling import call_controller
+
+    core = object.__new__(EngineCoreProc)
+    core.shutdown_state, core.output_queue = EngineShutdownState.RUNNING, queue.Queue()
+    core.scheduler = SimpleNamespace(controller=SpeculationController(K, 8))
+
+    async def call_utility_async(method: str, *args: object) -> object:
+        core._handle_client_request(EngineCoreRequestType.UTILITY, (0, 1, method, args))
+        _, outputs = core.output_queue.get_nowait()
+        decoded = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs))
+        assert decoded.utility_output.failure_message is None
+        return decoded.utility_output.result.result
+
+    engine = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call_utility_async))
+    assert asyncio.run(call_controller(engine, "fix_draft_tokens", 1)) is False
+    assert asyncio.run(call_controller(engine, "describe")) == "k=1 at every batch size (fixed)"
+    core.scheduler.controller.observe(Step(1, 2, False, [], 2))
+    core.scheduler.controller.idle(0.5)
+    report = asyncio.run(call_controller(engine, "report"))
+    assert report["decoded"] == [[2, 2, 0.5]] and GainReport(**report["gain"]) == GainReport()
+    assert asyncio.run(call_controller(engine, "new_drafter", [0.5, 0.3])) is None
+    assert asyncio.run(call_controller(engine, "begin", False)) is None

@@ -1,0 +1,80 @@
+"""Seconds of an engine step by draft length and batch size: measured at the start, corrected by trials.
+
+Whether speculation pays depends on the ratio t_k / t_0 alone, and a busy neighbour slows all steps alike. So the steps
+of the length in use only say how fast the machine is at the moment, its `pace`, and a trial of another length, a few
+steps between those, says how far the table's ratio is off.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+QUANTILE = 0.25
+"""Of the steps that were measured: what disturbs a machine only makes steps slower, in bursts."""
+
+PACE_STEPS, LEAST_PACE_STEPS = 15, 5
+"""Latest steps whose median is the pace: late ones do not move it, and it follows a busy spell within eight. And those
+that have to be known for a trial to be compared with."""
+
+MEASURED_TRIALS, MOST_TRIALS = 2.0, 4.0
+"""Trials that the measurement at the start counts for, and that the past of a cell counts for at most."""
+
+CLIP = 0.3
+"""Log seconds that one trial may be off by, at most: it may have met a moment in which the machine was busy."""
+
+
+class StepCosts:
+    """Log seconds for draft lengths 0 to K at batch sizes 1, 2, 4, ..., max_batch, linear in log batch between them."""
+
+    def __init__(self, max_draft_tokens: int, max_batch: int, measured: Mapping[tuple[int, int], Sequence[float]]):
+        """measured: (draft length, batch size) -> seconds of steps. Batch sizes without all draft lengths are left out.
+
+        Raises ValueError when that leaves none.
+        """
+        lengths = range(max_draft_tokens + 1)
+        sizes = sorted({batch for _, batch in measured if all(measured.get((k, batch)) for k in lengths)})
+        if not sizes:
+            raise ValueError("no batch size at which engine steps of all draft lengths were measured")
+        anchors = np.log2([2**i for i in range(max_batch.bit_length()) if 2**i < max_batch] + [max_batch])
+        table = np.array([[np.log(np.quantile(measured[k, batch], QUANTILE)) for batch in sizes] for k in lengths])
+        self._log_seconds = table @ _interpolation(anchors, np.log2(sizes)).T
+        self._weights = _interpolation(np.log2(np.arange(1, max_batch + 1)), anchors)  # [max_batch, anchors]
+        self._trials = np.full(self._log_seconds.shape, MEASURED_TRIALS)
+        self._recent: deque[float] = deque([0.0], maxlen=PACE_STEPS)
+
+    def ratios(self) -> Array:
+        """[K+1, max_batch]: t_k / t_0."""
+        return np.exp((self._log_seconds - self._log_seconds[0]) @ self._weights.T)
+
+    def seconds(self, draft_tokens: int, batch: int) -> float:
+        """What a step takes at the present pace."""
+        return float(np.exp(self._log_seconds[draft_tokens] @ self._weights[batch - 1] + median(self._recent)))
+
+    @property
+    def knows_pace(self) -> bool:
+        """Have there been enough steps since `pause`?"""
+        return len(self._recent) >= LEAST_PACE_STEPS
+
+    def pause(self) -> None:
+        """Other steps than those before come next, perhaps on a machine that is busier by then."""
+        self._recent = deque([median(self._recent)], maxlen=PACE_STEPS)
+
+    def follow(self, draft_tokens: int, batch: int, seconds: float) -> None:
+        """Learn the pace from a step of the length in use."""
+        self._recent.append(float(np.log(seconds) - self._log_seconds[draft_tokens] @ self._weights[batch - 1]))
+
+    def correct(self, draft_tokens: int, batch: int, error: float) -> None:
+        """Learn from a trial, whose steps took exp(error) times `seconds`."""
+        weights, trials = self._weights[batch - 1], self._trials[draft_tokens]
+        self._log_seconds[draft_tokens] += weights * float(np.clip(error, -CLIP, CLIP)) / (trials + 1)
+        np.minimum(trials + weights, MOST_TRIALS, out=trials)
+
+
+def _interpolation(points: Array, anchors: Array) -> Array:
+    """[points, anchors]: weights of linear interpolation."""
+    return np.stack([np.interp(points, anchors, unit) for unit in np.eye(len(anchors))], axis=1)

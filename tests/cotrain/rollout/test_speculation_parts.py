@@ -1,0 +1,240 @@
+"""Step costs, acceptance, trials and measurement, each by itself, and the scheduler that connects them with vLLM."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cotrain.rollout.speculation.controller import SpeculationController, Step
+from cotrain.rollout.speculation.measurement import (
+    MEASURE_ROUNDS,
+    MEASURE_STEPS,
+    Measurement,
+    measured_sizes,
+    next_size,
+    room_for,
+)
+from cotrain.rollout.speculation.served_acceptance import KEPT_DRAFTS, ServedAcceptance
+from cotrain.rollout.speculation.step_costs import StepCosts
+from cotrain.rollout.speculation.trials import TRIAL_STEPS, Trials
+from cotrain.rollout.vllm.planned_scheduling import PlannedSteps
+from tests.cotrain.rollout.simulated_engine import CPU, GOOD, GPU, K, Shape, expected_tokens
+
+
+def measured(shape: Shape) -> StepCosts:
+    return StepCosts(K, 32, {(k, b): [shape.seconds(k, k, b)] for k in range(K + 1) for b in (1, 4, 16, 32)})
+
+
+def true_ratio(k: int, batch: int) -> float:
+    return CPU.seconds(k, k, batch) / CPU.seconds(0, 0, batch)
+
+
+@pytest.mark.parametrize("shape", [CPU, GPU], ids=["CPU", "GPU"])
+def test_measured_times_are_kept_and_interpolated(shape: Shape) -> None:
+    costs = measured(shape)
+    for batch in (1, 2, 4, 8, 16, 32):
+        for k in range(K + 1):
+            assert costs.seconds(k, batch) == pytest.approx(shape.seconds(k, k, batch), rel=0.05)
+            ratio = shape.seconds(k, k, batch) / shape.seconds(0, 0, batch)
+            assert costs.ratios()[k, batch - 1] == pytest.approx(ratio, rel=0.05)
+
+
+def test_batch_sizes_without_all_lengths_are_left_out() -> None:
+    seconds = {(0, 1): [0.01], (1, 1): [0.02], (0, 4): [0.01], (1, 4): []}
+    assert StepCosts(1, 4, seconds).ratios()[1] == pytest.approx([2.0] * 4)
+    with pytest.raises(ValueError, match="no batch size"):
+        StepCosts(2, 4, seconds)
+
+
+def test_a_slower_machine_and_late_steps_move_no_ratio() -> None:
+    costs = measured(CPU)
+    for step in range(200):
+        late = 10.0 if step % 5 == 0 else 1.0
+        costs.follow(1, 4, 3 * late * CPU.seconds(1, 1, 4))
+    assert costs.seconds(0, 4) == pytest.approx(3 * CPU.seconds(0, 0, 4), rel=0.05)
+    assert costs.ratios()[1, 3] == pytest.approx(true_ratio(1, 4))
+
+
+def test_trials_correct_the_ratio_of_their_length() -> None:
+    costs, random = measured(CPU), np.random.default_rng(0)
+    for _ in range(12):
+        seconds = 1.5 * CPU.seconds(2, 2, 4) * float(np.exp(0.05 * random.standard_normal()))
+        costs.correct(2, 4, float(np.log(seconds / costs.seconds(2, 4))))
+    assert costs.ratios()[2, 3] == pytest.approx(1.5 * true_ratio(2, 4), rel=0.05)
+    assert costs.ratios()[1, 3] == pytest.approx(true_ratio(1, 4)), "the others stay"
+    assert costs.ratios()[2, 15] == pytest.approx(true_ratio(2, 16)), "and so do distant batch sizes"
+
+
+def serve(acceptance: ServedAcceptance, rates: tuple[float, ...], k: int, steps: int) -> None:
+    random = np.random.default_rng(0)
+    for _ in range(steps):
+        acceptance.observe([(k, int(np.cumprod(random.random(k) < np.array(rates[:k])).sum())) for _ in range(4)])
+
+
+def test_what_is_served_at_one_length_predicts_the_others() -> None:
+    acceptance = ServedAcceptance(K)
+    serve(acceptance, GOOD, 3, 300)
+    assert acceptance.tokens_per_step() == pytest.approx([expected_tokens(GOOD, k) for k in range(K + 1)], rel=0.1)
+
+
+def test_what_was_served_last_counts_most_and_other_positions_are_not_forgotten() -> None:
+    acceptance = ServedAcceptance(K)
+    serve(acceptance, (0.9, 0.9, 0.1), 3, 300)
+    serve(acceptance, (0.3, 0.9, 0.1), 1, 100)
+    lengths = acceptance.tokens_per_step()
+    assert lengths[1] == pytest.approx(1.3, abs=0.1)
+    assert (lengths[2] - lengths[1]) / (lengths[1] - 1) == pytest.approx(0.9, abs=0.07)
+
+
+def test_an_expectation_replaces_what_was_served_and_without_one_little_of_it_counts() -> None:
+    acceptance = ServedAcceptance(K)
+    serve(acceptance, GOOD, 3, 100)
+    acceptance.new_drafter([0.2, 0.05, 0.0])
+    assert acceptance.tokens_per_step() == pytest.approx([1.0, 1.2, 1.25, 1.25], abs=0.03)
+    acceptance.new_drafter([0.6])
+    assert acceptance.tokens_per_step() == pytest.approx([1.0, 1.6, 1.96, 2.176], abs=0.03), "as the one before"
+    acceptance.new_drafter(None)
+    serve(acceptance, (0.0, 0.0, 0.0), 3, int(KEPT_DRAFTS))
+    assert acceptance.tokens_per_step()[1] < 1.2
+
+
+def test_trials_end_take_turns_and_are_paid_before_the_next() -> None:
+    trials, gains, ratios = Trials(), np.array([1.0, 1.3, 1.4, 1.2]), np.array([1.0, 1.1, 1.2, 1.3])
+    lengths, num_steps = [], 0
+    for _ in range(6000):
+        if trials.due:
+            trials.begin(2, gains, ratios)
+            lengths.append(trials.draft_tokens)
+        num_steps += trials.draft_tokens is not None
+        trials.observe(0.01, None)
+        if trials.over:
+            trials.end()
+    assert num_steps / 6000 == pytest.approx(0.02, abs=0.002)
+    assert lengths[:5] == [0, 1, 0, 3, 0] and len(lengths) == num_steps / TRIAL_STEPS
+
+
+def test_the_error_of_a_trial_is_that_of_most_of_its_steps() -> None:
+    trials = Trials()
+    for errors, expected in (([None, 0.1, 2.0, 0.12], 0.12), ([None, 0.1, 2.0], None)):
+        trials.begin(1, np.array([1.0, 1.2]), np.array([1.0, 1.1]))
+        for error in errors:
+            trials.observe(0.01, error)
+        assert trials.end() == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "gains", "ratios", "expected"),
+    [
+        (0, [1.0, 0.8, 0.7], [1.0, 1.5, 2.0], 1),  # off: the best of them
+        (0, [1.0, 0.4, 0.3], [1.0, 2.1, 3.2], None),  # off, and a perfect drafter would not change that
+        (1, [1.0, 1.4, 0.5], [1.0, 1.2, 2.9], 0),  # on: two drafts cannot reach 1.4
+    ],
+)
+def test_what_is_tried(chosen: int, gains: list[float], ratios: list[float], expected: int | None) -> None:
+    trials = Trials()
+    trials.begin(chosen, np.array(gains), np.array(ratios))
+    assert trials.draft_tokens == expected and not trials.due
+
+
+def test_measured_lengths_take_turns_and_only_their_sizes_count() -> None:
+    measurement, lengths = Measurement(K, 16), []
+    for step in range(2 * MEASURE_STEPS * (K + 1)):
+        lengths.append(measurement.draft_tokens)
+        measurement.observe(lengths[-1], 4 if step % 2 else 3, steady=True, seconds=0.1)
+    assert lengths == [k for k in (3, 2, 1, 0) * 2 for _ in range(MEASURE_STEPS)]
+    assert set(measurement.seconds) == {(k, 4) for k in range(K + 1)}
+    assert room_for(1) == 3 * MEASURE_STEPS
+
+
+def test_batch_sizes_share_the_time_the_largest_first() -> None:
+    assert measured_sizes(16) == [16, 4, 1] and measured_sizes(1) == [1] and measured_sizes(5) == [5, 4, 1]
+    rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(16)}
+    found = []
+    while (size := next_size(rounds, 10.0)) is not None:
+        found.append(size)
+        rounds[size].append({16: 4.0, 4: 2.0, 1: 1.0}[size])
+    assert found[:7] == [16, 4, 1, 1, 4, 1, 1] and len(found) == 3 * MEASURE_ROUNDS
+    assert next_size({16: []}, 0.0) is None
+
+
+class FakeScheduler:
+    """vLLM's side: looks the draft length up by the number of scheduled requests, verifies what was drafted before."""
+
+    dynamic_sd_lookup: list[int] | None = None
+
+    def __init__(self) -> None:
+        self.running = {"a": 0, "b": 0}
+        self.new = ["a", "b"]
+
+    def schedule(self, throttle: bool = False) -> Any:
+        assert self.dynamic_sd_lookup is not None
+        output = SimpleNamespace(
+            num_scheduled_tokens={r: 12 if r in self.new else 1 + n for r, n in self.running.items()},
+            scheduled_spec_decode_tokens={request: [5] * n for request, n in self.running.items() if n},
+            scheduled_new_reqs=self.new,
+            num_spec_tokens_to_schedule=self.dynamic_sd_lookup[len(self.running)],
+        )
+        self.new = []
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> str:
+        scheduler_output.scheduled_spec_decode_tokens.clear()
+        self.running = dict.fromkeys(self.running, scheduler_output.num_spec_tokens_to_schedule)
+        return "outputs"
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running)
+
+
+class PlannedScheduler(PlannedSteps, FakeScheduler):
+    pass
+
+
+class Recorder(SpeculationController):
+    """Drafts one token for two requests and two for one, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(K, 2)
+        self.steps: list[Step] = []
+
+    def draft_lengths(self, now: float) -> list[int]:
+        super().draft_lengths(now)
+        return [0, 2, 1]
+
+    def observe(self, step: Step) -> None:
+        self.steps.append(step)
+        super().observe(step)
+
+
+def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_step() -> None:
+    scheduler = PlannedScheduler()
+    scheduler.controller = recorder = Recorder()
+
+    def step(tokens: dict[str, list[int]]) -> None:
+        output = scheduler.schedule(False)
+        sampled = SimpleNamespace(req_id_to_index={r: i for i, r in enumerate(tokens)})
+        sampled.sampled_token_ids = list(tokens.values())
+        assert scheduler.update_from_output(output, sampled) == "outputs"
+
+    step({"a": [1], "b": [1]})
+    step({"a": [1, 2], "b": [1]})
+    scheduler.running.pop("b")
+    step({"a": [1]})
+    scheduler.running.clear()
+    step({})
+    assert recorder.steps == [
+        Step(1, 2, True, [], 2),
+        Step(1, 2, False, [(1, 1), (1, 0)], 3),
+        Step(2, 1, False, [(1, 0)], 1),
+        Step(0, 0, False, [], 0),
+    ]
+    assert [step.steady for step in recorder.steps[:3]] == [False, True, False]
+    decoded = recorder.report()["decoded"]
+    assert [row[:2] for row in decoded] == [[2, 3], [1, 1]] and all(row[2] > 0 for row in decoded)
+
+
+def test_scheduler_without_a_controller_is_vllms_own() -> None:
+    scheduler = PlannedScheduler()
+    scheduler.dynamic_sd_lookup = [K] * 3
+    assert scheduler.schedule().num_spec_tokens_to_schedule == K
