@@ -149,8 +149,10 @@ class RolloutEngine:
         """
         names = self._names(len(requests))
         versions = self.versions
-        tapped = self._choose_tapped(names, requests, overrides) if tap and self.spec.drafter_folder else {}
-        if tapped:
+        tapped: dict[str, TapRequest] = {}
+        if tap and self.spec.drafter_folder is not None:
+            known = self._tap_requests(names, requests, overrides)
+            tapped = choose(known, str(versions.policy), self.spec.rollout.features.max_bytes, self._row_bytes)
             await self._call("cotrain_start_tapping", tapped)
         controller = self._controller
         if controller is not None:
@@ -214,22 +216,13 @@ class RolloutEngine:
         bytes_per_value = {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype]
         return row_bytes(num_layers * self._engine.model_config.get_hidden_size(), bytes_per_value)
 
-    def _choose_tapped(
-        self, names: list[str], requests: list[RolloutRequest], overrides: dict[str, Any]
-    ) -> dict[str, TapRequest]:
-        """The requests of a call that are tapped. Others in the next call, and under the next policy."""
-        known = {f"{self.versions.policy}/{n}": r for n, r in self._tap_requests(names, requests, overrides).items()}
-        chosen = choose(known, self.spec.rollout.features.max_bytes, self._row_bytes)
-        return {key.partition("/")[2]: request for key, request in chosen.items()}
-
     def _tap_requests(
-        self, names: list[str], requests: list[RolloutRequest], overrides: dict[str, Any]
+        self, names: Sequence[str], requests: Sequence[RolloutRequest], overrides: dict[str, Any]
     ) -> dict[str, TapRequest]:
         numbers = number_prompts([request.prompt_token_ids for request in requests])
-        longest = [self._max_tokens(request, overrides) for request in requests]
         return {
-            name: TapRequest(number, len(request.prompt_token_ids), most)
-            for name, number, request, most in zip(names, numbers, requests, longest, strict=True)
+            name: TapRequest(number, len(request.prompt_token_ids), self._max_tokens(request, overrides))
+            for name, number, request in zip(names, numbers, requests, strict=True)
         }
 
     def _max_tokens(self, request: RolloutRequest, overrides: dict[str, Any]) -> int:

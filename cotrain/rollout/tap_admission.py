@@ -26,16 +26,17 @@ def number_prompts(prompts: Sequence[Sequence[int]]) -> list[int]:
     return [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
 
 
-def choose(requests: Mapping[str, TapRequest], max_bytes: int, row_size: int) -> dict[str, TapRequest]:
-    """Those that are tapped, in the order given: as many as fit, taken in the order of a hash of their names.
+def choose(requests: Mapping[str, TapRequest], key: str, max_bytes: int, row_size: int) -> dict[str, TapRequest]:
+    """Those that are tapped, in the order given: as many as fit, taken in an order that a hash of the key decides.
 
-    The names must change from call to call, so that no sample is left out for ever. row_size: bytes of one row. Raises
+    The key must change from step to step, so that no sample is left out for ever. row_size: bytes of one row. Raises
     ValueError when the first one does not fit.
     """
+    place = {name: hashlib.blake2b(f"{key}/{i}".encode(), digest_size=8).digest() for i, name in enumerate(requests)}
     chosen: set[str] = set()
     prompts: set[int] = set()
     num_bytes = 0
-    for name in sorted(requests, key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest()):
+    for name in sorted(requests, key=place.__getitem__):
         request = requests[name]
         num_rows = request.max_new_tokens + (0 if request.prompt in prompts else request.prompt_length)
         num_bytes += num_rows * row_size
@@ -65,7 +66,7 @@ def fewest_tapped(rollout: RolloutConfig, row_size: int) -> int:
             for prompt in range(engine, rollout.prompts_per_step, rollout.num_engines)
             for sample in range(rollout.samples_per_prompt)
         }
-        tapped += len(choose(requests, rollout.features.max_bytes, row_size))
+        tapped += len(choose(requests, "", rollout.features.max_bytes, row_size))
     return tapped
 
 

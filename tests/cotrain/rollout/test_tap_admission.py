@@ -17,43 +17,41 @@ from cotrain.rollout.tap_admission import (
 ROW = 100
 
 
-def groups(prompts: int, samples: int, call: int = 0) -> dict[str, TapRequest]:
-    return {f"{call}/{p}/{i}": TapRequest(p, 50, 150) for p in range(prompts) for i in range(samples)}
+def groups(prompts: int, samples: int) -> dict[str, TapRequest]:
+    return {f"{p}/{i}": TapRequest(p, 50, 150) for p in range(prompts) for i in range(samples)}
 
 
 def test_all_are_tapped_when_all_fit():
     requests = groups(4, 4)
     exactly = (4 * 50 + 16 * 150) * ROW
-    assert choose(requests, exactly, ROW) == requests
-    assert len(choose(requests, exactly - 1, ROW)) == 15
+    assert choose(requests, "0", exactly, ROW) == requests
+    assert len(choose(requests, "0", exactly - 1, ROW)) == 15
 
 
 def test_the_room_of_the_longest_response_is_reserved():
-    chosen = choose(groups(8, 8), 3000 * ROW, ROW)
+    chosen = choose(groups(8, 8), "0", 3000 * ROW, ROW)
     prompts = {request.prompt for request in chosen.values()}
     assert 3000 - 200 < len(chosen) * 150 + len(prompts) * 50 <= 3000
 
 
-def test_every_sample_is_tapped_equally_often_over_the_calls():
-    counts = Counter(name.partition("/")[2] for call in range(400) for name in choose(groups(4, 4, call), 80_000, ROW))
+def test_every_sample_is_tapped_equally_often_over_the_steps():
+    counts = Counter(name for step in range(400) for name in choose(groups(4, 4), str(step), 80_000, ROW))
     mean = sum(counts.values()) / 16
     assert 50 < mean < 120
     assert all(0.6 * mean < count < 1.4 * mean for count in counts.values()) and len(counts) == 16
 
 
 def test_a_prompt_that_does_not_fit_is_not_passed_over_for_a_shorter_one():
-    def chosen(call: int) -> list[TapRequest]:
-        requests = {f"{call}/{i}": TapRequest(i, 10 if i % 2 else 400, 100) for i in range(40)}
-        return list(choose(requests, 300_000, ROW).values())
-
-    lengths = [request.prompt_length for call in range(300) for request in chosen(call)]
+    requests = {str(i): TapRequest(i, 10 if i % 2 else 400, 100) for i in range(40)}
+    chosen = [choose(requests, str(step), 300_000, ROW) for step in range(300)]
+    lengths = [request.prompt_length for step in chosen for request in step.values()]
     assert lengths.count(10) / len(lengths) == pytest.approx(0.5, abs=0.03)  # else 0.8
 
 
 def test_not_even_one_is_an_error_that_names_the_bound():
     message = r"rollout\.features\.max_bytes: one sequence takes 20000 bytes of the tap, above 19999"
     with pytest.raises(ValueError, match=message):
-        choose(groups(1, 2), 19_999, ROW)
+        choose(groups(1, 2), "0", 19_999, ROW)
     with pytest.raises(ValueError, match=message):
         list(within_bounds([([0] * 10, 4), ([0] * 200, 4)], 19_999, ROW))
 
