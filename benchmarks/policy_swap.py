@@ -8,6 +8,7 @@ timed as well: they include the pause, the messages between processes and the re
 
 import argparse
 import asyncio
+import math
 import os
 import shutil
 import statistics
@@ -22,6 +23,9 @@ from typing import Any
 
 from cotrain.process import threads
 
+Times = tuple[float, float]
+"""Seconds by the clock, and of this process on all cores, which other processes disturb less."""
+
 STAGES = {"read and check": "read_payload", "load": "reload_weights", "read back": "differing_tensors"}
 
 
@@ -34,8 +38,8 @@ def learner_state(model: Path) -> dict[str, Any]:
     return {name: tensor for name, tensor in policy.state_dict().items() if name not in tied}
 
 
-def measure_stages(model: Path, scratch: Path, rounds: int) -> list[dict[str, float]]:
-    """Seconds of every stage, a row a round."""
+def measure_stages(model: Path, scratch: Path, rounds: int) -> list[dict[str, Times]]:
+    """Times of every stage, a row a round."""
     import torch
 
     from cotrain.rollout.vllm import weight_transfer
@@ -47,7 +51,7 @@ def measure_stages(model: Path, scratch: Path, rounds: int) -> list[dict[str, fl
         SimpleNamespace(backend=weight_transfer.BACKEND), config, torch.device("cpu"), served
     )
     transfer.init_transfer_engine(weight_transfer.InitInfo(keep_folder=str(scratch / "kept")))
-    row: dict[str, float] = {}
+    row: dict[str, Times] = {}
     for stage, function in STAGES.items():
         owner = weight_transfer if function in vars(weight_transfer) else vllm_weights
         setattr(owner, function, timed(getattr(owner, function), stage, row))
@@ -86,20 +90,20 @@ def move(state: dict[str, Any]) -> None:
         tensor.mul_(1.001)
 
 
-def timed(function: Callable[..., Any], stage: str, row: dict[str, float]) -> Callable[..., Any]:
-    """The function, with its seconds added to the row under the stage's name."""
+def timed(function: Callable[..., Any], stage: str, row: dict[str, Times]) -> Callable[..., Any]:
+    """The function, with its times added to the row under the stage's name."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         result = function(*args, **kwargs)
-        row[stage] = row.get(stage, 0.0) + time.perf_counter() - started
+        row[stage] = (time.perf_counter() - started, time.process_time() - cpu_started)
         return result
 
     return call
 
 
-async def measure_engine(model: Path, scratch: Path, rounds: int) -> list[dict[str, float]]:
-    """Seconds of writing and of RolloutEngine.update_policy, and what the engine needs to start."""
+async def measure_engine(model: Path, scratch: Path, rounds: int) -> list[dict[str, Times]]:
+    """Times of writing and of RolloutEngine.update_policy, and what the engine needs to start."""
     import torch
 
     from cotrain.config.schema import RolloutConfig
@@ -118,18 +122,20 @@ async def measure_engine(model: Path, scratch: Path, rounds: int) -> list[dict[s
             row.clear()
             move(state)
             payload = timed(write_payload, "write", row)(state, scratch / "sent.safetensors", torch.bfloat16)
-            row["update of the engine"] = (await engine.update_policy(payload, version)).seconds
+            row["update of the engine"] = ((await engine.update_policy(payload, version)).seconds, math.nan)
             rows.append(dict(row))
     finally:
         await engine.shutdown()
     return rows
 
 
-def report(rows: list[dict[str, float]]) -> None:
-    """Median and smallest time of each stage."""
+def report(rows: list[dict[str, Times]]) -> None:
+    """Median and smallest times of each stage."""
+    print(f"{'seconds':22s}{'by the clock: median':>22s}{'least':>8s}{'of the CPU: median':>22s}{'least':>8s}")
     for stage in rows[0]:
-        seconds = [row[stage] for row in rows]
-        print(f"{stage:22s} median {statistics.median(seconds):6.3f} s   least {min(seconds):6.3f} s")
+        clock, cpu = zip(*(row[stage] for row in rows), strict=True)
+        figures = (statistics.median(clock), min(clock), statistics.median(cpu), min(cpu))
+        print("{:22s}{:22.3f}{:8.3f}{:22.3f}{:8.3f}".format(stage, *figures))
 
 
 @contextmanager

@@ -121,16 +121,11 @@ def read_shard(path: str | Path) -> list[FeatureRecord]:
 
 def _records(tensors: dict[str, Tensor], shared: dict[str, Any]) -> list[FeatureRecord]:
     lengths = tensors["lengths"].tolist()
-    rollouts = zip(*(tensors[name].split(lengths) for name in ROWS), tensors["prompt_lengths"].tolist(), strict=True)
+    rows = zip(*(tensors[name].split(lengths) for name in ROWS), strict=True)
+    common = (shared["policy_version"], Sampler(**shared["sampler"]), tuple(shared["aux_layers"]))
     return [
-        FeatureRecord(
-            *(tensor.clone() for tensor in rows),
-            prompt_length=prompt_length,
-            policy_version=shared["policy_version"],
-            sampler=Sampler(**shared["sampler"]),
-            aux_layers=tuple(shared["aux_layers"]),
-        )
-        for *rows, prompt_length in rollouts
+        FeatureRecord(tokens.clone(), aux.clone(), final.clone(), mask.clone(), prompt_length, *common)
+        for (tokens, aux, final, mask), prompt_length in zip(rows, tensors["prompt_lengths"].tolist(), strict=True)
     ]
 
 

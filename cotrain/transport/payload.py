@@ -34,7 +34,7 @@ class WeightsUnknown(RuntimeError):
 def digest(tensor: Tensor) -> str:
     """xxh3 checksum (128 bits) of the tensor's bytes, row-major. It finds accidents, and is not meant against attacks."""
     flat = tensor.detach().contiguous().cpu().flatten()
-    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy())
+    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)
 
 
 def write_payload(state: dict[str, Tensor], path: str | Path, dtype: torch.dtype) -> WeightPayload:

@@ -182,8 +182,7 @@ def patch_short_drafts_of_linear_attention() -> None:
             if (starts.diff() == most_inputs - width + 2).all():
                 return original(layer, metadata, mixed_qkv, b, a, *caches)
             slots, accepted = metadata.spec_state_indices_tensor[:count], metadata.num_accepted_tokens[:count]
-            conv = (gdn._unpacked_conv_weight(layer), layer.conv1d.bias)
-            convolved = convolve(mixed_qkv, starts, inputs, slots[:, 0], accepted, *conv, layer.activation == "silu")
+            convolved = convolve(layer, mixed_qkv, starts, inputs, slots[:, 0], accepted)
             query, key, value = layer.rearrange_mixed_qkv(convolved)
             return gdn.ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
                 A_log=layer.A_log,
@@ -205,31 +204,24 @@ def patch_short_drafts_of_linear_attention() -> None:
     _replace(gdn, "_spec_forward", make)
 
 
-def convolve(
-    rows: Tensor,
-    starts: Tensor,
-    inputs: Tensor,
-    slots: Tensor,
-    accepted: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-) -> Tensor:
-    """Causal convolution of a step's rows [N, D]; those of request i of R are starts[i]:starts[i+1], starts [R+1].
+def convolve(layer: Any, rows: Tensor, starts: Tensor, inputs: Tensor, slots: Tensor, accepted: Tensor) -> Tensor:
+    """The layer's causal convolution and activation of a step's rows [N, D]; request i has starts[i]:starts[i+1].
 
     inputs [S, D, width - 1 + most draft tokens]: row slots[i] begins with the width - 2 inputs before the step before,
-    then come that step's, of which the first accepted[i] count. It is brought up to this step. weight [D, width], bias
-    [D] or None. Returns [N, D], after SiLU where `silu`.
+    then come that step's, of which the first accepted[i] count. It is brought up to this step. Returns [N, D].
     """
-    width, convolved = weight.shape[1], torch.empty_like(rows)
-    bounds = starts.tolist()
+    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
+
+    weight, convolved = _unpacked_conv_weight(layer), torch.empty_like(rows)
+    bounds, width = starts.tolist(), weight.shape[1]
     for i, (slot, valid) in enumerate(zip(slots.tolist(), accepted.tolist(), strict=True)):
         own = slice(bounds[i], bounds[i + 1])
         if own.start == own.stop:
             continue
         before = inputs[slot][:, valid - 1 : valid + width - 2]
         known = torch.cat([before, rows[own].t().to(inputs.dtype)], dim=1)
-        result = torch.nn.functional.conv1d(known[None], weight[:, None], bias, groups=len(weight))[0]
-        convolved[own] = (torch.nn.functional.silu(result) if silu else result).t().to(rows.dtype)
+        result = torch.nn.functional.conv1d(known[None], weight[:, None], layer.conv1d.bias, groups=len(weight))[0]
+        activated = torch.nn.functional.silu(result) if layer.activation == "silu" else result
+        convolved[own] = activated.t().to(rows.dtype)
         inputs[slot][:, : known.shape[1] - 1] = known[:, 1:]
     return convolved

@@ -15,6 +15,7 @@ def repack_tied_weights(model: nn.Module) -> None:
     by its packed copy of the first weights. Ends when vLLM 0.32's layerwise.py is replaced by one that does this.
     """
     packed: set[int] = set()
+    module: Any
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             if id(module.weight) in packed:
@@ -27,11 +28,7 @@ def unpack(module: Any, columns: int | None, turn: int) -> tuple[Tensor, Tensor 
 
     Returns ([out, in], None) or ([out, chosen], chosen).
     """
-    width = next(
-        getattr(module, name)
-        for name in ("embedding_dim", "input_size_per_partition", "input_size")
-        if hasattr(module, name)
-    )
+    width = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size
     chosen = None
     if columns is not None and columns < width:
         # One shuffled order for all turns: a fault in a share of the columns meets each turn with the same chance,

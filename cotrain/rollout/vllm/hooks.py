@@ -127,21 +127,6 @@ def _attention_of(group: list[tuple[UnreadRun, slice]], positions: Tensor, atten
     )
 
 
-def set_draft_sample_method(model_runner: Any, method: str) -> None:
-    """Switch between greedy and probabilistic drafting at run time. Valid between steps."""
-    model_runner.drafter._enable_probabilistic_draft_probs = method == "probabilistic"
-
-
-def clear_drafter_cache(model_runner: Any) -> None:
-    """Zero the keys and values of the drafter's attention layers. Valid while no request runs.
-
-    What a drafter wrote that computed NaN stays there for the next one: a masked position counts 0 * NaN = NaN.
-    """
-    layers = model_runner.compilation_config.static_forward_context
-    for name in model_runner.drafter._draft_attn_layer_names:
-        layers[name].kv_cache.zero_()
-
-
 PHASES = ("worker", "verify", "sample", "draft", "draft_model")
 
 
@@ -167,23 +152,23 @@ def time_phases(model_runner: Any) -> list[dict[str, float]]:
 
         setattr(owner, name, timed_call)
 
-    timed(model_runner, "execute_model", "worker")
-    timed(model_runner, "sample_tokens", "worker")
-    timed(model_runner, "_model_forward", "verify")
-    timed(model_runner.model, "compute_logits", "verify")
-    timed(model_runner, "_sample", "sample")
-    if hasattr(model_runner, "drafter"):
-        timed(model_runner, "propose_draft_token_ids", "draft")
-    draft_model = getattr(getattr(model_runner, "drafter", None), "model", None)
-    if draft_model is not None:
-        timed(draft_model, "forward", "draft_model")
-        if hasattr(draft_model, "combine_hidden_states"):
-            timed(draft_model, "combine_hidden_states", "draft_model")
-        # With a draft vocabulary of its own, the head is used without compute_logits (see cpu.py).
-        own_head = hasattr(draft_model, "draft_id_to_target_id")
-        timed(
-            *((draft_model.logits_processor, "forward") if own_head else (draft_model, "compute_logits")), "draft_model"
-        )
+    draft_model: Any = getattr(getattr(model_runner, "drafter", None), "model", None)
+    # With a draft vocabulary of its own, the head is used without compute_logits (see cpu.py).
+    own_head = hasattr(draft_model, "draft_id_to_target_id")
+    head = (draft_model.logits_processor, "forward") if own_head else (draft_model, "compute_logits")
+    for owner, name, phase in (
+        (model_runner, "execute_model", "worker"),
+        (model_runner, "sample_tokens", "worker"),
+        (model_runner, "_model_forward", "verify"),
+        (model_runner.model, "compute_logits", "verify"),
+        (model_runner, "_sample", "sample"),
+        (model_runner, "propose_draft_token_ids", "draft"),
+        (draft_model, "forward", "draft_model"),
+        (draft_model, "combine_hidden_states", "draft_model"),
+        (*head, "draft_model"),
+    ):
+        if hasattr(owner, name):
+            timed(owner, name, phase)
 
     execute = model_runner.execute_model
 

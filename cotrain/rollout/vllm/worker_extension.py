@@ -92,12 +92,17 @@ class CotrainWorker:
         self._cotrain_reads_prompts = on
 
     def cotrain_clear_drafter_cache(self) -> None:
-        """Forget all keys and values of the drafter."""
-        hooks.clear_drafter_cache(self.model_runner)  # type: ignore[attr-defined]
+        """Zero the keys and values of the drafter's attention layers. Valid while no request runs.
+
+        What a drafter wrote that computed NaN stays there for the next one: a masked position counts 0 * NaN = NaN.
+        """
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        for name in runner.drafter._draft_attn_layer_names:
+            runner.compilation_config.static_forward_context[name].kv_cache.zero_()
 
     def cotrain_set_draft_sample_method(self, method: str) -> None:
         """Greedy or probabilistic drafting from the next step on."""
-        hooks.set_draft_sample_method(self.model_runner, method)  # type: ignore[attr-defined]
+        self.model_runner.drafter._enable_probabilistic_draft_probs = method == "probabilistic"  # type: ignore[attr-defined]
 
     def cotrain_time_phases(self) -> None:
         """Time the phases of every step from now on."""
@@ -112,5 +117,4 @@ class CotrainWorker:
     def cotrain_served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Checksums of the named tensors exactly as served (packed matrices are read back whole)."""
         model = self.get_draft_model() if draft else self.get_model()  # type: ignore[attr-defined]
-        served = weights.served_tensors(model, names)
-        return {name: digest(tensor) for name, tensor in served.items()}
+        return {name: digest(tensor) for name, tensor in weights.served_tensors(model, names).items()}
