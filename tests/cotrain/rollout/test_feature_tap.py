@@ -94,6 +94,16 @@ def test_a_preempted_request_is_recorded_again():
     assert torch.equal(taken[0][:20], hidden_at(torch.arange(20)))
 
 
+def test_rows_survive_growth():
+    tap = tap_of(one())
+    record(tap, 0, 100)
+    for start in range(100, 400, 3):
+        record(tap, start, start + 3)
+    taken = take(tap, 401)
+    assert kept(taken) == list(range(400))
+    assert torch.equal(taken[0][:400], hidden_at(torch.arange(400)))
+
+
 def test_bytes_are_counted_as_allocated_and_given_back():
     tap = tap_of(one(1), one(1, prompt=1))
     record(tap, 0, 1, "a")
