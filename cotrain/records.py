@@ -132,7 +132,7 @@ class WeightPayload:
     path: str
     num_bytes: int
     digests: dict[str, str]
-    """blake2b of each tensor's bytes."""
+    """Checksum of each tensor's bytes (see transport/payload.py)."""
 
 
 @dataclass(frozen=True, slots=True)

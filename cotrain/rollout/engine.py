@@ -8,8 +8,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Container, Sequence
-from dataclasses import astuple
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,13 @@ from cotrain.rollout.tap_admission import (
     TapRequest,
     choose,
     first_of_each_prompt,
+    number_prompts,
     row_bytes,
-    tap_requests,
     within_bounds,
 )
 from cotrain.rollout.vllm.arguments import engine_arguments
 from cotrain.rollout.vllm.engine_death import death_in_words
 from cotrain.transport.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
-
-POLICY_READBACK_COLUMNS = 32
-"""Input columns of each packed policy matrix read back after an update, others each time. Drafters are read back whole.
-
-An error that stays in one of n columns is found within ceil(n / 32) updates; an error in a share s of the columns is
-found at once with probability 1 - (1 - s)^32. Reading all columns takes several times as long."""
 
 TIMED_PROMPT_TOKENS = 32
 """Last tokens of each prompt that engine steps are measured after. Prefilling more would take most of the time."""
@@ -85,10 +78,6 @@ class RolloutEngine:
             WeightTransferInitRequest(init_info={"keep_folder": f"{self.spec.scratch}/kept"})
         )
         return await self._call("cotrain_start", self.spec.drafter_folder is not None)
-
-    @property
-    def _aux_layers(self) -> tuple[int, ...]:
-        return self.spec.serving.aux_layers if self.spec.serving else ()
 
     @property
     def speculates(self) -> bool:
@@ -162,12 +151,13 @@ class RolloutEngine:
         overrides: sampling parameters of this call (greedy checks, bench); the speculation controller learns nothing
         from it then.
         """
-        self._batches += 1
-        names = [f"b{self._batches}r{i}" for i in range(len(requests))]
+        names = self._names(len(requests))
         versions = self.versions
-        tapped = self._tapped(names, requests, overrides) if tap and self.spec.drafter_folder is not None else {}
-        if tapped:
-            await self._start_tapping(tapped)
+        tapped: dict[str, TapRequest] = {}
+        if tap and self.spec.drafter_folder is not None:
+            known = self._tap_requests(names, requests, overrides)
+            tapped = choose(known, str(versions.policy), self.spec.rollout.features.max_bytes, self._row_bytes)
+            await self._call("cotrain_start_tapping", tapped)
         chosen = self._chooses and not overrides
         if self.speculates:
             await self._speculation("begin", not overrides)
@@ -184,7 +174,7 @@ class RolloutEngine:
             for name, r in zip(names, rollouts, strict=True)
             if name in tapped
         }
-        features, stats = await self._take_features(sequences) if sequences else ([], {})
+        features, stats = await self._take_features(sequences) if tapped else ([], {})
         return RolloutBatch(
             rollouts=rollouts,
             features=features,
@@ -198,43 +188,45 @@ class RolloutEngine:
     async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[FeatureShard]:
         """Hidden states of given tokens, (prompt and response, prompt length) each, computed in a prefill.
 
-        The shards hold the sequences in order, in as many groups as the tap's bounds ask for. Raises ValueError when
-        one sequence alone is above them.
+        The shards hold the sequences in order, in as many groups as the tap's bound asks for. Raises ValueError when
+        one sequence alone is above it.
         """
         shards: list[FeatureShard] = []
-        for group in within_bounds(sequences, self.spec.rollout.features, self._row_bytes):
-            self._batches += 1
-            named = {f"b{self._batches}r{i}": sequence for i, sequence in enumerate(group)}
+        for group in within_bounds(sequences, self.spec.rollout.features.max_bytes, self._row_bytes):
+            named = dict(zip(self._names(len(group)), group, strict=True))
             requests = [RolloutRequest(name, 0, ids, None) for name, (ids, _) in named.items()]
             sampling = {"max_tokens": 1}
-            await self._start_tapping(
-                dict(zip(named, tap_requests(requests, self.spec.rollout, sampling), strict=True))
-            )
+            await self._call("cotrain_start_tapping", self._tap_requests(list(named), requests, sampling))
             await self._run(list(named), requests, sampling, named)
             taken, stats = await self._take_features(named)
             if stats["num_rollouts"] != len(group):
-                raise RuntimeError(f"the tap has {stats['num_rollouts']} of {len(group)} sequences within its bounds")
+                raise RuntimeError(f"the tap has {stats['num_rollouts']} of {len(group)} sequences within its bound")
             shards += taken
         return shards
+
+    def _names(self, num: int) -> list[str]:
+        """Names of the requests of the next call, which no other call has."""
+        self._batches += 1
+        return [f"b{self._batches}r{i}" for i in range(num)]
 
     @property
     def _row_bytes(self) -> int:
         """Bytes that the tap holds of one token."""
-        width = (len(self._aux_layers) + 1) * self._engine.model_config.get_hidden_size()
-        return row_bytes(width, {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype])
+        num_layers = len(self.spec.serving.aux_layers) + 1 if self.spec.serving else 1
+        bytes_per_value = {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype]
+        return row_bytes(num_layers * self._engine.model_config.get_hidden_size(), bytes_per_value)
 
-    def _tapped(
-        self, names: list[str], requests: list[RolloutRequest], overrides: dict[str, Any]
+    def _tap_requests(
+        self, names: Sequence[str], requests: Sequence[RolloutRequest], overrides: dict[str, Any]
     ) -> dict[str, TapRequest]:
-        """The requests of a call that are tapped. Others in the next call, and under the next policy."""
-        rollout = self.spec.rollout
-        known = tap_requests(requests, rollout, overrides)
-        call = f"{self.versions.policy}/{self._batches}"
-        keys = [f"{call}/{request.prompt_id}/{request.sample_index}" for request in requests]
-        return {names[i]: known[i] for i in choose(known, keys, rollout.features, self._row_bytes)}
+        numbers = number_prompts([request.prompt_token_ids for request in requests])
+        return {
+            name: TapRequest(number, len(request.prompt_token_ids), self._max_tokens(request, overrides))
+            for name, number, request in zip(names, numbers, requests, strict=True)
+        }
 
-    async def _start_tapping(self, tapped: dict[str, TapRequest]) -> None:
-        await self._call("cotrain_start_tapping", {name: astuple(request) for name, request in tapped.items()})
+    def _max_tokens(self, request: RolloutRequest, overrides: dict[str, Any]) -> int:
+        return overrides.get("max_tokens") or request.max_new_tokens or self.spec.rollout.max_new_tokens
 
     async def _run(
         self,
@@ -266,7 +258,7 @@ class RolloutEngine:
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
             "top_k": rollout.top_k or -1,
-            "max_tokens": request.max_new_tokens or rollout.max_new_tokens,
+            "max_tokens": self._max_tokens(request, overrides),
             "stop": list(rollout.stop) or None,
             "ignore_eos": rollout.ignore_eos,
             "seed": request.seed,
@@ -291,27 +283,19 @@ class RolloutEngine:
         )
 
     async def _take_features(
-        self, sequences: dict[str, tuple[list[int], int]]
+        self, sequences: Mapping[str, tuple[list[int], int]]
     ) -> tuple[list[FeatureShard], dict[str, float]]:
         """sequences: name of a tapped request -> (prompt and response, prompt length)."""
-        rollout = self.spec.rollout
+        rollout, serving = self.spec.rollout, self.spec.serving
         path = f"{self.spec.scratch}/features_{self._batches}.safetensors"
-        metadata = {
-            "policy_version": str(self.versions.policy),
-            "temperature": repr(rollout.temperature),
-            "top_p": repr(rollout.top_p),
-            "top_k": str(rollout.top_k),
-            "draft_sample_method": rollout.draft_sample_method,
-            "aux_layers": ",".join(map(str, self._aux_layers)),
-            "final_norm_applied": "true",
-        }
-        wanted = [(name, *sequence) for name, sequence in sequences.items()]
-        stats = await self._call("cotrain_take_features", wanted, path, metadata)
+        sampler = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "draft_sample_method")}
+        aux_layers = list(serving.aux_layers) if serving else []
+        policy_version = self.versions.policy
+        stats = await self._call("cotrain_take_features", sequences, path, policy_version, sampler, aux_layers)
         if not stats["num_rollouts"]:
             return [], stats
         num_bytes = Path(path).stat().st_size
-        shard = FeatureShard(path, stats["num_rollouts"], stats["num_tokens"], num_bytes, self.versions.policy)
-        return [shard], stats
+        return [FeatureShard(path, stats["num_rollouts"], stats["num_tokens"], num_bytes, policy_version)], stats
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -327,7 +311,8 @@ class RolloutEngine:
         async with death_in_words(self._engine):
             await self._engine.pause_generation(mode="keep", clear_cache=True)
             try:
-                await self._update(payload, Versions(policy_version, self.versions.drafter), draft=False)
+                update = _update_info(payload) | {"readback_turn": policy_version}
+                await self._update(update, Versions(policy_version, self.versions.drafter), draft=False)
             finally:
                 await self._engine.resume_generation()
         return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
@@ -348,35 +333,26 @@ class RolloutEngine:
             raise ValueError(f"{len(expected_rates)} expected rates for {k} draft tokens; give one a position")
         started = time.perf_counter()
         before = self.versions.drafter
-        async with death_in_words(self._engine):
-            await self._update(payload, Versions(self.versions.policy, drafter_version), draft=True)
+        await self._update_drafter(_update_info(payload), drafter_version)
         self._drafter_before = before
         await self._speculation("new_drafter", None if expected_rates is None else list(expected_rates))
         return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
 
     async def check_drafter(self, payload: WeightPayload) -> None:
         """Would `update_drafter` take these weights? Raises WeightUpdateRefused if not; serves what it did."""
-        update = {"path": payload.path, "digests": payload.digests, "action": "check"}
-        async with death_in_words(self._engine):
-            await self._update_session(update, self.versions, draft=True)
+        await self._update_drafter(_update_info(payload) | {"action": "check"}, self.versions.drafter)
 
     async def undo_drafter_update(self) -> None:
         """Serve the drafter weights and version from before the last `update_drafter`; once after each."""
-        versions = Versions(self.versions.policy, self._drafter_before)
-        async with death_in_words(self._engine):
-            await self._update_session({"action": "undo"}, versions, draft=True)
+        await self._update_drafter({"action": "undo"}, self._drafter_before)
         await self._speculation("new_drafter")
 
-    async def _update(self, payload: WeightPayload, versions: Versions, draft: bool) -> None:
-        update = {
-            "path": payload.path,
-            "digests": payload.digests,
-            "readback_columns": None if draft else POLICY_READBACK_COLUMNS,
-            "readback_turn": versions.policy,
-        }
-        await self._update_session(update, versions, draft)
+    async def _update_drafter(self, update: dict[str, Any], drafter_version: int) -> None:
+        async with death_in_words(self._engine):
+            await self._update(update, Versions(self.versions.policy, drafter_version), draft=True)
 
-    async def _update_session(self, update: dict[str, Any], versions: Versions, draft: bool) -> None:
+    async def _update(self, update: dict[str, Any], versions: Versions, draft: bool) -> None:
+        """Run one of vLLM's update sessions. update: fields of UpdateInfo in weight_transfer.py."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -397,16 +373,14 @@ class RolloutEngine:
         """Checksums of the named tensors as the worker serves them, read back whole."""
         return await self._call("cotrain_served_digests", names, draft)
 
-    async def weight_version(self) -> str:
-        """The version string vLLM puts on outputs: p<policy>-d<drafter>."""
-        return await self._engine.get_weight_version()
+    # -- switches and timings of the checks and benchmarks -----------------------------------------------------------
 
     async def set_draft_sample_method(self, method: str) -> None:
         """Greedy or probabilistic drafting from the next step on."""
         await self._call("cotrain_set_draft_sample_method", method)
 
     async def time_phases(self) -> None:
-        """Time the phases of every step from now on (see vllm_hooks.time_phases)."""
+        """Time the phases of every step from now on (see vllm/hooks.py)."""
         await self._call("cotrain_time_phases")
 
     async def take_step_times(self) -> list[dict[str, float]]:
@@ -435,8 +409,13 @@ class RolloutEngine:
     async def shutdown(self) -> None:
         """Stop vLLM and all its processes."""
         if self._engine is not None:
-            self._engine.shutdown()
+            # vLLM's default wait is 5 s, which its engine core has always used up before it was killed.
+            self._engine.shutdown(timeout=1.0)
             self._engine = None
+
+
+def _update_info(payload: WeightPayload) -> dict[str, Any]:
+    return {"path": payload.path, "digests": payload.digests}
 
 
 @functools.cache

@@ -9,7 +9,6 @@ tapped request computed stays a hole, and `take` masks holes; the engine has one
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,51 +22,39 @@ FIRST_ROWS = 128
 class _Recording:
     """Rows of one prompt or of one response. Row p belongs to its position p, counted from its own start."""
 
-    def __init__(self, length: int, like: Tensor):
-        """length: of the prompt, or the greatest of the response. like [n, A*H + H]: hidden states to come."""
+    def __init__(self, length: int, width: int, dtype: torch.dtype):
+        """length: of the prompt, or the greatest of the response. width: A*H + H."""
         self._length = length
-        self.rows = like.new_empty((0, like.shape[1]))
+        self._rows = torch.empty((0, width), dtype=dtype)
         self._token_ids = torch.empty(0, dtype=torch.int64)
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.nbytes + self._token_ids.nbytes
+        return self._rows.nbytes + self._token_ids.nbytes
 
-    def write(self, positions: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
-        """positions are consecutive."""
-        first = int(positions[0])
-        end = min(first + len(positions), self._length)  # drafts beyond the end of a response are verified too
-        if first >= end:
-            return
-        self._make_room(end)
-        self.rows[first:end] = hidden[: end - first]
-        self._token_ids[first:end] = token_ids[: end - first]
+    def write(self, first: int, token_ids: Tensor, hidden: Tensor) -> None:
+        """Keep rows from position `first` on."""
+        end = min(first + len(token_ids), self._length)  # drafts beyond the end of a response are verified too
+        if first < end:
+            self._make_room(end)
+            self._rows[first:end] = hidden[: end - first]
+            self._token_ids[first:end] = token_ids[: end - first]
 
     def read(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(hidden [T, A*H + H], mask [T]) of the first T positions; a row recorded for another token is masked."""
         self._make_room(len(token_ids))
-        return self.rows[: len(token_ids)], self._token_ids[: len(token_ids)] == token_ids
+        return self._rows[: len(token_ids)], self._token_ids[: len(token_ids)] == token_ids
 
     def _make_room(self, length: int) -> None:
-        """Rows for `length` positions: powers of two of the first allocation, at most the whole length."""
+        """Double the rows until they hold `length` positions; there are never more than the whole length."""
         filled = len(self._token_ids)
-        if filled >= length:
-            return
-        capacity = max(filled, FIRST_ROWS)
-        while capacity < length:
-            capacity *= 2
-        added = min(capacity, self._length) - filled
-        self.rows = torch.cat([self.rows, self.rows.new_empty((added, self.rows.shape[1]))])
-        self._token_ids = torch.cat([self._token_ids, self._token_ids.new_full((added,), UNWRITTEN)])
-
-
-@dataclass(frozen=True)
-class TakenFeatures:
-    """Features of one finished rollout of T tokens."""
-
-    aux_hidden: Tensor  # [T, A*H]
-    final_hidden: Tensor  # [T, H]
-    mask: Tensor  # [T] bool
+        if filled < length:
+            capacity = max(filled, FIRST_ROWS)
+            while capacity < length:
+                capacity *= 2
+            added = min(capacity, self._length) - filled
+            self._rows = torch.cat([self._rows, self._rows.new_empty((added, self._rows.shape[1]))])
+            self._token_ids = torch.cat([self._token_ids, self._token_ids.new_full((added,), UNWRITTEN)])
 
 
 class FeatureTap:
@@ -94,44 +81,35 @@ class FeatureTap:
         self._prompts.clear()
         self._responses.clear()
 
-    def record(self, request_id: str, positions: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
-        """Keep rows of one request. positions (consecutive), token_ids [n]; hidden [n, A*H + H]."""
-        request = self._requests.get(request_id)
+    def record(self, name: str, first: int, token_ids: Tensor, hidden: Tensor) -> None:
+        """Keep rows of one request from position `first` on. token_ids [n], hidden [n, A*H + H]."""
+        request = self._requests.get(name)
         if request is None:
             return
-        length = request.prompt_length
-        of_prompt = max(0, length - int(positions[0]))
+        like, length = (hidden.shape[1], hidden.dtype), request.prompt_length
+        of_prompt = max(0, length - first)
         if of_prompt:
-            prompt = self._prompts.get(request.prompt)
-            if prompt is None:
-                prompt = self._prompts[request.prompt] = _Recording(length, hidden)
-            prompt.write(positions[:of_prompt], token_ids[:of_prompt], hidden[:of_prompt])
-        if of_prompt < len(positions):
-            response = self._responses.get(request_id)
-            if response is None:
-                response = self._responses[request_id] = _Recording(request.max_new_tokens, hidden)
-            response.write(positions[of_prompt:] - length, token_ids[of_prompt:], hidden[of_prompt:])
+            prompt = self._prompts.setdefault(request.prompt, _Recording(length, *like))
+            prompt.write(first, token_ids[:of_prompt], hidden[:of_prompt])
+        if of_prompt < len(token_ids):
+            response = self._responses.setdefault(name, _Recording(request.max_new_tokens, *like))
+            response.write(max(0, first - length), token_ids[of_prompt:], hidden[of_prompt:])
 
-    def take(self, request_id: str, token_ids: list[int], final_size: int) -> TakenFeatures | None:
-        """Hand over one finished request and forget its response; None when it was not tapped.
+    def take(self, name: str, token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(hidden [T, A*H + H], mask [T]) of one finished request, whose response is forgotten; None if not tapped.
 
-        token_ids is the whole rollout, prompt and response; a row recorded for another token is a hole.
+        token_ids [T]: the whole rollout, prompt and response. A row recorded for another token is a hole.
         """
-        request = self._requests.pop(request_id, None)
-        prompt = self._prompts.get(request.prompt) if request else None
-        if request is None or prompt is None:
+        request = self._requests.pop(name, None)
+        if request is None or request.prompt not in self._prompts:
             return None
-        response = self._responses.pop(request_id, None)
-        tokens, length = torch.tensor(token_ids, dtype=torch.int64), request.prompt_length
-        hidden = prompt.rows.new_empty((len(tokens), prompt.rows.shape[1]))
-        mask = torch.zeros(len(tokens), dtype=torch.bool)
-        hidden[:length], mask[:length] = prompt.read(tokens[:length])
-        if response is not None:
-            hidden[length:], mask[length:] = response.read(tokens[length:])
+        length = request.prompt_length
+        hidden, mask = self._prompts[request.prompt].read(token_ids[:length])
+        if name in self._responses:
+            parts = zip((hidden, mask), self._responses.pop(name).read(token_ids[length:]), strict=True)
+            hidden, mask = (torch.cat(part) for part in parts)
+        num_missing = len(token_ids) - len(mask)
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, num_missing))
+        mask = torch.nn.functional.pad(mask, (0, num_missing))
         mask[-1] = False  # the last token was sampled but never fed back: it has no hidden state
-        hidden[~mask] = 0
-        return TakenFeatures(hidden[:, :-final_size], hidden[:, -final_size:], mask)
-
-    def clear(self) -> None:
-        """Forget everything; nothing is recorded until the next `start`."""
-        self.start({})
+        return hidden.masked_fill(~mask[:, None], 0), mask

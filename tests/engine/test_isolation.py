@@ -12,7 +12,8 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.records import FeatureShard, Rollout, ScoredRollout, Versions
 from cotrain.roles.drafter import DrafterTraining
 from cotrain.roles.engines import PolicyRanks
-from cotrain.transport.features import write_shard
+from cotrain.transport.features import FeatureRecord, write_records
+from drafters.base import Sampler
 from tests.engine.conftest import AUX_LAYERS, features_of
 
 pytestmark = pytest.mark.engine  # slow: two sets of Ray actors
@@ -36,24 +37,16 @@ def write_features(path: Path, model: torch.nn.Module, rollouts: list[ScoredRoll
     batches = [
         features_of(model, r.rollout.prompt_token_ids + r.rollout.token_ids, PROMPT, i) for i, r in enumerate(rollouts)
     ]
-    write_shard(
-        str(path),
-        token_ids=torch.cat([b.token_ids for b in batches]),
-        aux_hidden=torch.cat([b.aux_hidden for b in batches]),
-        final_hidden=torch.cat([b.final_hidden for b in batches]),
-        feature_mask=torch.cat([b.feature_mask for b in batches]),
-        offsets=torch.arange(len(batches) + 1) * (PROMPT + RESPONSE),
-        prompt_lengths=torch.full((len(batches),), PROMPT),
-        metadata={
-            "policy_version": "0",
-            "temperature": "1.0",
-            "top_p": "1.0",
-            "top_k": "0",
-            "draft_sample_method": "probabilistic",
-            "aux_layers": ",".join(map(str, AUX_LAYERS)),
-            "final_norm_applied": "true",
-        },
-    )
+    write_records(
+        path,
+        [
+            FeatureRecord(
+                b.token_ids, b.aux_hidden, b.final_hidden, b.feature_mask, PROMPT, 0,
+                Sampler(1.0, 1.0, 0, "probabilistic"), AUX_LAYERS,
+            )
+            for b in batches
+        ],
+    )  # fmt: skip
     tokens = len(batches) * (PROMPT + RESPONSE)
     return FeatureShard(str(path), len(batches), tokens, path.stat().st_size, 0)
 

@@ -305,4 +305,4 @@ def test_an_update_can_be_checked_and_undone(
     assert serves() != served
     adaptive.run(adaptive.engine.undo_drafter_update())
     assert serves() == served and adaptive.engine.versions == version
-    assert adaptive.run(adaptive.engine.weight_version()) == str(version)
+    assert adaptive.run(adaptive.engine._engine.get_weight_version()) == str(version)

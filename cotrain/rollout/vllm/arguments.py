@@ -7,21 +7,32 @@ from cotrain.config.lossless_guard import speculative_problems
 from cotrain.models.linear_attention import has_linear_attention
 from cotrain.rollout.spec import EngineSpec
 
+PACKAGE = "cotrain.rollout.vllm"
+"""vLLM imports our classes by name in its own process; to import them here as well would only take time."""
+
 PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """Lengths of the n-grams that n-gram speculation looks up; vLLM's default, 5 exactly, hardly ever finds one."""
 
+GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Raises ValueError for a setting of speculation that is not known to be lossless."""
-    from cotrain.rollout.vllm import scheduling, weight_transfer, worker_extension
+    """The arguments of AsyncEngineArgs.
 
-    rollout, k = spec.rollout, spec.rollout.draft_tokens
+    Without speculation the engine is scheduled as vLLM would by itself. With it, vLLM's asynchronous scheduling is off:
+    our scheduler, which chooses a draft length for each step, extends the synchronous one, and with the asynchronous one
+    requests that are preempted while they speculate, as every policy update does, read memory that is not theirs
+    (https://github.com/vllm-project/vllm/issues/49620). The price is that a GPU waits for the scheduler in each step.
+
+    Raises ValueError for a setting of speculation that is not known to be lossless.
+    """
+    from vllm.platforms import current_platform
+
+    rollout = spec.rollout
     arguments: dict[str, Any] = {
         "max_num_seqs": rollout.max_num_seqs,
-        "enforce_eager": True,
         # vLLM copies the states of linear attention with Triton kernels only
         "enable_prefix_caching": not has_linear_attention(Path(spec.model_path)),
-        "async_scheduling": False,  # DraftLengthScheduler is the synchronous one
         "model": spec.model_path,
         "dtype": rollout.dtype,
         "seed": spec.seed,
@@ -29,24 +40,51 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "max_model_len": rollout.num_positions,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": False,
-        "worker_extension_cls": f"{worker_extension.__name__}.CotrainWorker",
-        "weight_transfer_config": {"backend": weight_transfer.BACKEND},
-        "scheduler_cls": f"{scheduling.__name__}.DraftLengthScheduler",
+        "worker_extension_cls": f"{PACKAGE}.worker_extension.CotrainWorker",
+        "weight_transfer_config": {"backend": "cotrain"},
     }
+    if current_platform.is_cpu():
+        from cotrain.rollout.vllm.cpu import CPU_ARGUMENTS
+
+        arguments |= CPU_ARGUMENTS
+    speculation = _speculation(spec)
+    if speculation is not None:
+        arguments |= {"async_scheduling": False, "scheduler_cls": f"{PACKAGE}.scheduling.DraftLengthScheduler"}
+        if not current_platform.is_cpu() and not GRAPH_ARGUMENTS & rollout.vllm.keys():
+            arguments["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs, rollout.draft_tokens)
     arguments |= rollout.vllm
-    if spec.speculation == "ngram":
-        arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": k, **PROMPT_LOOKUP}
-    elif spec.drafter_folder is not None and spec.serving is not None:
-        if spec.serving.target_overrides:
+    if speculation is not None:
+        arguments["speculative_config"] = speculation
+        arguments["per_request_spec_decode_metrics"] = "detailed"  # acceptance is judged at the lengths really drafted
+        if spec.serving is not None and spec.serving.target_overrides:
             arguments["hf_overrides"] = dict(spec.serving.target_overrides)
-        arguments["speculative_config"] = {
+    return arguments
+
+
+def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
+    """vLLM's speculative_config; None when nothing proposes draft tokens."""
+    k = spec.rollout.draft_tokens
+    config: dict[str, Any]
+    if spec.speculation == "ngram":
+        config = {"method": "ngram", "num_speculative_tokens": k, **PROMPT_LOOKUP}
+    elif spec.drafter_folder is not None and spec.serving is not None:
+        config = {
             "method": spec.serving.method,
             "model": spec.drafter_folder,
             "num_speculative_tokens": k,
-            "draft_sample_method": rollout.draft_sample_method,
+            "draft_sample_method": spec.rollout.draft_sample_method,
         }
-    if "speculative_config" in arguments:
-        for name, reason in speculative_problems(arguments["speculative_config"]):
-            raise ValueError(f"speculative_config.{name}: {reason}")
-        arguments["per_request_spec_decode_metrics"] = "detailed"  # acceptance is judged at the lengths really drafted
-    return arguments
+    else:
+        return None
+    for name, reason in speculative_problems(config):
+        raise ValueError(f"speculative_config.{name}: {reason}")
+    return config
+
+
+def graph_sizes(max_num_seqs: int, draft_tokens: int) -> list[int]:
+    """Rows of the steps that CUDA graphs are captured for: up to max_num_seqs requests, with and without drafts.
+
+    vLLM's own list ends at 512 rows, and larger steps leave the captured graphs: 256 requests do with 2 draft tokens.
+    """
+    requests = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
+    return sorted({n * rows for n in requests if n <= max_num_seqs for rows in (1, draft_tokens + 1)})

@@ -1,9 +1,9 @@
-"""vLLM's internals (0.32): patches of its own faults.
+"""What only vLLM's CPU build (0.32) needs: arguments, and patches of its faults.
 
-This file, `vllm_hooks.py` and `vllm_weights.py` are the only ones that touch them in vLLM's worker processes, and
-everything in them names its end condition; `scheduling.py` is their counterpart in the engine core.
+Every patch names its end condition. cpu_packing.py is the other file about the CPU build.
 """
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -12,31 +12,43 @@ from torch import Tensor
 
 SUPPORTED_VERSION = "0.32"
 
+CPU_ARGUMENTS = {
+    "enforce_eager": True,  # compiling takes half a minute at each start
+    # The worker runs inside the engine core, as on one GPU: a process less to start, and to pass each step's tensors to.
+    # vLLM replaces "uni" by processes on a CPU, to set OpenMP up for them; our environment has done that already.
+    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+}
+
 
 def apply_patches() -> list[str]:
-    """Apply what this platform needs, once a process. Returns the names, which the worker reports at start."""
+    """Apply what this platform needs. Returns the names of the patches, which the worker reports at start."""
     from vllm import __version__
     from vllm.platforms import current_platform
 
     if not __version__.startswith(SUPPORTED_VERSION):
         raise RuntimeError(f"cotrain supports vLLM {SUPPORTED_VERSION}, this is {__version__}")
-    applied = []
-    if current_platform.is_cpu():
-        patch_sampling_parameters_of_draft_tokens()
-        patch_sampling_without_draft_tokens()
-        patch_samples_thrown_away()
-        patch_sampling_in_target_vocabulary()
-        patch_updates_of_experts()
-        patch_short_drafts_of_linear_attention()
-        applied += [
-            "sampling_parameters_of_draft_tokens",
-            "sampling_without_draft_tokens",
-            "samples_thrown_away",
-            "sampling_in_target_vocabulary",
-            "updates_of_experts",
-            "short_drafts_of_linear_attention",
-        ]
-    return applied
+    patches = (
+        patch_sampling_parameters_of_draft_tokens,
+        patch_sampling_without_draft_tokens,
+        patch_samples_thrown_away,
+        patch_sampling_in_target_vocabulary,
+        patch_updates_of_experts,
+        patch_short_drafts_of_linear_attention,
+    )
+    if not current_platform.is_cpu():
+        return []
+    for patch in patches:
+        patch()
+    return [patch.__name__.removeprefix("patch_") for patch in patches]
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Put make(the function owner.name) in its place, unless that was done before."""
+    original = getattr(owner, name)
+    if not getattr(original, "is_cotrains", False):
+        replacement = wraps(original)(make(original))
+        replacement.is_cotrains = True  # type: ignore[attr-defined]
+        setattr(owner, name, replacement)
 
 
 def patch_sampling_parameters_of_draft_tokens() -> None:
@@ -56,8 +68,7 @@ def expand_batch_to_tokens(
 ) -> Tensor:
     """Repeat x[b] for each of request b's draft tokens: [B] -> [num_tokens]; cu_num_tokens [B] is a running sum."""
     counts = torch.diff(cu_num_tokens.to(torch.int64), prepend=cu_num_tokens.new_zeros(1, dtype=torch.int64))
-    if replace_from != replace_to:
-        x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return torch.repeat_interleave(x, counts, output_size=num_tokens)
 
 
@@ -69,15 +80,10 @@ def patch_sampling_without_draft_tokens() -> None:
     """
     import vllm.v1.sample.rejection_sampler as rejection_sampler
 
-    original = rejection_sampler.apply_sampling_constraints
-    if getattr(original, "passes_empty", False):
-        return
+    def make(original: Any) -> Any:
+        return lambda logits, *rest: original(logits, *rest) if len(logits) else logits
 
-    def passes_empty(logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: Any) -> Tensor:
-        return logits if logits.shape[0] == 0 else original(logits, cu_num_draft_tokens, sampling_metadata)
-
-    passes_empty.passes_empty = True  # type: ignore[attr-defined]
-    rejection_sampler.apply_sampling_constraints = passes_empty
+    _replace(rejection_sampler, "apply_sampling_constraints", make)
 
 
 def patch_samples_thrown_away() -> None:
@@ -89,21 +95,19 @@ def patch_samples_thrown_away() -> None:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    original = GPUModelRunner.sample_tokens
-    if getattr(original, "spares_generators", False):
-        return
+    def make(original: Any) -> Any:
+        def sample_tokens(runner: Any, grammar_output: Any) -> Any:
+            batch = runner.input_batch
+            thrown_away = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+            spared = {i: batch.generators.pop(i) for i in thrown_away if i in batch.generators}
+            try:
+                return original(runner, grammar_output)
+            finally:
+                batch.generators.update(spared)
 
-    def sample_tokens(runner: Any, grammar_output: Any) -> Any:
-        batch = runner.input_batch
-        thrown_away = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
-        spared = {i: batch.generators.pop(i) for i in thrown_away if i in batch.generators}
-        try:
-            return original(runner, grammar_output)
-        finally:
-            batch.generators.update(spared)
+        return sample_tokens
 
-    sample_tokens.spares_generators = True  # type: ignore[attr-defined]
-    GPUModelRunner.sample_tokens = sample_tokens
+    _replace(GPUModelRunner, "sample_tokens", make)
 
 
 def patch_sampling_in_target_vocabulary() -> None:
@@ -115,17 +119,14 @@ def patch_sampling_in_target_vocabulary() -> None:
     """
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    original = SpecDecodeBaseProposer._sample_draft_tokens
-    if getattr(original, "in_draft_vocabulary", False):
-        return
+    def make(original: Any) -> Any:
+        def sample(proposer: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+            has_own_vocabulary = getattr(proposer.model, "draft_id_to_target_id", None) is not None
+            return (sample_in_draft_vocabulary if has_own_vocabulary else original)(proposer, *arguments)
 
-    def sample(proposer: Any, hidden: Tensor, sampling_metadata: Any) -> tuple[Tensor, Tensor | None]:
-        if getattr(proposer.model, "draft_id_to_target_id", None) is None:
-            return original(proposer, hidden, sampling_metadata)
-        return sample_in_draft_vocabulary(proposer, hidden, sampling_metadata)
+        return sample
 
-    sample.in_draft_vocabulary = True  # type: ignore[attr-defined]
-    SpecDecodeBaseProposer._sample_draft_tokens = sample
+    _replace(SpecDecodeBaseProposer, "_sample_draft_tokens", make)
 
 
 def sample_in_draft_vocabulary(proposer: Any, hidden: Tensor, sampling_metadata: Any) -> tuple[Tensor, Tensor | None]:
@@ -151,19 +152,16 @@ def patch_updates_of_experts() -> None:
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    original = UnquantizedFusedMoEMethod._setup_kernel
-    if getattr(original, "packs_updates", False):
-        return
+    def make(original: Any) -> Any:
+        def setup(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+            is_update = method.moe_kernel is not None
+            original(method, layer, w13, w2)
+            if is_update:
+                method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    @wraps(original)
-    def setup(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
-        is_update = method.moe_kernel is not None
-        original(method, layer, w13, w2)
-        if is_update:
-            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+        return setup
 
-    setup.packs_updates = True  # type: ignore[attr-defined]
-    UnquantizedFusedMoEMethod._setup_kernel = setup
+    _replace(UnquantizedFusedMoEMethod, "_setup_kernel", make)
 
 
 def patch_short_drafts_of_linear_attention() -> None:
@@ -176,65 +174,54 @@ def patch_short_drafts_of_linear_attention() -> None:
     """
     import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as gdn
 
-    original = gdn._spec_forward
-    if getattr(original, "drafts_fewer", False):
-        return
+    def make(original: Any) -> Any:
+        def forward(layer: Any, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *caches: Any) -> Tensor:
+            inputs, states, width, most_inputs = caches
+            count = metadata.num_spec_decodes
+            starts = metadata.spec_query_start_loc[: count + 1]
+            if (starts.diff() == most_inputs - width + 2).all():
+                return original(layer, metadata, mixed_qkv, b, a, *caches)
+            slots, accepted = metadata.spec_state_indices_tensor[:count], metadata.num_accepted_tokens[:count]
+            convolved = convolve(layer, mixed_qkv, starts, inputs, slots[:, 0], accepted)
+            query, key, value = layer.rearrange_mixed_qkv(convolved)
+            return gdn.ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
+                A_log=layer.A_log,
+                dt_bias=layer.dt_bias,
+                q=query.squeeze(0),
+                k=key.squeeze(0),
+                v=value.squeeze(0),
+                a=a,
+                b=b,
+                initial_state_source=states,
+                spec_state_indices=slots.to(torch.int32).contiguous(),
+                num_accepted_tokens=accepted.to(torch.int32).contiguous(),
+                cu_seqlens=starts.to(torch.int32).contiguous(),
+                use_qk_l2norm_in_kernel=True,
+            )
 
-    @wraps(original)
-    def forward(layer: Any, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *caches: Any) -> Tensor:
-        inputs, states, width, most_inputs = caches
-        count = metadata.num_spec_decodes
-        starts = metadata.spec_query_start_loc[: count + 1]
-        if (starts.diff() == most_inputs - width + 2).all():
-            return original(layer, metadata, mixed_qkv, b, a, *caches)
-        slots, accepted = metadata.spec_state_indices_tensor[:count], metadata.num_accepted_tokens[:count]
-        weight, bias = gdn._unpacked_conv_weight(layer), layer.conv1d.bias
-        convolved = convolve(mixed_qkv, starts, inputs, slots[:, 0], accepted, weight, bias, layer.activation == "silu")
-        query, key, value = layer.rearrange_mixed_qkv(convolved)
-        return gdn.ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
-            A_log=layer.A_log,
-            dt_bias=layer.dt_bias,
-            q=query.squeeze(0),
-            k=key.squeeze(0),
-            v=value.squeeze(0),
-            a=a,
-            b=b,
-            initial_state_source=states,
-            spec_state_indices=slots.to(torch.int32).contiguous(),
-            num_accepted_tokens=accepted.to(torch.int32).contiguous(),
-            cu_seqlens=starts.to(torch.int32).contiguous(),
-            use_qk_l2norm_in_kernel=True,
-        )
+        return forward
 
-    forward.drafts_fewer = True  # type: ignore[attr-defined]
-    gdn._spec_forward = forward
+    _replace(gdn, "_spec_forward", make)
 
 
-def convolve(
-    rows: Tensor,
-    starts: Tensor,
-    inputs: Tensor,
-    slots: Tensor,
-    accepted: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-) -> Tensor:
-    """Causal convolution of a step's rows [N, D]; those of request i of R are starts[i]:starts[i+1], starts [R+1].
+def convolve(layer: Any, rows: Tensor, starts: Tensor, inputs: Tensor, slots: Tensor, accepted: Tensor) -> Tensor:
+    """The layer's causal convolution and activation of a step's rows [N, D]; request i has starts[i]:starts[i+1].
 
     inputs [S, D, width - 1 + most draft tokens]: row slots[i] begins with the width - 2 inputs before the step before,
-    then come that step's, of which the first accepted[i] count. It is brought up to this step. weight [D, width], bias
-    [D] or None. Returns [N, D], after SiLU where `silu`.
+    then come that step's, of which the first accepted[i] count. It is brought up to this step. Returns [N, D].
     """
-    width, convolved = weight.shape[1], torch.empty_like(rows)
-    bounds = starts.tolist()
+    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
+
+    weight, convolved = _unpacked_conv_weight(layer), torch.empty_like(rows)
+    bounds, width = starts.tolist(), weight.shape[1]
     for i, (slot, valid) in enumerate(zip(slots.tolist(), accepted.tolist(), strict=True)):
         own = slice(bounds[i], bounds[i + 1])
         if own.start == own.stop:
             continue
         before = inputs[slot][:, valid - 1 : valid + width - 2]
         known = torch.cat([before, rows[own].t().to(inputs.dtype)], dim=1)
-        result = torch.nn.functional.conv1d(known[None], weight[:, None], bias, groups=len(weight))[0]
-        convolved[own] = (torch.nn.functional.silu(result) if silu else result).t().to(rows.dtype)
+        result = torch.nn.functional.conv1d(known[None], weight[:, None], layer.conv1d.bias, groups=len(weight))[0]
+        activated = torch.nn.functional.silu(result) if layer.activation == "silu" else result
+        convolved[own] = activated.t().to(rows.dtype)
         inputs[slot][:, : known.shape[1] - 1] = known[:, 1:]
     return convolved

@@ -1,66 +1,46 @@
 """Hooks into vLLM's model runner (0.32, V1): what drafting sees and does, and what it costs.
 
-With `vllm_compat.py` and `vllm_weights.py` the only files that touch vLLM's internals in its worker processes.
+Like cpu.py and weights.py, it touches vLLM's internals in the worker. All hooks end with the V1 model runner; the V2
+runner's place for them is speculator.propose.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cotrain.rollout.vllm.planned_scheduling import computes_prompts
-from cotrain.rollout.vllm.unread_rows import ComputedRows, UnreadRows, UnreadRun, pieces
+from cotrain.rollout.vllm.unread_rows import StepRows, UnreadRows, UnreadRun, pieces
 
 MOST_UNREAD_BYTES = 64 * 2**20
-"""Of hidden states that wait for the drafter while speculation is off; it then reads them in one pass."""
-
-
-@dataclass(frozen=True)
-class VerifiedRows:
-    """What the target computed in one engine step, rejected draft tokens included."""
-
-    request_ids: list[str]
-    starts: list[int]  # [R+1], rows of request i are starts[i]:starts[i+1]
-    positions: Tensor  # [N]
-    token_ids: Tensor  # [N]
-    hidden: Tensor  # [N, A*H + H], aux layers ascending, then the final hidden state after the norm
+"""Most bytes of hidden states that wait for the drafter while speculation is off; it then reads them in one pass."""
 
 
 def hook_drafting(
     model_runner: Any,
-    on_verified: Callable[[Callable[[], VerifiedRows]], None],
+    on_verified: Callable[[Callable[[], StepRows]], None],
     is_tapping: Callable[[], bool],
     reads_prompts: Callable[[], bool],
 ) -> None:
     """Wrap the runner's drafting: offer the target's hidden states to `on_verified`, and make draft length 0 free.
 
+    The rows offered are on the CPU; a row is the aux layers, ascending, and the final hidden state after the norm.
+
     vLLM runs the drafter's first pass over the step's tokens even for draft length 0, to keep its KV cache complete.
     Here 0 means "speculation is off", and off has to cost nothing: the pass is left out of steps that only decode.
     Where `reads_prompts`, speculation may come back in mid-request. Steps that compute prompts then keep the pass, and
     the rows of the others are put aside and read before the next pass, all at once: a drafter with gaps in what it
-    attends to accepts little. Ends with the V1 model runner (V2 hooks at speculator.propose).
+    attends to accepts little.
     """
     propose = model_runner.propose_draft_token_ids
     unread = UnreadRows()
 
     def hooked(scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:
         _, aux_hidden, _, attention, _ = rest
-        total = scheduler_output.total_num_scheduled_tokens
-
-        def rows() -> VerifiedRows:
-            return VerifiedRows(
-                model_runner.input_batch.req_ids,
-                attention.query_start_loc_cpu.tolist(),
-                model_runner._get_positions(total).to("cpu", copy=True),
-                model_runner.input_ids.gpu[:total].to("cpu", torch.int64),
-                torch.cat([h[:total] for h in (*(aux_hidden or ()), hidden)], dim=-1).cpu(),
-            )
-
         if is_tapping():
-            on_verified(rows)
+            on_verified(lambda: _rows(model_runner, attention, [*(aux_hidden or ()), hidden], "cpu"))
         off = scheduler_output.num_spec_tokens_to_schedule == 0 and torch.is_tensor(sampled)
         reading = reads_prompts()
         leave_out = off and not (reading and computes_prompts(scheduler_output))
@@ -70,24 +50,25 @@ def hook_drafting(
             _read_late(model_runner, unread, attention, sampling_metadata)
         if not leave_out:
             return propose(scheduler_output, sampled, sampling_metadata, hidden, *rest)
-        if reading:
-            unread.add(_rows_to_read(model_runner, total, sampled, hidden, aux_hidden, attention))
+        if reading:  # sampled [R, 1 or more] is -1 after a rejection
+            rows = _rows(model_runner, attention, aux_hidden or [hidden], hidden.device)
+            unread.add(rows, num_valid=(sampled >= 0).sum(1))
         return sampled.new_empty((sampled.shape[0], 0))
 
     model_runner.propose_draft_token_ids = hooked
 
 
-def _rows_to_read(
-    model_runner: Any, total: int, sampled: Tensor, hidden: Tensor, aux_hidden: list[Tensor] | None, attention: Any
-) -> ComputedRows:
-    """What the drafter would read of this step, in memory of its own. sampled [R, 1 or more]: -1 after a rejection."""
-    return ComputedRows(
-        list(model_runner.input_batch.req_ids),
-        attention.query_start_loc_cpu.tolist(),
-        (sampled >= 0).sum(1),
-        model_runner._get_positions(total).clone(),
-        model_runner.input_ids.gpu[:total].clone(),
-        torch.cat([h[:total] for h in aux_hidden], dim=-1) if aux_hidden is not None else hidden[:total].clone(),
+def _rows(model_runner: Any, attention: Any, hidden: list[Tensor], device: Any) -> StepRows:
+    """The rows of a step in memory of their own, with the tensors of the list side by side."""
+    request_ids = list(model_runner.input_batch.req_ids)
+    starts = attention.query_start_loc_cpu[: len(request_ids) + 1].tolist()  # there may be padding after them
+    total = starts[-1]
+    return StepRows(
+        request_ids,
+        starts,
+        model_runner._get_positions(total)[starts[:-1]].tolist(),
+        model_runner.input_ids.gpu[:total].to(device, copy=True),
+        torch.cat([h[:total] for h in hidden], dim=-1).to(device),
     )
 
 
@@ -97,11 +78,10 @@ def _read_late(model_runner: Any, unread: UnreadRows, attention: Any, sampling_m
     A draft length of 0 makes vLLM's propose run the first pass alone, which fills the drafter's KV cache.
     """
     drafter = model_runner.drafter
-    starts = attention.query_start_loc_cpu[:-1].long()
-    total = int(attention.query_start_loc_cpu[-1])
-    first_positions = model_runner._get_positions(total)[starts].tolist()
-    first_tokens = model_runner.input_ids.gpu[:total][starts]
-    runs = unread.take(model_runner.input_batch.req_ids, first_positions)
+    request_ids = model_runner.input_batch.req_ids
+    *starts, total = attention.query_start_loc_cpu[: len(request_ids) + 1].tolist()
+    first_tokens = model_runner.input_ids.gpu[starts]
+    runs = unread.take(request_ids, model_runner._get_positions(total)[starts].tolist())
     for group in pieces(runs, drafter.max_num_tokens):
         positions = torch.cat([torch.arange(r.first_position + s.start, r.first_position + s.stop) for r, s in group])
         following = [r.token_ids[s.stop] if s.stop < len(r.token_ids) else first_tokens[r.request] for r, s in group]
@@ -147,20 +127,7 @@ def _attention_of(group: list[tuple[UnreadRun, slice]], positions: Tensor, atten
     )
 
 
-def set_draft_sample_method(model_runner: Any, method: str) -> None:
-    """Switch between greedy and probabilistic drafting at run time. Valid between steps."""
-    model_runner.drafter._enable_probabilistic_draft_probs = method == "probabilistic"
-
-
-def clear_drafter_cache(model_runner: Any) -> None:
-    """Zero the keys and values of the drafter's attention layers. Valid while no request runs.
-
-    What a drafter wrote that computed NaN stays there for the next one: a masked position counts 0 * NaN = NaN.
-    Ends with the V1 model runner.
-    """
-    layers = model_runner.compilation_config.static_forward_context
-    for name in model_runner.drafter._draft_attn_layer_names:
-        layers[name].kv_cache.zero_()
+PHASES = ("worker", "verify", "sample", "draft", "draft_model")
 
 
 def time_phases(model_runner: Any) -> list[dict[str, float]]:
@@ -169,7 +136,7 @@ def time_phases(model_runner: Any) -> list[dict[str, float]]:
     A row holds the number of requests, whether prompts were prefilled (1.0 or 0.0), the start on the worker's clock,
     and seconds: worker (all of the step inside this process), verify (target forward and head), sample (rejection
     sampling and log-probs), draft (proposing), draft_model (forward passes and heads within draft).
-    For CPU: GPU kernels run after the call returns. Ends with the V1 model runner.
+    It is meant for CPUs: GPU kernels run after the call returns.
     """
     rows: list[dict[str, float]] = []
 
@@ -185,29 +152,29 @@ def time_phases(model_runner: Any) -> list[dict[str, float]]:
 
         setattr(owner, name, timed_call)
 
-    timed(model_runner, "execute_model", "worker")
-    timed(model_runner, "sample_tokens", "worker")
-    timed(model_runner, "_model_forward", "verify")
-    timed(model_runner.model, "compute_logits", "verify")
-    timed(model_runner, "_sample", "sample")
-    if hasattr(model_runner, "drafter"):
-        timed(model_runner, "propose_draft_token_ids", "draft")
-    draft_model = getattr(getattr(model_runner, "drafter", None), "model", None)
-    if draft_model is not None:
-        timed(draft_model, "forward", "draft_model")
-        if hasattr(draft_model, "combine_hidden_states"):
-            timed(draft_model, "combine_hidden_states", "draft_model")
-        if hasattr(draft_model, "draft_id_to_target_id"):  # its head is used without compute_logits: vllm_compat.py
-            timed(draft_model.logits_processor, "forward", "draft_model")
-        else:
-            timed(draft_model, "compute_logits", "draft_model")
+    draft_model: Any = getattr(getattr(model_runner, "drafter", None), "model", None)
+    # With a draft vocabulary of its own, the head is used without compute_logits (see cpu.py).
+    own_head = hasattr(draft_model, "draft_id_to_target_id")
+    head = (draft_model.logits_processor, "forward") if own_head else (draft_model, "compute_logits")
+    for owner, name, phase in (
+        (model_runner, "execute_model", "worker"),
+        (model_runner, "sample_tokens", "worker"),
+        (model_runner, "_model_forward", "verify"),
+        (model_runner.model, "compute_logits", "verify"),
+        (model_runner, "_sample", "sample"),
+        (model_runner, "propose_draft_token_ids", "draft"),
+        (draft_model, "forward", "draft_model"),
+        (draft_model, "combine_hidden_states", "draft_model"),
+        (*head, "draft_model"),
+    ):
+        if hasattr(owner, name):
+            timed(owner, name, phase)
 
     execute = model_runner.execute_model
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        requests, prefill = len(scheduler_output.num_scheduled_tokens), float(computes_prompts(scheduler_output))
-        times = dict.fromkeys(("worker", "verify", "sample", "draft", "draft_model"), 0.0)
-        rows.append({"start": time.perf_counter(), "requests": requests, "prefill": prefill, **times})
+        row = {"start": time.perf_counter(), "requests": len(scheduler_output.num_scheduled_tokens)}
+        rows.append(row | {"prefill": float(computes_prompts(scheduler_output))} | dict.fromkeys(PHASES, 0.0))
         return execute(scheduler_output, *args, **kwargs)
 
     model_runner.execute_model = execute_model

@@ -13,47 +13,43 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ComputedRows:
-    """What the target computed in one engine step, W values a row, rejected draft tokens included."""
+class StepRows:
+    """What the target computed in one engine step, rejected draft tokens included: N rows of R requests."""
 
     request_ids: list[str]
-    starts: list[int]
-    """[R+1], rows of request i are starts[i]:starts[i+1]."""
-    num_valid: Tensor
-    """[R]: rows of each request, from its first one on, that are part of its text."""
-    positions: Tensor
-    token_ids: Tensor
-    hidden: Tensor
-    """[N, W]"""
+    starts: list[int]  # [R+1], rows of request i are starts[i]:starts[i+1]
+    first_positions: list[int]  # [R], position of each request's first row; the others follow it
+    token_ids: Tensor  # [N]
+    hidden: Tensor  # [N, W]
 
 
 @dataclass(frozen=True)
 class UnreadRun:
-    """Rows of one request that follow each other, up to the first one of the step that is drafted for now."""
+    """Rows of one request that follow each other, up to the first one of the step that is about to be drafted for."""
 
-    request: int
-    """Number of the request in that step."""
+    request: int  # its number in that step
     first_position: int
-    token_ids: Tensor
-    """[n]"""
-    hidden: Tensor
-    """[n, W]"""
+    token_ids: Tensor  # [n]
+    hidden: Tensor  # [n, W]
 
 
 class UnreadRows:
     """Steps in the order they were made. `take` empties it."""
 
     def __init__(self) -> None:
-        self._steps: list[ComputedRows] = []
+        self._steps: list[tuple[StepRows, Tensor]] = []
         self.num_bytes = 0
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
-    def add(self, step: ComputedRows) -> None:
-        """Keep one step. Its tensors must not change any more."""
-        self._steps.append(step)
-        self.num_bytes += step.hidden.numel() * step.hidden.element_size()
+    def add(self, step: StepRows, num_valid: Tensor) -> None:
+        """Keep one step, whose tensors must not change any more.
+
+        num_valid [R]: rows of each request, from its first one on, that are part of its text.
+        """
+        self._steps.append((step, num_valid))
+        self.num_bytes += step.hidden.nbytes
 
     def clear(self) -> None:
         """Forget all."""
@@ -69,21 +65,17 @@ class UnreadRows:
         number = {name: i for i, name in enumerate(request_ids)}
         ends = list(next_positions)
         parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in request_ids]
-        for step in reversed(self._steps):
-            positions, num_valid = step.positions.tolist(), step.num_valid.tolist()
-            for row, name in enumerate(step.request_ids):
-                start, valid = step.starts[row], num_valid[row]
+        for step, num_valid in reversed(self._steps):
+            rows = zip(step.request_ids, step.starts, step.first_positions, num_valid.tolist(), strict=False)
+            for name, start, position, valid in rows:
                 i = number.get(name)
-                if i is not None and valid and positions[start] + valid == ends[i]:
-                    rows = slice(start, start + valid)
-                    parts[i].append((step.token_ids[rows], step.hidden[rows]))
+                if i is not None and valid and position + valid == ends[i]:
+                    own = slice(start, start + valid)
+                    parts[i].append((step.token_ids[own], step.hidden[own]))
                     ends[i] -= valid
         self.clear()
-        return [
-            UnreadRun(i, ends[i], torch.cat([ids for ids, _ in reversed(p)]), torch.cat([h for _, h in reversed(p)]))
-            for i, p in enumerate(parts)
-            if p
-        ]
+        joined = [[torch.cat(tensors[::-1]) for tensors in zip(*p, strict=True)] for p in parts]
+        return [UnreadRun(i, ends[i], *tensors) for i, tensors in enumerate(joined) if tensors]
 
 
 def pieces(runs: Sequence[UnreadRun], most_rows: int) -> Iterator[list[tuple[UnreadRun, slice]]]:

@@ -7,7 +7,7 @@ Runs inside every vLLM worker. vLLM's update session calls it (start -> update -
                 |                              |
              refused: nothing was touched   differs: load the last good state again, read it back, then refuse
 
-Of the policy one good state is kept, so that shared memory holds two policies at most: that one, and the update that is
+One good state of the policy is kept, so shared memory holds at most two policies: that one, and the update that is
 being written. Of a drafter the good state before is kept as well, so that an update which another engine has refused
 can be undone here.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
+from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -31,6 +32,12 @@ from cotrain.transport.payload import Manifest, WeightsUnknown, WeightUpdateRefu
 
 BACKEND = "cotrain"
 
+READBACK_COLUMNS = 32
+"""Input columns of each packed policy matrix read back after an update, others each time. Drafters are read back whole.
+
+An error that stays in one of n columns is found within ceil(n / 32) updates; an error in a share s of the columns is
+found at once with probability 1 - (1 - s)^32. Reading all columns takes several times as long."""
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -41,8 +48,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One update. `readback_columns` bounds the read-back of a packed matrix to that many input columns, others at each
-    `readback_turn`.
+    """One update. The read-back of a packed policy matrix begins with other columns at each `readback_turn`.
 
     check: read and check, and touch nothing. undo: go back to the state before the last update of the drafter; no other
     field counts.
@@ -50,7 +56,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     path: str = ""
     digests: dict[str, str] = field(default_factory=dict)
-    readback_columns: int | None = None
     readback_turn: int = 0
     action: Literal["apply", "check", "undo"] = "apply"
 
@@ -67,13 +72,13 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.keep_folder.mkdir(parents=True, exist_ok=True)
 
     def start_weight_update(self) -> None:
-        """Nothing yet: the model is only touched once a complete update has passed its checks."""
+        """The model is only touched once a complete update has passed its checks."""
 
     def finish_weight_update(self) -> None:
-        """Nothing left: `receive_weights` leaves the model whole."""
+        """`receive_weights` leaves the model whole."""
 
     def shutdown(self) -> None:
-        """No connection to close."""
+        """There is no connection to close."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Apply one whole update. Raises WeightUpdateRefused; the engine then serves what it served before.
@@ -86,18 +91,21 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         tensors = read_payload(update_info.path, update_info.digests, self._expected())
         if update_info.action == "check":
             return
-        link = self._link(update_info.path)  # it can fail, so it comes before the model is touched
+        kept, before, link = self._good_states()
+        link.unlink(missing_ok=True)
+        os.link(update_info.path, link)  # it can fail, so it comes before the model is touched
         try:
-            vllm_weights.reload_weights(self.model, self.model_config, tensors)
-            self._check_served(tensors, update_info.readback_columns, update_info.readback_turn)
+            columns = None if self._is_draft() else READBACK_COLUMNS
+            self._serve(tensors, columns, update_info.readback_turn)
         except Exception as error:
             self._restore()
             raise WeightUpdateRefused(f"update undone: {error}") from error
-        if self._is_draft() and self._kept().exists():
-            os.replace(self._kept(), self._kept_before())
-        os.replace(link, self._kept())
+        if self._is_draft() and kept.exists():
+            os.replace(kept, before)
+        os.replace(link, kept)
 
-    def _check_served(self, tensors: dict[str, torch.Tensor], columns: int | None = None, turn: int = 0) -> None:
+    def _serve(self, tensors: dict[str, torch.Tensor], columns: int | None = None, turn: int = 0) -> None:
+        vllm_weights.reload_weights(self.model, self.model_config, tensors)
         differing = vllm_weights.differing_tensors(self.model, tensors, columns, turn)
         if differing:
             raise WeightUpdateRefused(f"served weights differ from those loaded: {differing[:4]}")
@@ -117,24 +125,18 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             shared += ["lm_head.weight"]
         return read_manifest(self._checkpoint_folder(), self.model_config.dtype, without=shared)
 
-    def _kept(self) -> Path:
-        return self.keep_folder / ("drafter.safetensors" if self._is_draft() else "target.safetensors")
-
-    def _kept_before(self) -> Path:
-        return self._kept().with_suffix(".before")
-
-    def _link(self, path: str) -> Path:
-        link = self._kept().with_suffix(".new")
-        link.unlink(missing_ok=True)
-        os.link(path, link)
-        return link
+    def _good_states(self) -> tuple[Path, Path, Path]:
+        """Links to the state that is served, to the one before, and to the one that is about to be served."""
+        kept = self.keep_folder / ("drafter.safetensors" if self._is_draft() else "target.safetensors")
+        return kept, kept.with_suffix(".before"), kept.with_suffix(".new")
 
     def _undo(self) -> None:
         if not self._is_draft():
             raise WeightUpdateRefused("only a drafter update can be undone; send the policy's earlier weights instead")
-        self._kept().unlink()
-        if self._kept_before().exists():
-            os.replace(self._kept_before(), self._kept())
+        kept, before, _ = self._good_states()
+        kept.unlink()
+        if before.exists():
+            os.replace(before, kept)
         self._restore()
 
     def _restore(self) -> None:
@@ -143,21 +145,12 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises WeightsUnknown when that fails, or when something else is served then.
         """
         try:
-            tensors = self._last_good()
-            vllm_weights.reload_weights(self.model, self.model_config, tensors)
-            self._check_served(tensors)
+            kept, expected = self._good_states()[0], self._expected()
+            files = [kept] if kept.exists() else weight_files(self._checkpoint_folder())
+            found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+            self._serve({name: found[name].to(dtype) for name, (_, dtype) in expected.items()})
         except Exception as error:
             raise WeightsUnknown(error) from error
-
-    def _last_good(self) -> dict[str, torch.Tensor]:
-        kept = self._kept()
-        files = [kept] if kept.exists() else weight_files(self._checkpoint_folder())
-        expected = self._expected()
-        tensors: dict[str, torch.Tensor] = {}
-        for file in files:
-            found = vllm_weights.load_safetensors(file)
-            tensors |= {name: tensor.to(expected[name][1]) for name, tensor in found.items() if name in expected}
-        return tensors
 
 
 def register() -> None:

@@ -3,13 +3,13 @@
 vLLM fuses projections and packs matrices; everything here speaks in the checkpoint's names and shapes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from math import prod
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from cotrain.rollout.vllm.cpu_packing import in_loaded_order, repack_tied_weights, unpack
 
 
 def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:
@@ -27,28 +27,7 @@ def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tenso
             model.load_weights(iter(tensors.items()))
     finally:
         finalize_layerwise_reload(model, model_config)
-        _repack_tied_weights(model)
-
-
-def _repack_tied_weights(model: nn.Module) -> None:
-    """Pack again what shares its parameter with another module: the output head of a model with tied embeddings.
-
-    The layer-wise reload packs what it loads. Nothing is loaded into a tied head, so on CPU it would go on multiplying
-    by its packed copy of the first weights. Ends when vLLM 0.32's layerwise.py is replaced by one that does this.
-    """
-    packed: set[int] = set()
-    for module in model.modules():
-        if hasattr(module, "cpu_linear") and module.weight.numel():
-            if id(module.weight) in packed:
-                module.quant_method.process_weights_after_loading(module)
-            packed.add(id(module.weight))
-
-
-def load_safetensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of one file, in memory of their own."""
-    from safetensors.torch import load_file
-
-    return {name: tensor.clone() for name, tensor in load_file(str(path)).items()}
+        repack_tied_weights(model)
 
 
 def modules_shared_with_target(draft_model: nn.Module, target_model: nn.Module) -> list[str]:
@@ -58,12 +37,8 @@ def modules_shared_with_target(draft_model: nn.Module, target_model: nn.Module) 
     """
     targets = {id(module) for module in target_model.modules()}
     names = [name for name, module in draft_model.named_modules() if id(module) in targets and name]
-    return [f"{_checkpoint_name(name)}.weight" for name in names]
-
-
-def _checkpoint_name(name: str) -> str:
-    """Drafter checkpoints carry no `model.` prefix (except models that are whole checkpoints, matched by suffix)."""
-    return name.removeprefix("model.")
+    # Drafter checkpoints leave out `model.`, except those that are whole checkpoints, which the suffix matches as well.
+    return [f"{name.removeprefix('model.')}.weight" for name in names]
 
 
 def differing_tensors(
@@ -102,14 +77,12 @@ def _served_tensors(
     for prefix, module in model.named_modules():
         for leaf, parameter in module.named_parameters(prefix="", recurse=False):
             full_name = f"{prefix}.{leaf}" if prefix else leaf
-            if parameter.numel():
-                full_name = first_names.setdefault(id(parameter), full_name)
-            packed = leaf == "weight" and hasattr(module, "cpu_linear")
             views: list[tuple[Tensor, Tensor | None]] = []
             if parameter.numel():
-                views += [(tensor, None) for tensor in _in_loaded_order(module, leaf, parameter.detach())]
-            if packed:
-                views.append(_unpack(module, columns, turn))
+                full_name = first_names.setdefault(id(parameter), full_name)
+                views += [(tensor, None) for tensor in in_loaded_order(module, leaf, parameter.detach())]
+            if leaf == "weight" and hasattr(module, "cpu_linear"):
+                views.append(unpack(module, columns, turn))
             for tensor, chosen in views:
                 for name, part in _unfused(full_name, module, tensor):
                     if name in by_served_name:
@@ -134,72 +107,6 @@ def _by_served_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         served = renaming.apply_list([name])[0]
         found |= {served: name, f"model.{served}": name}
     return found
-
-
-def _unpack(module: Any, columns: int | None, turn: int) -> tuple[Tensor, Tensor | None]:
-    """Read a oneDNN-packed matrix back by multiplying it with unit vectors, which is exact.
-
-    Returns ([out, in], None) or ([out, chosen], chosen).
-    """
-    width = next(
-        getattr(module, name)
-        for name in ("embedding_dim", "input_size_per_partition", "input_size")
-        if hasattr(module, name)
-    )
-    chosen = None
-    if columns is not None and columns < width:
-        # One shuffled order for all turns: a fault in a share of the columns meets each turn with the same chance,
-        # whatever its pattern.
-        order = torch.randperm(width, generator=torch.Generator().manual_seed(0))
-        chosen = order[(turn * columns + torch.arange(columns)) % width].sort().values
-    units = torch.eye(width, dtype=module.weight.dtype)
-    if chosen is not None:
-        units = units[chosen]
-    return module.cpu_linear(units, module.weight, None).t(), chosen
-
-
-def _in_loaded_order(module: Any, leaf: str, tensor: Tensor) -> list[Tensor]:
-    """A parameter as it was loaded; vLLM's CPU build moves the elements of experts and convolutions around.
-
-    A convolution packed for kernels with bfloat16 instructions is kept unpacked as well, for speculation: both come.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return [tensor]
-    from vllm import _custom_ops
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    plain = getattr(module, "_cpu_unpacked_conv_weight", None)
-    if leaf == "weight" and plain is not None:
-        packed = _before_packing(tensor, plain.shape, _custom_ops.causal_conv1d_weight_pack)
-        return [plain[:, None], packed[:, None]]
-    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-    experts = getattr(kernel, "fused_experts", None)
-    if leaf in ("w13_weight", "w2_weight") and isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
-
-        def pack(expert: Tensor) -> Tensor:
-            return _custom_ops.cpu_prepack_moe_weight(expert[None], experts.isa)[0]
-
-        return [torch.stack([_before_packing(expert, expert.shape, pack) for expert in tensor])]
-    return [tensor]
-
-
-def _before_packing(packed: Tensor, shape: torch.Size, pack: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `pack` has made `packed` of, a tensor of `shape`. For packing that moves elements and changes none.
-
-    Where each element went is found by packing numbers, as many bits at a time as an element has.
-    """
-    bits = 8 * packed.element_size()
-    whole = {16: torch.int16, 32: torch.int32}[bits]
-    numbers = torch.arange(prod(shape)).view(shape)
-    order = torch.zeros(packed.numel(), dtype=torch.int64)
-    for shift in range(0, 32, bits):
-        digits = pack((numbers >> shift).to(whole).view(packed.dtype))
-        order += (digits.flatten().view(whole).long() & (2**bits - 1)) << shift
-    unpacked = torch.empty_like(packed).flatten()
-    unpacked[order] = packed.flatten()
-    return unpacked.view(shape)
 
 
 def _unfused(name: str, module: Any, tensor: Tensor) -> list[tuple[str, Tensor]]:

@@ -13,14 +13,13 @@ import torch
 from cotrain.process.orphans import die_with_parent, leave_terminal_group
 from cotrain.rollout.tap import FeatureTap
 from cotrain.rollout.tap_admission import TapRequest
-from cotrain.rollout.vllm import cpu as vllm_compat
-from cotrain.rollout.vllm import hooks as vllm_hooks
-from cotrain.rollout.vllm import weight_transfer
-from cotrain.rollout.vllm import weights as vllm_weights
-from cotrain.transport.features import write_shard
+from cotrain.rollout.vllm import cpu, hooks, weight_transfer, weights
+from cotrain.rollout.vllm.unread_rows import StepRows
+from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.payload import digest
+from drafters.base import Sampler
 
-APPLIED_PATCHES = vllm_compat.apply_patches()
+APPLIED_PATCHES = cpu.apply_patches()
 weight_transfer.register()
 
 
@@ -37,7 +36,7 @@ class CotrainWorker:
         self._cotrain_step_times: list[dict[str, float]] = []
         if tap:
             self._cotrain_tap = FeatureTap()
-            vllm_hooks.hook_drafting(
+            hooks.hook_drafting(
                 runner,
                 self._cotrain_on_verified,
                 lambda: self._cotrain_tap.is_recording,
@@ -45,14 +44,13 @@ class CotrainWorker:
             )
         return {"pid": os.getpid(), "patches": APPLIED_PATCHES, "threads": torch.get_num_threads()}
 
-    def _cotrain_on_verified(self, rows_of_step: Callable[[], vllm_hooks.VerifiedRows]) -> None:
+    def _cotrain_on_verified(self, rows_of_step: Callable[[], StepRows]) -> None:
         started = time.perf_counter()
         step = rows_of_step()
-        for i, request_id in enumerate(step.request_ids):
+        for i, (request_id, position) in enumerate(zip(step.request_ids, step.first_positions, strict=True)):
             rows = slice(step.starts[i], step.starts[i + 1])
-            if rows.stop > rows.start:
-                name = vllm_hooks.request_id_of(request_id)
-                self._cotrain_tap.record(name, step.positions[rows], step.token_ids[rows], step.hidden[rows])
+            name = hooks.request_id_of(request_id)
+            self._cotrain_tap.record(name, position, step.token_ids[rows], step.hidden[rows])
         self._cotrain_tap_seconds += time.perf_counter() - started
 
     def cotrain_start_tapping(self, requests: dict[str, tuple[int, int, int]]) -> None:
@@ -61,37 +59,32 @@ class CotrainWorker:
         self._cotrain_tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
 
     def cotrain_take_features(
-        self, rollouts: list[tuple[str, list[int], int]], path: str, metadata: dict[str, str]
+        self,
+        rollouts: dict[str, tuple[list[int], int]],
+        path: str,
+        policy_version: int,
+        sampler: dict[str, Any],
+        aux_layers: list[int],
     ) -> dict[str, float]:
-        """Write the features of finished rollouts, (request id, all token ids, prompt length) each, as one shard."""
-        started = time.perf_counter()
+        """Write the features of finished rollouts as one shard. rollouts: request id -> (all token ids, prompt length)."""
         final_size = self.model_runner.model_config.get_hidden_size()  # type: ignore[attr-defined]
-        taken = [(r, self._cotrain_tap.take(r[0], r[1], final_size)) for r in rollouts]
-        kept = [(r, features) for r, features in taken if features is not None]
-        stats = {
-            "num_rollouts": len(kept),
+        records = []
+        for name, (token_ids, prompt_length) in rollouts.items():
+            tokens = torch.tensor(token_ids)
+            taken = self._cotrain_tap.take(name, tokens)
+            if taken is not None:
+                hidden, mask = taken
+                aux, final = hidden[:, :-final_size], hidden[:, -final_size:]
+                shared = (prompt_length, policy_version, Sampler(**sampler), tuple(aux_layers))
+                records.append(FeatureRecord(tokens, aux, final, mask, *shared))
+        self._cotrain_tap.start({})
+        if records:
+            write_records(path, records)
+        return {
+            "num_rollouts": len(records),
+            "num_tokens": sum(record.num_tokens for record in records),
+            "num_holes": sum(int((~record.feature_mask).sum()) - 1 for record in records),  # the last token is none
             "record_seconds": self._cotrain_tap_seconds,
-        }
-        self._cotrain_tap.clear()
-        if not kept:
-            return stats | {"num_tokens": 0, "num_holes": 0, "write_seconds": 0.0}
-        lengths = torch.tensor([0, *(len(r[1]) for r, _ in kept)])
-        masks = torch.cat([f.mask for _, f in kept])
-        write_shard(
-            path,
-            token_ids=torch.cat([torch.tensor(r[1], dtype=torch.int64) for r, _ in kept]),
-            aux_hidden=torch.cat([f.aux_hidden for _, f in kept]),
-            final_hidden=torch.cat([f.final_hidden for _, f in kept]),
-            feature_mask=masks,
-            offsets=lengths.cumsum(0),
-            prompt_lengths=torch.tensor([r[2] for r, _ in kept]),
-            metadata=metadata,
-        )
-        holes = int((~masks).sum()) - len(kept)
-        return stats | {
-            "num_tokens": int(masks.numel()),
-            "num_holes": holes,
-            "write_seconds": time.perf_counter() - started,
         }
 
     def cotrain_read_prompts(self, on: bool) -> None:
@@ -99,16 +92,21 @@ class CotrainWorker:
         self._cotrain_reads_prompts = on
 
     def cotrain_clear_drafter_cache(self) -> None:
-        """Forget all keys and values of the drafter."""
-        vllm_hooks.clear_drafter_cache(self.model_runner)  # type: ignore[attr-defined]
+        """Zero the keys and values of the drafter's attention layers. Valid while no request runs.
+
+        What a drafter wrote that computed NaN stays there for the next one: a masked position counts 0 * NaN = NaN.
+        """
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        for name in runner.drafter._draft_attn_layer_names:
+            runner.compilation_config.static_forward_context[name].kv_cache.zero_()
 
     def cotrain_set_draft_sample_method(self, method: str) -> None:
         """Greedy or probabilistic drafting from the next step on."""
-        vllm_hooks.set_draft_sample_method(self.model_runner, method)  # type: ignore[attr-defined]
+        self.model_runner.drafter._enable_probabilistic_draft_probs = method == "probabilistic"  # type: ignore[attr-defined]
 
     def cotrain_time_phases(self) -> None:
         """Time the phases of every step from now on."""
-        self._cotrain_step_times = vllm_hooks.time_phases(self.model_runner)  # type: ignore[attr-defined]
+        self._cotrain_step_times = hooks.time_phases(self.model_runner)  # type: ignore[attr-defined]
 
     def cotrain_take_step_times(self) -> list[dict[str, float]]:
         """Hand over the rows so far, and forget them."""
@@ -119,5 +117,4 @@ class CotrainWorker:
     def cotrain_served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Checksums of the named tensors exactly as served (packed matrices are read back whole)."""
         model = self.get_draft_model() if draft else self.get_model()  # type: ignore[attr-defined]
-        served = vllm_weights.served_tensors(model, names)
-        return {name: digest(tensor) for name, tensor in served.items()}
+        return {name: digest(tensor) for name, tensor in weights.served_tensors(model, names).items()}

@@ -1,6 +1,8 @@
 """What an engine refuses before vLLM is there, and what vLLM is started with."""
 
 import asyncio
+import inspect
+import pkgutil
 import queue
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from cotrain.rollout import engine as engine_module
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.spec import EngineSpec
 from cotrain.rollout.speculation.controller import SpeculationController, Step
-from cotrain.rollout.vllm.arguments import engine_arguments
+from cotrain.rollout.vllm.arguments import engine_arguments, graph_sizes
 from drafters.base import Serving
 
 K = 2
@@ -48,8 +50,43 @@ def test_the_draft_length_is_the_schedulers(tmp_path: Path) -> None:
     assert arguments["per_request_spec_decode_metrics"] == "detailed"  # counts are sorted by draft length
 
 
-def test_without_a_drafter_nothing_is_speculated(tmp_path: Path) -> None:
-    assert "speculative_config" not in engine_arguments(spec_of(tmp_path, None))
+def test_without_speculation_vllm_schedules_as_it_would_by_itself(tmp_path: Path) -> None:
+    arguments = engine_arguments(spec_of(tmp_path, None))
+    for name in ("speculative_config", "additional_config", "scheduler_cls", "async_scheduling"):
+        assert name not in arguments
+    speculating = engine_arguments(spec_of(tmp_path))
+    assert speculating["async_scheduling"] is False and speculating["scheduler_cls"].endswith("DraftLengthScheduler")
+
+
+def test_our_classes_are_where_vllm_is_told_to_find_them(tmp_path: Path) -> None:
+    from cotrain.rollout.vllm.weight_transfer import BACKEND
+
+    arguments = engine_arguments(spec_of(tmp_path))
+    assert arguments["weight_transfer_config"] == {"backend": BACKEND}
+    for name in ("scheduler_cls", "worker_extension_cls", "distributed_executor_backend"):
+        assert inspect.isclass(pkgutil.resolve_name(arguments[name]))
+
+
+def test_a_gpu_compiles_and_captures_graphs_for_every_step_that_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    assert engine_arguments(spec_of(tmp_path))["enforce_eager"]
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    arguments = engine_arguments(spec_of(tmp_path))
+    assert "enforce_eager" not in arguments and "distributed_executor_backend" not in arguments
+    assert max(arguments["cudagraph_capture_sizes"]) == 8 * (K + 1)
+    assert "cudagraph_capture_sizes" not in engine_arguments(spec_of(tmp_path, None))
+    theirs = spec_of(tmp_path, vllm={"max_cudagraph_capture_size": 4})
+    assert "cudagraph_capture_sizes" not in engine_arguments(theirs)
+
+
+def test_graphs_cover_batches_of_all_sizes_with_and_without_drafts() -> None:
+    for most, k in ((1, 3), (3, 1), (100, 5), (256, 4)):
+        sizes = graph_sizes(most, k)
+        assert sizes[-1] == most * (k + 1) and most in sizes and k + 1 in sizes
+        assert sizes == sorted(set(sizes)) and len(sizes) <= 2 * (4 + most // 8)
 
 
 def test_states_of_linear_attention_are_not_cached_unless_asked_for(tmp_path: Path) -> None:

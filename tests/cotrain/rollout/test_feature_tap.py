@@ -5,8 +5,8 @@ import torch
 from cotrain.rollout.tap import FeatureTap
 from cotrain.rollout.tap_admission import TapRequest
 
-AUX, FINAL = 6, 2
-ROW_BYTES = (AUX + FINAL) * 4 + 8  # float32 hidden states and an int64 token id
+WIDTH = 8
+ROW_BYTES = WIDTH * 4 + 8  # float32 hidden states and an int64 token id
 
 
 def tap_of(*requests: TapRequest) -> FeatureTap:
@@ -25,31 +25,30 @@ def token_at(position: int) -> int:
 
 
 def hidden_at(positions: torch.Tensor, salt: float = 0.0) -> torch.Tensor:
-    return positions[:, None] + torch.linspace(0.1, 0.8, AUX + FINAL) + salt
+    return positions[:, None] + torch.linspace(0.1, 0.8, WIDTH) + salt
 
 
 def record(tap: FeatureTap, start: int, stop: int, request_id: str = "a", salt: float = 0.0, token_shift: int = 0):
     positions = torch.arange(start, stop)
-    tap.record(request_id, positions, token_at(positions) + token_shift, hidden_at(positions, salt))
+    tap.record(request_id, start, token_at(positions) + token_shift, hidden_at(positions, salt))
 
 
 def take(tap: FeatureTap, length: int, request_id: str = "a"):
-    return tap.take(request_id, [token_at(p) for p in range(length)], FINAL)
+    return tap.take(request_id, torch.tensor([token_at(p) for p in range(length)]))
 
 
 def kept(taken) -> list[int]:
-    return taken.mask.nonzero().flatten().tolist()
+    return taken[1].nonzero().flatten().tolist()
 
 
-def test_rows_come_back_split_and_the_last_token_has_none():
+def test_rows_come_back_and_the_last_token_has_none():
     tap = tap_of(one())
     record(tap, 0, 5)
     record(tap, 5, 6)
     taken = take(tap, 7)
     assert kept(taken) == [0, 1, 2, 3, 4, 5]
-    expected = hidden_at(torch.arange(6))
-    assert torch.equal(taken.aux_hidden[:6], expected[:, :AUX])
-    assert torch.equal(taken.final_hidden[:6], expected[:, AUX:])
+    assert torch.equal(taken[0][:6], hidden_at(torch.arange(6)))
+    assert not taken[0][6].any()
 
 
 def test_the_last_token_is_masked_even_when_it_was_verified():
@@ -65,7 +64,7 @@ def test_a_rejected_draft_is_overwritten_by_the_token_in_its_place():
     record(tap, 4, 6)
     taken = take(tap, 7)
     assert kept(taken) == [0, 1, 2, 3, 4, 5]
-    assert torch.equal(taken.aux_hidden[:6], hidden_at(torch.arange(6))[:, :AUX])
+    assert torch.equal(taken[0][:6], hidden_at(torch.arange(6)))
 
 
 def test_a_row_of_another_token_is_a_hole():
@@ -75,8 +74,7 @@ def test_a_row_of_another_token_is_a_hole():
     record(tap, 6, 8)
     taken = take(tap, 9)
     assert kept(taken) == [0, 1, 2, 3, 6, 7]
-    assert not taken.aux_hidden[4:6].any()
-    assert not taken.final_hidden[4:6].any()
+    assert not taken[0][4:6].any()
 
 
 def test_positions_that_were_never_computed_are_holes():
@@ -84,7 +82,7 @@ def test_positions_that_were_never_computed_are_holes():
     record(tap, 130, 140)  # a prefix-cache hit: the first block was not computed
     taken = take(tap, 141)
     assert kept(taken) == list(range(130, 140))
-    assert not taken.aux_hidden[:130].any()
+    assert not taken[0][:130].any()
 
 
 def test_a_preempted_request_is_recorded_again():
@@ -93,7 +91,7 @@ def test_a_preempted_request_is_recorded_again():
     record(tap, 0, 12)
     record(tap, 12, 20)
     taken = take(tap, 21)
-    assert torch.equal(taken.final_hidden[:20], hidden_at(torch.arange(20))[:, AUX:])
+    assert torch.equal(taken[0][:20], hidden_at(torch.arange(20)))
 
 
 def test_rows_survive_growth():
@@ -103,7 +101,7 @@ def test_rows_survive_growth():
         record(tap, start, start + 3)
     taken = take(tap, 401)
     assert kept(taken) == list(range(400))
-    assert torch.equal(taken.aux_hidden[:400], hidden_at(torch.arange(400))[:, :AUX])
+    assert torch.equal(taken[0][:400], hidden_at(torch.arange(400)))
 
 
 def test_bytes_are_counted_as_allocated_and_given_back():
@@ -113,7 +111,7 @@ def test_bytes_are_counted_as_allocated_and_given_back():
     assert tap.num_bytes == (1 + 1 + 256) * ROW_BYTES
     take(tap, 131, "b")
     assert tap.num_bytes == 2 * ROW_BYTES
-    tap.clear()
+    tap.start({})
     assert tap.num_bytes == 0 and not tap.is_recording
 
 
@@ -132,7 +130,7 @@ def test_a_cached_prompt_is_filled_from_a_request_with_the_same_tokens():
     record(tap, 140, 160, "a", token_shift=50)
     taken = take(tap, 151, "b")
     assert kept(taken) == list(range(150))
-    assert torch.equal(taken.aux_hidden[:150], hidden_at(torch.arange(150))[:, :AUX])
+    assert torch.equal(taken[0][:150], hidden_at(torch.arange(150)))
     assert kept(take(tap, 161, "a")) == list(range(140))  # its response is its own
 
 

@@ -3,27 +3,27 @@
 import pytest
 import torch
 
-from cotrain.rollout.vllm.unread_rows import ComputedRows, UnreadRows, UnreadRun, pieces
+from cotrain.rollout.vllm.unread_rows import StepRows, UnreadRows, UnreadRun, pieces
 
 WIDTH = 3
 
 
-def step(**requests: tuple[int, int, int]) -> ComputedRows:
+def step(**requests: tuple[int, int, int]) -> tuple[StepRows, torch.Tensor]:
     """name=(first position, rows computed, rows valid). Token ids and hidden states tell request and position."""
-    starts, positions, ids = [0], [], []
+    starts, ids = [0], []
     for number, (first, rows, _) in enumerate(requests.values()):
-        positions += range(first, first + rows)
         ids += [1000 * number + p for p in range(first, first + rows)]
-        starts.append(len(positions))
+        starts.append(len(ids))
     hidden = torch.tensor(ids, dtype=torch.float32)[:, None].expand(-1, WIDTH)
-    valid = torch.tensor([n for _, _, n in requests.values()])
-    return ComputedRows(list(requests), starts, valid, torch.tensor(positions), torch.tensor(ids), hidden)
+    first_positions = [first for first, _, _ in requests.values()]
+    rows_of_step = StepRows(list(requests), starts, first_positions, torch.tensor(ids), hidden)
+    return rows_of_step, torch.tensor([n for _, _, n in requests.values()])
 
 
-def waiting(*steps: ComputedRows) -> UnreadRows:
+def waiting(*steps: tuple[StepRows, torch.Tensor]) -> UnreadRows:
     rows = UnreadRows()
     for one in steps:
-        rows.add(one)
+        rows.add(*one)
     return rows
 
 

@@ -210,7 +210,7 @@ def test_the_tap_sees_every_scheduled_row():
     (rows,) = verified
     assert [vllm_hooks.request_id_of(name) for name in rows.request_ids] == ["b1r0", "b1r1"]
     assert rows.starts == [0, 3, 5]
-    assert rows.positions.tolist() == [7, 8, 9, 3, 4]
+    assert rows.first_positions == [7, 3]
     assert rows.token_ids.tolist() == [11, 12, 13, 21, 22]
     assert torch.equal(rows.hidden, torch.cat([*AUX, HIDDEN], dim=1)[:5])
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from cotrain.rollout.vllm import cpu_packing
 from cotrain.rollout.vllm import weights as vllm_weights
 from tests.cotrain.rollout.conftest import moved
 
@@ -168,16 +169,6 @@ def test_a_borrowed_head_is_named():
     assert vllm_weights.modules_shared_with_target(drafter, target) == ["lm_head.weight"]
 
 
-def test_loaded_tensors_outlive_their_file(tmp_path):
-    from safetensors.torch import save_file
-
-    path = tmp_path / "w.safetensors"
-    save_file({"w": torch.ones(1000)}, path)
-    tensors = vllm_weights.load_safetensors(path)
-    path.write_bytes(b"\xff" * path.stat().st_size)
-    assert torch.equal(tensors["w"], torch.ones(1000))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_packing_of_more_elements_than_an_element_has_values_is_undone(dtype):
     """More than 2^16 of them, for which 16 bits of a number are not enough."""
@@ -188,4 +179,4 @@ def test_packing_of_more_elements_than_an_element_has_values_is_undone(dtype):
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flatten()[order].view(257, 300)
 
-    assert torch.equal(vllm_weights._before_packing(pack(weights), weights.shape, pack), weights)
+    assert torch.equal(cpu_packing._before_packing(pack(weights), weights.shape, pack), weights)

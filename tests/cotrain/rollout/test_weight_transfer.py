@@ -127,7 +127,7 @@ def test_a_column_that_stays_wrong_is_found_within_the_stated_updates(session, m
     for first in (1, 5, 6):
         with pytest.raises(WeightUpdateRefused, match=rf"served weights differ.*{name}"):
             for version in range(first, first + 3):
-                session.send(session.target.state, readback_columns=32, readback_turn=version)
+                session.send(session.target.state, readback_turn=version)
 
 
 def _loaded(session):
@@ -194,7 +194,7 @@ def test_a_tied_head_is_neither_expected_nor_stale(serve, tmp_path):
     served = serve("llama, tied embeddings", "float32")
     session = Session(served, None, tmp_path)
     update = moved(served.state)
-    session.send(update, readback_columns=8)
+    session.send(update)
     assert session.serves(served, update)
     with pytest.raises(WeightUpdateRefused, match=r"not expected: \['lm_head\.weight'\]"):
         session.send(update | {"lm_head.weight": torch.zeros(500, 128)})

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -9,13 +11,17 @@ from tests.cotrain.trainer.conftest import make_record
 TENSOR_FIELDS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
 
 
-def rewrite(path, metadata=None, **tensors):
+def rewrite(path, **changes):
     """Change tensors or metadata (None: take out) of a shard."""
     with safe_open(path, framework="pt") as file:
-        old = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        old_metadata = file.metadata()
-    kept = {name: value for name, value in (old_metadata | (metadata or {})).items() if value is not None}
-    save_file({name: t for name, t in (old | tensors).items() if t is not None}, path, metadata=kept)
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        shared = json.loads(file.metadata()["cotrain"])
+    for name, value in changes.items():
+        part = shared if name in shared else tensors
+        part[name] = value
+        if value is None:
+            del part[name]
+    save_file(tensors, path, metadata={"cotrain": json.dumps(shared)})
 
 
 @pytest.fixture
@@ -66,24 +72,18 @@ def test_truncated_shard_is_an_error_that_names_it(shard):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metadata": {"policy_version": None}}, "no policy_version"),
-        ({"metadata": {"format": "2"}}, "format 2"),
-        ({"metadata": {"final_norm_applied": "false"}}, "final_norm_applied is false"),
-        ({"metadata": {"aux_layers": "2,4"}}, r"aux_hidden is \(17, 192\), expected \(17, 128\)"),
-        ({"metadata": {"top_k": "many"}}, "many"),
-        ({"final_hidden": None}, "it holds the tensors"),
-        ({"feature_mask": torch.ones(17)}, r"feature_mask is torch\.float32, expected torch\.bool"),
-        ({"feature_mask": torch.zeros(16, dtype=torch.bool)}, "feature_mask is"),
-        ({"offsets": torch.tensor([0, 10, 18])}, "offsets do not split 17 tokens"),
-        ({"offsets": torch.tensor([0, 10, 10])}, "offsets do not split 17 tokens"),
-        ({"offsets": torch.tensor([], dtype=torch.int64)}, "offsets is"),
+        ({"format": 1}, "has format 1, this version reads 2"),
+        ({"aux_layers": [2, 4]}, "aux_hidden has 192 columns, 2 layers have 128"),
+        ({"policy_version": None}, "policy_version"),
+        ({"lengths": torch.tensor([10, 8])}, "split"),
         ({"prompt_lengths": torch.tensor([4, 0])}, "rollout 1 has prompt length 0 of 7 tokens"),
         ({"feature_mask": torch.ones(17, dtype=torch.bool)}, "rollout 0 claims features for its last token"),
+        ({"final_hidden": None}, "final_hidden"),
     ],
 )
 def test_garbled_shard_is_an_error_that_says_what_is_wrong(shard, change, message):
     rewrite(shard, **change)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"features\.safetensors.*{message}"):
         read_shard(shard)
 
 

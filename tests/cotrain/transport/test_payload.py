@@ -51,12 +51,24 @@ def test_learners_tensors_are_written_as_they_are(tmp_path):
     assert torch.equal(load_file(payload.path)["w"], transposed.detach())
 
 
-def test_a_tensor_outlives_its_file(tmp_path):
+def test_a_tensor_outlives_its_file_and_the_next_one_of_that_name(tmp_path):
     payload = write_payload(STATE, tmp_path / "w.safetensors", torch.float32)
     read = read_payload(payload.path, payload.digests, EXPECTED)
-    with open(payload.path, "r+b") as file:
-        file.write(b"\xff" * payload.num_bytes)
-    assert torch.equal(read["norm.weight"], STATE["norm.weight"])
+    write_payload({name: torch.zeros_like(tensor) for name, tensor in STATE.items()}, payload.path, torch.float32)
+    assert all(torch.equal(read[name], STATE[name]) for name in STATE)
+    Path(payload.path).unlink()
+    assert all(torch.equal(read[name], STATE[name]) for name in STATE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("position", [0, 1234, 4999])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(tmp_path, dtype, position, value):
+    tensor = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    tensor[position] = float(value)
+    payload = write_payload({"w": tensor}, tmp_path / "w.safetensors", dtype)
+    with pytest.raises(WeightUpdateRefused, match="w has non-finite values"):
+        read_payload(payload.path, payload.digests, {"w": ((5000,), dtype)})
 
 
 def test_a_digest_is_of_the_values_in_row_major_order():

@@ -1,0 +1,83 @@
+"""Weights as vLLM's CPU build (0.32) holds them: packed for its kernels. Read back exactly, and packed again."""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def repack_tied_weights(model: nn.Module) -> None:
+    """Pack again what shares its parameter with another module: the output head of a model with tied embeddings.
+
+    The layer-wise reload packs what it loads. Nothing is loaded into a tied head, so on CPU it would go on multiplying
+    by its packed copy of the first weights. Ends when vLLM 0.32's layerwise.py is replaced by one that does this.
+    """
+    packed: set[int] = set()
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            if id(module.weight) in packed:
+                module.quant_method.process_weights_after_loading(module)
+            packed.add(id(module.weight))
+
+
+def unpack(module: Any, columns: int | None, turn: int) -> tuple[Tensor, Tensor | None]:
+    """Read a oneDNN-packed matrix back by multiplying it with unit vectors, which is exact.
+
+    Returns ([out, in], None) or ([out, chosen], chosen).
+    """
+    width = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size
+    chosen = None
+    if columns is not None and columns < width:
+        # One shuffled order for all turns: a fault in a share of the columns meets each turn with the same chance,
+        # whatever its pattern.
+        order = torch.randperm(width, generator=torch.Generator().manual_seed(0))
+        chosen = order[(turn * columns + torch.arange(columns)) % width].sort().values
+    units = torch.nn.functional.one_hot(torch.arange(width) if chosen is None else chosen, width)
+    return module.cpu_linear(units.to(module.weight.dtype), module.weight, None).t(), chosen
+
+
+def in_loaded_order(module: Any, leaf: str, tensor: Tensor) -> list[Tensor]:
+    """A parameter as it was loaded; vLLM's CPU build moves the elements of experts and convolutions around.
+
+    A convolution packed for kernels with bfloat16 instructions is kept unpacked as well, for speculation: both come.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return [tensor]
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    plain = getattr(module, "_cpu_unpacked_conv_weight", None)
+    if leaf == "weight" and plain is not None:
+        packed = _before_packing(tensor, plain.shape, _custom_ops.causal_conv1d_weight_pack)
+        return [plain[:, None], packed[:, None]]
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    if leaf in ("w13_weight", "w2_weight") and isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
+
+        def pack(expert: Tensor) -> Tensor:
+            return _custom_ops.cpu_prepack_moe_weight(expert[None], experts.isa)[0]
+
+        return [torch.stack([_before_packing(expert, expert.shape, pack) for expert in tensor])]
+    return [tensor]
+
+
+def _before_packing(packed: Tensor, shape: torch.Size, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `pack` has made `packed` of, a tensor of `shape`. For packing that moves elements and changes none.
+
+    Where each element went is found by packing numbers, as many bits at a time as an element has.
+    """
+    bits = 8 * packed.element_size()
+    whole = {16: torch.int16, 32: torch.int32}[bits]
+    numbers = torch.arange(prod(shape)).view(shape)
+    order = torch.zeros(packed.numel(), dtype=torch.int64)
+    for shift in range(0, 32, bits):
+        digits = pack((numbers >> shift).to(whole).view(packed.dtype))
+        order += (digits.flatten().view(whole).long() & (2**bits - 1)) << shift
+    unpacked = torch.empty_like(packed).flatten()
+    unpacked[order] = packed.flatten()
+    return unpacked.view(shape)
