@@ -40,9 +40,9 @@ def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resu
     if problems:
         raise ConfigError(problems)
     if resume is not None:
-        run_root = reduce(merge, tables, {}).get("run_root", RunConfig.model_fields["run_root"].default)
+        run_root = _merged(tables).get("run_root", RunConfig.model_fields["run_root"].default)
         tables = [_saved_table(Path(run_root), resume), *tables, {"name": resume}]
-    return parse_config(reduce(merge, tables, {}))
+    return parse_config(_merged(tables))
 
 
 def parse_config(fields: Mapping[str, Any]) -> RunConfig:
@@ -78,6 +78,11 @@ def _without(table: Table, path: str) -> Table:
     if rest and isinstance(table.get(name), dict):
         return table | {name: _without(table[name], rest)}
     return {key: value for key, value in table.items() if key != name}
+
+
+def _merged(tables: Sequence[Table]) -> Table:
+    empty: Table = {}
+    return reduce(merge, tables, empty)
 
 
 def merge(earlier: Table, later: Table) -> Table:
@@ -146,9 +151,10 @@ def read_override(text: str, problems: list[str]) -> Table:
     if not equals or not all(re.fullmatch(r"\w[\w-]*", name) for name in path.split(".")):
         problems.append(f"{text}: not an override; write section.field=value, for example rollout.temperature=0.8")
         return {}
-    table = _read_value(value)
-    for name in reversed(path.split(".")):
-        table = {name: table}
+    *sections, field = path.split(".")
+    table: Table = {field: _read_value(value)}
+    for section in reversed(sections):
+        table = {section: table}
     return table
 
 
