@@ -51,13 +51,13 @@ def check_init(config: RunConfig, resume: bool = False) -> Path:
     return _check(config, resume, [*init_problems(config), *quick_problems(config, resume)], [])
 
 
-def _check(config: RunConfig, resume: bool, problems: list[str], more: list[Callable[..., Any]]) -> Path:
+def _check(config: RunConfig, resume: bool, problems: list[str], more: list[Callable[..., list[str] | None]]) -> Path:
     """Add the checks of the model to the problems found so far, and raise ConfigError if there are any."""
     try:
         model = resolve_model(config.policy.model)
     except ValueError as error:
         raise ConfigError(list(dict.fromkeys([*problems, str(error)]))) from error
-    checks: list[Callable[..., Any]] = [_check_lengths, _check_linear_attention, *more]
+    checks: list[Callable[..., list[str] | None]] = [_check_lengths, _check_linear_attention, *more]
     if config.drafter is not None:
         checks += [check_drafter_shape, _check_tap]
         if not resume and (config.drafter.init or native_head(model)):

@@ -45,11 +45,6 @@ def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resu
     return parse_config(_merged(tables))
 
 
-def _merged(tables: Sequence[Table]) -> Table:
-    empty: Table = {}
-    return reduce(merge, tables, empty)
-
-
 def parse_config(fields: Mapping[str, Any]) -> RunConfig:
     """Raises ConfigError listing all wrong fields and broken rules."""
     try:
@@ -83,6 +78,11 @@ def _without(table: Table, path: str) -> Table:
     if rest and isinstance(table.get(name), dict):
         return table | {name: _without(table[name], rest)}
     return {key: value for key, value in table.items() if key != name}
+
+
+def _merged(tables: Sequence[Table]) -> Table:
+    empty: Table = {}
+    return reduce(merge, tables, empty)
 
 
 def merge(earlier: Table, later: Table) -> Table:
@@ -151,10 +151,11 @@ def read_override(text: str, problems: list[str]) -> Table:
     if not equals or not all(re.fullmatch(r"\w[\w-]*", name) for name in path.split(".")):
         problems.append(f"{text}: not an override; write section.field=value, for example rollout.temperature=0.8")
         return {}
-    table = _read_value(value)
-    for name in reversed(path.split(".")):
-        table = {name: table}
-    return dict(table)
+    *sections, field = path.split(".")
+    table: Table = {field: _read_value(value)}
+    for section in reversed(sections):
+        table = {section: table}
+    return table
 
 
 def _read_value(text: str) -> Any:

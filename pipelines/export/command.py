@@ -28,50 +28,42 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"DIR: {out} exists; give a new folder")
     run = find(options.run, options.run_root)
     config = read_config(run / "config.json")
-    checkpoint = newest_checkpoint(run)
+    whole = (path for path in sorted((run / "checkpoints").glob("step_*"), reverse=True) if not find_defect(path))
+    checkpoint = next(whole, None)
+    if checkpoint is None:
+        raise ValueError(f"RUN: {run} has no whole checkpoint yet; it writes one every checkpoint.every steps")
     versions = json.loads((checkpoint / "state.json").read_text())["versions"]
-    model = resolve_model(config.policy.model)
+    drafter = run / "drafters" / f"v{versions['drafter']:04d}" if config.drafter else None
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        drafter = run / "drafters" / f"v{versions['drafter']:04d}" if config.drafter else None
-        whole = _write(checkpoint / "policy", model, drafter, partial)
+        _write(checkpoint / "policy", resolve_model(config.policy.model), drafter, partial)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print(f"policy version {versions['policy']}, {checkpoint.name}: {out}")
     if drafter is not None:
-        print(f"drafter version {versions['drafter']}: {'in the same folder' if whole else out / 'drafter'}")
-        print(_serving(out, None if whole else out / "drafter", config.rollout.draft_tokens))
+        folder = out / "drafter" if (out / "drafter").exists() else None
+        print(f"drafter version {versions['drafter']}: {folder or 'in the same folder'}")
+        print(_serving(out, folder, config.rollout.draft_tokens))
     return 0
 
 
-def newest_checkpoint(run: Path) -> Path:
-    """The newest whole one, without the run's lock. Raises ValueError when there is none."""
-    for folder in sorted((run / "checkpoints").glob("step_*"), reverse=True):
-        if find_defect(folder) is None:
-            return folder
-    raise ValueError(f"RUN: {run} has no whole checkpoint yet; it writes one every checkpoint.every steps")
-
-
-def _write(policy: Path, model: Path, drafter: Path | None, out: Path) -> bool:
-    """Fill `out`; is it one model with the drafter inside?"""
+def _write(policy: Path, model: Path, drafter: Path | None, out: Path) -> None:
+    """Fill `out`. The drafter goes into the policy's own files where it came with them."""
     from drafters.build import stitch
 
-    head = native_head(model)
     for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
         if (model / name).is_file():
             shutil.copyfile(model / name, out / name)
-    if head is not None and drafter is not None:
-        stitch(policy, drafter, head, out)
-        return True
+    if drafter is not None and (head := native_head(model)) is not None:
+        return stitch(policy, drafter, head, out)
     for file in policy.iterdir():
         if file.suffix in (".json", ".safetensors"):
             shutil.copyfile(file, out / file.name)
     if drafter is not None:
         shutil.copytree(drafter, out / "drafter")
-    return False
 
 
 def _serving(model: Path, drafter: Path | None, draft_tokens: int) -> str:
