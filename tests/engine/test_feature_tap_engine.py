@@ -12,6 +12,7 @@ from cotrain.config.schema import FeatureTapConfig, RolloutConfig
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch
 from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.tap_admission import row_bytes
 from cotrain.trainer.self_check import check_features, relative_error
 from cotrain.transport.features import read_shard
 from drafters.base import Drafter
@@ -95,7 +96,7 @@ def cramped(rollout_config: RolloutConfig, target_folder: Path, drafter_folder: 
     config = rollout_config.model_copy(
         update={
             "vllm": {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 20, "block_size": 32},
-            "features": FeatureTapConfig(max_tokens_per_step=600),
+            "features": FeatureTapConfig(max_bytes=600 * row_bytes(4 * 128, 4)),
         }
     )
     with scratch_folder("test-cramped") as scratch:
