@@ -156,7 +156,8 @@ class RolloutEngine:
         tapped: dict[str, TapRequest] = {}
         if tap and self.spec.drafter_folder is not None:
             known = self._tap_requests(names, requests, overrides)
-            tapped = choose(known, str(versions.policy), self.spec.rollout.features.max_bytes, self._row_bytes)
+            key = f"{versions.policy}/{self._batches}"
+            tapped = choose(known, key, self.spec.rollout.features.max_bytes, self._row_bytes)
             await self._call("cotrain_start_tapping", tapped)
         chosen = self._chooses and not overrides
         if self.speculates:

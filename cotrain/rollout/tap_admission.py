@@ -29,7 +29,7 @@ def number_prompts(prompts: Sequence[Sequence[int]]) -> list[int]:
 def choose(requests: Mapping[str, TapRequest], key: str, max_bytes: int, row_size: int) -> dict[str, TapRequest]:
     """Those that are tapped, in the order given: as many as fit, taken in an order that a hash of the key decides.
 
-    The key must change from step to step, so that no sample is left out for ever. row_size: bytes of one row. Raises
+    The key must change from call to call, so that no sample is left out for ever. row_size: bytes of one row. Raises
     ValueError when the first one does not fit.
     """
     place = {name: hashlib.blake2b(f"{key}/{i}".encode(), digest_size=8).digest() for i, name in enumerate(requests)}

@@ -3,6 +3,7 @@
 Every patch names its end condition. cpu_packing.py is the other file about the CPU build.
 """
 
+import copy
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -169,59 +170,28 @@ def patch_short_drafts_of_linear_attention() -> None:
 
     The CPU build keeps the inputs of each request's convolution in a row, and appends those of a step where they belong
     only if as many tokens as possible were drafted. After a shorter step the convolution reads rejected tokens: other
-    output, silently, or the engine dies. Goes when _spec_forward of the pinned version's
+    output, silently, or the engine dies. Here every request gets as many rows as it may have; what is computed for the
+    added ones is dropped, as after a rejection. Goes when _spec_forward of the pinned version's
     layers/mamba/ops/cpu/gdn_attention.py appends after the width - 2 inputs before.
     """
     import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as gdn
 
     def make(original: Any) -> Any:
         def forward(layer: Any, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *caches: Any) -> Tensor:
-            inputs, states, width, most_inputs = caches
-            count = metadata.num_spec_decodes
+            *_, width, most_inputs = caches
+            count, most_rows = metadata.num_spec_decodes, most_inputs - width + 2
             starts = metadata.spec_query_start_loc[: count + 1]
-            if (starts.diff() == most_inputs - width + 2).all():
-                return original(layer, metadata, mixed_qkv, b, a, *caches)
-            slots, accepted = metadata.spec_state_indices_tensor[:count], metadata.num_accepted_tokens[:count]
-            convolved = convolve(layer, mixed_qkv, starts, inputs, slots[:, 0], accepted)
-            query, key, value = layer.rearrange_mixed_qkv(convolved)
-            return gdn.ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
-                A_log=layer.A_log,
-                dt_bias=layer.dt_bias,
-                q=query.squeeze(0),
-                k=key.squeeze(0),
-                v=value.squeeze(0),
-                a=a,
-                b=b,
-                initial_state_source=states,
-                spec_state_indices=slots.to(torch.int32).contiguous(),
-                num_accepted_tokens=accepted.to(torch.int32).contiguous(),
-                cu_seqlens=starts.to(torch.int32).contiguous(),
-                use_qk_l2norm_in_kernel=True,
-            )
+            firsts = torch.arange(count + 1, dtype=starts.dtype) * most_rows
+            num_rows = int(starts[-1])
+            places = torch.arange(num_rows) + torch.repeat_interleave(firsts[:-1] - starts[:-1], starts.diff())
+
+            def padded(rows: Tensor) -> Tensor:
+                return rows.new_zeros(count * most_rows, *rows.shape[1:]).index_copy_(0, places, rows[:num_rows])
+
+            metadata = copy.copy(metadata)
+            metadata.spec_query_start_loc = firsts
+            return original(layer, metadata, padded(mixed_qkv), padded(b), padded(a), *caches)[places]
 
         return forward
 
     _replace(gdn, "_spec_forward", make)
-
-
-def convolve(layer: Any, rows: Tensor, starts: Tensor, inputs: Tensor, slots: Tensor, accepted: Tensor) -> Tensor:
-    """The layer's causal convolution and activation of a step's rows [N, D]; request i has starts[i]:starts[i+1].
-
-    inputs [S, D, width - 1 + most draft tokens]: row slots[i] begins with the width - 2 inputs before the step before,
-    then come that step's, of which the first accepted[i] count. It is brought up to this step. Returns [N, D].
-    """
-    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
-
-    weight, convolved = _unpacked_conv_weight(layer), torch.empty_like(rows)
-    bounds, width = starts.tolist(), weight.shape[1]
-    for i, (slot, valid) in enumerate(zip(slots.tolist(), accepted.tolist(), strict=True)):
-        own = slice(bounds[i], bounds[i + 1])
-        if own.start == own.stop:
-            continue
-        before = inputs[slot][:, valid - 1 : valid + width - 2]
-        known = torch.cat([before, rows[own].t().to(inputs.dtype)], dim=1)
-        result = torch.nn.functional.conv1d(known[None], weight[:, None], layer.conv1d.bias, groups=len(weight))[0]
-        activated = torch.nn.functional.silu(result) if layer.activation == "silu" else result
-        convolved[own] = activated.t().to(rows.dtype)
-        inputs[slot][:, : known.shape[1] - 1] = known[:, 1:]
-    return convolved

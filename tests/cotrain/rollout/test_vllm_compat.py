@@ -151,6 +151,10 @@ def gdn(vllm_process, monkeypatch):
     return gdn
 
 
+def gates(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(num_rows, 2), torch.zeros(num_rows, 2)
+
+
 def convolve_while_drafting(gdn, lengths: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps of R requests with lengths[step][request] draft tokens, some of them accepted.
 
@@ -181,7 +185,7 @@ def convolve_while_drafting(gdn, lengths: list[list[int]]) -> tuple[torch.Tensor
         )  # fmt: skip
         found.append(
             gdn._spec_forward(
-                layer, metadata, torch.cat(rows), None, None, inputs, None, WIDTH, WIDTH - 1 + MOST_DRAFTED
+                layer, metadata, torch.cat(rows), *gates(starts[-1]), inputs, None, WIDTH, WIDTH - 1 + MOST_DRAFTED
             )
         )
         for i, own in enumerate(rows):
