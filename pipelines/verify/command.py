@@ -124,7 +124,6 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Verification:
         args.batch,
         pulled,
         draft_tokens=args.k,
-        allow_draft_beyond_trained_depth=True,
         ignore_eos=True,
         vllm=asked.vllm,
     )

@@ -89,7 +89,7 @@ def test_the_adaptive_arm_comes_once_and_only_when_asked_for() -> None:
         (["--temperature", "-1"], "--temperature: -1.0 is below 0"),
         (["--drain", "--stop-at-eos"], "--drain: gives every response its length"),
         (["--tokens", "100000"], "--tokens: the longest prompt has .* positions of tiny:llama; lower --tokens"),
-        (["--drafter", "nowhere"], "--drafter: nowhere/config.json does not exist"),
+        (["--drafter", "nowhere"], "--drafter: nowhere has no config.json"),
         (["--prompts", "nowhere.toml"], "nowhere.toml"),
     ],
 )

@@ -124,7 +124,7 @@ def test_train_checks_everything_before_the_run_folder_is_made(tmp_path: Path) -
     result = cotrain("train", SMOKE, *changes)
     assert result.returncode == 2
     assert "2 problems in the configuration" in result.stderr
-    assert "has no config.json" in result.stderr and "chain_sun" in result.stderr
+    assert "policy.model: " in result.stderr and "chain_sun" in result.stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -215,7 +215,7 @@ def test_numbers_out_of_range_are_refused_by_name(
     ("arguments", "message"),
     [
         (["--tokens", "100000"], "--tokens: the longest prompt has .* positions of tiny:llama; lower --tokens"),
-        (["--drafter", "nowhere"], "--drafter: nowhere/config.json does not exist"),
+        (["--drafter", "nowhere"], "--drafter: nowhere has no config.json"),
         (["--drafter", ""], "--model and --drafter: give both"),
         (["--model", "tiny:none"], r"^--model: unknown model"),
     ],

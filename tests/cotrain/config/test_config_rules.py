@@ -34,10 +34,6 @@ REFUSED = [
     ("drafter.model.aux_layers=[2, 9, 6]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
     ("drafter.model.aux_layers=[2, 6, 6]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
     ("drafter.model.aux_layers=[0, 6, 9]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
-    ("rollout.features.window=3", "rollout.features.window: 3 positions leave nothing to train 3 draft positions on"),
-    ("rollout.features.max_tokens_per_step=1023", "rollout.features.max_tokens_per_step: 1023 is less than one"),
-    ("drafter.objective.depth_decay=0.5", "drafter.objective.depth_decay: 0.5 has no effect with depth_weights"),
-    ("rollout.features.window=4", "rollout.features.window: 4 positions of a rollout are too few to expect"),
     (
         "rollout.prompts_per_step=2",
         "rollout.prompts_per_step: a step has 2 prompts to score a drafter on, and drafter.gate needs 4",

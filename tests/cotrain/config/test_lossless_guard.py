@@ -73,7 +73,7 @@ def test_speculation_as_cotrain_sets_it_passes() -> None:
 
 def test_environment_of_cotrains_engines_passes_and_what_changes_logits_does_not() -> None:
     harmless = {"HOME": "/root", "VLLM_PLUGINS": "", "VLLM_CPU_INT4_W4A8": "0", "VLLM_FROM_THE_FUTURE": "1"}
-    assert list(guard.environment_problems(engine_environment(2, 1) | harmless)) == []
+    assert list(guard.environment_problems(engine_environment(2) | harmless)) == []
     bad = {
         "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
         "VLLM_TEST_FORCE_LOAD_FORMAT": "dummy",

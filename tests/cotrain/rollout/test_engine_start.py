@@ -34,11 +34,11 @@ def spec_of(folder: Path, drafter: str | None = "drafter", **rollout: object) ->
 def test_variables_that_may_change_sampling_are_refused_with_speculation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str | None
 ) -> None:
-    monkeypatch.setenv("VLLM_NEW_AND_UNKNOWN", "1")
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
     engine_module._check_environment.cache_clear()
     engine = RolloutEngine(spec_of(tmp_path, drafter))
     if drafter:
-        with pytest.raises(ValueError, match="environment variable VLLM_NEW_AND_UNKNOWN: '1' is not known"):
+        with pytest.raises(ValueError, match="environment variable VLLM_CPU_INT4_W4A8: '1'"):
             asyncio.run(engine.start())
     assert engine.speculates == (drafter is not None)
 

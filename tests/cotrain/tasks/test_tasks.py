@@ -200,7 +200,7 @@ def test_rows_that_do_not_fit(tmp_path, rows, fields, message):
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"), [("openai/gsm8k", ("openai/gsm8k", None)), ("openai/gsm8k/main", ("openai/gsm8k", "main"))]
+    ("path", "asked"), [("openai/gsm8k", ("openai/gsm8k",)), ("openai/gsm8k/main", ("openai/gsm8k", "main"))]
 )
 def test_a_hub_id_may_name_a_configuration(monkeypatch, path, asked):
     rows = Dataset.from_list([{"question": "?", "answer": "#### 7"}])

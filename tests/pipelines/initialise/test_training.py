@@ -28,8 +28,12 @@ def plan_of(run_config):
     """The plan of rollouts with these lengths, at one byte a token."""
 
     def build(lengths=LENGTHS, max_tokens: int = 10**6, batch_tokens: int = 128, seed: int = 3, epochs: int = 2):
-        drafter = {"model": {"type": "eagle3"}, "batch_tokens": batch_tokens, "buffer": {"max_bytes": 2 * max_tokens}}
-        config = run_config(seed=seed, init={"epochs": epochs, "holdout": 0.5}, drafter=drafter)
+        config = run_config(
+            seed=seed,
+            init={"epochs": epochs, "holdout": 0.5},
+            drafter={"model": {"type": "eagle3"}, "batch_tokens": batch_tokens},
+            rollout={"features": {"max_bytes": 2 * max_tokens}},
+        )
         return plan_updates(config, lengths, 1)
 
     return build
@@ -89,7 +93,8 @@ def build(records, new_trainer, run_config):
         config = run_config(
             name=name,
             init={"epochs": 2, "holdout": 0.25},
-            drafter={"model": {"type": "eagle3"}, "batch_tokens": 100, "buffer": {"max_bytes": max_bytes}},
+            drafter={"model": {"type": "eagle3"}, "batch_tokens": 100},
+            rollout={"features": {"max_bytes": max_bytes}},
         )
         fresh = not (config.run_root / name).exists()
         run_dir = RunDir.create(config.run_root, name) if fresh else RunDir.open(config.run_root, name)
@@ -167,5 +172,5 @@ def test_a_small_buffer_streams_and_a_checkpoint_is_whole(build):
 
 
 def test_a_buffer_below_one_rollout_is_refused(build):
-    with pytest.raises(ValueError, match=r"drafter\.buffer\.max_bytes: 9999 does not hold .* one rollout of 24 tokens"):
+    with pytest.raises(ValueError, match=r"rollout\.features\.max_bytes: 9999 does not hold .* one rollout of 24 tokens"):
         build("none", max_bytes=9999)
