@@ -164,7 +164,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    environment = threads.engine_environment(threads.num_cores(), kv_cache_gib=1)
+    environment = threads.engine_environment(threads.num_cores())
     if os.environ.get("LD_PRELOAD") != environment.get("LD_PRELOAD"):  # the OpenMP runtime is chosen at process start
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
     main()
