@@ -148,7 +148,7 @@ class RolloutConfig(Section):
     """How the draft length, up to draft_tokens, is chosen."""
 
     vllm: dict[str, Any] = {}
-    """Any other vLLM engine argument, under vLLM's own name; for example kv_cache_memory_bytes, which is 2 GiB on a CPU
+    """Any other vLLM engine argument, under vLLM's own name; for example kv_cache_memory_bytes, which is 1 GiB on a CPU
     when it is not set."""
 
     @property

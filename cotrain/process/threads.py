@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-CPU_KV_CACHE_GIB = 2
+CPU_KV_CACHE_GIB = 1
 """KV cache of one engine on a CPU, when rollout.vllm.kv_cache_memory_bytes is not set."""
 
 

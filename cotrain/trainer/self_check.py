@@ -7,6 +7,7 @@ Every problem raises SelfCheckFailed.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -48,9 +49,9 @@ def check_features(batch: RolloutBatch, policy: ReferenceForward, engine_dtype: 
     # The layer above the top one may be the model's last, which is normed: a shift upwards shows in the others.
     near = sorted({n for layer in layers for n in (layer - 1, layer, layer + 1) if 0 <= n <= layers[-1]})
     aux, final = policy.hidden_states(record.token_ids.tolist(), tuple(near))
-    states = dict(zip(near, aux[keep].chunk(len(near), dim=1), strict=True))
+    states = _by_layer(near, aux[keep])
     errors, nearest = {"final norm": relative_error(record.final_hidden[keep], final[keep])}, []
-    for layer, tapped in zip(layers, record.aux_hidden[keep].chunk(len(layers), dim=1), strict=True):
+    for layer, tapped in _by_layer(layers, record.aux_hidden[keep]).items():
         distances = {candidate: relative_error(tapped, state) for candidate, state in states.items()}
         errors[f"aux layer {layer}"] = distances[layer]
         nearest.append(min(distances, key=lambda candidate: distances[candidate]))
@@ -66,6 +67,11 @@ def check_features(batch: RolloutBatch, policy: ReferenceForward, engine_dtype: 
             f"{TOLERANCE[engine_dtype]} in {engine_dtype}; do engine and learner have the same weights?"
         )
     return errors[worst]
+
+
+def _by_layer(layers: Sequence[int], hidden: Tensor) -> dict[int, Tensor]:
+    """The states [n, H] of each layer, out of [n, A*H]. An MTP head reads no aux layer."""
+    return dict(zip(layers, hidden.chunk(len(layers), dim=1), strict=True)) if layers else {}
 
 
 def check_records(batch: RolloutBatch, eos_token_id: int | None) -> None:

@@ -47,7 +47,7 @@ class Target:
     live: LiveEngine
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3-next"])
+@pytest.fixture(scope="module", params=["llama", "qwen3-next"])
 def target(
     request: pytest.FixtureRequest, rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Target]:
