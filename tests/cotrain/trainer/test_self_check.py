@@ -22,11 +22,12 @@ class Policy:
 
     def hidden_states(self, token_ids, layers):
         assert len(token_ids) == LENGTH
-        return torch.cat([self.states[layer] for layer in layers], dim=1), self.states[6] * 2
+        none = torch.empty(LENGTH, 0)
+        return torch.cat([none, *(self.states[layer] for layer in layers)], dim=1), self.states[6] * 2
 
 
-def tapped(tmp_path, layers=LAYERS, noise=0.0, holes=slice(0, 0), policy=None) -> RolloutBatch:
-    """A batch whose shard holds the states of `layers`, said to be those of LAYERS."""
+def tapped(tmp_path, layers=LAYERS, noise=0.0, holes=slice(0, 0), policy=None, said=LAYERS) -> RolloutBatch:
+    """A batch whose shard holds the states of `layers`, said to be those of `said`."""
     aux, final = (policy or Policy()).hidden_states(range(LENGTH), layers)
     generator = torch.Generator().manual_seed(1)
     mask = torch.ones(LENGTH, dtype=torch.bool)
@@ -39,7 +40,7 @@ def tapped(tmp_path, layers=LAYERS, noise=0.0, holes=slice(0, 0), policy=None) -
         prompt_length=5,
         policy_version=0,
         sampler=Sampler(1.0, 1.0, 0, "greedy"),
-        aux_layers=LAYERS,
+        aux_layers=said,
     )
     path = tmp_path / "features.safetensors"
     write_records(path, [record])
@@ -48,6 +49,10 @@ def tapped(tmp_path, layers=LAYERS, noise=0.0, holes=slice(0, 0), policy=None) -
 
 def test_the_same_states_pass(tmp_path):
     assert check_features(tapped(tmp_path), Policy(), "float32") < 1e-6
+
+
+def test_a_head_that_reads_no_aux_layer_passes(tmp_path):
+    assert check_features(tapped(tmp_path, layers=(), said=()), Policy(), "float32") < 1e-6
 
 
 def test_holes_are_not_compared(tmp_path):
