@@ -1,7 +1,4 @@
-"""Rollout engines and policy learner as the controller sees them: plain calls, with Ray behind them.
-
-A method named start_* returns at once. All others wait.
-"""
+"""The rollout engines as the controller sees them: plain calls, with Ray behind them. All but `start` wait."""
 
 import hashlib
 from collections import Counter
@@ -10,24 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RunConfig
-from cotrain.lossless.draws import Draws
 from cotrain.process import threads
-from cotrain.process.cluster import Cluster, Placement, free_port
+from cotrain.process.cluster import Cluster, Placement
 from cotrain.records import (
     GainReport,
-    Rollout,
     RolloutBatch,
     RolloutRequest,
-    ScoredRollout,
     SwapReport,
     Versions,
     WeightPayload,
 )
-from cotrain.roles.actors import EngineActor, PolicyActor
+from cotrain.roles.actors import EngineActor
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.spec import EngineSpec
 from cotrain.transport.payload import WeightUpdateRefused
-from drafters.base import Sampler, Serving
+from drafters.base import Serving
 
 
 class RolloutEngines:
@@ -141,78 +135,6 @@ def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> Rollo
         feature_stats=dict(stats),
         gain=sum(gains, start=GainReport()) if gains else None,
     )
-
-
-class PolicyRanks:
-    """The policy learner: one actor a rank."""
-
-    def __init__(self, cluster: Cluster, config: RunConfig, model_path: Path, placement: Placement):
-        self._cluster, world, port = cluster, config.policy.num_processes, free_port()
-        arguments = {
-            "config": config.policy,
-            "rollout": config.rollout,
-            "model_path": str(model_path),
-            "total_steps": config.steps,
-            "seed": config.seed,
-            "device": placement.device,
-        }
-        environment = threads.openmp_environment(threads.num_cores())
-        self._actors = [
-            cluster.start(
-                PolicyActor,
-                cluster.log_file("policy" if world == 1 else f"policy_{rank}"),
-                arguments,
-                environment=environment | _rank(rank, world, port),
-                gpus=placement.gpus,
-            )
-            for rank in range(world)
-        ]
-        self._started = [actor.start.remote() for actor in self._actors]
-
-    def wait_until_started(self) -> None:
-        """Raises what a rank raised while it loaded the policy."""
-        self._cluster.get(self._started)
-
-    def start_update(self, rollouts: list[ScoredRollout]) -> Any:
-        """Begin one policy update on all ranks."""
-        return self._start("update", rollouts)
-
-    def finish_update(self, update: Any) -> dict[str, float]:
-        """Wait for `start_update`; rank 0's metrics."""
-        return self._cluster.get(update)[0]
-
-    def write_payload(self, path: Path, dtype: str) -> WeightPayload:
-        """The weights as the engines serve them."""
-        return self._cluster.get(self._actors[0].write_payload.remote(str(path), dtype))
-
-    def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> Any:
-        """(aux [T, A*H], final [T, H]) of the learner's own forward."""
-        return self._first("hidden_states", token_ids, layers)
-
-    def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
-        """Response tokens of each rollout under the laws of the current weights; see PolicyLearner."""
-        return self._first("response_draws", rollouts, sampler, logit_tolerance)
-
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and random state."""
-        self._cluster.get(self._start("save", str(folder)))
-
-    def load(self, folder: Path) -> None:
-        """Continue from `save`."""
-        self._cluster.get(self._start("load", str(folder)))
-
-    def _first(self, method: str, *args: Any) -> Any:
-        return self._cluster.get(self._actors[0].call.remote(method, *args))
-
-    def _start(self, method: str, *args: Any) -> list[Any]:
-        return [actor.call.remote(method, *args) for actor in self._actors]
-
-
-def _rank(rank: int, world: int, port: int) -> dict[str, str]:
-    if world == 1:
-        return {}
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in ranks.items()}
 
 
 def engine_specs(

@@ -16,8 +16,8 @@ from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.decision import Decision, decide
 from cotrain.publish.evidence import Delivery, Evidence, Publication
 from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
-from cotrain.roles.drafter import DrafterTraining
 from cotrain.roles.engines import RolloutEngines
+from cotrain.roles.learners import Learner
 from cotrain.run.decisions import DrafterEvent
 from cotrain.transport.payload import WeightUpdateRefused
 
@@ -47,7 +47,7 @@ class Publisher:
     def __init__(
         self,
         config: RunConfig,
-        trainer: DrafterTraining,
+        trainer: Learner,
         engines: RolloutEngines,
         scratch: Path,
         sent: WeightPayload | None,
@@ -69,7 +69,7 @@ class Publisher:
         """
         serving = self.serving
         keep = {serving.version, serving.last_good}
-        scores, metrics = self._trainer.take_in(batch.features, serving.version, keep)
+        scores, metrics = self._trainer.call("take_in", batch.features, serving.version, keep)
         expected = expected_of(scores.serving, scores.prompts)
         evidence = Evidence(step, batch, versions, serving, scores, expected, self._delivery(step))
         decision = decide(evidence, self._config, self._run.steps, found)
@@ -114,7 +114,8 @@ class Publisher:
         """Freeze the weights under the next version and send them. The event of the action is the decision's last."""
         rolls_back, expected = decision.action == "roll back", decision.expected
         weights_of = self.serving.last_good if rolls_back else None
-        payload, version = self._trainer.publish(self._scratch / "drafter.safetensors", weights_of)
+        version = self._trainer.call("publish", weights_of)
+        payload = self._trainer.call("write_payload", self._scratch / "drafter.safetensors", version)
         try:
             swap = self._engines.update_drafter(payload, version, None if expected is None else expected.rates[-1])
         except WeightUpdateRefused as error:

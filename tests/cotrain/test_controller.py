@@ -43,18 +43,33 @@ class Engines:
         return SwapReport(0.2, 10, 1)
 
 
-class Policy:
+class Learner:
+    """Calls by name, on the object itself."""
+
+    def begin(self, method: str, *args: Any) -> Any:
+        return self.call(method, *args)
+
+    def finish(self, begun: Any) -> Any:
+        return begun
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
+    call_first = call
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+
+
+class Policy(Learner):
     """Updates are counted; its laws are those of the rollouts, or not."""
 
     log_prob_gap, biased = 0.001, False
 
-    def start_update(self, rollouts: list[Any]) -> list[Any]:
-        return rollouts
-
-    def finish_update(self, update: list[Any]) -> dict[str, float]:
+    def update(self, rollouts: list[Any]) -> dict[str, float]:
         return {"policy/rollout_log_prob_gap": self.log_prob_gap}
 
-    def write_payload(self, path: Path, dtype: str) -> WeightPayload:
+    def write_payload(self, path: Path) -> WeightPayload:
         return WeightPayload(str(path), 10, {})
 
     def response_draws(self, rollouts: list[Any], sampler: Any, logit_tolerance: float) -> list[Draws]:
@@ -67,23 +82,17 @@ class Policy:
             draws.append(Draws(ones, zeros, {"probability": zeros}, wrong, wrong))
         return draws
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir()
 
-
-class Drafter:
+class Drafter(Learner):
     """Trains the drafter of a World."""
 
     def __init__(self, world: World):
-        self.start_training, self.finish_training = world.start_training, world.finish_training
+        self.begin, self.finish = world.begin, world.finish  # type: ignore[method-assign]
 
-    def set_target_weights(self, payload: WeightPayload, version: int) -> None: ...
+    def set_target_weights(self, path: str, version: int) -> None: ...
 
     def save_checkpoint(self, folder: Path, version: int) -> None:
         folder.mkdir(parents=True)
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir()
 
 
 class Tracker:

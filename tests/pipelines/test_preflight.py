@@ -235,7 +235,9 @@ def test_a_tap_that_leaves_the_gate_too_few_rollouts_is_refused(build, model: Pa
     """Samples of a prompt share its 128 rows. Which ones are tapped is drawn, so the bound is for the fewest."""
     bound = f"rollout.features.max_bytes={10 * FULL_ROLLOUT}"
     [line] = problems(build(bound))
-    assert line.startswith(f"rollout.features.max_bytes: {10 * FULL_ROLLOUT} holds ") and "drafter.gate needs 16" in line
+    assert (
+        line.startswith(f"rollout.features.max_bytes: {10 * FULL_ROLLOUT} holds ") and "drafter.gate needs 16" in line
+    )
     check_run(build(bound, "drafter.train=false"))
     check_run(build(f"rollout.features.max_bytes={16 * FULL_ROLLOUT}"))
 

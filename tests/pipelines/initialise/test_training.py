@@ -172,5 +172,7 @@ def test_a_small_buffer_streams_and_a_checkpoint_is_whole(build):
 
 
 def test_a_buffer_below_one_rollout_is_refused(build):
-    with pytest.raises(ValueError, match=r"rollout\.features\.max_bytes: 9999 does not hold .* one rollout of 24 tokens"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.features\.max_bytes: 9999 does not hold .* one rollout of 24 tokens"
+    ):
         build("none", max_bytes=9999)
