@@ -33,8 +33,9 @@ from cotrain.roles.learners import Learner
 from cotrain.roles.publisher import Outcome, Publisher
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
-from cotrain.run.decisions import DecisionLog, DrafterEvent
-from cotrain.run.metrics import MetricsWriter, speculation_metrics
+from cotrain.run.decisions import DrafterEvent
+from cotrain.run.metrics import speculation_metrics
+from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from cotrain.tasks.base import Task
@@ -72,8 +73,8 @@ class Prompts:
 class Records:
     """Where a run writes what it does."""
 
-    metrics: MetricsWriter
-    decisions: DecisionLog
+    metrics: RowFile
+    decisions: RowFile
     tracker: Tracker
     console: Console
 
@@ -254,7 +255,7 @@ class Controller:
     def _record_events(self, events: Sequence[DrafterEvent]) -> None:
         decisions = self.records.decisions
         for event in events:
-            decisions.write(event)
+            decisions.write(event.step, event.row())
         if events:
             self.records.tracker.log_decisions(decisions.path, events[-1])
 

@@ -7,7 +7,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from cotrain.config.monitor import MonitorConfig
 from cotrain.config.publish import AlarmConfig, GateConfig
-from cotrain.config.speculation import SpeculationConfig
 from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
 
 
@@ -86,6 +85,17 @@ class PolicyConfig(Section):
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+
+
+class SpeculationConfig(Section):
+    """How the draft length is chosen while the engine runs."""
+
+    adaptive: bool = True
+    """Choose the draft length for each batch size while running, 0 included. False drafts rollout.draft_tokens in
+    every step, whether it pays or not."""
+
+    measure_seconds: PositiveFloat = 60.0
+    """Seconds after which no further batch of requests is measured at the start."""
 
 
 class FeatureTapConfig(Section):
@@ -255,6 +265,9 @@ class DatasetTask(DatasetSource):
     reward: str = "math_verify"
     """exact, numeric, math_verify, or the dotted path of a function (prompt, response, answer) -> float."""
 
+    system_prompt: str = ""
+    """System message before each question, in place of one that a dataset's row has."""
+
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
 
@@ -273,6 +286,9 @@ class ReasoningGymTask(Section):
 
     size: PositiveInt = 1000
     """Number of distinct problems."""
+
+    system_prompt: str = ""
+    """System message before each question, in place of one that a dataset's row has."""
 
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
@@ -341,10 +357,7 @@ class CheckpointConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Which Ray cluster and which devices."""
-
-    address: str | None = None
-    """Address of a running Ray cluster of this machine alone; None starts a private one."""
+    """Which devices, and how long to wait for them."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and learners run; auto takes a GPU when there is one."""

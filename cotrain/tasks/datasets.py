@@ -117,7 +117,7 @@ def _read_prompt(
         raise ValueError(
             f"task.answer_column: {where} has the answer {answer!r}; task.reward = '{config.reward}' needs a text"
         )
-    messages = chat_messages(question, config.instruction)
+    messages = chat_messages(question, config.instruction, config.system_prompt)
     return Prompt(id=f"{Path(config.path).stem}-{index}", messages=messages, answer=answer)
 
 

@@ -29,7 +29,7 @@ class ReasoningGymProblems:
     def prompt(self, index: int) -> Prompt:
         """Return the problem of that index; its answer is reasoning-gym's whole entry, which the verifier needs."""
         entry = self._dataset[index]
-        messages = chat_messages(entry["question"], self._config.instruction)
+        messages = chat_messages(entry["question"], self._config.instruction, self._config.system_prompt)
         return Prompt(id=f"{self._config.name}-{index}", messages=messages, answer=entry)
 
     def score(self, prompt: Prompt, response: str) -> float:

@@ -33,10 +33,10 @@ from cotrain.run.checkpoint import (
     model_fingerprints,
 )
 from cotrain.run.console import Console
-from cotrain.run.metrics import MetricsWriter, read_metrics
+from cotrain.run.metrics import metrics_of
 from cotrain.run.provenance import machine, write_provenance
+from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
-from cotrain.run.served_drafts import metrics_of
 from pipelines.initialise.rollouts import Corpus, StoredRollout, data_fingerprint, split_prompts
 from pipelines.initialise.sources import Source, collect, open_source, sampling
 from pipelines.preflight import check_init, init_problems, quick_problems
@@ -232,12 +232,12 @@ class Initialisation:
         state = load_state(checkpoint) if checkpoint else None
         step = state.step if state else 0
         discard_newer(self.run_dir, step, 0)
-        metrics = stack.enter_context(MetricsWriter(self.run_dir.metrics, resumed_step=step))
+        metrics = stack.enter_context(RowFile(self.run_dir.metrics, resumed_step=step))
         with self.console.phase("MLflow"):
             tracker = Tracker(
                 self.config,
                 run_id=state.tracking_run_id if state else None,
-                history=read_metrics(self.run_dir.metrics),
+                history=read_rows(self.run_dir.metrics),
                 say=self.console.say,
             )
 

@@ -153,7 +153,7 @@ def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) ->
     for index, row in enumerate(rows):
         where = f"row {index} of {source.path}"
         question, last_message = split_question(row[column], column, where)
-        messages = chat_messages(question, "")
+        messages = chat_messages(question, "", "")
         prompt = _template(tokenizer, messages, add_generation_prompt=True)
         response: list[int] = []
         if source.response_column is not None:

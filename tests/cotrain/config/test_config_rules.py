@@ -42,7 +42,6 @@ REFUSED = [
         "rollout={prompts_per_step=4, samples_per_prompt=3}",
         "rollout.prompts_per_step: 4 prompts x 3 samples (rollout.samples_per_prompt) are 12 rollouts",
     ),
-    ("drafter.gate.max_rollouts=15", "drafter.gate.max_rollouts"),
     ("drafter.gate.confidence=0.5", "drafter.gate.confidence"),
     ("drafter.gate.margin=-0.1", "drafter.gate.margin"),
     ("drafter.alarms.max_lag_versions=0", "drafter.alarms.max_lag_versions"),
@@ -91,25 +90,6 @@ def test_all_broken_rules_of_a_section_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         load_config([], [*BASE, "rollout.draft_tokens=4", "rollout.temperature=0", "rollout.samples_per_prompt=1"])
     assert len(error.value.problems) == 3
-
-
-@pytest.mark.parametrize(
-    "other", ["policy.clip_low=2", "policy.optimizer.schedule=linear", "rollout.stop=['']", "stepz=3"]
-)
-def test_minibatches_beyond_the_rollouts_are_told_together_with_other_problems(other: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config([], [*BASE, "policy.minibatches=1000", other])
-    first, second = error.value.problems
-    assert first.startswith(other.partition("=")[0])
-    assert "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 1000 x 1" in second
-
-
-def test_rules_that_a_wrong_field_takes_part_in_wait_until_it_is_mended() -> None:
-    for wrong in ("rollout.prompts_per_step=0", "rollout.samples_per_prompt=x", "policy.num_processes=-1"):
-        with pytest.raises(ConfigError) as error:
-            load_config([], [*BASE, "policy.minibatches=1000", wrong])
-        [problem] = error.value.problems
-        assert problem.startswith(wrong.partition("=")[0])
 
 
 def test_a_cadence_that_contradicts_itself_is_refused() -> None:
