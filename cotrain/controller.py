@@ -40,8 +40,7 @@ from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from cotrain.tasks.base import Task
 from cotrain.tasks.prompt_order import PromptSampler
-from cotrain.tasks.prompts import PromptEncoder
-from cotrain.tasks.samples import write_samples
+from cotrain.tasks.prompts import PromptEncoder, write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from drafters.base import Sampler
 

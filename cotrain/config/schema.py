@@ -5,9 +5,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cotrain.config.monitor import MonitorConfig
 from cotrain.config.publish import AlarmConfig, GateConfig
 from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
+
+LEAST_SPECULATED = 100
+"""Fewest speculated tokens of a check. So many find a total variation distance of 0.26 in the first check of a run with
+probability 0.9 (family.detectable_distance); with fewer, only the grossest faults could fail."""
 
 
 class OptimizerConfig(Section):
@@ -334,6 +337,19 @@ class InitConfig(Section):
 
     holdout: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the prompts kept apart, for early stopping and for the served evaluation."""
+
+
+class MonitorConfig(Section):
+    """Checks of tokens in rollouts that were generated anyway; the first is of the first step with enough of them."""
+
+    every: NonNegativeInt = 10
+    """Steps between two checks, or more where a check takes long or little was speculated; 0 makes none."""
+
+    tokens: PositiveInt = 2048
+    """Tokens of one check's forward pass of the policy, prompts included."""
+
+    max_share: Annotated[float, Field(gt=0, le=1)] = 0.005
+    """Largest share of a run's time that goes into checks; the first one is made whatever it costs."""
 
 
 class TrackingConfig(Section):

@@ -58,7 +58,7 @@ class RolloutEngines:
 
     def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
         """Serve new policy weights everywhere."""
-        return _slowest(self._all("update_policy", payload, policy_version))
+        return _slowest(self.call("update_policy", payload, policy_version))
 
     def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
@@ -68,7 +68,7 @@ class RolloutEngines:
         All engines check the weights before one takes them. Raises WeightUpdateRefused; all go on with what they had.
         """
         if len(self._actors) > 1:
-            self._all("check_drafter", payload)
+            self.call("check_drafter", payload)
         updates = [a.call.remote("update_drafter", payload, drafter_version, expected_rates) for a in self._actors]
         reports, switched, refusal = [], [], None
         for actor, update in zip(self._actors, updates, strict=True):
@@ -82,37 +82,22 @@ class RolloutEngines:
             raise refusal
         return _slowest(reports)
 
-    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
-        """Checksums of the named tensors as each engine serves them."""
-        return self._all("served_digests", names, draft)
-
     def time_draft_lengths(self, prompts: Sequence[list[int]]) -> int:
         """Time engine steps in all engines at once, as they will run; the number of timings of each.
 
         From then on each engine chooses its draft lengths. See RolloutEngine.time_draft_lengths.
         """
-        return min(self._all("time_draft_lengths", prompts))
+        return min(self.call("time_draft_lengths", prompts))
 
     def describe_speculation(self) -> str:
         """The draft lengths in use, and why."""
-        words = self._all("describe_speculation")
+        words = self.call("describe_speculation")
         if len(set(words)) == 1:
             return words[0]
         return "; ".join(f"engine {i}: {text}" for i, text in enumerate(words))
 
-    def set_draft_tokens(self, draft_tokens: int | None) -> None:
-        """Draft length from the next step on; 0 switches speculation off, None gives the choice back."""
-        self._all("set_draft_tokens", draft_tokens)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes."""
-        self._all("reset_prefix_cache")
-
-    def clear_drafter_cache(self) -> None:
-        """Forget cached prefixes and the drafter's keys and values."""
-        self._all("clear_drafter_cache")
-
-    def _all(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of RolloutEngine on all engines; the result of each."""
         return self._cluster.get([actor.call.remote(method, *args) for actor in self._actors])
 
 

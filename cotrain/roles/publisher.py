@@ -94,12 +94,12 @@ class Publisher:
         self.serving = Publication(**state["serving"])
         self.mode = state["mode"]
         if self.mode is not None:
-            self._engines.set_draft_tokens(0)
+            self._engines.call("set_draft_tokens", 0)
 
     def _delivery(self, step: int) -> Delivery | None:
         if self._sent is None or step % DELIVERY_CHECK_STEPS:
             return None
-        return Delivery(self._sent.digests, self._engines.served_digests(sorted(self._sent.digests), True))
+        return Delivery(self._sent.digests, self._engines.call("served_digests", sorted(self._sent.digests), True))
 
     def _stop(self, step: int, decision: Decision, outcome: Outcome) -> None:
         """Fail, or go on without speculation, as the configuration has it. A fatal alarm fails either way."""
@@ -108,7 +108,7 @@ class Publisher:
             outcome.failure = DrafterAlarm(step, alarms)
             return
         self.mode = f"without speculation since step {step} ({', '.join(alarm.name for alarm in alarms)})"
-        self._engines.set_draft_tokens(0)
+        self._engines.call("set_draft_tokens", 0)
 
     def _swap(self, decision: Decision, versions: Versions, outcome: Outcome) -> None:
         """Freeze the weights under the next version and send them. The event of the action is the decision's last."""
@@ -123,7 +123,7 @@ class Publisher:
             outcome.events[-1] = replace(outcome.events[-1], kind="refused", reason=reason, numbers={})
             return
         if rolls_back:
-            self._engines.clear_drafter_cache()  # the bad drafter may have left NaN there
+            self._engines.call("clear_drafter_cache")  # the bad drafter may have left NaN there
             self.serving = self.serving.rolled_back(version, swap.seconds)
         else:
             scored = expected is not None

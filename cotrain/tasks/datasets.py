@@ -14,7 +14,7 @@ from typing import Any
 
 from cotrain.config.schema import DatasetSource, DatasetTask
 from cotrain.records import Prompt
-from cotrain.tasks.messages import Messages, chat_messages
+from cotrain.tasks.prompts import Messages, chat_messages
 from cotrain.tasks.rewards import REWARDS, load_reward
 
 FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}

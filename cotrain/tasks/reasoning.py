@@ -8,7 +8,7 @@ from typing import Any
 
 from cotrain.config.schema import ReasoningGymTask
 from cotrain.records import Prompt
-from cotrain.tasks.messages import chat_messages
+from cotrain.tasks.prompts import chat_messages
 from cotrain.tasks.rewards import extract_answer, extract_number, is_number
 
 logger = logging.getLogger(__name__)

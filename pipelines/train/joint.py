@@ -196,12 +196,12 @@ def greedy_rollouts(
     """Greedy responses with a draft length of their own; afterwards the engines choose theirs again."""
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None, "max_tokens": max_tokens}
     try:
-        engines.set_draft_tokens(draft_tokens)
-        engines.reset_prefix_cache()
+        engines.call("set_draft_tokens", draft_tokens)
+        engines.call("reset_prefix_cache")
         return engines.generate(requests, tap=False, **sampling).rollouts
     finally:
-        engines.set_draft_tokens(None)
-        engines.reset_prefix_cache()  # what was cached without speculation has no drafter KV
+        engines.call("set_draft_tokens", None)
+        engines.call("reset_prefix_cache")  # what was cached without speculation has no drafter KV
 
 
 def _finish(controller: "Controller", console: Console, finished: bool, check: "GreedyCheck | None") -> None:
