@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,19 @@ from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.advantages import group_advantages
 from cotrain.publish.alarms import Alarm
 from cotrain.records import RolloutBatch, RolloutRequest, ScoredRollout, SwapReport, Versions
-from cotrain.roles.drafter import DrafterTraining
-from cotrain.roles.engines import PolicyRanks, RolloutEngines
+from cotrain.roles.engines import RolloutEngines
+from cotrain.roles.learners import Learner
 from cotrain.roles.publisher import Outcome, Publisher
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
-from cotrain.run.decisions import DecisionLog, DrafterEvent
-from cotrain.run.metrics import MetricsWriter, speculation_metrics
+from cotrain.run.decisions import DrafterEvent
+from cotrain.run.metrics import speculation_metrics
+from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from cotrain.tasks.base import Task
 from cotrain.tasks.prompt_order import PromptSampler
-from cotrain.tasks.prompts import PromptEncoder
-from cotrain.tasks.samples import write_samples
+from cotrain.tasks.prompts import PromptEncoder, write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from drafters.base import Sampler
 
@@ -52,8 +53,8 @@ class Roles:
     """
 
     engines: RolloutEngines
-    policy: PolicyRanks
-    drafter: DrafterTraining | None
+    policy: Learner
+    drafter: Learner | None
     publisher: Publisher | None
     scratch: Path
 
@@ -71,8 +72,8 @@ class Prompts:
 class Records:
     """Where a run writes what it does."""
 
-    metrics: MetricsWriter
-    decisions: DecisionLog
+    metrics: RowFile
+    decisions: RowFile
     tracker: Tracker
     console: Console
 
@@ -168,7 +169,9 @@ class Controller:
 
     def _check_batch(self, batch: RolloutBatch) -> None:
         with self._timed("self_check"):
-            error = check_features(batch, self.roles.policy, self.config.rollout.dtype)
+            error = check_features(
+                batch, partial(self.roles.policy.call_first, "hidden_states"), self.config.rollout.dtype
+            )
             check_records(batch, None if self.config.rollout.ignore_eos else self.prompts.encoder.eos_token_id)
         self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
@@ -185,7 +188,9 @@ class Controller:
             return []
         started = time.perf_counter()
         with self._timed("lossless"):
-            draws = self.roles.policy.response_draws(chosen.rollouts, self._sampler, monitor.logit_tolerance)
+            draws = self.roles.policy.call_first(
+                "response_draws", chosen.rollouts, self._sampler, monitor.logit_tolerance
+            )
             found = monitor.check(step, chosen, draws, time.perf_counter() - started)
         row |= found.metrics()
         if found.passed:
@@ -207,7 +212,7 @@ class Controller:
         Raises DrafterAlarm. An alarm that ends the run is recorded before.
         """
         policy, drafter, publisher = self.roles.policy, self.roles.drafter, self.roles.publisher
-        update = policy.start_update(rollouts) if self.config.policy.train else None
+        update = policy.begin("update", rollouts) if self.config.policy.train else None
         outcome = training = None
         if drafter is not None and publisher is not None and self.mode is None:
             outcome = publisher.evaluate(step, batch, self.versions, alarms)
@@ -216,19 +221,19 @@ class Controller:
             if outcome.failure is not None:
                 raise outcome.failure
             if outcome.trains:
-                training = drafter.start_training(step)
+                training = drafter.begin("train", step)
         if update is not None:
-            row |= policy.finish_update(update)
+            row |= policy.finish(update)
         if drafter is not None and training is not None:
-            row |= drafter.finish_training(training)
+            row |= drafter.finish(training)
         return outcome
 
     def _swap_policy(self, row: dict[str, float]) -> None:
         version = self.versions.policy + 1
-        payload = self.roles.policy.write_payload(self.roles.scratch / "policy.safetensors", self.config.rollout.dtype)
+        payload = self.roles.policy.call_first("write_payload", self.roles.scratch / "policy.safetensors")
         row |= _swap_metrics("policy", self.roles.engines.update_policy(payload, version))
         if self.roles.drafter is not None:
-            self.roles.drafter.set_target_weights(payload, version)
+            self.roles.drafter.call("set_target_weights", payload.path, version)
         self.versions = Versions(version, self.versions.drafter)
 
     def _keep_drafter(self, step: int, outcome: Outcome) -> None:
@@ -236,7 +241,7 @@ class Controller:
         drafter, config, event = self.roles.drafter, self.config.drafter, outcome.events[-1]
         assert drafter is not None and config is not None
         folder = self.run_dir.drafter(event.version)
-        drafter.save_checkpoint(folder, event.version)
+        drafter.call("save_checkpoint", folder, event.version)
         self.versions = Versions(self.versions.policy, event.version)
         tags = {"init": config.init or "random", "data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}"}
         metrics = {}
@@ -249,7 +254,7 @@ class Controller:
     def _record_events(self, events: Sequence[DrafterEvent]) -> None:
         decisions = self.records.decisions
         for event in events:
-            decisions.write(event)
+            decisions.write(event.step, event.row())
         if events:
             self.records.tracker.log_decisions(decisions.path, events[-1])
 
@@ -282,9 +287,9 @@ class Controller:
             drafting=None if publisher is None else publisher.state(),
         )
         with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last) as folder:
-            self.roles.policy.save(folder / "policy")
+            self.roles.policy.call("save", folder / "policy")
             if drafter is not None:
-                drafter.save(folder / "drafter")
+                drafter.call("save", folder / "drafter")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

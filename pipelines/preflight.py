@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable
 from math import prod
@@ -29,7 +28,6 @@ from cotrain.run.run_dir import resume_arguments
 from cotrain.run.store_uri import tracking_uri
 from drafters.files import safetensors_header, weight_files
 
-CONNECT_TIMEOUT_S = 3.0
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 TRAINING_BYTES = 12
@@ -77,8 +75,6 @@ def init_problems(config: RunConfig) -> list[str]:
             'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3" or "mtp" to '
             "the configuration"
         )
-    if config.cluster.address is not None:
-        problems.append("cluster.address: `cotrain init` is one process on this machine; leave it out")
     return problems
 
 
@@ -88,7 +84,7 @@ def quick_problems(config: RunConfig, resume: bool = False) -> list[str]:
     local = Path(config.policy.model).expanduser()
     if local.exists():
         problems += _problems(_check_local_model, config, local)
-    for check in (_check_ray, _check_tracking, _check_devices, _check_vllm_arguments, _check_environment):
+    for check in (_check_tracking, _check_devices, _check_vllm_arguments, _check_environment):
         problems += _problems(check, config)
     return problems
 
@@ -116,21 +112,6 @@ def _check_name_is_free(config: RunConfig) -> None:
         )
 
 
-def _check_ray(config: RunConfig) -> None:
-    """A running cluster answers; None and "auto" are left to Ray."""
-    address = config.cluster.address
-    if address in (None, "auto"):
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError, ValueError) as error:
-        raise ValueError(
-            f"cluster.address: nothing answers at {address} ({error}); start Ray there (ray start --head) and give "
-            "HOST:PORT, or leave cluster.address out for a private one on this machine"
-        ) from None
-
-
 def _check_tracking(config: RunConfig) -> None:
     # MLflow takes 2 s to import, so the default (sqlite in the run root) is left to _check_space.
     if config.tracking.uri is not None:
@@ -140,9 +121,7 @@ def _check_tracking(config: RunConfig) -> None:
 
 
 def _check_devices(config: RunConfig) -> None:
-    """This machine has what cluster.device asks for, and the build of vLLM for it. Other clusters know their own."""
-    if config.cluster.address is not None:
-        return
+    """This machine has what cluster.device asks for, and the build of vLLM for it."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("vLLM is not installed; run `make setup`")
     device = place(config, len(machine()["gpus"])).device
@@ -202,8 +181,7 @@ def _check_lengths(config: RunConfig, model: Path) -> None:
 
 def _check_linear_attention(config: RunConfig, model: Path) -> list[str]:
     """A policy with linear attention is trained and served in a way that it can be."""
-    here = config.cluster.address is None
-    on_cpu = here and (config.cluster.device == "cpu" or not machine()["gpus"])
+    on_cpu = config.cluster.device == "cpu" or not machine()["gpus"]
     rollout = config.rollout
     return [
         *training_problems(model, config.policy.batching),

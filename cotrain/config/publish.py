@@ -31,10 +31,6 @@ class GateConfig(Section):
     """Confidence of the lower bound of the gain, for each candidate. A run that evaluates N candidates without any gain
     publishes at most (1 - confidence) N of them on average; each costs one swap and serves as well as the one before."""
 
-    max_rollouts: Annotated[int, Field(ge=MIN_ROLLOUTS)] = 32
-    """Most rollouts of a step that drafters are scored on, spread over its prompts: scoring all of a large step would
-    cost a tenth of its time and decide little better."""
-
 
 class AlarmConfig(Section):
     """Bounds beyond which a step counts as a failure of the drafter."""

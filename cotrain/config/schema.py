@@ -5,10 +5,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cotrain.config.monitor import MonitorConfig
 from cotrain.config.publish import AlarmConfig, GateConfig
-from cotrain.config.speculation import SpeculationConfig
 from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
+
+LEAST_SPECULATED = 100
+"""Fewest speculated tokens of a check. So many find a total variation distance of 0.26 in the first check of a run with
+probability 0.9 (family.detectable_distance); with fewer, only the grossest faults could fail."""
 
 
 class OptimizerConfig(Section):
@@ -86,6 +88,17 @@ class PolicyConfig(Section):
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+
+
+class SpeculationConfig(Section):
+    """How the draft length is chosen while the engine runs."""
+
+    adaptive: bool = True
+    """Choose the draft length for each batch size while running, 0 included. False drafts rollout.draft_tokens in
+    every step, whether it pays or not."""
+
+    measure_seconds: PositiveFloat = 60.0
+    """Seconds after which no further batch of requests is measured at the start."""
 
 
 class FeatureTapConfig(Section):
@@ -255,6 +268,9 @@ class DatasetTask(DatasetSource):
     reward: str = "math_verify"
     """exact, numeric, math_verify, or the dotted path of a function (prompt, response, answer) -> float."""
 
+    system_prompt: str = ""
+    """System message before each question, in place of one that a dataset's row has."""
+
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
 
@@ -273,6 +289,9 @@ class ReasoningGymTask(Section):
 
     size: PositiveInt = 1000
     """Number of distinct problems."""
+
+    system_prompt: str = ""
+    """System message before each question, in place of one that a dataset's row has."""
 
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
@@ -320,6 +339,19 @@ class InitConfig(Section):
     """Share of the prompts kept apart, for early stopping and for the served evaluation."""
 
 
+class MonitorConfig(Section):
+    """Checks of tokens in rollouts that were generated anyway; the first is of the first step with enough of them."""
+
+    every: NonNegativeInt = 10
+    """Steps between two checks, or more where a check takes long or little was speculated; 0 makes none."""
+
+    tokens: PositiveInt = 2048
+    """Tokens of one check's forward pass of the policy, prompts included."""
+
+    max_share: Annotated[float, Field(gt=0, le=1)] = 0.005
+    """Largest share of a run's time that goes into checks; the first one is made whatever it costs."""
+
+
 class TrackingConfig(Section):
     """Where metrics and drafter checkpoints are recorded."""
 
@@ -341,10 +373,7 @@ class CheckpointConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Which Ray cluster and which devices."""
-
-    address: str | None = None
-    """Address of a running Ray cluster of this machine alone; None starts a private one."""
+    """Which devices, and how long to wait for them."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and learners run; auto takes a GPU when there is one."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.config.monitor import LEAST_SPECULATED, MonitorConfig
+from cotrain.config.schema import LEAST_SPECULATED, MonitorConfig
 from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
 from cotrain.lossless.draws import Draws
 from cotrain.lossless.family import Verdict, judge

@@ -32,7 +32,8 @@ from cotrain.policy.batching import (
 from cotrain.policy.log_probs import ResponseLogProbs
 from cotrain.policy.losses import Normaliser, kl_estimate, policy_loss
 from cotrain.policy.metrics import MetricSums
-from cotrain.records import Rollout, ScoredRollout
+from cotrain.records import Rollout, ScoredRollout, WeightPayload
+from cotrain.transport.payload import write_payload
 from drafters.base import Sampler
 
 LEARNER_STATE = "learner.pt"
@@ -209,6 +210,10 @@ class PolicyLearner:
             name: tensor.detach().to("cpu", dtype, copy=True)
             for name, tensor in revert_weight_conversion(model, state).items()
         }
+
+    def write_payload(self, path: str | Path) -> WeightPayload:
+        """Write the weights for the engines."""
+        return write_payload(self.state_for_serving(), path, getattr(torch, self._rollout.dtype))
 
     @torch.no_grad()
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:

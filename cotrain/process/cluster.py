@@ -66,35 +66,27 @@ def free_port() -> int:
 
 
 class Cluster:
-    """Ray, started or joined, and the actors of one run."""
+    """A private Ray that takes orders from one run alone, and the actors of that run."""
 
     def __init__(self, config: ClusterConfig, logs: Path, resume: str = "--resume"):
-        """Start a private Ray that takes orders from this run alone, or join config.address.
-
-        resume: the arguments that continue the run, for messages. Raises ValueError when the cluster to join does not
-        answer, or is not this machine alone.
-        """
+        """Start Ray. resume: the arguments that continue the run, for messages."""
         self._config, self._logs, self._resume = config, logs, resume
         self._actors: list[Any] = []
         self._log_files: dict[str, str] = {}  # by actor id
         self._answered: set[str] = set()  # actor ids
         for name, value in RAY_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        if config.address is None:
-            # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         import ray
 
         self._ray = ray
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        if config.address is None:
-            self._start_private()
-        else:
-            self._join(config.address)
+        self._start_ray()
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
 
-    def _start_private(self) -> None:
+    def _start_ray(self) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token
         self._ray.init(
             address="local",
@@ -106,20 +98,6 @@ class Cluster:
             configure_logging=False,
             _node_ip_address="127.0.0.1",
         )
-
-    def _join(self, address: str) -> None:
-        try:
-            self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-        except ConnectionError as error:
-            raise ValueError(f"cluster.address: no Ray cluster at {address} ({error})") from error
-        nodes = sum(node["Alive"] for node in self._ray.nodes())
-        if nodes > 1:
-            self._ray.shutdown()
-            raise ValueError(
-                f"cluster.address: the Ray cluster at {address} has {nodes} nodes, but weights and hidden states travel "
-                "through the shared memory of one machine; join a cluster of this machine alone (ray start --head), "
-                "or leave cluster.address out for a private one"
-            )
 
     def log_file(self, role: str) -> str:
         """Where a role's process writes."""
@@ -192,7 +170,7 @@ class Cluster:
         )
 
     def stop(self) -> None:
-        """Kill all actors (what they started dies with them, see orphans.py), and Ray itself when it is ours."""
+        """Kill all actors (what they started dies with them, see orphans.py), and Ray itself."""
         for actor in self._actors:
             self._ray.kill(actor)
         self._ray.shutdown()

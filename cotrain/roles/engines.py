@@ -1,7 +1,4 @@
-"""Rollout engines and policy learner as the controller sees them: plain calls, with Ray behind them.
-
-A method named start_* returns at once. All others wait.
-"""
+"""The rollout engines as the controller sees them: plain calls, with Ray behind them. All but `start` wait."""
 
 import hashlib
 from collections import Counter
@@ -10,24 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RunConfig
-from cotrain.lossless.draws import Draws
 from cotrain.process import threads
-from cotrain.process.cluster import Cluster, Placement, free_port
+from cotrain.process.cluster import Cluster, Placement
 from cotrain.records import (
     GainReport,
-    Rollout,
     RolloutBatch,
     RolloutRequest,
-    ScoredRollout,
     SwapReport,
     Versions,
     WeightPayload,
 )
-from cotrain.roles.actors import EngineActor, PolicyActor
+from cotrain.roles.actors import EngineActor
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.spec import EngineSpec
 from cotrain.transport.payload import WeightUpdateRefused
-from drafters.base import Sampler, Serving
+from drafters.base import Serving
 
 
 class RolloutEngines:
@@ -64,7 +58,7 @@ class RolloutEngines:
 
     def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
         """Serve new policy weights everywhere."""
-        return _slowest(self._all("update_policy", payload, policy_version))
+        return _slowest(self.call("update_policy", payload, policy_version))
 
     def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
@@ -74,7 +68,7 @@ class RolloutEngines:
         All engines check the weights before one takes them. Raises WeightUpdateRefused; all go on with what they had.
         """
         if len(self._actors) > 1:
-            self._all("check_drafter", payload)
+            self.call("check_drafter", payload)
         updates = [a.call.remote("update_drafter", payload, drafter_version, expected_rates) for a in self._actors]
         reports, switched, refusal = [], [], None
         for actor, update in zip(self._actors, updates, strict=True):
@@ -88,37 +82,22 @@ class RolloutEngines:
             raise refusal
         return _slowest(reports)
 
-    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
-        """Checksums of the named tensors as each engine serves them."""
-        return self._all("served_digests", names, draft)
-
     def time_draft_lengths(self, prompts: Sequence[list[int]]) -> int:
         """Time engine steps in all engines at once, as they will run; the number of timings of each.
 
         From then on each engine chooses its draft lengths. See RolloutEngine.time_draft_lengths.
         """
-        return min(self._all("time_draft_lengths", prompts))
+        return min(self.call("time_draft_lengths", prompts))
 
     def describe_speculation(self) -> str:
         """The draft lengths in use, and why."""
-        words = self._all("describe_speculation")
+        words = self.call("describe_speculation")
         if len(set(words)) == 1:
             return words[0]
         return "; ".join(f"engine {i}: {text}" for i, text in enumerate(words))
 
-    def set_draft_tokens(self, draft_tokens: int | None) -> None:
-        """Draft length from the next step on; 0 switches speculation off, None gives the choice back."""
-        self._all("set_draft_tokens", draft_tokens)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes."""
-        self._all("reset_prefix_cache")
-
-    def clear_drafter_cache(self) -> None:
-        """Forget cached prefixes and the drafter's keys and values."""
-        self._all("clear_drafter_cache")
-
-    def _all(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of RolloutEngine on all engines; the result of each."""
         return self._cluster.get([actor.call.remote(method, *args) for actor in self._actors])
 
 
@@ -141,78 +120,6 @@ def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> Rollo
         feature_stats=dict(stats),
         gain=sum(gains, start=GainReport()) if gains else None,
     )
-
-
-class PolicyRanks:
-    """The policy learner: one actor a rank."""
-
-    def __init__(self, cluster: Cluster, config: RunConfig, model_path: Path, placement: Placement):
-        self._cluster, world, port = cluster, config.policy.num_processes, free_port()
-        arguments = {
-            "config": config.policy,
-            "rollout": config.rollout,
-            "model_path": str(model_path),
-            "total_steps": config.steps,
-            "seed": config.seed,
-            "device": placement.device,
-        }
-        environment = threads.openmp_environment(threads.num_cores())
-        self._actors = [
-            cluster.start(
-                PolicyActor,
-                cluster.log_file("policy" if world == 1 else f"policy_{rank}"),
-                arguments,
-                environment=environment | _rank(rank, world, port),
-                gpus=placement.gpus,
-            )
-            for rank in range(world)
-        ]
-        self._started = [actor.start.remote() for actor in self._actors]
-
-    def wait_until_started(self) -> None:
-        """Raises what a rank raised while it loaded the policy."""
-        self._cluster.get(self._started)
-
-    def start_update(self, rollouts: list[ScoredRollout]) -> Any:
-        """Begin one policy update on all ranks."""
-        return self._start("update", rollouts)
-
-    def finish_update(self, update: Any) -> dict[str, float]:
-        """Wait for `start_update`; rank 0's metrics."""
-        return self._cluster.get(update)[0]
-
-    def write_payload(self, path: Path, dtype: str) -> WeightPayload:
-        """The weights as the engines serve them."""
-        return self._cluster.get(self._actors[0].write_payload.remote(str(path), dtype))
-
-    def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> Any:
-        """(aux [T, A*H], final [T, H]) of the learner's own forward."""
-        return self._first("hidden_states", token_ids, layers)
-
-    def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
-        """Response tokens of each rollout under the laws of the current weights; see PolicyLearner."""
-        return self._first("response_draws", rollouts, sampler, logit_tolerance)
-
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and random state."""
-        self._cluster.get(self._start("save", str(folder)))
-
-    def load(self, folder: Path) -> None:
-        """Continue from `save`."""
-        self._cluster.get(self._start("load", str(folder)))
-
-    def _first(self, method: str, *args: Any) -> Any:
-        return self._cluster.get(self._actors[0].call.remote(method, *args))
-
-    def _start(self, method: str, *args: Any) -> list[Any]:
-        return [actor.call.remote(method, *args) for actor in self._actors]
-
-
-def _rank(rank: int, world: int, port: int) -> dict[str, str]:
-    if world == 1:
-        return {}
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in ranks.items()}
 
 
 def engine_specs(

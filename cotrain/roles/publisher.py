@@ -16,8 +16,8 @@ from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.decision import Decision, decide
 from cotrain.publish.evidence import Delivery, Evidence, Publication
 from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
-from cotrain.roles.drafter import DrafterTraining
 from cotrain.roles.engines import RolloutEngines
+from cotrain.roles.learners import Learner
 from cotrain.run.decisions import DrafterEvent
 from cotrain.transport.payload import WeightUpdateRefused
 
@@ -47,7 +47,7 @@ class Publisher:
     def __init__(
         self,
         config: RunConfig,
-        trainer: DrafterTraining,
+        trainer: Learner,
         engines: RolloutEngines,
         scratch: Path,
         sent: WeightPayload | None,
@@ -69,7 +69,7 @@ class Publisher:
         """
         serving = self.serving
         keep = {serving.version, serving.last_good}
-        scores, metrics = self._trainer.take_in(batch.features, serving.version, keep)
+        scores, metrics = self._trainer.call("take_in", batch.features, serving.version, keep)
         expected = expected_of(scores.serving, scores.prompts)
         evidence = Evidence(step, batch, versions, serving, scores, expected, self._delivery(step))
         decision = decide(evidence, self._config, self._run.steps, found)
@@ -94,12 +94,12 @@ class Publisher:
         self.serving = Publication(**state["serving"])
         self.mode = state["mode"]
         if self.mode is not None:
-            self._engines.set_draft_tokens(0)
+            self._engines.call("set_draft_tokens", 0)
 
     def _delivery(self, step: int) -> Delivery | None:
         if self._sent is None or step % DELIVERY_CHECK_STEPS:
             return None
-        return Delivery(self._sent.digests, self._engines.served_digests(sorted(self._sent.digests), True))
+        return Delivery(self._sent.digests, self._engines.call("served_digests", sorted(self._sent.digests), True))
 
     def _stop(self, step: int, decision: Decision, outcome: Outcome) -> None:
         """Fail, or go on without speculation, as the configuration has it. A fatal alarm fails either way."""
@@ -108,13 +108,14 @@ class Publisher:
             outcome.failure = DrafterAlarm(step, alarms)
             return
         self.mode = f"without speculation since step {step} ({', '.join(alarm.name for alarm in alarms)})"
-        self._engines.set_draft_tokens(0)
+        self._engines.call("set_draft_tokens", 0)
 
     def _swap(self, decision: Decision, versions: Versions, outcome: Outcome) -> None:
         """Freeze the weights under the next version and send them. The event of the action is the decision's last."""
         rolls_back, expected = decision.action == "roll back", decision.expected
         weights_of = self.serving.last_good if rolls_back else None
-        payload, version = self._trainer.publish(self._scratch / "drafter.safetensors", weights_of)
+        version = self._trainer.call("publish", weights_of)
+        payload = self._trainer.call("write_payload", self._scratch / "drafter.safetensors", version)
         try:
             swap = self._engines.update_drafter(payload, version, None if expected is None else expected.rates[-1])
         except WeightUpdateRefused as error:
@@ -122,7 +123,7 @@ class Publisher:
             outcome.events[-1] = replace(outcome.events[-1], kind="refused", reason=reason, numbers={})
             return
         if rolls_back:
-            self._engines.clear_drafter_cache()  # the bad drafter may have left NaN there
+            self._engines.call("clear_drafter_cache")  # the bad drafter may have left NaN there
             self.serving = self.serving.rolled_back(version, swap.seconds)
         else:
             scored = expected is not None

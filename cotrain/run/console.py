@@ -13,8 +13,7 @@ from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 
-from cotrain.config.monitor import LEAST_SPECULATED
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import LEAST_SPECULATED, RunConfig
 from cotrain.records import Versions
 from cotrain.run.run_dir import RunDir
 

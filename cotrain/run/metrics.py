@@ -1,39 +1,72 @@
-"""metrics.jsonl: one JSON object a step, {"step": 12, "policy/reward": 0.41, ...}. Every other view is made from it."""
+"""What the drafter versions of one run reached while they were served, pooled over steps by draft length.
 
-import math
+Acceptance lengths of different draft lengths are not compared, because more draft tokens accept more. Runs are not
+compared either, since their policies, prompts and sampling differ.
+"""
+
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from numbers import Real
-from pathlib import Path
+from typing import Any, NamedTuple
 
 from cotrain.records import SpeculationCounts
-from cotrain.run.row_file import RowFile, read_rows
-from cotrain.run.served_drafts import metrics_of
 
-read_metrics = read_rows
+LEAST_DRAFTS = 30
+"""A version is ranked from so many verification steps on; the acceptance length of fewer is mostly noise."""
+
+DRAFTS, ACCEPTED = "rollout/drafts_k", "rollout/accepted_k"
+"""Metrics of a step; the draft length follows the name."""
 
 
-class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """Appends a row a step."""
+class Served(NamedTuple):
+    """Acceptance of a version at the draft length at which it was served most."""
 
-    def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        """Keep the rows up to `resumed_step` (0: none); the resumed run writes later ones again."""
-        self._last_step = resumed_step
-        self._file = RowFile(path, resumed_step)
-        self.close = self._file.close
+    acceptance_length: float
+    draft_tokens: int
+    num_drafts: int
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one row. A value that is not finite becomes null under its name.
 
-        Raises TypeError naming a metric that is no number, ValueError when the step does not go up.
+class ServedDrafts:
+    """Verification steps and accepted draft tokens of each drafter version, by draft length."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[int, Counter[int]] = defaultdict(Counter)
+        self._accepted: dict[int, Counter[int]] = defaultdict(Counter)
+
+    def add(self, drafter_version: int, metrics: Mapping[str, Any]) -> None:
+        """Count one step that this version served, from the metrics that `metrics_of` made."""
+        for name, drafts in metrics.items():
+            if name.startswith(DRAFTS) and drafts:
+                k = int(name.removeprefix(DRAFTS))
+                self._drafts[drafter_version][k] += int(drafts)
+                self._accepted[drafter_version][k] += int(metrics[f"{ACCEPTED}{k}"])
+
+    def of(self, drafter_version: int) -> Served | None:
+        """None for a version whose drafts were never verified."""
+        if drafter_version not in self._drafts:
+            return None
+        ((k, drafts),) = self._drafts[drafter_version].most_common(1)
+        return Served(1 + self._accepted[drafter_version][k] / drafts, k, drafts)
+
+    def best(self) -> int | None:
+        """The version with the longest acceptance length at the draft length that the run served most.
+
+        None while no version has LEAST_DRAFTS verification steps of it.
         """
-        if step <= self._last_step:
-            raise ValueError(f"metrics of step {step} come after step {self._last_step}; steps only go up")
-        self._file.write({"step": step} | {name: _number_or_none(name, value) for name, value in metrics.items()})
-        self._last_step = step
+        by_length = sum(self._drafts.values(), Counter[int]())
+        if not by_length:
+            return None
+        ((k, _),) = by_length.most_common(1)
+        ranked = [version for version, drafts in self._drafts.items() if drafts[k] >= LEAST_DRAFTS]
+        return max(ranked, key=lambda version: self._accepted[version][k] / self._drafts[version][k], default=None)
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+
+def metrics_of(counts: SpeculationCounts) -> dict[str, float]:
+    """Verification steps and accepted draft tokens of one step, for each draft length that it served."""
+    metrics: dict[str, float] = {}
+    for k, (drafts, accepted) in enumerate(zip(counts.steps, counts.accepted, strict=True), start=1):
+        if drafts:
+            metrics |= {f"{DRAFTS}{k}": drafts, f"{ACCEPTED}{k}": sum(accepted)}
+    return metrics
 
 
 def speculation_metrics(counts: SpeculationCounts | None, k: int) -> dict[str, float]:
@@ -54,11 +87,3 @@ def speculation_metrics(counts: SpeculationCounts | None, k: int) -> dict[str, f
         for position, steps_accepted in enumerate(accepted, start=1):
             metrics[f"rollout/acceptance_rate_pos_{position}"] = steps_accepted / counts.num_drafts
     return metrics
-
-
-def _number_or_none(name: str, value: object) -> float | int | None:
-    if not isinstance(value, Real):
-        raise TypeError(f"metric {name} is a {type(value).__name__}, not a number; convert it where it is made")
-    if not math.isfinite(value):
-        return None
-    return int(value) if isinstance(value, int) else float(value)

@@ -1,7 +1,7 @@
 """The folder of one run: names every path in it, refuses a used name, and keeps two processes out of one run.
 
 runs/NAME/
-  config.json  provenance.json  metrics.jsonl
+  config.json  provenance.json  metrics.jsonl  decisions.jsonl
   logs/attempt_1/  logs/latest -> attempt_1        one attempt per start or resume
   samples/step_000040.jsonl
   checkpoints/step_000040/{policy, drafter, state.json, COMPLETE}
@@ -30,7 +30,7 @@ class RunDir:
         self.path = root / name
         self.config = self.path / "config.json"
         self.provenance = self.path / "provenance.json"
-        self.metrics = self.path / "metrics.jsonl"
+        self.metrics, self.decisions = self.path / "metrics.jsonl", self.path / "decisions.jsonl"
         self.logs = self.path / "logs" / "latest"
         self.checkpoints, self.samples, self.drafters = (
             self.path / folder for folder in ("checkpoints", "samples", "drafters")

@@ -17,6 +17,7 @@ from typing import Any, Self
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.decisions import DrafterEvent
+from cotrain.run.metrics import Served, ServedDrafts
 from cotrain.run.mlflow_store import (  # first of MLflow: sets its environment
     MlflowClient,
     MlflowException,
@@ -27,7 +28,6 @@ from cotrain.run.mlflow_store import (  # first of MLflow: sets its environment
 from cotrain.run.provenance import config_hash, flatten
 from cotrain.run.registry import model_id_of, register, versions_of_run
 from cotrain.run.run_dir import resume_arguments
-from cotrain.run.served_drafts import Served, ServedDrafts
 from cotrain.run.store_uri import PARENT_RUN_VARIABLE, tracking_uri
 
 # isort: split
@@ -119,7 +119,7 @@ class Tracker:
     def log_served(self, drafter_version: int, metrics: Mapping[str, Any], step: int) -> Future[None]:
         """Queue what a drafter has reached since it is served, this step included; `best` moves to the best of the run.
 
-        metrics: the step's row, which holds its counts by draft length (served_drafts.metrics_of).
+        metrics: the step's row, which holds its counts by draft length (metrics_of).
         """
         self._served.add(drafter_version, metrics)
         served, best = self._served.of(drafter_version), self._served.best()

@@ -14,7 +14,7 @@ from typing import Any
 
 from cotrain.config.schema import DatasetSource, DatasetTask
 from cotrain.records import Prompt
-from cotrain.tasks.messages import Messages, chat_messages
+from cotrain.tasks.prompts import Messages, chat_messages
 from cotrain.tasks.rewards import REWARDS, load_reward
 
 FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -117,7 +117,7 @@ def _read_prompt(
         raise ValueError(
             f"task.answer_column: {where} has the answer {answer!r}; task.reward = '{config.reward}' needs a text"
         )
-    messages = chat_messages(question, config.instruction)
+    messages = chat_messages(question, config.instruction, config.system_prompt)
     return Prompt(id=f"{Path(config.path).stem}-{index}", messages=messages, answer=answer)
 
 

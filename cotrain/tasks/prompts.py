@@ -1,8 +1,28 @@
-"""From a task's prompt to token ids: chat template, length limit, and the prompts in flight."""
+"""From a question to token ids (chat messages, template, length limit), the prompts in flight, and samples to read."""
 
+import json
+from pathlib import Path
 from typing import Any
 
-from cotrain.records import Prompt
+from cotrain.records import Prompt, ScoredRollout
+
+Messages = list[dict[str, str]]
+
+SAMPLES_PER_STEP = 4
+
+
+def chat_messages(question: str | Messages, instruction: str, system_prompt: str) -> Messages:
+    """Return the question as chat messages, with the instruction on a line below it.
+
+    A text is one user message; messages stay as they are, but a system prompt takes the place of theirs.
+    """
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+    if instruction:
+        messages[-1]["content"] += f"\n{instruction}"
+    if not system_prompt:
+        return messages
+    return [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
 
 
 class PromptEncoder:
@@ -46,3 +66,23 @@ class PromptEncoder:
     def forget_all(self) -> None:
         """Drop the prompts of the last step."""
         self._prompts.clear()
+
+
+def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: PromptEncoder) -> None:
+    """Write the first rollouts of a step as text for a reader, one JSON object a line."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        for scored in rollouts[:SAMPLES_PER_STEP]:
+            rollout = scored.rollout
+            answer = prompts.prompt(rollout.prompt_id).answer
+            row = {
+                "prompt": prompts.decode(rollout.prompt_token_ids),
+                "response": rollout.text,
+                "answer": answer.get("answer", answer) if isinstance(answer, dict) else answer,
+                "reward": scored.reward,
+                "advantage": scored.advantage,
+                "finish_reason": rollout.finish_reason,
+                "versions": str(rollout.versions),
+                "acceptance_length": rollout.speculation.acceptance_length if rollout.speculation else None,
+            }
+            file.write(json.dumps(row, default=str) + "\n")

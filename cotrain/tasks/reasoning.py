@@ -8,7 +8,7 @@ from typing import Any
 
 from cotrain.config.schema import ReasoningGymTask
 from cotrain.records import Prompt
-from cotrain.tasks.messages import chat_messages
+from cotrain.tasks.prompts import chat_messages
 from cotrain.tasks.rewards import extract_answer, extract_number, is_number
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class ReasoningGymProblems:
     def prompt(self, index: int) -> Prompt:
         """Return the problem of that index; its answer is reasoning-gym's whole entry, which the verifier needs."""
         entry = self._dataset[index]
-        messages = chat_messages(entry["question"], self._config.instruction)
+        messages = chat_messages(entry["question"], self._config.instruction, self._config.system_prompt)
         return Prompt(id=f"{self._config.name}-{index}", messages=messages, answer=entry)
 
     def score(self, prompt: Prompt, response: str) -> float:

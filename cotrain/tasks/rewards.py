@@ -21,7 +21,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from cotrain.tasks.messages import Messages
+from cotrain.tasks.prompts import Messages
 
 Reward = Callable[[Messages, str, Any], float]
 """(prompt messages, response, answer) -> finite float."""

@@ -3,14 +3,14 @@
 It shares no weight, optimizer or random state with the policy learner.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cotrain.config.schema import DrafterConfig, RolloutConfig
+from cotrain.config.schema import RunConfig
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.process.failures import RunFailure
 from cotrain.trainer.buffer import batches_of
@@ -25,6 +25,10 @@ from drafters.losses import acceptances
 
 OPTIMIZER_STATE = "optimizer.pt"
 
+PROMPT_TOKEN_WEIGHT = 0.1
+"""What a prompt token counts when the draft vocabulary is chosen: only response tokens are ever drafted, but the words
+of a prompt tend to come back in its response."""
+
 
 class TrainingDiverged(RunFailure, FloatingPointError):
     """A loss, gradient or weight of the drafter is not finite."""
@@ -35,33 +39,33 @@ class Distiller:
 
     def __init__(
         self,
-        config: DrafterConfig,
-        rollout: RolloutConfig,
-        model_path: str,
-        init_folder: str | None,
-        total_steps: int,
-        seed: int,
+        config: RunConfig,
+        model_path: str | Path,
+        init_folder: str | Path | None,
+        total_updates: int,
         device: str = "cpu",
     ):
-        """Build the drafter, or load it from init_folder.
+        """Build the drafter of a run, or load it from init_folder.
 
-        model_path is the target's folder; only its config.json is read. total_steps is that of the run and sets the
-        length of a cosine schedule. device: "cpu" or "cuda". Raises ValueError when drafter, target and configuration
-        do not fit each other.
+        model_path is the target's folder; only its config.json is read. total_updates sets the length of a cosine
+        schedule. device: "cpu" or "cuda". Raises ValueError when drafter, target and configuration do not fit each other.
         """
+        assert config.drafter is not None
+        rollout = config.rollout
         if device == "cpu":
             return_freed_blocks()
-        self._config, self._rollout, self._device = config, rollout, device
+        self._config, self._device = config.drafter, device
         self._target = TargetSpec.from_pretrained(model_path)
         if init_folder is None:
-            drafter = build_drafter(config.model, self._target, seed)
+            drafter = build_drafter(self._config.model, self._target, config.seed)
         else:
-            drafter = load_drafter(init_folder, self._target, rollout.num_positions, config.model)
+            drafter = load_drafter(init_folder, self._target, rollout.num_positions, self._config.model)
         self.drafter: Drafter = drafter.to(device)
         self._served_depth = min(rollout.draft_tokens, drafter.trained_depth)
         self._sampler = Sampler(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
-        updates = total_steps // config.train_every * config.updates_per_step
-        self._optimizer, self._scheduler = build_optimizer(self.drafter.parameters(), config.optimizer, updates)
+        self._optimizer, self._scheduler = build_optimizer(
+            self.drafter.parameters(), self._config.optimizer, total_updates
+        )
         self._target_weights: dict[int, TargetWeights] = {}
 
     def set_target_weights(self, payload_path: str, policy_version: int) -> None:
@@ -171,3 +175,12 @@ class Distiller:
             f"drafter training in step {step}: {what} on {int(batch.document_ids[-1]) + 1} rollouts of policy version "
             f"{batch.policy_version}. {found}. The optimizer has not moved"
         )
+
+
+def vocabulary_counts(rollouts: Iterable[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
+    """Weighted counts [V] of the tokens of (prompt, response) pairs, each [T] int64, to choose a draft vocabulary."""
+    counts = torch.zeros(vocab_size, dtype=torch.float64)
+    for prompt, response in rollouts:
+        counts += response.bincount(minlength=vocab_size)
+        counts += PROMPT_TOKEN_WEIGHT * prompt.bincount(minlength=vocab_size)
+    return counts

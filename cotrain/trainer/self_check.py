@@ -7,8 +7,7 @@ Every problem raises SelfCheckFailed.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,15 +26,11 @@ LOG_PROB_GAP = {"float32": 0.05, "bfloat16": 0.5}
 MAX_POSITIONS = 256
 
 
-class ReferenceForward(Protocol):
-    """The policy learner, as far as this check needs it."""
-
-    def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """(aux [T, A*H], final [T, H])."""
-        ...
+HiddenStates = Callable[[list[int], tuple[int, ...]], tuple[Tensor, Tensor]]
+"""(token ids, layers) -> (aux [T, A*H], final [T, H]) of the policy learner's own forward."""
 
 
-def check_features(batch: RolloutBatch, policy: ReferenceForward, engine_dtype: str) -> float:
+def check_features(batch: RolloutBatch, hidden_states: HiddenStates, engine_dtype: str) -> float:
     """Compare one tapped rollout with the learner's own forward. Returns the largest relative error.
 
     Each aux layer must also be closer to the policy's layer of that id than to its neighbours: where layers change
@@ -48,7 +43,7 @@ def check_features(batch: RolloutBatch, policy: ReferenceForward, engine_dtype: 
     keep = record.feature_mask.nonzero().flatten()[:MAX_POSITIONS]
     # The layer above the top one may be the model's last, which is normed: a shift upwards shows in the others.
     near = sorted({n for layer in layers for n in (layer - 1, layer, layer + 1) if 0 <= n <= layers[-1]})
-    aux, final = policy.hidden_states(record.token_ids.tolist(), tuple(near))
+    aux, final = hidden_states(record.token_ids.tolist(), tuple(near))
     states = _by_layer(near, aux[keep])
     errors, nearest = {"final norm": relative_error(record.final_hidden[keep], final[keep])}, []
     for layer, tapped in _by_layer(layers, record.aux_hidden[keep]).items():

@@ -5,26 +5,25 @@ All random choices come from its own generator, so that a run that is saved and 
 
 import copy
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cotrain.config.schema import DrafterConfig, RolloutConfig
+from cotrain.config.schema import RunConfig
 from cotrain.records import FeatureShard, WeightPayload
 from cotrain.trainer.buffer import FeatureBuffer, spread_over_prompts
-from cotrain.trainer.distiller import Distiller
+from cotrain.trainer.distiller import Distiller, vocabulary_counts
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
 from drafters.acceptance import RolloutAcceptance
-from drafters.base import Drafter, TargetWeights
+from drafters.base import Drafter, Serving, TargetWeights
 
-PROMPT_TOKEN_WEIGHT = 0.1
-"""What a prompt token counts when the draft vocabulary is chosen: only response tokens are ever drafted, but the words
-of a prompt tend to come back in its response."""
+MAX_ROLLOUTS = 32
+"""Most rollouts of a step that drafters are scored on, spread over its prompts: scoring all of a large step would cost
+a tenth of its time and decide little better."""
 
 STATE = "trainer.pt"
 PLAIN_STATE = ("drafter_version", "_rounds", "_published_round", "_newest_features", "_needs_vocabulary")
@@ -48,28 +47,27 @@ class FreshScores:
 class DrafterTrainer(Distiller):
     """Trains the drafter on features of the current policy, and keeps the published ones."""
 
-    def __init__(
-        self,
-        config: DrafterConfig,
-        rollout: RolloutConfig,
-        model_path: str,
-        init_folder: str | None,
-        total_steps: int,
-        seed: int,
-        device: str = "cpu",
-    ):
+    def __init__(self, config: RunConfig, model_path: str | Path, init_folder: str | Path | None, device: str = "cpu"):
         """Arguments as those of Distiller."""
-        super().__init__(config, rollout, model_path, init_folder, total_steps, seed, device)
+        drafter, rollout = config.drafter, config.rollout
+        assert drafter is not None
+        updates = config.steps // drafter.train_every * drafter.updates_per_step
+        super().__init__(config, model_path, init_folder, updates, device)
+        self._dtype = getattr(torch, rollout.dtype)
         self.drafter_version = 0
         """Publications so far."""
         self._rounds = self._published_round = 0
         self._published: dict[int, Drafter] = {0: self._frozen_copy()}
-        max_bytes = (config.buffer.max_age + 1) * rollout.num_engines * rollout.features.max_bytes
-        self._buffer = FeatureBuffer(max_bytes, config.buffer.max_age)
+        max_bytes = (drafter.buffer.max_age + 1) * rollout.num_engines * rollout.features.max_bytes
+        self._buffer = FeatureBuffer(max_bytes, drafter.buffer.max_age)
         self._fresh: list[FeatureRecord] = []
         self._newest_features = -1  # newest policy version whose features were seen
-        self._needs_vocabulary = init_folder is None and config.train
-        self._rng = torch.Generator().manual_seed(seed)
+        self._needs_vocabulary = init_folder is None and drafter.train
+        self._rng = torch.Generator().manual_seed(config.seed)
+
+    def serving(self) -> Serving:
+        """How engines serve the drafter."""
+        return self.drafter.serving
 
     def set_target_weights(self, payload_path: str, policy_version: int) -> None:
         """As Distiller's; versions that no held feature needs are forgotten."""
@@ -108,13 +106,13 @@ class DrafterTrainer(Distiller):
         return scores, metrics
 
     def score_fresh(self, serving: int, keep: Collection[int]) -> FreshScores:
-        """Both drafters on rollouts of the last `add_features`, gate.max_rollouts at most, for the draft tokens served.
+        """Both drafters on rollouts of the last `add_features`, MAX_ROLLOUTS at most, for the draft tokens served.
 
         Call it before `train`: a rollout tests a drafter once, and trains it from then on. serving: the version that
         the engines have; other publications than that and `keep` are forgotten.
         """
         self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
-        records = spread_over_prompts(self._fresh, self._config.gate.max_rollouts)
+        records = spread_over_prompts(self._fresh, MAX_ROLLOUTS)
         has_candidate = self._rounds > self._published_round
         drafters = [self._published[serving], *([self.drafter] if has_candidate else [])]
         scores = self.score(drafters, records)
@@ -161,17 +159,13 @@ class DrafterTrainer(Distiller):
         self.drafter_version = version
         return version
 
-    def state_for_serving(self, version: int | None = None) -> dict[str, Tensor]:
-        """Exactly the tensors an engine loads, in checkpoint names; of a publication, or of the current weights."""
-        return (self.drafter if version is None else self._published[version]).state_for_serving()
+    def save_checkpoint(self, folder: str | Path, version: int) -> None:
+        """Write a publication as the folder that stock vLLM serves, in the engines' number format."""
+        self._published[version].save(folder, self._dtype)
 
-    def save_checkpoint(self, folder: str | Path, dtype: torch.dtype, version: int | None = None) -> None:
-        """Write the folder that stock vLLM serves; of a publication, or of the current weights."""
-        (self.drafter if version is None else self._published[version]).save(folder, dtype)
-
-    def write_payload(self, path: str | Path, dtype: torch.dtype, version: int) -> WeightPayload:
-        """Write a publication for the engines."""
-        return write_payload(self.state_for_serving(version), path, dtype)
+    def write_payload(self, path: str | Path, version: int) -> WeightPayload:
+        """Write a publication for the engines, in their number format."""
+        return write_payload(self._published[version].state_for_serving(), path, self._dtype)
 
     def save(self, folder: str | Path) -> None:
         """Write everything an exact continuation needs: drafters in float32, optimizer, buffer, target weights."""
@@ -234,12 +228,3 @@ class DrafterTrainer(Distiller):
             "drafter/buffer_dropped_for_age": stats.dropped_for_age,
             "drafter/untrainable_rollouts": stats.untrainable,
         }
-
-
-def vocabulary_counts(rollouts: Iterable[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
-    """Weighted counts [V] of the tokens of (prompt, response) pairs, each [T] int64, to choose a draft vocabulary."""
-    counts = torch.zeros(vocab_size, dtype=torch.float64)
-    for prompt, response in rollouts:
-        counts += response.bincount(minlength=vocab_size)
-        counts += PROMPT_TOKEN_WEIGHT * prompt.bincount(minlength=vocab_size)
-    return counts

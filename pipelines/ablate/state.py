@@ -16,8 +16,8 @@ from typing import Literal
 from cotrain.config.errors import ConfigError
 from cotrain.config.schema import RunConfig
 from cotrain.run.checkpoint import latest_checkpoint
-from cotrain.run.metrics import read_metrics
 from cotrain.run.provenance import FREE_FIELDS, flatten
+from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
 from pipelines.ablate.plan import Study
 from pipelines.ablate.record import ArmRun, Status, StudyRecord, read_record
@@ -103,5 +103,5 @@ def clear(config: RunConfig) -> None:
 def steps_done(config: RunConfig) -> int:
     """Steps in a run's metrics."""
     path = config.run_root / config.name / "metrics.jsonl"
-    rows = read_metrics(path) if path.is_file() else []
+    rows = read_rows(path) if path.is_file() else []
     return int(rows[-1]["step"]) if rows else 0

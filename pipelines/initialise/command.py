@@ -33,10 +33,10 @@ from cotrain.run.checkpoint import (
     model_fingerprints,
 )
 from cotrain.run.console import Console
-from cotrain.run.metrics import MetricsWriter, read_metrics
+from cotrain.run.metrics import metrics_of
 from cotrain.run.provenance import machine, write_provenance
+from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
-from cotrain.run.served_drafts import metrics_of
 from pipelines.initialise.rollouts import Corpus, StoredRollout, data_fingerprint, split_prompts
 from pipelines.initialise.sources import Source, collect, open_source, sampling
 from pipelines.preflight import check_init, init_problems, quick_problems
@@ -44,7 +44,7 @@ from pipelines.preflight import check_init, init_problems, quick_problems
 if TYPE_CHECKING:
     from cotrain.rollout.engine import RolloutEngine
     from cotrain.run.tracking import Tracker
-    from cotrain.trainer.trainer import DrafterTrainer
+    from cotrain.trainer.distiller import Distiller
     from cotrain.transport.features import FeatureRecord
     from pipelines.initialise.training import Training
 
@@ -196,7 +196,7 @@ class Initialisation:
 
         trainer = self._trainer(total_updates=1)
         folder = scratch / "untrained"
-        trainer.save_checkpoint(folder, self.dtype)
+        trainer.drafter.save(folder, self.dtype)
         return EngineSpec(
             rollout=self.config.rollout,
             model_path=str(self.model),
@@ -206,14 +206,14 @@ class Initialisation:
             scratch=str(scratch / "engine"),
         )
 
-    def _trainer(self, total_updates: int) -> "DrafterTrainer":
+    def _trainer(self, total_updates: int) -> "Distiller":
         """A trainer that begins with drafter.init, or with random weights."""
         import torch
 
         from cotrain.process.cluster import place
         from cotrain.run.registry import first_drafter
         from cotrain.run.store_uri import tracking_uri
-        from cotrain.trainer.trainer import DrafterTrainer
+        from cotrain.trainer.distiller import Distiller
 
         torch.set_num_threads(threads.num_cores())
         first: Path | None = self.run_dir.path / "drafter_init"
@@ -221,16 +221,8 @@ class Initialisation:
             first = first_drafter(
                 tracking_uri(self.config), self.drafter.init, self.model, self.run_dir.path / "drafter_init"
             )
-        return DrafterTrainer(
-            # A step of the trainer's schedule is one update here.
-            config=self.drafter.model_copy(update={"updates_per_step": 1, "train_every": 1}),
-            rollout=self.config.rollout,
-            model_path=str(self.model),
-            init_folder=None if first is None else str(first),
-            total_steps=total_updates,
-            seed=self.config.seed,
-            device=place(self.config, len(machine()["gpus"])).device,
-        )
+        device = place(self.config, len(machine()["gpus"])).device
+        return Distiller(self.config, self.model, first, total_updates, device)
 
     def _records(self, stack: AsyncExitStack) -> tuple["Tracker", Callable[[int, Mapping[str, float]], None]]:
         """MLflow, and what writes an evaluation there and to metrics.jsonl; both as they stood at the checkpoint."""
@@ -240,12 +232,12 @@ class Initialisation:
         state = load_state(checkpoint) if checkpoint else None
         step = state.step if state else 0
         discard_newer(self.run_dir, step, 0)
-        metrics = stack.enter_context(MetricsWriter(self.run_dir.metrics, resumed_step=step))
+        metrics = stack.enter_context(RowFile(self.run_dir.metrics, resumed_step=step))
         with self.console.phase("MLflow"):
             tracker = Tracker(
                 self.config,
                 run_id=state.tracking_run_id if state else None,
-                history=read_metrics(self.run_dir.metrics),
+                history=read_rows(self.run_dir.metrics),
                 say=self.console.say,
             )
 
@@ -308,8 +300,10 @@ class Initialisation:
         from pipelines.initialise.result import measure_served, serve, served_requests
 
         training.use_best()
-        training.trainer.publish()
-        payload = write_payload(training.trainer.state_for_serving(), scratch / "drafter.safetensors", self.dtype)
+        training.trainer.check_publishable(DRAFTER_VERSION)
+        payload = write_payload(
+            training.trainer.drafter.state_for_serving(), scratch / "drafter.safetensors", self.dtype
+        )
         await serve(engine, payload, DRAFTER_VERSION)
         with self.console.phase("the drafter, served on held-out prompts, with and without speculation"):
             served = await measure_served(engine, served_requests(holdout, self.config))
@@ -337,12 +331,12 @@ class Initialisation:
             "draft_sample_method": rollout.draft_sample_method,
         }
 
-    def _finish(self, trainer: "DrafterTrainer", figures: dict[str, Any], tracker: "Tracker") -> None:
+    def _finish(self, trainer: "Distiller", figures: dict[str, Any], tracker: "Tracker") -> None:
         """Save and register the drafter, write init.json, and say what came out."""
         from pipelines.initialise.result import summary
 
         folder = self.run_dir.path / "drafter"
-        trainer.save_checkpoint(folder, self.dtype)
+        trainer.drafter.save(folder, self.dtype)
         step = max(1, figures["updates"])
         metrics = {name: figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
         tags = {"init": figures["source"]["type"], "data_fingerprint": figures["data_fingerprint"]}

@@ -15,9 +15,8 @@ from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from cotrain.tasks.base import build_task
 from cotrain.tasks.datasets import existing_column, find_prompt_column, load_rows, split_question
-from cotrain.tasks.messages import chat_messages
 from cotrain.tasks.prompt_order import PromptSampler
-from cotrain.tasks.prompts import PromptEncoder
+from cotrain.tasks.prompts import PromptEncoder, chat_messages
 from pipelines.initialise.rollouts import Corpus, StoredRollout, read_recorded
 
 Messages = list[dict[str, str]]
@@ -153,7 +152,7 @@ def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) ->
     for index, row in enumerate(rows):
         where = f"row {index} of {source.path}"
         question, last_message = split_question(row[column], column, where)
-        messages = chat_messages(question, "")
+        messages = chat_messages(question, "", "")
         prompt = _template(tokenizer, messages, add_generation_prompt=True)
         response: list[int] = []
         if source.response_column is not None:

@@ -18,7 +18,7 @@ from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state, new_
 from cotrain.run.console import duration
 from cotrain.run.run_dir import RunDir
 from cotrain.trainer.buffer import pack
-from cotrain.trainer.trainer import DrafterTrainer, vocabulary_counts
+from cotrain.trainer.distiller import Distiller, vocabulary_counts
 from cotrain.transport.features import FeatureRecord
 from pipelines.initialise.rollouts import StoredRollout
 
@@ -135,7 +135,7 @@ class Training:
     def __init__(
         self,
         run: RunRecord,
-        trainer: DrafterTrainer,
+        trainer: Distiller,
         plan: Sequence[Update],
         rollouts: Sequence[StoredRollout],
         features: Features,
@@ -252,13 +252,13 @@ class Training:
         self._saved_update = self.progress.update
 
 
-def choose_vocabulary(trainer: DrafterTrainer, vocab_size: int, training: Sequence[StoredRollout]) -> None:
+def choose_vocabulary(trainer: Distiller, vocab_size: int, training: Sequence[StoredRollout]) -> None:
     """Choose the draft vocabulary from the training rollouts."""
     pairs = ((torch.tensor(r.prompt_token_ids), torch.tensor(r.token_ids)) for r in training)
     trainer.choose_vocabulary(vocabulary_counts(pairs, vocab_size), policy_version=0)
 
 
-def vocabulary_coverage(trainer: DrafterTrainer, holdout: Sequence[StoredRollout]) -> float:
+def vocabulary_coverage(trainer: Distiller, holdout: Sequence[StoredRollout]) -> float:
     """Share of the held-out response tokens in the draft vocabulary; others can never be drafted."""
     tokens = torch.tensor([token for rollout in holdout for token in rollout.token_ids])
     return float(torch.isin(tokens, trainer.drafter.draft_to_target.cpu()).double().mean())

@@ -6,8 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from cotrain.run.decisions import FILE, read_decisions
-from cotrain.run.metrics import read_metrics
+from cotrain.run.rows import read_rows
 from pipelines.page.folders import read_object
 
 
@@ -48,7 +47,7 @@ def read_run(folder: Path) -> RunRecord:
     config = read_object(folder / "config.json")
     metrics = folder / "metrics.jsonl"
     try:
-        rows = read_metrics(metrics) if metrics.is_file() else []
+        rows = read_rows(metrics) if metrics.is_file() else []
     except ValueError as error:
         raise ValueError(f"{metrics}: a line is not valid JSON ({error}); remove that line") from None
     if not rows:
@@ -58,7 +57,7 @@ def read_run(folder: Path) -> RunRecord:
     provenance = folder / "provenance.json"
     attempts = read_object(provenance).get("attempts", []) if provenance.is_file() else []
     table = pd.DataFrame(rows).set_index("step").sort_index().astype(float)
-    return RunRecord(folder, config, table, attempts, read_decisions(folder / FILE))
+    return RunRecord(folder, config, table, attempts, read_rows(folder / "decisions.jsonl"))
 
 
 def from_to(values: pd.Series, parts: int) -> tuple[float, float] | None:

@@ -35,9 +35,8 @@ from cotrain.run.checkpoint import (
     model_fingerprints,
 )
 from cotrain.run.console import Console, RunSummary
-from cotrain.run.decisions import FILE, DecisionLog
-from cotrain.run.metrics import MetricsWriter, read_metrics
 from cotrain.run.provenance import write_provenance
+from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.store_uri import tracking_uri, uri_argument
 from cotrain.tasks.base import build_task
@@ -80,8 +79,8 @@ def train(config: RunConfig, resume: bool) -> int:
         stack.enter_context(run_dir)
         model_path = resolve_model(config.policy.model)
         state = _first_state(config, run_dir, model_fingerprints(model_path), resume)
-        metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resumed_step=state.step))
-        decisions = stack.enter_context(DecisionLog(run_dir.path / FILE, resumed_step=state.step))
+        metrics = stack.enter_context(RowFile(run_dir.metrics, resumed_step=state.step))
+        decisions = stack.enter_context(RowFile(run_dir.decisions, resumed_step=state.step))
         scratch = stack.enter_context(scratch_folder(config.name))
         with console.phase("start of all roles"):
             cluster = _start_cluster(config, run_dir, stack)
@@ -145,7 +144,7 @@ def _start_tracking(
     """Begin to connect to MLflow, to which a new database takes seconds. Leaving the stack ends the run there."""
     from cotrain.run.tracking import Tracker
 
-    history = read_metrics(run_dir.metrics)
+    history = read_rows(run_dir.metrics)
     thread = stack.enter_context(ThreadPoolExecutor(1))
     future = thread.submit(Tracker, config, run_id=state.tracking_run_id, history=history, say=console.say)
     stack.push(lambda *exc_info: None if future.exception() else future.result().__exit__(*exc_info))
@@ -197,12 +196,12 @@ def greedy_rollouts(
     """Greedy responses with a draft length of their own; afterwards the engines choose theirs again."""
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None, "max_tokens": max_tokens}
     try:
-        engines.set_draft_tokens(draft_tokens)
-        engines.reset_prefix_cache()
+        engines.call("set_draft_tokens", draft_tokens)
+        engines.call("reset_prefix_cache")
         return engines.generate(requests, tap=False, **sampling).rollouts
     finally:
-        engines.set_draft_tokens(None)
-        engines.reset_prefix_cache()  # what was cached without speculation has no drafter KV
+        engines.call("set_draft_tokens", None)
+        engines.call("reset_prefix_cache")  # what was cached without speculation has no drafter KV
 
 
 def _finish(controller: "Controller", console: Console, finished: bool, check: "GreedyCheck | None") -> None:
@@ -228,7 +227,7 @@ def _finish(controller: "Controller", console: Console, finished: bool, check: "
         next_commands=[*commands, ("look at the curves", f"cotrain ui{store}")],
         report=_write_report(run_dir, console),
     )
-    console.summary(config, run_dir, read_metrics(run_dir.metrics), summary)
+    console.summary(config, run_dir, read_rows(run_dir.metrics), summary)
 
 
 def _write_report(run_dir: RunDir, console: Console) -> Path | None:

@@ -7,8 +7,8 @@ from typing import Any
 from cotrain.config.schema import RunConfig
 from cotrain.controller import Roles
 from cotrain.process.cluster import Cluster, place
-from cotrain.roles.drafter import DrafterTraining
-from cotrain.roles.engines import PolicyRanks, RolloutEngines, engine_specs
+from cotrain.roles.engines import RolloutEngines, engine_specs
+from cotrain.roles.learners import start_drafter, start_policy
 from cotrain.roles.publisher import Publisher
 from cotrain.run.checkpoint import RunState
 from cotrain.run.registry import first_drafter
@@ -35,31 +35,31 @@ def start_roles(
     drafter, served = None, None
     if config.drafter is not None:
         init = first_drafter(tracking_uri(config), config.drafter.init, model_path, run_dir.path / "drafter_init")
-        drafter = DrafterTraining(cluster, config, model_path, init, placement)
+        drafter = start_drafter(cluster, config, model_path, init, placement)
         if state.step:
-            drafter.load(run_dir.checkpoint(state.step) / "drafter")
-        served = run_dir.drafter(versions.drafter), drafter.serving
+            drafter.call("load", run_dir.checkpoint(state.step) / "drafter")
+        served = run_dir.drafter(versions.drafter), drafter.call("serving")
         # Written anew on a resume too: a run that was killed may have left half of it.
-        drafter.save_checkpoint(served[0], versions.drafter)
+        drafter.call("save_checkpoint", served[0], versions.drafter)
         ready("drafter")
     loading = engines.start(engine_specs(config, model_path, served, scratch, versions, state.step))
-    policy = PolicyRanks(cluster, config, model_path, placement)
+    policy = start_policy(cluster, config, model_path, placement)
     prompts = PromptEncoder(_tokenizer(model_path), config.rollout.max_prompt_tokens)
     ready("tokenizer")
     policy.wait_until_started()
     if state.step:
-        policy.load(run_dir.checkpoint(state.step) / "policy")
-    payload = policy.write_payload(scratch / "policy.safetensors", config.rollout.dtype)
+        policy.call("load", run_dir.checkpoint(state.step) / "policy")
+    payload = policy.call_first("write_payload", scratch / "policy.safetensors")
     ready("policy")
     if drafter is not None:
-        drafter.set_target_weights(payload, versions.policy)
+        drafter.call("set_target_weights", payload.path, versions.policy)
     engines.wait_until_started(loading)
     if versions.policy:
         engines.update_policy(payload, versions.policy)
     ready("engine")
     publisher = None
     if drafter is not None:
-        sent = drafter.write_payload(scratch / "drafter.safetensors", versions.drafter)
+        sent = drafter.call("write_payload", scratch / "drafter.safetensors", versions.drafter)
         publisher = Publisher(config, drafter, engines, scratch, sent, versions)
     return prompts, Roles(engines, policy, drafter, publisher, scratch)
 

@@ -17,8 +17,7 @@ from cotrain.records import GainReport, Prompt, RolloutBatch, RolloutRequest, Sw
 from cotrain.roles.publisher import Publisher
 from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
-from cotrain.run.decisions import FILE, DecisionLog, read_decisions
-from cotrain.run.metrics import MetricsWriter, read_metrics
+from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.prompt_order import PromptSampler
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
@@ -43,18 +42,33 @@ class Engines:
         return SwapReport(0.2, 10, 1)
 
 
-class Policy:
+class Learner:
+    """Calls by name, on the object itself."""
+
+    def begin(self, method: str, *args: Any) -> Any:
+        return self.call(method, *args)
+
+    def finish(self, begun: Any) -> Any:
+        return begun
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
+    call_first = call
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+
+
+class Policy(Learner):
     """Updates are counted; its laws are those of the rollouts, or not."""
 
     log_prob_gap, biased = 0.001, False
 
-    def start_update(self, rollouts: list[Any]) -> list[Any]:
-        return rollouts
-
-    def finish_update(self, update: list[Any]) -> dict[str, float]:
+    def update(self, rollouts: list[Any]) -> dict[str, float]:
         return {"policy/rollout_log_prob_gap": self.log_prob_gap}
 
-    def write_payload(self, path: Path, dtype: str) -> WeightPayload:
+    def write_payload(self, path: Path) -> WeightPayload:
         return WeightPayload(str(path), 10, {})
 
     def response_draws(self, rollouts: list[Any], sampler: Any, logit_tolerance: float) -> list[Draws]:
@@ -67,23 +81,17 @@ class Policy:
             draws.append(Draws(ones, zeros, {"probability": zeros}, wrong, wrong))
         return draws
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir()
 
-
-class Drafter:
+class Drafter(Learner):
     """Trains the drafter of a World."""
 
     def __init__(self, world: World):
-        self.start_training, self.finish_training = world.start_training, world.finish_training
+        self.begin, self.finish = world.begin, world.finish  # type: ignore[method-assign]
 
-    def set_target_weights(self, payload: WeightPayload, version: int) -> None: ...
+    def set_target_weights(self, path: str, version: int) -> None: ...
 
     def save_checkpoint(self, folder: Path, version: int) -> None:
         folder.mkdir(parents=True)
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir()
 
 
 class Tracker:
@@ -144,7 +152,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None), score=lambda prompt, text: 0.0)
         publisher = Publisher(config, world, world, tmp_path, None, state.versions)
         roles: Any = Roles(Engines(world), Policy(), Drafter(world), publisher, tmp_path)  # type: ignore[arg-type]
-        metrics, log = MetricsWriter(run_dir.metrics, state.step), DecisionLog(run_dir.path / FILE, state.step)
+        metrics, log = RowFile(run_dir.metrics, state.step), RowFile(run_dir.decisions, state.step)
         prompts: Any = Prompts(task, order, Encoder())  # type: ignore[arg-type]
         records: Any = Records(metrics, log, Tracker(), Console(io.StringIO()))  # type: ignore[arg-type]
         opened.extend([run_dir, metrics, log])
@@ -159,7 +167,7 @@ def go(controller: Controller, until: int) -> list[dict[str, Any]]:
     """Steps up to `until`; the rows without what a clock decides."""
     controller.stop_requested = lambda: controller.step >= until
     controller.run()
-    rows = read_metrics(controller.run_dir.metrics)
+    rows = read_rows(controller.run_dir.metrics)
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
@@ -175,7 +183,7 @@ def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> Non
     assert [row["drafter/published"] for row in rows[:3]] == [0, 1, 1]
     assert rows[1]["gate/gain"] > 0 and "gate/gain" not in rows[0]
     assert rows[2]["rollout/expected_acceptance_length"] == pytest.approx(rows[2]["rollout/acceptance_length"], abs=0.3)
-    published = [row for row in read_decisions(controller.records.decisions.path) if row["kind"] == "published"]
+    published = [row for row in read_rows(controller.records.decisions.path) if row["kind"] == "published"]
     assert [row["step"] for row in published][:2] == [2, 3] and "acceptance length" in published[0]["reason"]
     version, metrics, tags = controller.records.tracker.drafters[0]
     assert version == 1 and metrics["drafter/expected_acceptance_length"] == pytest.approx(
@@ -206,8 +214,8 @@ def test_an_alarm_ends_the_run_before_anything_of_the_step_is_saved(start: Any) 
     world.served_as[world.serving] = -30.0
     with pytest.raises(DrafterAlarm, match="acceptance_collapsed"):
         go(controller, 4)
-    assert [row["step"] for row in read_metrics(controller.run_dir.metrics)] == [1, 2, 3]
-    assert [row["kind"] for row in read_decisions(controller.records.decisions.path)][-1] == "alarm"
+    assert [row["step"] for row in read_rows(controller.run_dir.metrics)] == [1, 2, 3]
+    assert [row["kind"] for row in read_rows(controller.records.decisions.path)][-1] == "alarm"
     assert controller.records.tracker.events[-1] == "alarm"
     assert latest_checkpoint(controller.run_dir) == controller.run_dir.checkpoint(3)
 
@@ -236,7 +244,9 @@ def test_three_steps_and_a_resume_equal_six_in_one_go(start: Any) -> None:
         one.close()
     resumed = start(world, name="halves")
     assert go(resumed, 6) == expected
-    assert read_decisions(resumed.records.decisions.path) == read_decisions(resumed.config.run_root / "straight" / FILE)
+    assert read_rows(resumed.records.decisions.path) == read_rows(
+        resumed.config.run_root / "straight" / "decisions.jsonl"
+    )
 
 
 def test_rollouts_of_another_law_are_an_alarm(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_tapping_changes_no_token(fresh: LiveEngine) -> None:
 
 def test_the_self_check_finds_a_layer_off_by_one(fresh: LiveEngine, target_model: Any) -> None:
     batch = fresh.generate(make_requests(4))
-    assert check_features(batch, HuggingFace(target_model), "float32") < 1e-4
+    assert check_features(batch, HuggingFace(target_model).hidden_states, "float32") < 1e-4
 
     class OffByOne(HuggingFace):
         def hidden_states(self, token_ids, layers):
@@ -87,7 +87,7 @@ def test_the_self_check_finds_a_layer_off_by_one(fresh: LiveEngine, target_model
 
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(RuntimeError, match=r"configured \[2, 4, 5\], they look like layers \[1, 3, 4\]"):
-            check_features(batch, OffByOne(target_model), dtype)
+            check_features(batch, OffByOne(target_model).hidden_states, dtype)
 
 
 @pytest.fixture(scope="module")

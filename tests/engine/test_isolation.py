@@ -10,8 +10,7 @@ from cotrain.config.schema import DrafterBufferConfig, DrafterConfig, PolicyConf
 from cotrain.process.cluster import Cluster, Placement
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import FeatureShard, Rollout, ScoredRollout, Versions
-from cotrain.roles.drafter import DrafterTraining
-from cotrain.roles.engines import PolicyRanks
+from cotrain.roles.learners import start_drafter, start_policy
 from cotrain.transport.features import FeatureRecord, write_records
 from drafters.base import Sampler
 from tests.engine.conftest import AUX_LAYERS, features_of
@@ -59,7 +58,9 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
             "name": "isolation",
             "steps": 2,
             "policy": PolicyConfig(model="tiny:llama"),
-            "rollout": RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=32, max_new_tokens=32),
+            "rollout": RolloutConfig(
+                prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=32, max_new_tokens=32, dtype="float32"
+            ),
             "drafter": DrafterConfig.model_validate(
                 {
                     "model": {"type": "eagle3", "draft_vocab_size": 128, "aux_layers": AUX_LAYERS},
@@ -77,22 +78,22 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
         scratch = stack.enter_context(scratch_folder("isolation"))
         cluster = Cluster(config.cluster, tmp_path)
         stack.callback(cluster.stop)
-        alone = PolicyRanks(cluster, config, target_folder, placement)
+        alone = start_policy(cluster, config, target_folder, placement)
         for _ in range(2):
-            alone.finish_update(alone.start_update(rollouts))
-        digests_alone = alone.write_payload(scratch / "alone.safetensors", "float32").digests
+            alone.call("update", rollouts)
+        digests_alone = alone.call("write_payload", scratch / "alone.safetensors").digests
 
-        beside = PolicyRanks(cluster, config, target_folder, placement)
-        drafter = DrafterTraining(cluster, config, target_folder, None, placement)
-        first = beside.write_payload(scratch / "first.safetensors", "float32")
-        drafter.set_target_weights(first, 0)
+        beside = start_policy(cluster, config, target_folder, placement)
+        drafter = start_drafter(cluster, config, target_folder, None, placement)
+        first = beside.call("write_payload", scratch / "first.safetensors")
+        drafter.call("set_target_weights", first.path, 0)
         for step in (1, 2):
             shard = write_features(scratch / f"features_{step}.safetensors", target_model, rollouts)
-            update = beside.start_update(rollouts)
-            drafter.take_in([shard], serving=0, keep=())
-            learned = drafter.finish_training(drafter.start_training(step))
-            beside.finish_update(update)
+            update = beside.begin("update", rollouts)
+            drafter.call("take_in", [shard], 0, ())
+            learned = drafter.call("train", step)
+            beside.finish(update)
             assert learned["drafter/loss"] > 0
-        digests_beside = beside.write_payload(scratch / "beside.safetensors", "float32").digests
+        digests_beside = beside.call("write_payload", scratch / "beside.safetensors").digests
     assert digests_beside == digests_alone
     assert digests_beside != first.digests

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.config.schema import RolloutConfig
-from cotrain.config.speculation import SpeculationConfig
+from cotrain.config.schema import RolloutConfig, SpeculationConfig
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest
 from cotrain.rollout.spec import EngineSpec

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.config.monitor import MonitorConfig
-from cotrain.config.schema import RolloutConfig
+from cotrain.config.schema import MonitorConfig, RolloutConfig
 from cotrain.lossless import monitor as monitor_module
 from cotrain.lossless.checks import UNKNOWN, response_strata
 from cotrain.lossless.emitted import response_draws

@@ -81,7 +81,7 @@ def test_1_an_update_for_a_head_that_is_the_targets(
 def test_3_layer_ids_off_by_one(odd: LiveEngine, target_model: Any, fault: Fault) -> None:
     batch = odd.generate(make_requests(4))
     with pytest.raises(SelfCheckFailed, match=r"configured \[2, 4, 5\], they look like layers \[3, 5"):
-        check_features(batch, HuggingFace(target_model), "float32")
+        check_features(batch, HuggingFace(target_model).hidden_states, "float32")
     fault("3", "aux layer ids + 1 in the served drafter's config.json", "check of the first step's features", steps=1)
 
 

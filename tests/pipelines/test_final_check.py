@@ -27,6 +27,9 @@ class ScriptedEngines:
         rollouts = [Rollout(r.prompt_id, 0, [1], [2], [0.0], "", "length", Versions(0, 0), None) for r in requests]
         return RolloutBatch(rollouts, [], None, 1.0, 1)
 
+    def call(self, method: str, *args: Any) -> None:
+        getattr(self, method)(*args)
+
     def set_draft_tokens(self, draft_tokens: int | None) -> None:
         self.draft_tokens = draft_tokens
 

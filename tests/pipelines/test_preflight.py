@@ -182,25 +182,12 @@ def test_truncated_drafter_is_refused(build, drafter: Path) -> None:
     assert line.startswith("drafter.init:") and "truncated or corrupt" in line
 
 
-def test_unreachable_ray_and_mlflow_are_refused(build) -> None:
+def test_unreachable_mlflow_is_refused(build) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         port = listener.getsockname()[1]
-        ray, mlflow = quick_problems(
-            build(f"cluster.address=127.0.0.1:{port}", f"tracking.uri=http://127.0.0.1:{port}")
-        )
-    assert ray.startswith(f"cluster.address: nothing answers at 127.0.0.1:{port}") and "ray start --head" in ray
+        [mlflow] = quick_problems(build(f"tracking.uri=http://127.0.0.1:{port}"))
     assert mlflow.startswith(f"tracking.uri: no answer from http://127.0.0.1:{port}")
-
-
-def test_ray_that_answers_passes(build) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert quick_problems(build(f"cluster.address=127.0.0.1:{server.getsockname()[1]}")) == []
-
-
-def test_malformed_ray_address_is_refused(build) -> None:
-    [line] = quick_problems(build("cluster.address=head-node"))
-    assert line.startswith("cluster.address: nothing answers at head-node") and "HOST:PORT" in line
 
 
 def test_misspelt_vllm_argument_is_refused(build) -> None:

@@ -42,7 +42,6 @@ REFUSED = [
         "rollout={prompts_per_step=4, samples_per_prompt=3}",
         "rollout.prompts_per_step: 4 prompts x 3 samples (rollout.samples_per_prompt) are 12 rollouts",
     ),
-    ("drafter.gate.max_rollouts=15", "drafter.gate.max_rollouts"),
     ("drafter.gate.confidence=0.5", "drafter.gate.confidence"),
     ("drafter.gate.margin=-0.1", "drafter.gate.margin"),
     ("drafter.alarms.max_lag_versions=0", "drafter.alarms.max_lag_versions"),

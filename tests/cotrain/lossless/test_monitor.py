@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cotrain.config.monitor import LEAST_SPECULATED, MonitorConfig
+from cotrain.config.schema import LEAST_SPECULATED, MonitorConfig
 from cotrain.lossless import monitor as monitor_module
 from cotrain.lossless.checks import LOGIT_ERROR
 from cotrain.lossless.draws import Draws

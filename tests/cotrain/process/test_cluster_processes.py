@@ -46,35 +46,11 @@ cluster.stop()
 print(json.dumps(found))
 """
 
-JOIN = """
-import json
-from pathlib import Path
-from ray.cluster_utils import Cluster as Nodes
-from cotrain.process.cluster import Cluster
-from cotrain.config.schema import ClusterConfig
 
-def join(address):
-    try:
-        joined = Cluster(ClusterConfig(address=address), Path.cwd())
-    except ValueError as error:
-        return str(error)
-    joined.stop()
-    return "joined"
-
-nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-found = {"one node": join(nodes.address)}
-nodes.add_node(num_cpus=1)
-nodes.wait_for_nodes()
-found["two nodes"] = join(nodes.address)
-nodes.shutdown()
-print(json.dumps(found))
-"""
-
-
-def run(script: str, folder: Path, **environment: str) -> dict[str, Any]:
+def run(script: str, folder: Path) -> dict[str, Any]:
     (folder / "script.py").write_text(script)
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    own |= {"HOME": str(folder), "PYTHONPATH": str(ROOT)} | environment
+    own |= {"HOME": str(folder), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=folder, env=own, capture_output=True, text=True, timeout=180
     )
@@ -90,10 +66,3 @@ def test_a_client_without_the_token_is_refused_by_a_private_cluster(tmp_path: Pa
     assert found["right"] == "connected 64.0\n"
     assert found["none"].startswith("refused") and found["wrong"].startswith("refused"), found
     assert not (tmp_path / ".ray").exists()  # the token is the run's own
-
-
-def test_a_cluster_is_joined_when_it_is_this_machine_alone(tmp_path: Path) -> None:
-    joined = run(JOIN, tmp_path, RAY_AUTH_MODE="disabled")
-    assert joined["one node"] == "joined"
-    assert "cluster.address: the Ray cluster at" in joined["two nodes"], joined
-    assert "has 2 nodes" in joined["two nodes"] and "leave cluster.address out" in joined["two nodes"]

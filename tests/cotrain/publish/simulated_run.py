@@ -65,22 +65,28 @@ class World:
         candidate = score(self.rollouts, self.skill, rng) if self.rounds > self.published_round else None
         return FreshScores(self.rollouts.names, serving_scores, candidate, self.rounds), {"drafter/buffer_tokens": 1.0}
 
-    def start_training(self, step: int) -> int:
-        self.calls.append("train")
+    def begin(self, method: str, step: int) -> int:
+        self.calls.append(method)
         return step
 
-    def finish_training(self, training: int) -> dict[str, float]:
+    def finish(self, training: int) -> dict[str, float]:
         self.skill, self.rounds = self.skill + self.learns, self.rounds + 1
         return {"drafter/train_s": 1.0, "drafter/loss": 2.0}
 
-    def publish(self, path: Path, weights_of: int | None = None) -> tuple[WeightPayload, int]:
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
+    def publish(self, weights_of: int | None) -> int:
         self.calls.append("publish" if weights_of is None else f"publish {weights_of}")
         self.version += 1
         if weights_of is None:
             self.published[self.version], self.published_round = self.skill, self.rounds
         else:
             self.published[self.version] = self.published[weights_of]
-        return WeightPayload(str(path), 10, {"fc.weight": str(self.version)}), self.version
+        return self.version
+
+    def write_payload(self, path: Path, version: int) -> WeightPayload:
+        return WeightPayload(str(path), 10, {"fc.weight": str(version)})
 
     # the engines
 

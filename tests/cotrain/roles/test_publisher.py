@@ -44,7 +44,7 @@ def run(publisher: Publisher, world: World, steps: Any) -> list[SimpleNamespace]
         if outcome.failure is not None:
             raise outcome.failure
         if outcome.trains:
-            world.finish_training(world.start_training(step))
+            world.finish(world.begin("train", step))
         counts = batch.speculation
         length = counts.acceptance_length if counts else 1.0
         rows.append(

@@ -1,4 +1,5 @@
-from cotrain.run.decisions import DecisionLog, DrafterEvent, read_decisions
+from cotrain.run.decisions import DrafterEvent
+from cotrain.run.rows import RowFile, read_rows
 
 
 def event(step, kind="kept back", reason="kept back, no gain: length 1.2 against 1.3"):
@@ -7,21 +8,21 @@ def event(step, kind="kept back", reason="kept back, no gain: length 1.2 against
 
 def test_a_resume_keeps_what_it_does_not_replay(tmp_path):
     path = tmp_path / "decisions.jsonl"
-    with DecisionLog(path) as log:
+    with RowFile(path) as log:
         for step in (1, 3, 3, 4):
-            log.write(event(step))
-        assert read_decisions(path)[0] == {
+            log.write(step, event(step).row())
+        assert read_rows(path)[0] == {
             "step": 1,
             "kind": "kept back",
             "version": 4,
             "reason": "kept back, no gain: length 1.2 against 1.3",
             "numbers": {"gate/gain": -0.1},
         }
-    with DecisionLog(path, resumed_step=3) as log:
-        log.write(event(4))
-    assert [row["step"] for row in read_decisions(path)] == [1, 3, 3, 4]
-    DecisionLog(path).close()
-    assert read_decisions(path) == [] == read_decisions(tmp_path / "none")
+    with RowFile(path, resumed_step=3) as log:
+        log.write(4, event(4).row())
+    assert [row["step"] for row in read_rows(path)] == [1, 3, 3, 4]
+    RowFile(path).close()
+    assert read_rows(path) == [] == read_rows(tmp_path / "none")
 
 
 def test_a_step_line_says_what_the_versions_do_not_show():

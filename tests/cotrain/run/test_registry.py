@@ -8,8 +8,8 @@ import pytest
 
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
+from cotrain.run.metrics import metrics_of
 from cotrain.run.registry import drafter_folder, first_drafter, list_drafters, print_drafters, pull_drafter
-from cotrain.run.served_drafts import metrics_of
 from cotrain.run.tracking import Tracker
 from tests.speculation_counts import counts
 

@@ -9,10 +9,11 @@ import pytest
 
 from cotrain.records import Versions
 from cotrain.run import mlflow_store
-from cotrain.run.decisions import DecisionLog, DrafterEvent, read_decisions
+from cotrain.run.decisions import DrafterEvent
+from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import MlflowClient, MlflowException, check_uri
 from cotrain.run.registry import model_id_of
-from cotrain.run.served_drafts import metrics_of
+from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.store_uri import tracking_uri, uri_argument
 from cotrain.run.tracking import Tracker, registered_name
 from tests.speculation_counts import counts
@@ -227,19 +228,19 @@ def test_a_deleted_drafter_does_not_hold_up_the_rest(run_config, client, drafter
 
 
 def test_decisions_are_an_artifact_and_the_last_one_a_tag(run_config, client, tmp_path):
-    log = DecisionLog(tmp_path / "decisions.jsonl")
+    log = RowFile(tmp_path / "decisions.jsonl")
     with Tracker(run_config()) as tracker:
         for step in (1, 2):
             event = DrafterEvent(
                 step, "kept back", 0, "kept back, no gain is certain: acceptance length 1.2", {"gate/gain": 0.1}
             )
-            log.write(event)
+            log.write(step, event.row())
             tracker.log_decisions(log.path, event)
     run = client.get_run(tracker.run_id)
     assert run.data.tags["drafter.last_decision"] == "step 2: kept back"
     assert run.data.tags["drafter.last_reason"].startswith("kept back, no gain is certain")
     stored = Path(client.download_artifacts(tracker.run_id, "decisions.jsonl", str(tmp_path)))
-    assert [row["step"] for row in read_decisions(stored)] == [1, 2]
+    assert [row["step"] for row in read_rows(stored)] == [1, 2]
 
 
 def test_drafters_are_not_stored_when_switched_off(run_config, client, drafter_folder):

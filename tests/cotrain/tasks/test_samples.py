@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from cotrain.records import Prompt, Rollout, ScoredRollout, SpeculationCounts, Versions
-from cotrain.tasks.samples import write_samples
+from cotrain.tasks.prompts import write_samples
 from tests.speculation_counts import counts
 
 

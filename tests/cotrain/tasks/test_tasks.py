@@ -42,9 +42,10 @@ def test_reasoning_prompts_depend_on_the_seed_only():
     assert pickle.loads(pickle.dumps(problems)) == problems
 
 
-def test_reasoning_prompt_carries_the_instruction():
-    task = reasoning_task(size=7, instruction="One number only.")
-    (user,) = task.prompt(3).messages
+def test_reasoning_prompt_carries_instruction_and_system_prompt():
+    task = reasoning_task(size=7, instruction="One number only.", system_prompt="You add.")
+    system, user = task.prompt(3).messages
+    assert system == {"role": "system", "content": "You add."}
     assert len(task) == 7
     assert user["role"] == "user"
     assert user["content"].endswith(" =\nOne number only.")
@@ -131,6 +132,14 @@ def test_messages_schema_takes_the_last_assistant_message_as_answer(tmp_path):
     assert [message["role"] for message in prompt.messages] == ["user", "assistant", "user"]
     assert prompt.messages[-1]["content"] == "Capital of France?\nOne word."
     assert prompt.answer == "Paris"
+
+
+def test_a_system_prompt_takes_the_place_of_the_rows_own(tmp_path):
+    row = {"prompt": [{"role": "system", "content": "Old."}, {"role": "user", "content": "3 + 4?"}], "answer": 7}
+    path = write_jsonl(tmp_path / "chat.jsonl", [row])
+    for given, expected in (("", "Old."), ("New.", "New.")):
+        system, user = dataset_task(path, reward="numeric", system_prompt=given).prompt(0).messages
+        assert (system["role"], system["content"], user["content"]) == ("system", expected, "3 + 4?")
 
 
 def test_prompt_answer_schemas(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cotrain.config.schema import DrafterConfig, RolloutConfig
+from cotrain.config.schema import RolloutConfig
 from cotrain.records import FeatureShard
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, write_records
@@ -110,7 +110,7 @@ def shard_of(tmp_path):
 
 
 @pytest.fixture
-def new_trainer(target):
+def new_trainer(target, run_config):
     """A trainer that knows the head of policy version 0; keyword arguments replace fields of [drafter]."""
 
     def build(
@@ -122,9 +122,9 @@ def new_trainer(target):
             "batch_tokens": 100,
             "updates_per_step": 3,
         }
-        rollout = rollout or RolloutConfig(draft_tokens=3, max_prompt_tokens=32, max_new_tokens=32)
-        config = DrafterConfig(**fields | changes)
-        trainer = DrafterTrainer(config, rollout, str(target.folder), init_folder, total_steps=10, seed=seed)
+        rollout = rollout or RolloutConfig(draft_tokens=3, max_prompt_tokens=32, max_new_tokens=32, dtype="float32")
+        config = run_config(steps=10, seed=seed, rollout=rollout, drafter=fields | changes)
+        trainer = DrafterTrainer(config, target.folder, init_folder)
         trainer.set_target_weights(payload_of(target), 0)
         return trainer
 
@@ -138,4 +138,4 @@ def payload_of(target: Target) -> str:
 
 def weights_of(trainer: DrafterTrainer) -> dict[str, Tensor]:
     """A copy of the drafter's weights."""
-    return {name: tensor.clone() for name, tensor in trainer.state_for_serving().items()}
+    return {name: tensor.clone() for name, tensor in trainer.drafter.state_for_serving().items()}

@@ -225,7 +225,7 @@ def test_response_tokens_weigh_more_than_prompt_tokens(new_trainer, shard_of):
 def test_loaded_drafter_keeps_its_vocabulary_and_weights(new_trainer, target, shard_of, tmp_path):
     trained = new_trainer()
     run_steps(trained, target, shard_of, [1])
-    trained.save_checkpoint(tmp_path / "drafter", torch.float32)
+    trained.drafter.save(tmp_path / "drafter", torch.float32)
     trainer = new_trainer(init_folder=str(tmp_path / "drafter"))
     metrics = trainer.add_features([shard_of(target.rollouts(4, 2, seed=9, policy_version=0))])
     assert "drafter/vocabulary_coverage" not in metrics
@@ -234,7 +234,7 @@ def test_loaded_drafter_keeps_its_vocabulary_and_weights(new_trainer, target, sh
 
 
 def test_loaded_drafter_of_another_shape_is_refused(new_trainer, tmp_path):
-    new_trainer().save_checkpoint(tmp_path / "drafter", torch.float32)
+    new_trainer().drafter.save(tmp_path / "drafter", torch.float32)
     model = {"type": "eagle3", "draft_vocab_size": 64, "aux_layers": (2, 4, 5), "trained_depth": 4}
     message = "draft_vocab_size is 64, the checkpoint has 96; drafter.model.trained_depth is 4, the checkpoint has 3"
     with pytest.raises(ValueError, match=message):
@@ -288,7 +288,7 @@ def test_fresh_rollouts_score_the_served_drafter_and_the_candidate(new_trainer, 
     trainer.add_features([shard_of(target.rollouts(48, 1, seed=1, policy_version=0))])
     first = trainer.score_fresh(0, [0])
     assert first.candidate is None
-    assert len(set(first.prompts)) == len(first.prompts) == len(first.serving[-1].steps) == 32, "gate.max_rollouts"
+    assert len(set(first.prompts)) == len(first.prompts) == len(first.serving[-1].steps) == 32, "MAX_ROLLOUTS"
     trainer.train(1)
     trainer.add_features([shard_of(target.rollouts(12, 2, seed=2, policy_version=0))])
     scores = trainer.score_fresh(0, [0])
@@ -307,10 +307,10 @@ def test_what_is_published_is_what_was_scored_however_the_trainer_goes_on(new_tr
     scored = weights_of(trainer)
     trainer.publish()
     run_steps(trainer, target, shard_of, [2])
-    served = trainer.state_for_serving(1)
+    served = trainer._published[1].state_for_serving()
     assert all(torch.equal(scored[name], served[name]) for name in scored)
     assert any(not torch.equal(scored[name], tensor) for name, tensor in weights_of(trainer).items())
-    trainer.save_checkpoint(tmp_path / "served", torch.float32, 1)
+    trainer.save_checkpoint(tmp_path / "served", 1)
     stored = load_file(tmp_path / "served" / "model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in served.items())
 
@@ -327,10 +327,10 @@ def test_an_earlier_publication_comes_back_under_a_new_version(new_trainer, targ
     loaded = new_trainer()
     loaded.load(tmp_path / "saved")
     for one in (trainer, loaded):
-        assert all(torch.equal(good[name], tensor) for name, tensor in one.state_for_serving(3).items())
+        assert all(torch.equal(good[name], tensor) for name, tensor in one._published[3].state_for_serving().items())
     loaded.score_fresh(3, [2])
     with pytest.raises(KeyError):
-        loaded.state_for_serving(1)
+        loaded._published[1]
 
 
 def test_a_cosine_schedule_ends_with_the_last_training_round(new_trainer, target, shard_of):

@@ -48,22 +48,22 @@ def tapped(tmp_path, layers=LAYERS, noise=0.0, holes=slice(0, 0), policy=None, s
 
 
 def test_the_same_states_pass(tmp_path):
-    assert check_features(tapped(tmp_path), Policy(), "float32") < 1e-6
+    assert check_features(tapped(tmp_path), Policy().hidden_states, "float32") < 1e-6
 
 
 def test_a_head_that_reads_no_aux_layer_passes(tmp_path):
-    assert check_features(tapped(tmp_path, layers=(), said=()), Policy(), "float32") < 1e-6
+    assert check_features(tapped(tmp_path, layers=(), said=()), Policy().hidden_states, "float32") < 1e-6
 
 
 def test_holes_are_not_compared(tmp_path):
-    assert check_features(tapped(tmp_path, holes=slice(0, 9)), Policy(), "float32") < 1e-6
+    assert check_features(tapped(tmp_path, holes=slice(0, 9)), Policy().hidden_states, "float32") < 1e-6
 
 
 def test_rounding_passes_in_bfloat16_alone(tmp_path):
     batch = tapped(tmp_path, noise=0.01)
-    assert 1e-3 < check_features(batch, Policy(), "bfloat16") < TOLERANCE["bfloat16"]
+    assert 1e-3 < check_features(batch, Policy().hidden_states, "bfloat16") < TOLERANCE["bfloat16"]
     with pytest.raises(SelfCheckFailed, match="not the policy's"):
-        check_features(batch, Policy(), "float32")
+        check_features(batch, Policy().hidden_states, "float32")
 
 
 @pytest.mark.parametrize(("shift", "found"), [(1, r"3, 4, \d"), (-1, "1, 2, 4")])
@@ -72,13 +72,13 @@ def test_layer_ids_off_by_one_are_named(tmp_path, shift, found):
     with pytest.raises(
         RuntimeError, match=rf"configured \[2, 3, 5\], they look like layers \[{found}\]; check drafter"
     ):
-        check_features(batch, Policy(), "float32")
+        check_features(batch, Policy().hidden_states, "float32")
 
 
 def test_one_wrong_layer_is_named(tmp_path):
     batch = tapped(tmp_path, layers=(2, 4, 5))
     with pytest.raises(SelfCheckFailed, match=r"configured \[2, 3, 5\], they look like layers \[2, 4, 5\]"):
-        check_features(batch, Policy(), "bfloat16")
+        check_features(batch, Policy().hidden_states, "bfloat16")
 
 
 def test_an_off_by_one_below_the_tolerance_is_found(tmp_path):
@@ -93,7 +93,7 @@ def test_an_off_by_one_below_the_tolerance_is_found(tmp_path):
     expected, _ = Slow().hidden_states(range(LENGTH), LAYERS)
     assert relative_error(aux, expected) < TOLERANCE["bfloat16"]
     with pytest.raises(SelfCheckFailed, match=r"they look like layers \[2, 3, 4\]"):
-        check_features(tapped(tmp_path, layers=(2, 3, 4), policy=Slow()), Slow(), "bfloat16")
+        check_features(tapped(tmp_path, layers=(2, 3, 4), policy=Slow()), Slow().hidden_states, "bfloat16")
 
 
 def test_a_wrong_final_state_is_named(tmp_path):
@@ -103,7 +103,7 @@ def test_a_wrong_final_state_is_named(tmp_path):
             return aux, final / 2
 
     with pytest.raises(SelfCheckFailed, match="final norm differs"):
-        check_features(tapped(tmp_path), WithoutNorm(), "float32")
+        check_features(tapped(tmp_path), WithoutNorm().hidden_states, "float32")
 
 
 def test_states_that_are_no_numbers_do_not_pass(tmp_path):
@@ -113,17 +113,17 @@ def test_states_that_are_no_numbers_do_not_pass(tmp_path):
             self.states[3, 4] = float("nan")
 
     with pytest.raises(SelfCheckFailed, match="hidden states are not"):
-        check_features(tapped(tmp_path), Broken(), "float32")
+        check_features(tapped(tmp_path), Broken().hidden_states, "float32")
 
 
 def test_nothing_but_holes_does_not_pass(tmp_path):
     with pytest.raises(SelfCheckFailed, match="hidden states are not"):
-        check_features(tapped(tmp_path, holes=slice(0, LENGTH)), Policy(), "float32")
+        check_features(tapped(tmp_path, holes=slice(0, LENGTH)), Policy().hidden_states, "float32")
 
 
 def test_a_first_step_without_features_is_an_error():
     with pytest.raises(SelfCheckFailed, match=r"raise rollout\.features\.max_bytes"):
-        check_features(RolloutBatch([], [], None, 1.0, 1), Policy(), "float32")
+        check_features(RolloutBatch([], [], None, 1.0, 1), Policy().hidden_states, "float32")
 
 
 def test_the_relative_error_is_one_of_norms():

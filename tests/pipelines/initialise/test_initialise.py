@@ -26,7 +26,6 @@ def test_a_dry_run_prints_the_configuration(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["drafter=none"], "drafter: `cotrain init` trains a drafter; add [drafter.model]"),
-        (["cluster.address=10.0.0.1:6379"], "cluster.address: `cotrain init` is one process"),
         (["init.source.type=rollouts", "init.source.path=/nowhere"], "init.source.path: /nowhere: no such folder"),
         (["init.source.type=dataset", "init.source.path=/no.jsonl"], "init.source.path: no file or folder"),
         (["init.holdout=1"], "init.holdout:"),

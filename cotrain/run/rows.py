@@ -1,0 +1,51 @@
+"""Files of JSON objects, one a line and each of one step, that are readable at once with `tail -f`.
+
+metrics.jsonl has a row a step, {"step": 12, "policy/reward": 0.41, ...}, from which every other view is made.
+decisions.jsonl has a row for each event of the drafter.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+
+class RowFile(AbstractContextManager["RowFile"]):
+    """Appends rows without a buffer, so that closing the file cannot fail on a full disk."""
+
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+        """Keep the rows up to `resumed_step` (0: none); the resumed run writes later ones again."""
+        self.path = path
+        kept = [row for row in read_rows(path) if row["step"] <= resumed_step]
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(partial, path)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        """Append one row; a number that is not finite becomes null under its name.
+
+        Raises TypeError for what is no JSON, OSError (ENOSPC) when the disk took only a part of the row.
+        """
+        finite = {n: None if isinstance(value, Real) and not isfinite(value) else value for n, value in row.items()}
+        line = (json.dumps({"step": step} | finite, default=float) + "\n").encode()
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows; none when there is no such file. A last line that was cut off is left out."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
