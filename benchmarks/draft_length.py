@@ -28,8 +28,8 @@ Cell = Callable[[SimulatedEngine], list[Tally]]
 class Fixed:
     """The same draft length in every step."""
 
-    def __init__(self, draft_tokens: int):
-        self._lengths = [draft_tokens] * (MAX_BATCH + 1)
+    def __init__(self, num_speculative_tokens: int):
+        self._lengths = [num_speculative_tokens] * (MAX_BATCH + 1)
 
     def draft_lengths(self, now: float) -> Sequence[int]:
         return self._lengths

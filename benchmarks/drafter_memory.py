@@ -30,7 +30,7 @@ def measure(args: argparse.Namespace) -> None:
 
     from cotrain.trainer.host_memory import return_freed_blocks
     from drafters.alignment import DraftBatch
-    from drafters.base import Sampler, TargetSpec, TargetWeights
+    from drafters.base import SamplingParams, TargetSpec, TargetWeights
     from drafters.build import build_drafter
     from drafters.config import DrafterModelConfig, ObjectiveConfig
 
@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace) -> None:
     )
     before = status_bytes("VmRSS")
     started = time.perf_counter()
-    result = drafter.loss(batch, weights, Sampler(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig())
+    result = drafter.loss(batch, weights, SamplingParams(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig())
     result.loss.backward()
     optimizer.step()
     seconds = time.perf_counter() - started

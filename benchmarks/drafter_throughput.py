@@ -32,7 +32,7 @@ def main() -> None:
     from cotrain.models.loading import resolve_model
     from cotrain.trainer.target_weights import read_target_weights
     from drafters.alignment import DraftBatch
-    from drafters.base import Sampler, TargetSpec
+    from drafters.base import SamplingParams, TargetSpec
     from drafters.build import build_drafter
     from drafters.config import DrafterModelConfig, ObjectiveConfig
 
@@ -73,7 +73,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=True)
 
         def step() -> None:
-            result = drafter.loss(batch, weights, Sampler(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig())
+            result = drafter.loss(batch, weights, SamplingParams(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig())
             optimizer.zero_grad()
             result.loss.backward()
             optimizer.step()

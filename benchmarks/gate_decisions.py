@@ -186,11 +186,11 @@ class Scorer:
 
     def __init__(self, config: RunConfig, model: Path, target: object):
         from cotrain.trainer.target_weights import read_target_weights
-        from drafters.base import Sampler
+        from drafters.base import SamplingParams
 
         rollout: RolloutConfig = config.rollout
-        self._sampler = Sampler(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
-        self._config, self._k = config.drafter, rollout.draft_tokens
+        self._sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
+        self._config, self._k = config.drafter, rollout.num_speculative_tokens
         self._weights = read_target_weights(model, 0, target, "cpu")
 
     @torch.no_grad()
@@ -199,7 +199,7 @@ class Scorer:
         from drafters.acceptance import rollout_acceptances
 
         batches = batches_of(records, self._config.batch_tokens)
-        losses = [drafter.loss(batch, self._weights, self._sampler, self._config.objective) for batch in batches]
+        losses = [drafter.loss(batch, self._weights, self._sampling, self._config.objective) for batch in batches]
         return rollout_acceptances([loss.acceptance for loss in losses], min(self._k, drafter.trained_depth))
 
 

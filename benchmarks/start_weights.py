@@ -29,7 +29,7 @@ from cotrain.trainer.target_weights import read_target_weights
 from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.acceptance import rollout_acceptance
 from drafters.alignment import Alignment, DraftBatch, generated_before
-from drafters.base import Drafter, Sampler, TargetSpec, TargetWeights
+from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import ObjectiveConfig
 
@@ -87,7 +87,7 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
     spec = TargetSpec.from_pretrained(model)
     target = read_target_weights(model, 0, spec, "cpu")
     rollout = config.rollout
-    sampler = Sampler(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
+    sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
     depth_weights = "decay" if arm == DECAY else "reach"
     objective = config.drafter.objective.model_copy(update={"depth_weights": depth_weights})
     training = [record for shard in sorted((run / "features").glob("training_*")) for record in read_shard(shard)]
@@ -103,25 +103,29 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
             shuffled.shuffle(order)
             for batch in batches_of(order, config.drafter.batch_tokens):
                 optimizer.zero_grad()
-                drafter.loss(batch, target, sampler, objective).loss.backward()
+                drafter.loss(batch, target, sampling, objective).loss.backward()
                 torch.nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
 
     batches = batches_of(holdout, config.drafter.batch_tokens)
-    parts = [drafters.losses.acceptances([drafter], batch, target, sampler, objective)[0] for batch in batches]
-    scored = rollout_acceptance(parts, rollout.draft_tokens)
+    parts = [drafters.losses.acceptances([drafter], batch, target, sampling, objective)[0] for batch in batches]
+    scored = rollout_acceptance(parts, rollout.num_speculative_tokens)
     short = torch.tensor([r.num_tokens - r.prompt_length <= SHORT_ANSWER for r in holdout])
     lengths = [length_of(scored.steps, scored.accepted, rows) for rows in (short | ~short, short, ~short)]
     rates = " ".join(f"{rate:.2f}" for rate in (scored.accepted.sum(0) / scored.steps.sum()).tolist())
     with arm_of(arm):
-        share = unserved_share(drafter, batches, target, sampler, objective)
+        share = unserved_share(drafter, batches, target, sampling, objective)
     cells = [arm, str(seed), *(f"{length:.3f}" for length in lengths), rates, " ".join(f"{part:.0%}" for part in share)]
     return f"| {' | '.join(cells)} |"
 
 
 @torch.no_grad()
 def unserved_share(
-    drafter: Drafter, batches: Sequence[DraftBatch], target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig
+    drafter: Drafter,
+    batches: Sequence[DraftBatch],
+    target: TargetWeights,
+    sampling: SamplingParams,
+    objective: ObjectiveConfig,
 ) -> list[float]:
     """Share of each position's weight that falls on starts where no verification step begins."""
     depth = drafter.trained_depth
@@ -130,7 +134,7 @@ def unserved_share(
         alignment = drafters.losses.align(batch, depth)
         drafts = drafter.drafts(batch, alignment, target)
         teacher = drafters.losses.Teacher(
-            batch.token_ids, batch.final_hidden, target.head, drafts.draft_to_target, sampler
+            batch.token_ids, batch.final_hidden, target.head, drafts.draft_to_target, sampling
         )
         found = drafters.losses.draft_loss(drafts.hidden, drafts.head, teacher, alignment, objective)
         unserved = generated_before(batch, alignment.start_rows) < 0

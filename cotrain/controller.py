@@ -39,10 +39,10 @@ from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from cotrain.tasks.base import Task
-from cotrain.tasks.prompt_order import PromptSampler
+from cotrain.tasks.prompt_order import PromptOrder
 from cotrain.tasks.prompts import PromptEncoder, write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Prompts:
     """The task, the order in which its prompts are drawn, and their encoding."""
 
     task: Task
-    order: PromptSampler
+    order: PromptOrder
     encoder: PromptEncoder
 
 
@@ -92,8 +92,8 @@ class Controller:
         self.stop_requested: Callable[[], bool] = lambda: False
         self.last_batch: RolloutBatch | None = None
         rollout = config.rollout
-        self._sampler = Sampler(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
-        self.monitor = LosslessMonitor(config.lossless, self._sampler, rollout.dtype, config.seed)
+        self._sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
+        self.monitor = LosslessMonitor(config.lossless, self._sampling, rollout.dtype, config.seed)
         if state.lossless is not None:
             self.monitor.load_state(state.lossless)
         if state.drafting is not None and roles.publisher is not None:
@@ -189,7 +189,7 @@ class Controller:
         started = time.perf_counter()
         with self._timed("lossless"):
             draws = self.roles.policy.call_first(
-                "response_draws", chosen.rollouts, self._sampler, monitor.logit_tolerance
+                "response_draws", chosen.rollouts, self._sampling, monitor.logit_tolerance
             )
             found = monitor.check(step, chosen, draws, time.perf_counter() - started)
         row |= found.metrics()
@@ -315,7 +315,7 @@ def _rollout_metrics(batch: RolloutBatch, rollouts: list[ScoredRollout], config:
         "rollout/truncated": sum(r.rollout.finish_reason == "length" for r in rollouts) / n,
         "rollout/tokens_per_s": batch.num_generated_tokens / batch.seconds,
     }
-    metrics |= speculation_metrics(batch.speculation, config.rollout.draft_tokens)
+    metrics |= speculation_metrics(batch.speculation, config.rollout.num_speculative_tokens)
     metrics |= {} if batch.gain is None else batch.gain.metrics()
     if stats := batch.feature_stats:
         tapped = stats["num_tokens"] or 1

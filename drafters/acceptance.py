@@ -45,22 +45,22 @@ class RolloutAcceptance:
     known: Tensor  # [R] int64, acceptances given as numbers; two drafters on the same rollouts have the same
 
 
-def rollout_acceptance(starts: Sequence[StartAcceptance], draft_tokens: int) -> RolloutAcceptance:
+def rollout_acceptance(starts: Sequence[StartAcceptance], num_speculative_tokens: int) -> RolloutAcceptance:
     """Return one row for each rollout in the order given, each part numbering its own from 0.
 
     Where acceptance is not known, as beyond the length limit of a rollout, a position has its mean over all rollouts.
-    draft_tokens is at most K.
+    num_speculative_tokens is at most K.
     """
     tables: list[Tensor] = []
     rows: list[int] = []
     num_rollouts = 0
     for part in starts:
-        for rollout, table in _by_rollout(part, draft_tokens):
+        for rollout, table in _by_rollout(part, num_speculative_tokens):
             rows.append(num_rollouts + rollout)
             tables.append(table)
         num_rollouts += int(part.rollout.max()) + 1 if len(part.rollout) else 0
     steps = torch.full((num_rollouts,), torch.nan, dtype=torch.float64)
-    accepted = torch.full((num_rollouts, draft_tokens), torch.nan, dtype=torch.float64)
+    accepted = torch.full((num_rollouts, num_speculative_tokens), torch.nan, dtype=torch.float64)
     known = torch.zeros(num_rollouts, dtype=torch.int64)
     if tables:
         steps[rows], accepted[rows] = _steps_and_accepted(tables)
@@ -70,16 +70,16 @@ def rollout_acceptance(starts: Sequence[StartAcceptance], draft_tokens: int) -> 
 
 def rollout_acceptances(starts: Sequence[StartAcceptance], most: int) -> list[RolloutAcceptance]:
     """Call `rollout_acceptance` at each draft length 1 to `most`: verification steps begin elsewhere at each."""
-    return [rollout_acceptance(starts, draft_tokens) for draft_tokens in range(1, most + 1)]
+    return [rollout_acceptance(starts, num_speculative_tokens) for num_speculative_tokens in range(1, most + 1)]
 
 
-def acceptance_rates(starts: Sequence[StartAcceptance], draft_tokens: int) -> list[float]:
+def acceptance_rates(starts: Sequence[StartAcceptance], num_speculative_tokens: int) -> list[float]:
     """Return for each draft position the share of verification steps that accept it and all before it, as vLLM counts.
 
     Rollouts with a hole among their starts are left out; empty when none is left. Where acceptance is not known, as
     beyond the length limit of a rollout, a position has its mean. Unbiased over rollouts sampled from the target.
     """
-    rollouts = rollout_acceptance(starts, draft_tokens)
+    rollouts = rollout_acceptance(starts, num_speculative_tokens)
     whole = rollouts.steps.isfinite()
     if not whole.any():
         return []
@@ -87,10 +87,16 @@ def acceptance_rates(starts: Sequence[StartAcceptance], draft_tokens: int) -> li
     return rates
 
 
-def _by_rollout(starts: StartAcceptance, draft_tokens: int) -> list[tuple[int, Tensor]]:
+def _by_rollout(starts: StartAcceptance, num_speculative_tokens: int) -> list[tuple[int, Tensor]]:
     """(rollout, [2, k, L]) of each rollout whose starts are all there: probability and drawn, by offset."""
     begins = starts.offset >= 0
-    both = torch.stack([starts.probability[:draft_tokens, begins], starts.drawn[:draft_tokens, begins]]).double().cpu()
+    both = (
+        torch.stack(
+            [starts.probability[:num_speculative_tokens, begins], starts.drawn[:num_speculative_tokens, begins]]
+        )
+        .double()
+        .cpu()
+    )
     rollout, offset = starts.rollout[begins].cpu(), starts.offset[begins].cpu()
     numbers, lengths = rollout.unique_consecutive(return_counts=True)
     tables = []

@@ -37,7 +37,7 @@ class TargetWeights:
 
 
 @dataclass(frozen=True)
-class Sampler:
+class SamplingParams:
     """The engine samples like this; the drafter is trained and scored against this processed distribution."""
 
     temperature: float
@@ -67,7 +67,7 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingSpec:
     """An engine must know this of a drafter before it loads the drafter's folder."""
 
     method: str  # vLLM's name for this kind of speculation
@@ -110,7 +110,7 @@ class Drafter(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def serving(self) -> Serving:
+    def serving(self) -> ServingSpec:
         """Say how an engine serves it."""
 
     @property
@@ -135,7 +135,9 @@ class Drafter(nn.Module, ABC):
         """Unroll to trained_depth from every start."""
 
     @abstractmethod
-    def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
+    def loss(
+        self, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, objective: ObjectiveConfig
+    ) -> DraftLoss:
         """Unroll to trained_depth and compare each position with the target's processed distribution."""
 
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:

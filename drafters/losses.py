@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafters.acceptance import StartAcceptance
 from drafters.alignment import Alignment, DraftBatch, align, beyond_stop, generated_before
-from drafters.base import Drafter, DraftLoss, Drafts, Sampler, TargetWeights
+from drafters.base import Drafter, DraftLoss, Drafts, SamplingParams, TargetWeights
 from drafters.config import ObjectiveConfig
 from drafters.objectives import Comparison, compare
 
@@ -37,15 +37,15 @@ class Teacher:
     final_hidden: Tensor  # [N, H]
     head: Tensor  # [V, H]
     draft_to_target: Tensor  # [V_draft] ascending target ids
-    sampler: Sampler
+    sampling: SamplingParams
 
     def processed_logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [R, V] after temperature, top-k and top-p, and their logsumexp [R, 1]."""
         logits = at_least_float32(self.final_hidden[rows].to(self.head.dtype) @ self.head.T)
-        if self.sampler.temperature == 0:
+        if self.sampling.temperature == 0:
             likeliest = logits.argmax(-1, keepdim=True)
             return torch.full_like(logits, -torch.inf).scatter_(1, likeliest, 0.0), logits.new_zeros(len(rows), 1)
-        logits = truncate(logits.div_(self.sampler.temperature), self.sampler.top_k, self.sampler.top_p)
+        logits = truncate(logits.div_(self.sampling.temperature), self.sampling.top_k, self.sampling.top_p)
         return logits, logits.logsumexp(-1, keepdim=True)
 
     def of_draft_vocabulary(self, logits: Tensor, normaliser: Tensor) -> Tensor:
@@ -74,19 +74,23 @@ class Losses(NamedTuple):
 
 
 def drafter_loss(
-    drafter: Drafter, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig
+    drafter: Drafter, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, objective: ObjectiveConfig
 ) -> DraftLoss:
     """Implement `Drafter.loss`: unroll, compare, and give the acceptance back by rollout."""
     alignment = align(batch, drafter.trained_depth)
     drafts = drafter.drafts(batch, alignment, target)
-    losses = draft_loss(drafts.hidden, drafts.head, _teacher(drafts, batch, target, sampler), alignment, objective)
+    losses = draft_loss(drafts.hidden, drafts.head, _teacher(drafts, batch, target, sampling), alignment, objective)
     acceptance = _by_rollout(losses.acceptance, losses.drawn_accepted, batch, alignment, drafts.eos_token_ids)
     return DraftLoss(losses.loss, losses.per_position, acceptance, int(alignment.supervised[0].sum()))
 
 
 @torch.no_grad()
 def acceptances(
-    drafters: Sequence[Drafter], batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig
+    drafters: Sequence[Drafter],
+    batch: DraftBatch,
+    target: TargetWeights,
+    sampling: SamplingParams,
+    objective: ObjectiveConfig,
 ) -> list[StartAcceptance]:
     """Return `drafter_loss(...).acceptance` of each drafter, for which the target's distribution is computed only once.
 
@@ -94,15 +98,15 @@ def acceptances(
     """
     alignment = align(batch, drafters[0].trained_depth)
     drafts = [drafter.drafts(batch, alignment, target) for drafter in drafters]
-    heads = [(own.hidden, own.head, _teacher(own, batch, target, sampler)) for own in drafts]
+    heads = [(own.hidden, own.head, _teacher(own, batch, target, sampling)) for own in drafts]
     tables = [_empty_table(own.head, alignment) for own in drafts]
     for index, k, starts, _, result in _comparisons(heads, alignment, objective, with_gradient=False):
         tables[index][:, k, starts] = torch.stack([result.acceptance, result.drawn_accepted])
     return [_by_rollout(p, drawn, batch, alignment, drafts[0].eos_token_ids) for p, drawn in tables]
 
 
-def _teacher(drafts: Drafts, batch: DraftBatch, target: TargetWeights, sampler: Sampler) -> Teacher:
-    return Teacher(batch.token_ids, batch.final_hidden, target.head, drafts.draft_to_target, sampler)
+def _teacher(drafts: Drafts, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams) -> Teacher:
+    return Teacher(batch.token_ids, batch.final_hidden, target.head, drafts.draft_to_target, sampling)
 
 
 def _empty_table(head: Tensor, alignment: Alignment) -> Tensor:
@@ -152,7 +156,7 @@ def _comparisons(
                 states = hidden[k][starts]
                 logits = at_least_float32(states @ head.T)
                 p, drawn = probabilities[index][torch.searchsorted(chunk, rows)], teacher.drawn_draft_ids(rows)
-                yield index, k, starts, states, compare(p, logits, drawn, teacher.sampler, objective, with_gradient)
+                yield index, k, starts, states, compare(p, logits, drawn, teacher.sampling, objective, with_gradient)
 
 
 def _probabilities(teachers: Sequence[Teacher], rows: Tensor) -> list[Tensor]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 from drafters.config import ObjectiveConfig
 
 KL_DECAY = 3.0
@@ -32,15 +32,15 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    p: Tensor, logits: Tensor, drawn: Tensor, sampler: Sampler, objective: ObjectiveConfig, with_gradient: bool
+    p: Tensor, logits: Tensor, drawn: Tensor, sampling: SamplingParams, objective: ObjectiveConfig, with_gradient: bool
 ) -> Comparison:
     """Compare drafter logits [R, V_draft] with p [R, V_draft]; both may be overwritten.
 
     drawn [R]: draft id of the token the rollout goes on with, -1 outside the draft vocabulary. Given that token x, it
     was an accepted draft with probability min(1, q(x)/p(x)), or for greedy drafts if x = argmax q.
     """
-    greedy = sampler.draft_sample_method == "greedy" or sampler.temperature == 0
-    temperature = sampler.temperature or 1.0
+    greedy = sampling.draft_sample_method == "greedy" or sampling.temperature == 0
+    temperature = sampling.temperature or 1.0
     log_q = logits.div_(temperature)
     log_q.sub_(log_q.logsumexp(-1, keepdim=True))
     cross_entropy = -torch.einsum("rv,rv->r", p, log_q) if objective.type != "lk_likelihood" else None

@@ -92,7 +92,7 @@ def prepare_engine(
     """Find the model, encode prompts of the task, load the drafter; args hold `add_engine_options`.
 
     batch: most requests at once. A drafter of the registry is copied to the folder `pulled`. rollout: fields of
-    RolloutConfig, among them draft_tokens. Raises ValueError naming the option and the fix.
+    RolloutConfig, among them num_speculative_tokens. Raises ValueError naming the option and the fix.
     """
     try:
         model = resolve_model(args.model)
@@ -104,8 +104,8 @@ def prepare_engine(
     target = TargetSpec.from_pretrained(model)
     prompts = _prompts(task, args.seed, model, num_prompts)
     longest = max(map(len, prompts))
-    # Near the last position vLLM stops drafting for the whole batch, so there are draft_tokens + 1 more of them.
-    positions = longest + args.tokens + 2 * (rollout["draft_tokens"] + 1)
+    # Near the last position vLLM stops drafting for the whole batch, so there are num_speculative_tokens + 1 more of them.
+    positions = longest + args.tokens + 2 * (rollout["num_speculative_tokens"] + 1)
     if positions > target.max_position_embeddings:
         raise ValueError(
             f"--tokens: the longest prompt has {longest} tokens, with {args.tokens} more and the drafts it is over the "
@@ -114,7 +114,7 @@ def prepare_engine(
     config = RolloutConfig(
         prompts_per_step=batch,
         samples_per_prompt=1,
-        max_prompt_tokens=longest + rollout["draft_tokens"] + 1,
+        max_prompt_tokens=longest + rollout["num_speculative_tokens"] + 1,
         max_new_tokens=args.tokens,
         dtype=args.dtype,
         vllm={"kv_cache_memory_bytes": _kv_bytes(target, args.dtype, batch, positions)}

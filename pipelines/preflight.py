@@ -173,8 +173,8 @@ def _check_lengths(config: RunConfig, model: Path) -> None:
     rollout = config.rollout
     if longest is not None and rollout.num_positions > longest:
         raise ValueError(
-            f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with draft_tokens + "
-            f"1 = {rollout.draft_tokens + 1} spare positions, is above the {longest} of {config.policy.model}; lower one "
+            f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with num_speculative_tokens + "
+            f"1 = {rollout.num_speculative_tokens + 1} spare positions, is above the {longest} of {config.policy.model}; lower one "
             "of them"
         )
 

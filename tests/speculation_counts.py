@@ -6,12 +6,14 @@ from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.records import SpeculationCounts
 
 
-def counts(num_drafts: int, draft_tokens: int, accepted: Sequence[int], most: int | None = None) -> SpeculationCounts:
-    """Verification steps that all had `draft_tokens` draft tokens; accepted by position; K is `most` or as many."""
-    most = most or max(draft_tokens, len(accepted))
+def counts(
+    num_drafts: int, num_speculative_tokens: int, accepted: Sequence[int], most: int | None = None
+) -> SpeculationCounts:
+    """Verification steps that all had `num_speculative_tokens` draft tokens; accepted by position; K is `most` or as many."""
+    most = most or max(num_speculative_tokens, len(accepted))
     steps, rows = [0] * most, [(0,) * most for _ in range(most)]
-    steps[draft_tokens - 1] = num_drafts
-    rows[draft_tokens - 1] = (*accepted, *(0,) * (most - len(accepted)))
+    steps[num_speculative_tokens - 1] = num_drafts
+    rows[num_speculative_tokens - 1] = (*accepted, *(0,) * (most - len(accepted)))
     return SpeculationCounts(tuple(steps), tuple(rows))
 
 

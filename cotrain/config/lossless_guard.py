@@ -25,9 +25,7 @@ RANDOM_STATE = "rounds recurrent state at random, so that a prefix has other log
 SHARDED = (
     "shards the engine, but weights are read back on unsharded engines only; add replicas with rollout.num_engines"
 )
-OTHER_SPECULATION = (
-    "is another way to set speculative_config; set [drafter], rollout.draft_tokens and rollout.draft_sample_method"
-)
+OTHER_SPECULATION = "is another way to set speculative_config; set [drafter], rollout.num_speculative_tokens and rollout.draft_sample_method"
 COTRAINS_OWN = "is set by cotrain, whose scheduler and worker depend on it; leave it out"
 DRAFT_DEPENDENT = "lets the drawn draft tokens decide how many are verified, which biases the output; leave it out"
 LOSSY_ACCEPTANCE = "accepts draft tokens by a rule that is not the target's distribution; leave it out"

@@ -12,7 +12,7 @@ OWNED_VLLM_ARGUMENTS = {
     "dtype": "set rollout.dtype",
     "seed": "set seed",
     "max_model_len": "set rollout.max_prompt_tokens and rollout.max_new_tokens",
-    "speculative_config": "set [drafter] and rollout.draft_tokens / rollout.draft_sample_method",
+    "speculative_config": "set [drafter] and rollout.num_speculative_tokens / rollout.draft_sample_method",
     "worker_extension_cls": "cotrain's own extension carries the weight transfer and the feature tap",
     "weight_transfer_config": "cotrain's transactional backend is always used",
     "logprobs_mode": "the learner needs log-probs of the sampling distribution",
@@ -117,10 +117,10 @@ def vllm_arguments_are_for_the_user(config: RunConfig) -> Iterator[str]:
 def served_depth_is_trained(config: RunConfig) -> Iterator[str]:
     if config.drafter is None:
         return
-    served, trained = config.rollout.draft_tokens, config.drafter.model.trained_depth
+    served, trained = config.rollout.num_speculative_tokens, config.drafter.model.trained_depth
     if served > trained:
         yield (
-            f"rollout.draft_tokens: {served} is above drafter.model.trained_depth = {trained}; lower it, or raise "
+            f"rollout.num_speculative_tokens: {served} is above drafter.model.trained_depth = {trained}; lower it, or raise "
             "trained_depth"
         )
 

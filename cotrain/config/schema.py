@@ -94,7 +94,7 @@ class SpeculationConfig(Section):
     """How the draft length is chosen while the engine runs."""
 
     adaptive: bool = True
-    """Choose the draft length for each batch size while running, 0 included. False drafts rollout.draft_tokens in
+    """Choose the draft length for each batch size while running, 0 included. False drafts rollout.num_speculative_tokens in
     every step, whether it pays or not."""
 
     measure_seconds: PositiveFloat = 60.0
@@ -142,7 +142,7 @@ class RolloutConfig(Section):
     num_engines: PositiveInt = 1
     """vLLM replicas."""
 
-    draft_tokens: PositiveInt = 3
+    num_speculative_tokens: PositiveInt = 3
     """Draft tokens per verification step (k)."""
 
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
@@ -158,7 +158,7 @@ class RolloutConfig(Section):
     """Bound of the feature tap."""
 
     speculation: SpeculationConfig = SpeculationConfig()
-    """How the draft length, up to draft_tokens, is chosen."""
+    """How the draft length, up to num_speculative_tokens, is chosen."""
 
     vllm: dict[str, Any] = {}
     """Any other vLLM engine argument, under vLLM's own name; for example kv_cache_memory_bytes, which is 1 GiB on a CPU
@@ -172,7 +172,7 @@ class RolloutConfig(Section):
     @property
     def num_positions(self) -> int:
         """Positions that an engine needs: a rollout of full length and the draft tokens after it."""
-        return self.max_model_len + self.draft_tokens + 1
+        return self.max_model_len + self.num_speculative_tokens + 1
 
     @property
     def max_num_seqs(self) -> int:

@@ -16,7 +16,7 @@ from scipy import stats
 from cotrain.lossless.draws import BY_PROBABILITY, Draws, Floats, concatenate
 from cotrain.lossless.family import CheckResult
 from cotrain.records import Rollout
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 
 LOGIT_ERROR = {"float32": 5e-4, "bfloat16": 0.25}
 """Largest difference of a logit between the engine in this number format and a float32 forward of the same weights:
@@ -36,25 +36,25 @@ UNDRAFTED, BONUS, UNKNOWN = "undrafted", "bonus", "unknown"
 
 def setting_checks(
     rollouts: Sequence[Rollout],
-    samplers: Sequence[Sampler],
+    samplings: Sequence[SamplingParams],
     draws: Sequence[Draws],
     name: str,
     rng: np.random.Generator,
     logit_error: float,
 ) -> list[CheckResult]:
-    """All checks of one setting's rollouts; samplers and draws are one for each. logit_error: see LOGIT_ERROR.
+    """All checks of one setting's rollouts; samplings and draws are one for each. logit_error: see LOGIT_ERROR.
 
     Greedy requests of a mixed batch count for `support` alone: their only possible token has probability 1.
     """
     together = concatenate(draws)
     results = [support_check(together, name)]
     lengths = [len(part) for part in draws]
-    sampled = np.repeat([sampler.temperature > 0 for sampler in samplers], lengths)
+    sampled = np.repeat([sampling.temperature > 0 for sampling in samplings], lengths)
     if not sampled.any():
         return results
     random = together.select(sampled)
     returned: Floats = np.concatenate([rollout.log_probs for rollout in rollouts])[sampled]
-    tolerances = [log_prob_tolerance(s, logit_error) if s.temperature else (0.0, 0.0) for s in samplers]
+    tolerances = [log_prob_tolerance(s, logit_error) if s.temperature else (0.0, 0.0) for s in samplings]
     tolerance, edge = np.repeat(tolerances, lengths, axis=0)[sampled].T
     results.append(returned_log_prob_check(returned, random, name, tolerance, edge))
     strata = np.concatenate([response_strata(r.verification_steps, len(r.token_ids)) for r in rollouts])[sampled]
@@ -102,7 +102,7 @@ def returned_log_prob_check(
     return CheckResult("returned log-probs", setting, len(draws), float(gaps.max(initial=0.0)), "nats", p)
 
 
-def log_prob_tolerance(sampler: Sampler, logit_error: float) -> tuple[float, float]:
+def log_prob_tolerance(sampling: SamplingParams, logit_error: float) -> tuple[float, float]:
     """(nats by which a returned log-prob may differ from the law's, and how much more where truncation cuts elsewhere).
 
     A logit error changes a log-prob by up to twice itself. Where top-p cuts one token later, what is kept grows to at
@@ -110,8 +110,8 @@ def log_prob_tolerance(sampler: Sampler, logit_error: float) -> tuple[float, flo
     the two has is a token of at most 1/k of what the other keeps. Both are rare with small errors, and common from
     RARE_EDGES on. The temperature must not be 0.
     """
-    edge = -math.log(sampler.top_p) + (math.log1p(1 / sampler.top_k) if sampler.top_k > 0 else 0.0)
-    error = 2 * logit_error / sampler.temperature
+    edge = -math.log(sampling.top_p) + (math.log1p(1 / sampling.top_k) if sampling.top_k > 0 else 0.0)
+    error = 2 * logit_error / sampling.temperature
     return (error, edge) if logit_error < RARE_EDGES else (error + edge, 0.0)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cotrain.lossless.draws import Draws, concatenate, draws_of
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 from drafters.losses import at_least_float32, truncate
 
 CHUNK_ROWS = 64
@@ -22,7 +22,7 @@ def response_draws(
     model: Any,
     prompt_token_ids: list[int],
     token_ids: list[int],
-    sampler: Sampler,
+    sampling: SamplingParams,
     orders: Mapping[str, Tensor] | None = None,
     logit_tolerance: float = 0.0,
 ) -> Draws:
@@ -38,14 +38,14 @@ def response_draws(
     head, parts = model.get_output_embeddings(), []
     for first in range(0, len(response), CHUNK_ROWS):
         rows = slice(first, first + CHUNK_ROWS)
-        parts.append(emitted_draws(head(hidden[rows]).float(), response[rows], sampler, orders, logit_tolerance))
+        parts.append(emitted_draws(head(hidden[rows]).float(), response[rows], sampling, orders, logit_tolerance))
     return concatenate(parts)
 
 
 def emitted_draws(
     logits: Tensor,
     tokens: Tensor,
-    sampler: Sampler,
+    sampling: SamplingParams,
     orders: Mapping[str, Tensor] | None = None,
     logit_tolerance: float = 0.0,
 ) -> Draws:
@@ -55,12 +55,12 @@ def emitted_draws(
     rounds logits of 16 to 32 to 0.125). A token that such an error brings across the edge of top-k or top-p, or to the
     argmax at temperature 0, does not count as outside. 0 suits an engine in float32 only up to ties.
     """
-    log_law = target_log_probs(logits, sampler)
-    outside = _outside(_scaled(logits, sampler.temperature), log_law, tokens, sampler, logit_tolerance)
+    log_law = target_log_probs(logits, sampling)
+    outside = _outside(_scaled(logits, sampling.temperature), log_law, tokens, sampling, logit_tolerance)
     return draws_of(log_law, tokens, orders, outside)
 
 
-def target_log_probs(logits: Tensor, sampler: Sampler) -> Tensor:
+def target_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Float64 log-probabilities [T, V] of the processed distribution; -inf outside top-k and top-p.
 
     logits [T, V]: row t predicts emitted token t. At temperature 0 the argmax has probability 1, as in vLLM. What vLLM
@@ -68,11 +68,11 @@ def target_log_probs(logits: Tensor, sampler: Sampler) -> Tensor:
     """
     if logits.isnan().any():
         raise ValueError("logits: NaN in the target's forward; check its weights before testing the engine")
-    scaled = _scaled(logits, sampler.temperature)
-    if sampler.temperature == 0:
+    scaled = _scaled(logits, sampling.temperature)
+    if sampling.temperature == 0:
         hot = torch.full_like(scaled, -torch.inf, dtype=torch.float64)
         return hot.scatter_(1, scaled.argmax(1, keepdim=True), 0.0)
-    return truncate(scaled, sampler.top_k, sampler.top_p).double().log_softmax(1)
+    return truncate(scaled, sampling.top_k, sampling.top_p).double().log_softmax(1)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -80,7 +80,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits / temperature if temperature else logits
 
 
-def _outside(scaled: Tensor, log_law: Tensor, tokens: Tensor, sampler: Sampler, tolerance: float) -> Tensor:
+def _outside(scaled: Tensor, log_law: Tensor, tokens: Tensor, sampling: SamplingParams, tolerance: float) -> Tensor:
     """[T] True where no error of the logits up to the tolerance makes the token possible.
 
     With errors up to d, a token gets past another whose logit is up to 2d higher, and a probability m changes by at
@@ -90,13 +90,13 @@ def _outside(scaled: Tensor, log_law: Tensor, tokens: Tensor, sampler: Sampler, 
     impossible = log_law.gather(1, drawn) == -torch.inf
     if not impossible.any():
         return impossible.squeeze(1)
-    error = tolerance / (sampler.temperature or 1.0)
+    error = tolerance / (sampling.temperature or 1.0)
     logit = scaled.gather(1, drawn)
     smallest_kept = scaled.masked_fill(log_law == -torch.inf, torch.inf).amin(1, keepdim=True)
     explained = logit >= smallest_kept - 2 * error
-    if sampler.temperature > 0 and sampler.top_p < 1:
-        in_top_k = truncate(scaled, sampler.top_k, 1.0)
+    if sampling.temperature > 0 and sampling.top_p < 1:
+        in_top_k = truncate(scaled, sampling.top_k, 1.0)
         above = (in_top_k.double().softmax(1) * (in_top_k > logit)).sum(1, keepdim=True)
-        latest_cut = sampler.top_p + 2 * error * sampler.top_p * (1 - sampler.top_p)
+        latest_cut = sampling.top_p + 2 * error * sampling.top_p * (1 - sampling.top_p)
         explained |= (in_top_k.gather(1, drawn) > -torch.inf) & (above < latest_cut)
     return (impossible & ~explained).squeeze(1)

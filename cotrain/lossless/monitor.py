@@ -23,7 +23,7 @@ from cotrain.lossless.draws import Draws
 from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.setting import describe
 from cotrain.records import Rollout
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 
 FALSE_ALARM_RATE = 0.01
 """Chance that any check of a run raises an alarm although its rollouts are as they should be."""
@@ -85,9 +85,9 @@ class _State:
 class LosslessMonitor:
     """Chooses tokens, spreads one false-alarm rate over all checks, and keeps their cost within bounds."""
 
-    def __init__(self, config: MonitorConfig, sampler: Sampler, dtype: str, seed: int):
-        """sampler, dtype: the engine's. Draws random numbers of its own, by seed and step considered."""
-        self._config, self._sampler, self._dtype, self._seed = config, sampler, dtype, seed
+    def __init__(self, config: MonitorConfig, sampling: SamplingParams, dtype: str, seed: int):
+        """sampling, dtype: the engine's. Draws random numbers of its own, by seed and step considered."""
+        self._config, self._sampling, self._dtype, self._seed = config, sampling, dtype, seed
         self._state = _State()
 
     @property
@@ -139,9 +139,9 @@ class LosslessMonitor:
         state.checks, state.last_step, state.last_cost = state.checks + 1, step, seconds
         state.spent += seconds
         rng = np.random.default_rng([self._seed, state.considered, 1])
-        samplers = [self._sampler] * len(chosen.rollouts)
-        name = describe(self._sampler)
-        results = setting_checks(chosen.rollouts, samplers, draws, name, rng, self.logit_tolerance)
+        samplings = [self._sampling] * len(chosen.rollouts)
+        name = describe(self._sampling)
+        results = setting_checks(chosen.rollouts, samplings, draws, name, rng, self.logit_tolerance)
         verdict = judge(results, alpha_share(FALSE_ALARM_RATE, state.considered))
         return MonitorCheck(state.checks, sum(map(len, draws)), chosen.speculated_tokens, verdict)
 

@@ -34,7 +34,7 @@ from cotrain.policy.losses import Normaliser, kl_estimate, policy_loss
 from cotrain.policy.metrics import MetricSums
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from cotrain.transport.payload import write_payload
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 
 LEARNER_STATE = "learner.pt"
 """Optimizer, schedule and version, beside the weights in a checkpoint folder."""
@@ -227,10 +227,10 @@ class PolicyLearner:
         aux = torch.cat([final[:, :0], *(output.hidden_states[layer][0] for layer in layers)], dim=-1)
         return aux.float().cpu(), final.float().cpu()
 
-    def response_draws(self, rollouts: list[Rollout], sampler: Sampler, logit_tolerance: float) -> list[Draws]:
+    def response_draws(self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float) -> list[Draws]:
         """Return the response tokens of each rollout under the laws of the current weights, in float32."""
         return [
-            response_draws(self._policy.model, r.prompt_token_ids, r.token_ids, sampler, None, logit_tolerance)
+            response_draws(self._policy.model, r.prompt_token_ids, r.token_ids, sampling, None, logit_tolerance)
             for r in rollouts
         ]
 

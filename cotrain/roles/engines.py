@@ -21,7 +21,7 @@ from cotrain.roles.actors import EngineActor
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.spec import EngineSpec
 from cotrain.transport.payload import WeightUpdateRefused
-from drafters.base import Serving
+from drafters.base import ServingSpec
 
 
 class RolloutEngines:
@@ -125,7 +125,7 @@ def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> Rollo
 def engine_specs(
     config: RunConfig,
     model_path: Path,
-    drafter: tuple[Path, Serving] | None,
+    drafter: tuple[Path, ServingSpec] | None,
     scratch: Path,
     versions: Versions,
     first_step: int,

@@ -94,7 +94,7 @@ class Publisher:
         self.serving = Publication(**state["serving"])
         self.mode = state["mode"]
         if self.mode is not None:
-            self._engines.call("set_draft_tokens", 0)
+            self._engines.call("set_num_speculative_tokens", 0)
 
     def _delivery(self, step: int) -> Delivery | None:
         if self._sent is None or step % DELIVERY_CHECK_STEPS:
@@ -108,7 +108,7 @@ class Publisher:
             outcome.failure = DrafterAlarm(step, alarms)
             return
         self.mode = f"without speculation since step {step} ({', '.join(alarm.name for alarm in alarms)})"
-        self._engines.call("set_draft_tokens", 0)
+        self._engines.call("set_num_speculative_tokens", 0)
 
     def _swap(self, decision: Decision, versions: Versions, outcome: Outcome) -> None:
         """Freeze the weights under the next version and send them. The event of the action is the decision's last."""

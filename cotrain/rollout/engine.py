@@ -62,7 +62,7 @@ class RolloutEngine:
     async def start(self) -> dict[str, Any]:
         """Load the model. Returns what the worker reports of itself.
 
-        Drafts rollout.draft_tokens in every step until `time_draft_lengths`. Raises ValueError naming an environment
+        Drafts rollout.num_speculative_tokens in every step until `time_draft_lengths`. Raises ValueError naming an environment
         variable that may change what speculation generates.
         """
         Path(self.spec.scratch).mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ class RolloutEngine:
         if self.spec.drafter_folder is None or not rollout.speculation.adaptive:
             return 0
         timed = [prompt[-TIMED_PROMPT_TOKENS:] for prompt in prompts]
-        room = min(room_for(rollout.draft_tokens), rollout.max_model_len - max(map(len, timed)))
+        room = min(room_for(rollout.num_speculative_tokens), rollout.max_model_len - max(map(len, timed)))
         sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
         await self._call("cotrain_read_prompts", True)
         await self._speculation("begin_measuring")
@@ -110,22 +110,22 @@ class RolloutEngine:
             await self._run(names, requests, sampling)
             rounds[size].append(time.perf_counter() - started)
         num_measured: int = await self._speculation("end_measuring")
-        await self.set_draft_tokens(None)
+        await self.set_num_speculative_tokens(None)
         return num_measured
 
-    async def set_draft_tokens(self, draft_tokens: int | None) -> None:
-        """Draft length from the next step on, at most rollout.draft_tokens; 0 switches speculation off.
+    async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
+        """Draft length from the next step on, at most rollout.num_speculative_tokens; 0 switches speculation off.
 
-        None gives the choice back: the controller's, or rollout.draft_tokens before `time_draft_lengths` and without
+        None gives the choice back: the controller's, or rollout.num_speculative_tokens before `time_draft_lengths` and without
         rollout.speculation.adaptive. At a fixed 0 the drafter does not read prompts either, so that drafts for those
         requests, and for others with the same prefix in the cache, are poor afterwards.
         """
-        most = self.spec.rollout.draft_tokens
-        if draft_tokens is not None and not 0 <= draft_tokens <= most:
-            raise ValueError(f"draft tokens must be 0..{most}, not {draft_tokens}")
+        most = self.spec.rollout.num_speculative_tokens
+        if num_speculative_tokens is not None and not 0 <= num_speculative_tokens <= most:
+            raise ValueError(f"draft tokens must be 0..{most}, not {num_speculative_tokens}")
         if not self.speculates:
             return
-        self._chooses = await self._speculation("fix_draft_tokens", draft_tokens)
+        self._chooses = await self._speculation("fix_num_speculative_tokens", num_speculative_tokens)
         if self.spec.drafter_folder is not None:
             # A request that drafts nothing now may be drafted for later, as its batch drains.
             await self._call("cotrain_read_prompts", self._chooses)
@@ -289,10 +289,10 @@ class RolloutEngine:
         """sequences: name of a tapped request -> (prompt and response, prompt length)."""
         rollout, serving = self.spec.rollout, self.spec.serving
         path = f"{self.spec.scratch}/features_{self._batches}.safetensors"
-        sampler = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "draft_sample_method")}
+        sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "draft_sample_method")}
         aux_layers = list(serving.aux_layers) if serving else []
         policy_version = self.versions.policy
-        stats = await self._call("cotrain_take_features", sequences, path, policy_version, sampler, aux_layers)
+        stats = await self._call("cotrain_take_features", sequences, path, policy_version, sampling, aux_layers)
         if not stats["num_rollouts"]:
             return [], stats
         num_bytes = Path(path).stat().st_size
@@ -329,7 +329,7 @@ class RolloutEngine:
         """
         if drafter_version < self.versions.drafter:
             raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")
-        k = self.spec.rollout.draft_tokens
+        k = self.spec.rollout.num_speculative_tokens
         if expected_rates is not None and not 1 <= len(expected_rates) <= k:
             raise ValueError(f"{len(expected_rates)} expected rates for {k} draft tokens; give one a position")
         started = time.perf_counter()

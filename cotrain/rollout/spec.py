@@ -5,7 +5,7 @@ from typing import Literal
 
 from cotrain.config.schema import RolloutConfig
 from cotrain.records import Versions
-from drafters.base import Serving
+from drafters.base import ServingSpec
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class EngineSpec:
     model_path: str
     drafter_folder: str | None
     """Checkpoint folder of the first serving drafter; None runs without a drafter."""
-    serving: Serving | None
+    serving: ServingSpec | None
     """How that drafter is served; None without one."""
     seed: int
     scratch: str

@@ -116,7 +116,7 @@ def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> st
     """One step in one line; a part whose metric does not exist in the run is left out."""
     shown = dict(metrics)
     if drafts := metrics.get("rollout/num_drafts"):
-        shown["draft_length"] = (metrics.get("rollout/draft_tokens") or 0) / drafts
+        shown["draft_length"] = (metrics.get("rollout/drafted_tokens") or 0) / drafts
     else:
         shown["no_drafts"] = metrics.get("rollout/expected_acceptance_length_longest")
     parts = [text.format(shown[name]) for name, text in COLUMNS if shown.get(name) is not None]
@@ -150,7 +150,7 @@ def _drafter_lines(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: Ru
     lines = [f"  drafter      {config.drafter.model.type}, {how}"]
     # Weighted, because a step with a dozen verification steps says little.
     if acceptance := _from_to(rows, "rollout/acceptance_length", "rollout/num_drafts"):
-        k = config.rollout.draft_tokens
+        k = config.rollout.num_speculative_tokens
         lines.append(f"  acceptance   {acceptance}   (tokens per verification step; 1 is no gain, {k + 1} the most)")
     lines += [f"  swaps        {_swaps(rows)}", f"  lossless     {_lossless(config, rows, run)}"]
     if run.speculation:

@@ -21,7 +21,7 @@ class Served(NamedTuple):
     """Acceptance of a version at the draft length at which it was served most."""
 
     acceptance_length: float
-    draft_tokens: int
+    num_speculative_tokens: int
     num_drafts: int
 
 
@@ -78,7 +78,7 @@ def speculation_metrics(counts: SpeculationCounts | None, k: int) -> dict[str, f
     if counts is None:
         return {}
     metrics: dict[str, float] = {
-        "rollout/draft_tokens": counts.num_draft_tokens,
+        "rollout/drafted_tokens": counts.num_draft_tokens,
         "rollout/num_drafts": counts.num_drafts,
     }
     if counts.num_drafts:

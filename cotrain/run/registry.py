@@ -61,7 +61,9 @@ def print_drafters(rows: list[ModelVersion], stream: TextIO) -> None:
             " ".join(row.aliases),
             f"p{tags['policy_version']}",
             f"d{tags['drafter_version']}",
-            f"{float(tags['acceptance_length']):.2f} at k={tags['draft_tokens']}" if "draft_tokens" in tags else "-",
+            f"{float(tags['acceptance_length']):.2f} at k={tags['num_speculative_tokens']}"
+            if "num_speculative_tokens" in tags
+            else "-",
             tags["run_name"],
             created.strftime("%Y-%m-%d %H:%M"),
         )

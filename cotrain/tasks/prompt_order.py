@@ -3,7 +3,7 @@
 import random
 
 
-class PromptSampler:
+class PromptOrder:
     """Batches of prompt indices, reshuffled each epoch; no index comes twice in an epoch.
 
     An epoch's last num_prompts % prompts_per_step indices are left out, so that no batch mixes two epochs and holds

@@ -15,7 +15,7 @@ import torch
 
 from cotrain.transport.features import FeatureRecord
 from drafters.alignment import DraftBatch
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 
 
 @dataclass
@@ -107,12 +107,12 @@ class FeatureBuffer:
     def state(self) -> dict[str, Any]:
         """All rollouts, the state of the epoch, and the counts of BufferStats, for torch.save."""
         rows = [{f.name: getattr(record, f.name) for f in fields(record)} for record in self.records]
-        rows = [row | {"sampler": astuple(row["sampler"])} for row in rows]
+        rows = [row | {"sampling": astuple(row["sampling"])} for row in rows]
         return {"rows": rows, "used": [entry.used for entry in self._entries], "stats": asdict(self.stats)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Become the buffer that was saved; the bounds stay."""
-        records = [FeatureRecord(**row | {"sampler": Sampler(*row["sampler"])}) for row in state["rows"]]
+        records = [FeatureRecord(**row | {"sampling": SamplingParams(*row["sampling"])}) for row in state["rows"]]
         self._entries = deque(_Entry(*entry) for entry in zip(records, state["used"], strict=True))
         self.stats = BufferStats(**state["stats"])
 

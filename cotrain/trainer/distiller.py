@@ -19,7 +19,7 @@ from cotrain.trainer.target_weights import read_target_weights
 from cotrain.transport.features import FeatureRecord
 from drafters.acceptance import RolloutAcceptance, acceptance_rates, rollout_acceptances
 from drafters.alignment import DraftBatch
-from drafters.base import Drafter, DraftLoss, Sampler, TargetSpec, TargetWeights
+from drafters.base import Drafter, DraftLoss, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
 from drafters.losses import acceptances
 
@@ -61,8 +61,8 @@ class Distiller:
         else:
             drafter = load_drafter(init_folder, self._target, rollout.num_positions, self._config.model)
         self.drafter: Drafter = drafter.to(device)
-        self._served_depth = min(rollout.draft_tokens, drafter.trained_depth)
-        self._sampler = Sampler(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
+        self._served_depth = min(rollout.num_speculative_tokens, drafter.trained_depth)
+        self._sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
         self._optimizer, self._scheduler = build_optimizer(
             self.drafter.parameters(), self._config.optimizer, total_updates
         )
@@ -128,7 +128,7 @@ class Distiller:
         for batch in batches_of(records, self._config.batch_tokens):
             target = self._target_weights[batch.policy_version]
             objective = self._config.objective
-            parts.append(acceptances(drafters, self._on_device(batch), target, self._sampler, objective))
+            parts.append(acceptances(drafters, self._on_device(batch), target, self._sampling, objective))
         return [rollout_acceptances([p[i] for p in parts], self._served_depth) for i in range(len(drafters))]
 
     def check_publishable(self, version: int) -> None:
@@ -154,7 +154,7 @@ class Distiller:
 
     def _loss(self, batch: DraftBatch) -> DraftLoss:
         target = self._target_weights[batch.policy_version]
-        return self.drafter.loss(self._on_device(batch), target, self._sampler, self._config.objective)
+        return self.drafter.loss(self._on_device(batch), target, self._sampling, self._config.objective)
 
     def _on_device(self, batch: DraftBatch) -> DraftBatch:
         tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "policy_version"}

@@ -19,7 +19,7 @@ from cotrain.trainer.distiller import Distiller, vocabulary_counts
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
 from drafters.acceptance import RolloutAcceptance
-from drafters.base import Drafter, Serving, TargetWeights
+from drafters.base import Drafter, ServingSpec, TargetWeights
 
 MAX_ROLLOUTS = 32
 """Most rollouts of a step that drafters are scored on, spread over its prompts: scoring all of a large step would cost
@@ -65,7 +65,7 @@ class DrafterTrainer(Distiller):
         self._needs_vocabulary = init_folder is None and drafter.train
         self._rng = torch.Generator().manual_seed(config.seed)
 
-    def serving(self) -> Serving:
+    def serving(self) -> ServingSpec:
         """How engines serve the drafter."""
         return self.drafter.serving
 
@@ -79,7 +79,7 @@ class DrafterTrainer(Distiller):
 
         The first features of a new drafter also choose its draft vocabulary (drafter/vocabulary_coverage: share of
         the counted tokens in it). Raises ValueError, and keeps nothing, when a shard is broken or is not of a policy
-        version, sampler and aux layers trained on.
+        version, sampling and aux layers trained on.
         """
         records = [record for shard in shards for record in self._read(shard)]
         for shard in shards:
@@ -198,7 +198,7 @@ class DrafterTrainer(Distiller):
         first = records[0]
         wanted: dict[str, tuple[Any, list[Any]]] = {
             "policy version": (first.policy_version, sorted(self._target_weights)),
-            "sampler": (first.sampler, [self._sampler]),
+            "sampling": (first.sampling, [self._sampling]),
             "aux layers": (first.aux_layers, [self.drafter.serving.aux_layers]),
         }
         for name, (theirs, known) in wanted.items():

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 
 FORMAT = 2
 ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
@@ -40,7 +40,7 @@ class FeatureRecord:
     feature_mask: Tensor  # [T] bool
     prompt_length: int
     policy_version: int
-    sampler: Sampler
+    sampling: SamplingParams
     aux_layers: tuple[int, ...]
 
     @property
@@ -70,7 +70,7 @@ class FeatureRecord:
 
 
 def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
-    """Write rollouts of one policy version, sampler and set of aux layers as one shard.
+    """Write rollouts of one policy version, sampling and set of aux layers as one shard.
 
     The shard appears under its name only when complete. Raises OSError when there is no room.
     """
@@ -83,7 +83,7 @@ def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
     shared = {
         "format": FORMAT,
         "policy_version": first.policy_version,
-        "sampler": asdict(first.sampler),
+        "sampling": asdict(first.sampling),
         "aux_layers": first.aux_layers,
     }
     partial = path.with_name(f".{path.name}.partial")
@@ -122,7 +122,7 @@ def read_shard(path: str | Path) -> list[FeatureRecord]:
 def _records(tensors: dict[str, Tensor], shared: dict[str, Any]) -> list[FeatureRecord]:
     lengths = tensors["lengths"].tolist()
     rows = zip(*(tensors[name].split(lengths) for name in ROWS), strict=True)
-    common = (shared["policy_version"], Sampler(**shared["sampler"]), tuple(shared["aux_layers"]))
+    common = (shared["policy_version"], SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"]))
     return [
         FeatureRecord(tokens.clone(), aux.clone(), final.clone(), mask.clone(), prompt_length, *common)
         for (tokens, aux, final, mask), prompt_length in zip(rows, tensors["prompt_lengths"].tolist(), strict=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.base import Drafter, DraftLoss, Drafts, Sampler, Serving, TargetSpec, TargetWeights
+from drafters.base import Drafter, DraftLoss, Drafts, SamplingParams, ServingSpec, TargetSpec, TargetWeights
 from drafters.config import Eagle3Config, ObjectiveConfig
 from drafters.eagle3.checkpoint import check_aux_layers, read_checkpoint, to_config
 from drafters.eagle3.layer import DecoderLayer, Eagle3Shape
@@ -61,8 +61,8 @@ class Eagle3Drafter(Drafter):
         )
 
     @property
-    def serving(self) -> Serving:
-        return Serving("eagle3", self.shape.aux_layers)
+    def serving(self) -> ServingSpec:
+        return ServingSpec("eagle3", self.shape.aux_layers)
 
     @property
     def draft_to_target(self) -> Tensor:
@@ -97,8 +97,10 @@ class Eagle3Drafter(Drafter):
         )
         return Drafts(hidden, self.lm_head.weight, self.draft_to_target, self.shape.sizes.eos_token_ids)
 
-    def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
-        return drafter_loss(self, batch, target, sampler, objective)
+    def loss(
+        self, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, objective: ObjectiveConfig
+    ) -> DraftLoss:
+        return drafter_loss(self, batch, target, sampling, objective)
 
     @torch.no_grad()
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:

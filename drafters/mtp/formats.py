@@ -21,7 +21,7 @@ class HeadFormat:
     module: Callable[[TargetSpec], MtpHead]
     architecture: str  # by which vLLM knows the drafter's folder, in its config.json
     model_type: str  # likewise
-    target_overrides: tuple[tuple[str, object], ...] = ()  # see drafters.base.Serving
+    target_overrides: tuple[tuple[str, object], ...] = ()  # see drafters.base.ServingSpec
     policy_config: tuple[tuple[str, object], ...] = ()  # fields of the policy's config.json once its head is split off
 
     @property

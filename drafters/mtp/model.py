@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
 from drafters.attention import ZeroCentredRMSNorm
-from drafters.base import Drafter, DraftLoss, Drafts, Sampler, Serving, Shape, TargetSpec, TargetWeights
+from drafters.base import Drafter, DraftLoss, Drafts, SamplingParams, ServingSpec, Shape, TargetSpec, TargetWeights
 from drafters.config import MtpConfig, ObjectiveConfig
 from drafters.losses import drafter_loss
 from drafters.mtp.checkpoint import read_checkpoint, to_config
@@ -46,8 +46,8 @@ class MtpDrafter(Drafter):
         return cast(MtpHead, self.get_submodule(self.format.prefix.strip(".")))
 
     @property
-    def serving(self) -> Serving:
-        return Serving("mtp", target_overrides=self.format.target_overrides)
+    def serving(self) -> ServingSpec:
+        return ServingSpec("mtp", target_overrides=self.format.target_overrides)
 
     @property
     def draft_to_target(self) -> Tensor:
@@ -62,8 +62,10 @@ class MtpDrafter(Drafter):
         borrowed = target.head.detach().to(head.joining.weight.dtype)
         return Drafts(hidden, borrowed, self.draft_to_target, self.shape.sizes.eos_token_ids)
 
-    def loss(self, batch: DraftBatch, target: TargetWeights, sampler: Sampler, objective: ObjectiveConfig) -> DraftLoss:
-        return drafter_loss(self, batch, target, sampler, objective)
+    def loss(
+        self, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, objective: ObjectiveConfig
+    ) -> DraftLoss:
+        return drafter_loss(self, batch, target, sampling, objective)
 
     def serving_config(self) -> dict[str, object]:
         return to_config(self.shape)

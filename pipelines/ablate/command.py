@@ -105,7 +105,9 @@ def _plan(study: Study, selected: Sequence[str], parallel: int) -> Iterator[str]
     for name in _needed_inits(study, arms):
         yield f"  init   {name}: {next_init_action(study.inits[name])}, {study.inits[name].init.tokens:,} tokens"
     for arm in arms:
-        what = f"init {arm.init}, k {arm.draft_tokens}, {arm.objective}" if arm.speculation else "no speculation"
+        what = (
+            f"init {arm.init}, k {arm.num_speculative_tokens}, {arm.objective}" if arm.speculation else "no speculation"
+        )
         actions = (f"seed {run.seed} {next_action(study.run_config(arm, run), run.status)}" for run in arm.runs)
         yield f"  arm    {arm.name} ({what}): {', '.join(actions)}"
     if parallel > 1:

@@ -36,7 +36,7 @@ class ArmConfig(Section):
     policy: Literal["moving", "frozen"] | None = None
     """Train the policy, or keep it as it is (no drift)."""
 
-    draft_tokens: PositiveInt | None = None
+    num_speculative_tokens: PositiveInt | None = None
     """Draft tokens per verification step (k)."""
 
     objective: dict[str, Any] | None = None
@@ -116,5 +116,5 @@ def _word(name: str, value: Any) -> str:
     """A value as part of an arm's name."""
     if isinstance(value, dict):
         value = " ".join(f"{key} {field}" for key, field in value.items())
-    words = {"init": value, "online": "co-trained" if value else "frozen", "draft_tokens": f"k {value}"}
+    words = {"init": value, "online": "co-trained" if value else "frozen", "num_speculative_tokens": f"k {value}"}
     return str(words.get(name, f"{name} {value}"))

@@ -15,7 +15,7 @@ from pipelines.ablate.config import NO_INIT, ArmConfig, StudyConfig, read_arms, 
 from pipelines.ablate.record import Arm, ArmRun
 
 DATA_FILES = (".json", ".jsonl", ".parquet")
-DRAFTING = ("init", "model", "online", "draft_tokens", "objective")
+DRAFTING = ("init", "model", "online", "num_speculative_tokens", "objective")
 """Fields of an arm that say something about its drafter."""
 
 INIT_SECTIONS = ("init", "task", "rollout", "drafter", "tracking")
@@ -103,8 +103,8 @@ def _arm_config(study: Study, given: ArmConfig) -> RunConfig:
         drafter["init"] = _init_source(study, given.init)
     if given.online is not None:
         drafter["train"] = given.online
-    draft_tokens = given.draft_tokens or shared.rollout.draft_tokens
-    changes |= {"drafter": drafter, "rollout": {"draft_tokens": draft_tokens}}
+    num_speculative_tokens = given.num_speculative_tokens or shared.rollout.num_speculative_tokens
+    changes |= {"drafter": drafter, "rollout": {"num_speculative_tokens": num_speculative_tokens}}
     return parse_config(merge(shared.model_dump(mode="json"), changes))
 
 
@@ -116,7 +116,7 @@ def _arm(study: Study, given: ArmConfig, config: RunConfig) -> Arm:
         model=drafter.model.type if drafter else NO_INIT,
         online=drafter is not None and drafter.train,
         policy="moving" if config.policy.train else "frozen",
-        draft_tokens=config.rollout.draft_tokens if drafter else 0,
+        num_speculative_tokens=config.rollout.num_speculative_tokens if drafter else 0,
         objective=drafter.objective.type if drafter else NO_INIT,
         speculation=given.speculation,
         runs=[ArmRun(seed=seed, folder=f"runs/{_slug(given.name)}-s{seed}") for seed in study.config.seeds],

@@ -32,7 +32,7 @@ class Arm(BaseModel):
     online: bool
     """The drafter is co-trained; False: frozen."""
     policy: Literal["moving", "frozen"]
-    draft_tokens: int
+    num_speculative_tokens: int
     """0 without speculation."""
     objective: str
     """Type of the objective; none without speculation."""

@@ -97,7 +97,7 @@ def _linked(folder: Path, run: str) -> str:
 
 def measures(study: Study) -> pd.DataFrame:
     """A row for each finished run, by arm and seed, with a column for each measure over the last third of the steps."""
-    longest = max((arm.draft_tokens for arm in study.record.arms), default=0)
+    longest = max((arm.num_speculative_tokens for arm in study.record.arms), default=0)
     means = MEANS | {f"accepted at {i}": f"rollout/acceptance_rate_pos_{i}" for i in range(1, longest + 1)}
     columns = ["arm", "seed", "step", "rollout/generated_tokens", "time/step_s", *means.values()]
     counted = study.steps.reindex(columns=columns)
@@ -123,7 +123,12 @@ def comparison(study: Study, measured: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for arm in study.record.arms:
         drafter = f"{arm.model} {'co-trained' if arm.online else 'frozen'}".lstrip()
-        row = {"initialisation": arm.init, "drafter": drafter, "k": str(arm.draft_tokens), "objective": arm.objective}
+        row = {
+            "initialisation": arm.init,
+            "drafter": drafter,
+            "k": str(arm.num_speculative_tokens),
+            "objective": arm.objective,
+        }
         if not arm.speculation:
             row = dict.fromkeys(row, NONE) | {"drafter": "no speculation"}
         row = {"arm": arm.name} | row | {"policy": arm.policy}
@@ -164,11 +169,13 @@ def study_page(study: Study) -> Page:
 
 def _gap_closed(study: Study, online: Arm, measured: pd.DataFrame) -> Fact:
     """(generic co-trained - generic frozen) / (in-domain frozen - generic frozen), over seeds that have all three."""
-    label = f"Gap closed, {online.policy} policy, k = {online.draft_tokens}, {online.objective}"
+    label = f"Gap closed, {online.policy} policy, k = {online.num_speculative_tokens}, {online.objective}"
     frozen = {
         arm.init: arm.name
         for arm in study.record.arms
-        if arm.speculation and not arm.online and (arm.policy, arm.draft_tokens) == (online.policy, online.draft_tokens)
+        if arm.speculation
+        and not arm.online
+        and (arm.policy, arm.num_speculative_tokens) == (online.policy, online.num_speculative_tokens)
     }
     if missing := [init for init in (GENERIC, IN_DOMAIN) if init not in frozen]:
         return Fact(label, NONE, f"the study has no frozen {missing[0]} arm to compare with")
@@ -193,7 +200,7 @@ def _group_plots(study: Study, measured: pd.DataFrame) -> list[Plot]:
     groups: dict[tuple[str, int], list[str]] = {}
     for arm in study.record.arms:
         if arm.speculation:
-            groups.setdefault((arm.policy, arm.draft_tokens), []).append(arm.name)
+            groups.setdefault((arm.policy, arm.num_speculative_tokens), []).append(arm.name)
     means = measured.groupby("arm").mean()
     curves = study.steps.reindex(columns=["arm", "step", MEANS[LENGTH]]).groupby(["arm", "step"])[MEANS[LENGTH]]
     spreads = curves.agg(["mean", "min", "max"])

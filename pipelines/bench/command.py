@@ -162,7 +162,7 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
         pulled,
         temperature=options.temperature,
         ignore_eos=not options.stop_at_eos,
-        draft_tokens=most,
+        num_speculative_tokens=most,
         synchronous_batches=True,
         vllm={"gpu_memory_utilization": GPU_SHARE / len(engines_of(arms))} if machine()["gpus"] else {},
     )
@@ -206,7 +206,7 @@ async def _run(bench: Bench, console: TextIO) -> list[Turn]:
         await engine.set_draft_sample_method(_draft_sample_method(bench, ADAPTIVE))
         print(f"timed draft lengths: {await engine.time_draft_lengths(bench.setup.prompts)} timings", file=console)
         turns = await take_turns(bench, engines, console)
-        await engine.set_draft_tokens(None)  # the last arm may have fixed it
+        await engine.set_num_speculative_tokens(None)  # the last arm may have fixed it
         bench.notes.append(f"adaptive, at the end: {await engine.describe_speculation()}")
         return turns
 
@@ -236,7 +236,7 @@ async def take_turns(bench: Bench, engines: dict[str, "RolloutEngine"], console:
 
 async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, round_: int) -> Turn:
     if arm != NO_SPECULATION:
-        await engine.set_draft_tokens(None if arm.method == ADAPTIVE else arm.draft_tokens)
+        await engine.set_num_speculative_tokens(None if arm.method == ADAPTIVE else arm.num_speculative_tokens)
     if arm.method in DRAFTED:
         await engine.set_draft_sample_method(_draft_sample_method(bench, arm.method))
     await engine.reset_prefix_cache()
@@ -260,7 +260,7 @@ async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, 
         num_tokens=num_tokens,
         decode_seconds=decode_seconds,
         num_drafts=counts.num_drafts if counts else 0,
-        accepted_per_position=counts.accepted_per_position[: arm.draft_tokens] if counts else (),
+        accepted_per_position=counts.accepted_per_position[: arm.num_speculative_tokens] if counts else (),
         full_tokens=full_tokens,
         full_seconds=full_seconds,
     )

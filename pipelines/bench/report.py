@@ -16,13 +16,13 @@ class Arm:
 
     method: str
     """One of METHODS."""
-    draft_tokens: int
+    num_speculative_tokens: int
     """Draft tokens of every step; the most of any step when adaptive."""
 
     def __str__(self) -> str:
         if self.method == "none":
             return "no speculation"
-        return f"{self.method} k{'<=' if self.method == ADAPTIVE else '='}{self.draft_tokens}"
+        return f"{self.method} k{'<=' if self.method == ADAPTIVE else '='}{self.num_speculative_tokens}"
 
 
 NO_SPECULATION = Arm("none", 0)

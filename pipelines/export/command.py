@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     if drafter is not None:
         folder = out / "drafter" if (out / "drafter").exists() else None
         print(f"drafter version {versions['drafter']}: {folder or 'in the same folder'}")
-        print(_serving(out, folder, config.rollout.draft_tokens))
+        print(_serving(out, folder, config.rollout.num_speculative_tokens))
     return 0
 
 
@@ -66,13 +66,13 @@ def _write(policy: Path, model: Path, drafter: Path | None, out: Path) -> None:
         shutil.copytree(drafter, out / "drafter")
 
 
-def _serving(model: Path, drafter: Path | None, draft_tokens: int) -> str:
+def _serving(model: Path, drafter: Path | None, num_speculative_tokens: int) -> str:
     """The command of stock vLLM."""
     from drafters.base import TargetSpec
     from drafters.build import load_drafter
 
     overrides: tuple[tuple[str, object], ...] = ()
-    speculation: dict[str, object] = {"method": "mtp", "num_speculative_tokens": draft_tokens}
+    speculation: dict[str, object] = {"method": "mtp", "num_speculative_tokens": num_speculative_tokens}
     if drafter is not None:
         serving = load_drafter(drafter, TargetSpec.from_pretrained(model)).serving
         overrides = serving.target_overrides

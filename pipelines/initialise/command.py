@@ -177,7 +177,7 @@ class Initialisation:
             stack.push_async_callback(engine.shutdown)
             with self.console.phase("rollout engine"):
                 await engine.start()
-            await engine.set_draft_tokens(0)
+            await engine.set_num_speculative_tokens(0)
             if not await collect(engine, corpus, source, self.config, self.console.say, self.stop_requested):
                 return False
             tracker, log = self._records(stack)
@@ -327,7 +327,7 @@ class Initialisation:
             "best_update": progress.best_update,
             "expected_acceptance_length": progress.best[EXPECTED],
             "expected_acceptance_rates": [v for name, v in progress.best.items() if "acceptance_rate_pos" in name],
-            "draft_tokens": rollout.draft_tokens,
+            "num_speculative_tokens": rollout.num_speculative_tokens,
             "draft_sample_method": rollout.draft_sample_method,
         }
 

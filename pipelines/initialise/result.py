@@ -68,8 +68,8 @@ async def measure_served(engine: RolloutEngine, requests: Sequence[RolloutReques
     if rollout.draft_sample_method == "probabilistic":
         requests = [replace(request, seed=None) for request in requests]  # vLLM has no seeds for such drafts
     batches = []
-    for draft_tokens in (rollout.draft_tokens, 0):
-        await engine.set_draft_tokens(draft_tokens)
+    for num_speculative_tokens in (rollout.num_speculative_tokens, 0):
+        await engine.set_num_speculative_tokens(num_speculative_tokens)
         await engine.generate(list(requests[:WARM_UP_REQUESTS]), tap=False, max_tokens=WARM_UP_TOKENS)
         await engine.reset_prefix_cache()
         batches.append(await engine.generate(list(requests), tap=False))
@@ -86,7 +86,7 @@ async def measure_served(engine: RolloutEngine, requests: Sequence[RolloutReques
 
 def summary(figures: dict[str, Any], config: RunConfig, folder: Path) -> list[str]:
     """What init.json holds, for somebody who has not seen one before."""
-    served, k = figures["served"], config.rollout.draft_tokens
+    served, k = figures["served"], config.rollout.num_speculative_tokens
     lines = [
         f"Done: a drafter for {config.policy.model} from {figures['response_tokens']:,} response tokens in "
         f"{duration(figures['seconds'])}",

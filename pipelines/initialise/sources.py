@@ -15,7 +15,7 @@ from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from cotrain.tasks.base import build_task
 from cotrain.tasks.datasets import existing_column, find_prompt_column, load_rows, split_question
-from cotrain.tasks.prompt_order import PromptSampler
+from cotrain.tasks.prompt_order import PromptOrder
 from cotrain.tasks.prompts import PromptEncoder, chat_messages
 from pipelines.initialise.rollouts import Corpus, StoredRollout, read_recorded
 
@@ -38,7 +38,7 @@ class PromptStream:
 
     def requests(self, first: int, count: int) -> list[RolloutRequest]:
         """All samples of the prompts number first to first + count - 1 of the series."""
-        order = PromptSampler(self.num_prompts, 1, self.seed)
+        order = PromptOrder(self.num_prompts, 1, self.seed)
         requests = []
         for number in range(first, first + count):
             epoch, position = divmod(number, self.num_prompts)

@@ -40,7 +40,7 @@ from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.store_uri import tracking_uri, uri_argument
 from cotrain.tasks.base import build_task
-from cotrain.tasks.prompt_order import PromptSampler
+from cotrain.tasks.prompt_order import PromptOrder
 from pipelines.preflight import tap_note
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def train(config: RunConfig, resume: bool) -> int:
             cluster = _start_cluster(config, run_dir, stack)
             start_up.ready("Ray")
             task = build_task(config.task, config.seed)
-            order = PromptSampler(len(task), config.rollout.prompts_per_step, config.seed)
+            order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
             state = replace(state, task_position=state.task_position or order.state())
             order.restore(state.task_position)
             tracking = _start_tracking(config, run_dir, state, console, stack)
@@ -183,7 +183,8 @@ def _final_check(config: RunConfig, controller: "Controller", console: Console) 
     with console.phase("greedy output with and without speculation", terminal_only=True):
         max_tokens = min(GREEDY_TOKENS, config.rollout.max_new_tokens)
         plain, speculated = (
-            greedy_rollouts(controller.roles.engines, requests, k, max_tokens) for k in (0, config.rollout.draft_tokens)
+            greedy_rollouts(controller.roles.engines, requests, k, max_tokens)
+            for k in (0, config.rollout.num_speculative_tokens)
         )
         check = compare_greedy(plain, speculated, config.rollout.dtype)
     console.say(f"greedy output with and without speculation: {check}")
@@ -191,16 +192,16 @@ def _final_check(config: RunConfig, controller: "Controller", console: Console) 
 
 
 def greedy_rollouts(
-    engines: "RolloutEngines", requests: list[RolloutRequest], draft_tokens: int, max_tokens: int
+    engines: "RolloutEngines", requests: list[RolloutRequest], num_speculative_tokens: int, max_tokens: int
 ) -> list[Rollout]:
     """Greedy responses with a draft length of their own; afterwards the engines choose theirs again."""
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None, "max_tokens": max_tokens}
     try:
-        engines.call("set_draft_tokens", draft_tokens)
+        engines.call("set_num_speculative_tokens", num_speculative_tokens)
         engines.call("reset_prefix_cache")
         return engines.generate(requests, tap=False, **sampling).rollouts
     finally:
-        engines.call("set_draft_tokens", None)
+        engines.call("set_num_speculative_tokens", None)
         engines.call("reset_prefix_cache")  # what was cached without speculation has no drafter KV
 
 

@@ -76,7 +76,9 @@ def _subtitle(run: RunRecord) -> str:
     parts = [run.setting("policy.model"), task, f"seed {run.setting('seed')}"]
     if run.setting("drafter"):
         method = run.setting("rollout.draft_sample_method")
-        parts.append(f"{run.setting('drafter.model.type')}, k = {run.setting('rollout.draft_tokens')}, {method} drafts")
+        parts.append(
+            f"{run.setting('drafter.model.type')}, k = {run.setting('rollout.num_speculative_tokens')}, {method} drafts"
+        )
     parts += [str(attempt["date"])[:10] for attempt in run.attempts[:1] if "date" in attempt]
     return ", ".join(str(part) for part in parts if part)
 
@@ -93,7 +95,7 @@ def _facts(run: RunRecord) -> list[Fact]:
     if not run.setting("drafter"):
         return [*facts, Fact("Drafter", "none", "rollouts without speculation")]
     swaps, judged = int(run.column("drafter/published").sum()), run.column("gate/publish").count()
-    most = 1 + int(run.setting("rollout.draft_tokens") or 0)
+    most = 1 + int(run.setting("rollout.num_speculative_tokens") or 0)
     how = "frozen" if run.setting("drafter.train") is False else "trained beside the policy"
     return [
         *facts,
@@ -126,7 +128,7 @@ def _agreement(run: RunRecord) -> Fact:
 
 
 def _speculation(run: RunRecord) -> list[Plot]:
-    positions = range(1, 1 + (run.setting("rollout.draft_tokens") or 0))
+    positions = range(1, 1 + (run.setting("rollout.num_speculative_tokens") or 0))
     return [
         line_plot(
             "acceptance_length", "Acceptance length, served and expected",

@@ -21,12 +21,12 @@ from cotrain.lossless.setting import GREEDY, Setting
 from cotrain.records import Rollout, RolloutRequest, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.transport.payload import write_payload
-from drafters.base import Drafter, Sampler
+from drafters.base import Drafter, SamplingParams
 
 if TYPE_CHECKING:
     from cotrain.rollout.engine import RolloutEngine
 
-Laws = Callable[[Rollout, Sampler], Draws]
+Laws = Callable[[Rollout, SamplingParams], Draws]
 """The response tokens of a rollout under the target's laws."""
 
 DRAFT_VOCABULARY = "draft vocabulary"
@@ -40,7 +40,7 @@ class Plan:
     """What is generated and how it is judged; everything is fixed before the first token."""
 
     settings: tuple[Setting, ...]
-    draft_tokens: int
+    num_speculative_tokens: int
     """The longest draft."""
     prompts: list[list[int]]
     response_tokens: int
@@ -79,9 +79,9 @@ def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws
     if len(draft_vocabulary) < size:
         orders[DRAFT_VOCABULARY] = members_first(draft_vocabulary, size)
 
-    def laws(rollout: Rollout, sampler: Sampler) -> Draws:
+    def laws(rollout: Rollout, sampling: SamplingParams) -> Draws:
         tokens = (rollout.prompt_token_ids, rollout.token_ids)
-        return response_draws(model, *tokens, sampler, orders, LOGIT_ERROR[dtype])
+        return response_draws(model, *tokens, sampling, orders, LOGIT_ERROR[dtype])
 
     return laws
 
@@ -119,13 +119,15 @@ class Verifier:
 
     async def greedy(self) -> list[CheckResult]:
         """Token identity with no speculation, for every draft length and while the drafters take turns."""
-        number, longest = len(self._plan.prompts), self._plan.draft_tokens
+        number, longest = len(self._plan.prompts), self._plan.num_speculative_tokens
         settings = [Setting(k, "greedy", (GREEDY,)) for k in range(longest + 1)]
         plain = await self.generate(settings[0], number)
         self._progress.done("greedy, no speculation")
         results = []
         for setting in settings[1:]:
-            results.append(self._identity(plain, await self.generate(setting, number), f"k={setting.draft_tokens}"))
+            results.append(
+                self._identity(plain, await self.generate(setting, number), f"k={setting.num_speculative_tokens}")
+            )
         speculated, swaps = await self._disturbed(self.generate(settings[-1], number), [longest])
         name = f"k={longest}, {swaps} drafter swaps in mid-generation"
         return [*results, self._identity(plain, speculated, name)]
@@ -135,22 +137,22 @@ class Verifier:
         rng, results = np.random.default_rng([self._plan.seed, repeat]), []
         for number, setting in enumerate(self._plan.settings):
             rollouts = await self._sample(setting, [repeat, number])
-            samplers = [setting.sampler(i) for i in range(len(rollouts))]
-            draws = [self._laws(rollout, sampler) for rollout, sampler in zip(rollouts, samplers, strict=True)]
+            samplings = [setting.sampling(i) for i in range(len(rollouts))]
+            draws = [self._laws(rollout, sampling) for rollout, sampling in zip(rollouts, samplings, strict=True)]
             logit_error = LOGIT_ERROR[self._plan.dtype]
-            results.append(setting_checks(rollouts, samplers, draws, str(setting), rng, logit_error))
+            results.append(setting_checks(rollouts, samplings, draws, str(setting), rng, logit_error))
             self._progress.done(str(setting), results[-1])
         return [result for found in results for result in found]
 
     async def generate(self, setting: Setting, number: int, seeds: Sequence[int] = ()) -> list[Rollout]:
-        """One rollout for each of so many requests; all run side by side, whatever their sampler.
+        """One rollout for each of so many requests; all run side by side, whatever their sampling.
 
         seeds: what tells this call from others, whose requests must have other seeds.
         Raises RuntimeError when the engine did not speculate as asked, for then nothing would be verified.
         """
-        engine, plan, num = self._engine, self._plan, len(setting.samplers)
-        await engine.set_draft_tokens(setting.draft_tokens)
-        if setting.draft_tokens:
+        engine, plan, num = self._engine, self._plan, len(setting.samplings)
+        await engine.set_num_speculative_tokens(setting.num_speculative_tokens)
+        if setting.num_speculative_tokens:
             await engine.set_draft_sample_method(setting.method)
         await engine.reset_prefix_cache()
         first_seed = int(np.random.SeedSequence([plan.seed, *seeds]).generate_state(1)[0]) % 2**30
@@ -160,20 +162,20 @@ class Verifier:
             requests.append(RolloutRequest(f"prompt-{prompt}", i, plan.prompts[prompt], seed))
         batches = await asyncio.gather(
             *(
-                engine.generate(requests[i::num], tap=False, max_tokens=plan.response_tokens, **_parameters(sampler))
-                for i, sampler in enumerate(setting.samplers)
+                engine.generate(requests[i::num], tap=False, max_tokens=plan.response_tokens, **_parameters(sampling))
+                for i, sampling in enumerate(setting.samplings)
                 if requests[i::num]
             )
         )
         rollouts = [batches[i % num].rollouts[i // num] for i in range(number)]
         counts = total_counts(rollout.speculation for rollout in rollouts)
         num_drafts = counts.num_drafts if counts else 0
-        if bool(num_drafts) != bool(setting.draft_tokens):
+        if bool(num_drafts) != bool(setting.num_speculative_tokens):
             raise RuntimeError(f"asked for {setting}, the engine verified {num_drafts} drafts: nothing is verified")
         return rollouts
 
     async def _sample(self, setting: Setting, seeds: Sequence[int]) -> list[Rollout]:
-        generating, longest = self.generate(setting, self._plan.num_requests, seeds), setting.draft_tokens
+        generating, longest = self.generate(setting, self._plan.num_requests, seeds), setting.num_speculative_tokens
         if not setting.unsteady:
             return await generating
         rollouts, _ = await self._disturbed(generating, [*range(longest, -1, -1), *range(1, longest)])
@@ -192,7 +194,7 @@ class Verifier:
             while not generating.done():
                 await asyncio.sleep(SECONDS_BETWEEN_SWAPS)
                 swaps += 1
-                await engine.set_draft_tokens(lengths[swaps % len(lengths)])
+                await engine.set_num_speculative_tokens(lengths[swaps % len(lengths)])
                 await engine.update_drafter(self._drafters[swaps % len(self._drafters)], engine.versions.drafter + 1)
         finally:
             generating.cancel()  # without effect once it is done
@@ -205,5 +207,5 @@ class Verifier:
         return result
 
 
-def _parameters(sampler: Sampler) -> dict[str, Any]:
-    return {"temperature": sampler.temperature, "top_p": sampler.top_p, "top_k": sampler.top_k or -1}
+def _parameters(sampling: SamplingParams) -> dict[str, Any]:
+    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}

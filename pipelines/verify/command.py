@@ -19,9 +19,9 @@ from cotrain.config.files import write_json
 from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
 from cotrain.lossless.family import judge, tokens_for_distance
-from cotrain.lossless.setting import STANDARD_SAMPLERS, standard_settings
+from cotrain.lossless.setting import STANDARD_SAMPLINGS, standard_settings
 from cotrain.process.engine_output import engine_output_to
-from drafters.base import Drafter, Sampler
+from drafters.base import Drafter, SamplingParams
 from pipelines.engines import (
     DEFAULT_TASK,
     EngineSetup,
@@ -113,17 +113,17 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Verification:
     args.model = args.model or (config.policy.model if config else None)
     if not args.model or not args.drafter:
         raise ValueError("--model and --drafter: give both; a --config names a model too")
-    args.k, args.dtype = args.k or asked.draft_tokens, args.dtype or asked.dtype
-    samplers = STANDARD_SAMPLERS
+    args.k, args.dtype = args.k or asked.num_speculative_tokens, args.dtype or asked.dtype
+    samplings = STANDARD_SAMPLINGS
     if config and asked.temperature > 0:  # greedy text is always checked
-        samplers = (Sampler(asked.temperature, asked.top_p, asked.top_k, ""),)
+        samplings = (SamplingParams(asked.temperature, asked.top_p, asked.top_k, ""),)
     setup = prepare_engine(
         args,
         config.task if config else DEFAULT_TASK,
         NUM_PROMPTS,
         args.batch,
         pulled,
-        draft_tokens=args.k,
+        num_speculative_tokens=args.k,
         ignore_eos=True,
         vllm=asked.vllm,
     )
@@ -132,12 +132,14 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Verification:
     if args.k > drafter.trained_depth:
         notes.append(f"k = {args.k} is beyond the {drafter.trained_depth} draft positions the drafter was trained for")
     num_orders = 2 if len(drafter.draft_to_target) < setup.target.vocab_size else 1
-    return Verification(plan_of(args, samplers, setup.prompts, num_orders), setup, drafter, notes)
+    return Verification(plan_of(args, samplings, setup.prompts, num_orders), setup, drafter, notes)
 
 
-def plan_of(args: argparse.Namespace, samplers: tuple[Sampler, ...], prompts: list[list[int]], num_orders: int) -> Plan:
+def plan_of(
+    args: argparse.Namespace, samplings: tuple[SamplingParams, ...], prompts: list[list[int]], num_orders: int
+) -> Plan:
     """Settings, and tokens enough that each finds --distance with probability POWER at the family's strictest level."""
-    settings = standard_settings(args.k, samplers)
+    settings = standard_settings(args.k, samplings)
     num_checks = args.k + 1 + sum(setting.num_checks(num_orders) for setting in settings)
     tokens = tokens_for_distance(args.distance, args.alpha / num_checks)
     return Plan(tuple(settings), args.k, prompts, args.tokens, tokens, args.dtype, args.seed)
@@ -169,7 +171,7 @@ async def verify_engine(
     """Greedy checks once, sampled ones as often as asked; each repeat is judged together with the greedy checks."""
     plan = verification.plan
     progress = Progress(
-        plan.draft_tokens + 2 + args.repeat * len(plan.settings), lambda line: print(line, file=console)
+        plan.num_speculative_tokens + 2 + args.repeat * len(plan.settings), lambda line: print(line, file=console)
     )
     verifier = Verifier(
         engine, plan, laws, two_drafters(verification.drafter, plan, Path(engine.spec.scratch)), progress

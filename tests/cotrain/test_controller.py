@@ -19,7 +19,7 @@ from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
-from cotrain.tasks.prompt_order import PromptSampler
+from cotrain.tasks.prompt_order import PromptOrder
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
 
 NO_DRAFTS = GainReport(num_steps=40, seconds=1.0, seconds_without=1.0)
@@ -71,7 +71,7 @@ class Policy(Learner):
     def write_payload(self, path: Path) -> WeightPayload:
         return WeightPayload(str(path), 10, {})
 
-    def response_draws(self, rollouts: list[Any], sampler: Any, logit_tolerance: float) -> list[Draws]:
+    def response_draws(self, rollouts: list[Any], sampling: Any, logit_tolerance: float) -> list[Draws]:
         """All tokens certain, as they should be, or impossible."""
         draws = []
         for rollout in rollouts:
@@ -147,7 +147,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         run_dir = RunDir.open(config.run_root, name) if resumes else RunDir.create(config.run_root, name)
         checkpoint = latest_checkpoint(run_dir)
         state = load_state(checkpoint) if checkpoint else None
-        order = PromptSampler(PROMPTS, PROMPTS, 0)
+        order = PromptOrder(PROMPTS, PROMPTS, 0)
         state = state or RunState(0, Versions(0, 0), order.state(), {}, {})
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None), score=lambda prompt, text: 0.0)
         publisher = Publisher(config, world, world, tmp_path, None, state.versions)
@@ -231,7 +231,7 @@ def test_without_speculation_every_line_says_so_also_after_a_resume(start: Any) 
         one.close()
     resumed = start(world, drafter={"on_drafter_failure": "continue"})
     go(resumed, 5)
-    assert output(resumed).count(said) == 2 and resumed.mode == said and world.draft_tokens == 0
+    assert output(resumed).count(said) == 2 and resumed.mode == said and world.num_speculative_tokens == 0
 
 
 def test_three_steps_and_a_resume_equal_six_in_one_go(start: Any) -> None:
@@ -264,11 +264,11 @@ def test_steps_without_drafts_are_no_passed_check(start: Any) -> None:
     """The first check waits for the first step in which speculation was on."""
     world = World(GOOD)
     controller = start(world, lossless={"every": 2, "max_share": 1.0})
-    world.draft_tokens, controller.roles.engines.gain = 0, NO_DRAFTS
+    world.num_speculative_tokens, controller.roles.engines.gain = 0, NO_DRAFTS
     rows = go(controller, 2)
     assert all(row["rollout/generated_tokens"] > 500 and "rollout/num_drafts" not in row for row in rows)
     assert [name for row in rows for name in row if name.startswith("lossless/")] == []
-    world.draft_tokens, controller.roles.engines.gain = 3, None
+    world.num_speculative_tokens, controller.roles.engines.gain = 3, None
     found = go(controller, 3)[-1]
     assert (found["lossless/check"], found["lossless/passed"]) == (1.0, 1.0)
     assert 100 <= found["lossless/speculated_tokens"] < found["lossless/tokens"]

@@ -9,7 +9,7 @@ import torch
 
 from drafters.acceptance import StartAcceptance, acceptance_rates
 from drafters.alignment import DraftBatch
-from drafters.base import Drafter, Experts, Sampler, TargetSpec, TargetWeights
+from drafters.base import Drafter, Experts, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config, MtpConfig
 from drafters.eagle3.model import Eagle3Drafter
@@ -125,9 +125,9 @@ def make_batch(*documents: tuple[int, int, int], seed: int = 0, dtype: torch.dty
     )
 
 
-def acceptance_length(starts: list[StartAcceptance], draft_tokens: int) -> float:
+def acceptance_length(starts: list[StartAcceptance], num_speculative_tokens: int) -> float:
     """What an engine would serve on these rollouts."""
-    return 1.0 + sum(acceptance_rates(starts, draft_tokens))
+    return 1.0 + sum(acceptance_rates(starts, num_speculative_tokens))
 
 
 def edit_config(folder: Path, **changes) -> None:
@@ -170,5 +170,5 @@ def target_weights() -> TargetWeights:
 
 
 @pytest.fixture
-def sampler() -> Sampler:
-    return Sampler(temperature=1.0, top_p=1.0, top_k=0, draft_sample_method="probabilistic")
+def sampling() -> SamplingParams:
+    return SamplingParams(temperature=1.0, top_p=1.0, top_k=0, draft_sample_method="probabilistic")

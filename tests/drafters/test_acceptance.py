@@ -63,7 +63,7 @@ class World:
         offset = torch.arange(length - 1).repeat(num)
         return StartAcceptance(probability.flatten(1), drawn.flatten(1), rollout, offset)
 
-    def serve(self, num: int, length: int, draft_tokens: int, greedy: bool, seed: int) -> float:
+    def serve(self, num: int, length: int, num_speculative_tokens: int, greedy: bool, seed: int) -> float:
         """Acceptance length of an engine that drafts, verifies and resamples, request by request."""
         generator = torch.Generator().manual_seed(seed)
 
@@ -75,9 +75,9 @@ class World:
             token, generated = 0, 1
             while generated < length:
                 num_steps += 1
-                for k in range(draft_tokens + 1):
+                for k in range(num_speculative_tokens + 1):
                     p = self.p[token]
-                    if k == draft_tokens:
+                    if k == num_speculative_tokens:
                         token = draw(p)
                         break
                     q = self.q[k][token]
@@ -88,16 +88,16 @@ class World:
                         token = draw((p - q).clamp(min=0))
                         break
                     token, num_accepted = draft, num_accepted + 1
-                generated += 1 + min(k, draft_tokens)
+                generated += 1 + min(k, num_speculative_tokens)
         return 1 + num_accepted / num_steps
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("draft_tokens", [1, 2, 4])
-def test_expected_length_is_what_an_engine_serves(draft_tokens, greedy):
+@pytest.mark.parametrize("num_speculative_tokens", [1, 2, 4])
+def test_expected_length_is_what_an_engine_serves(num_speculative_tokens, greedy):
     world = World(peakedness=1.5)
-    expected = acceptance_length([world.starts(world.sample(4000, 40, seed=1), greedy)], draft_tokens)
-    served = world.serve(600, 40, draft_tokens, greedy, seed=2)
+    expected = acceptance_length([world.starts(world.sample(4000, 40, seed=1), greedy)], num_speculative_tokens)
+    served = world.serve(600, 40, num_speculative_tokens, greedy, seed=2)
     assert expected == pytest.approx(served, rel=0.02)
 
 

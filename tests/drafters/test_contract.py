@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from drafters.alignment import align
-from drafters.base import LARGEST_WEIGHT, Sampler, TargetWeights
+from drafters.base import LARGEST_WEIGHT, SamplingParams, TargetWeights
 from drafters.build import build_drafter, load_drafter, shape_problems
 from drafters.config import ObjectiveConfig
 from drafters.losses import Teacher, acceptances
@@ -285,10 +285,10 @@ def test_the_tokens_that_can_be_drafted_ascend(kind, target_weights):
     assert len(drafts.hidden) == drafter.trained_depth and drafts.eos_token_ids == TARGET.eos_token_ids
 
 
-def test_nothing_is_accepted_behind_the_end_of_sequence(kind, target_weights, sampler):
+def test_nothing_is_accepted_behind_the_end_of_sequence(kind, target_weights, sampling):
     batch = make_batch((4, 8, 0), (6, 8, 0))
     batch.token_ids[11] = TARGET.eos_token_ids[0]  # the first rollout's last token
-    acceptance = kind.make().loss(batch, target_weights, sampler, ObjectiveConfig()).acceptance
+    acceptance = kind.make().loss(batch, target_weights, sampling, ObjectiveConfig()).acceptance
     predicted = acceptance.offset + 1 + torch.arange(3)[:, None]  # offset of the token that position k drafts
     beyond, generated = predicted > 7, (predicted >= 0) & (predicted <= 7)
     ended, cut = acceptance.rollout == 0, acceptance.rollout == 1
@@ -300,7 +300,7 @@ def test_nothing_is_accepted_behind_the_end_of_sequence(kind, target_weights, sa
     assert (acceptance.probability[generated] > 0).all()
 
 
-def test_packing_changes_no_loss(kind, target_weights, sampler):
+def test_packing_changes_no_loss(kind, target_weights, sampling):
     """Rollouts packed together score as the mean of the rollouts scored alone."""
     drafter, objective = kind.make(), ObjectiveConfig()
     together = make_batch((4, 8, 0), (6, 8, 0))
@@ -309,36 +309,36 @@ def test_packing_changes_no_loss(kind, target_weights, sampler):
         rows = together.document_ids == document
         fields = {f.name: getattr(together, f.name) for f in dataclasses.fields(together)}
         part = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
-        alone.append(drafter.loss(dataclasses.replace(together, **part), target_weights, sampler, objective))
-    packed = drafter.loss(together, target_weights, sampler, objective)
+        alone.append(drafter.loss(dataclasses.replace(together, **part), target_weights, sampling, objective))
+    packed = drafter.loss(together, target_weights, sampling, objective)
     assert packed.num_tokens == alone[0].num_tokens + alone[1].num_tokens
     torch.testing.assert_close(packed.per_position, (alone[0].per_position + alone[1].per_position) / 2)
     lengths = [acceptance_length(parts, 3) for parts in ([packed.acceptance], [a.acceptance for a in alone])]
     assert lengths[0] == pytest.approx(lengths[1])
 
 
-def test_a_batch_without_supervision_has_zero_loss_and_gradient(kind, target_weights, sampler):
+def test_a_batch_without_supervision_has_zero_loss_and_gradient(kind, target_weights, sampling):
     drafter = kind.make()
-    result = drafter.loss(make_batch((5, 0, 0)), target_weights, sampler, ObjectiveConfig())
+    result = drafter.loss(make_batch((5, 0, 0)), target_weights, sampling, ObjectiveConfig())
     result.loss.backward()
     assert result.loss == 0 and result.num_tokens == 0 and acceptance_length([result.acceptance], 3) == 1.0
     gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
     assert gradients and all((gradient == 0).all() for gradient in gradients.values())
 
 
-def test_every_parameter_gets_a_gradient_and_nothing_of_the_target_does(kind, target_weights, sampler):
+def test_every_parameter_gets_a_gradient_and_nothing_of_the_target_does(kind, target_weights, sampling):
     drafter = kind.make()
     target = dataclasses.replace(
         target_weights,
         embedding=target_weights.embedding.clone().requires_grad_(),
         head=target_weights.head.clone().requires_grad_(),
     )
-    drafter.loss(make_batch((3, 9, 0), (2, 6, 0)), target, sampler, ObjectiveConfig()).loss.backward()
+    drafter.loss(make_batch((3, 9, 0), (2, 6, 0)), target, sampling, ObjectiveConfig()).loss.backward()
     assert [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.abs().max() > 0] == []
     assert [name for name in ("embedding", "head") if getattr(target, name).grad is not None] == []
 
 
-def test_the_drafter_learns(kind, sampler):
+def test_the_drafter_learns(kind, sampling):
     """Rollouts that count upwards; features carry the token, the target is sure of the next one."""
     generator = torch.Generator().manual_seed(0)
     embedding = torch.randn(TARGET.vocab_size, TARGET.hidden_size, generator=generator)
@@ -353,7 +353,7 @@ def test_the_drafter_learns(kind, sampler):
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     results = []
     for _ in range(100):
-        results.append(drafter.loss(batch, target, sampler, ObjectiveConfig()))
+        results.append(drafter.loss(batch, target, sampling, ObjectiveConfig()))
         optimizer.zero_grad()
         results[-1].loss.backward()
         optimizer.step()
@@ -368,16 +368,16 @@ def test_drafters_scored_together_score_as_alone(kind, target_weights, monkeypat
     """Whatever their kinds, weights and vocabularies; the target's distribution is computed once for all of them."""
     monkeypatch.setattr("drafters.losses.CHUNK_TOKENS", chunk_tokens)
     batch, objective = make_batch((4, 8, 0), (6, 8, 1)), ObjectiveConfig()
-    sampler = Sampler(temperature, 0.9, 0, "probabilistic")
+    sampling = SamplingParams(temperature, 0.9, 0, "probabilistic")
     drafters = [kind.make(seed=0), kind.make(seed=1), make_drafter(seed=2, draft_vocab_size=40)]
     drafters[1].choose_vocabulary(torch.arange(40.0), target_weights)
-    alone = [drafter.loss(batch, target_weights, sampler, objective).acceptance for drafter in drafters]
+    alone = [drafter.loss(batch, target_weights, sampling, objective).acceptance for drafter in drafters]
     rows = []
     once = Teacher.processed_logits
     monkeypatch.setattr(
         Teacher, "processed_logits", lambda self, chunk: rows.extend(chunk.tolist()) or once(self, chunk)
     )
-    together = acceptances(drafters, batch, target_weights, sampler, objective)
+    together = acceptances(drafters, batch, target_weights, sampling, objective)
     assert len(rows) == len(set(rows)) > 10
     for ours, theirs in zip(together, alone, strict=True):
         for field in dataclasses.fields(ours):

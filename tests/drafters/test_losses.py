@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafters.alignment import align
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 from drafters.config import ObjectiveConfig
 from drafters.losses import DEPTH_DECAY, Teacher, draft_loss, truncate
 from drafters.objectives import KL_DECAY
@@ -15,13 +15,13 @@ from tests.drafters.conftest import TARGET, make_batch
 DEPTH = 3
 DRAFT_TOKENS = torch.tensor([0, 2, 3, 7, 11, 12, 20, 21, 22, 30, 38, 39])
 SAMPLERS = [
-    Sampler(1.0, 1.0, 0, "probabilistic"),
-    Sampler(0.6, 1.0, 0, "greedy"),
-    Sampler(1.3, 0.8, 0, "probabilistic"),
-    Sampler(1.0, 1.0, 5, "greedy"),
-    Sampler(0.9, 0.7, 6, "probabilistic"),
-    Sampler(0.0, 1.0, 0, "greedy"),
-    Sampler(0.0, 0.5, 3, "probabilistic"),
+    SamplingParams(1.0, 1.0, 0, "probabilistic"),
+    SamplingParams(0.6, 1.0, 0, "greedy"),
+    SamplingParams(1.3, 0.8, 0, "probabilistic"),
+    SamplingParams(1.0, 1.0, 5, "greedy"),
+    SamplingParams(0.9, 0.7, 6, "probabilistic"),
+    SamplingParams(0.0, 1.0, 0, "greedy"),
+    SamplingParams(0.0, 0.5, 3, "probabilistic"),
 ]
 
 
@@ -33,21 +33,21 @@ OBJECTIVES = [
 ]
 
 
-def processed(logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
+def processed(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Distribution [V] that the target samples from, by sorting one row."""
-    if sampler.temperature == 0:
+    if sampling.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(), len(logits)).double()
-    ranked = (logits / sampler.temperature).sort(descending=True)
+    ranked = (logits / sampling.temperature).sort(descending=True)
     kept = torch.ones(len(logits), dtype=torch.bool)
-    if sampler.top_k:
-        kept[sampler.top_k :] = False
+    if sampling.top_k:
+        kept[sampling.top_k :] = False
     p = ranked.values.masked_fill(~kept, -torch.inf).softmax(0)
     before = p.cumsum(0) - p
-    p = p * (before < sampler.top_p)
+    p = p * (before < sampling.top_p)
     return torch.zeros_like(p).scatter(0, ranked.indices, p / p.sum())
 
 
-def slow_loss(hidden, draft_head, batch, target_head, sampler, objective):
+def slow_loss(hidden, draft_head, batch, target_head, sampling, objective):
     alignment = align(batch, DEPTH)
     losses, acceptance, drawn_accepted = (
         torch.full(alignment.supervised.shape, torch.nan, dtype=torch.float64) for _ in range(3)
@@ -55,10 +55,10 @@ def slow_loss(hidden, draft_head, batch, target_head, sampler, objective):
     weights = torch.zeros_like(losses)
     for k, s in alignment.supervised.nonzero().tolist():
         start = int(alignment.start_rows[s])
-        p = processed(target_head @ batch.final_hidden[start + 1 + k], sampler)[DRAFT_TOKENS]
-        log_q = (draft_head @ hidden[k][s] / (sampler.temperature or 1.0)).log_softmax(0)
+        p = processed(target_head @ batch.final_hidden[start + 1 + k], sampling)[DRAFT_TOKENS]
+        log_q = (draft_head @ hidden[k][s] / (sampling.temperature or 1.0)).log_softmax(0)
         drawn = (batch.token_ids[start + 2 + k] == DRAFT_TOKENS).nonzero().flatten().tolist()
-        if sampler.temperature == 0 or sampler.draft_sample_method == "greedy":
+        if sampling.temperature == 0 or sampling.draft_sample_method == "greedy":
             acceptance[k, s] = p[log_q.argmax()]
             trained = (p * log_q.exp()).sum()
             drawn_accepted[k, s] = float(drawn == [int(log_q.argmax())])
@@ -80,8 +80,8 @@ def slow_loss(hidden, draft_head, batch, target_head, sampler, objective):
     return loss, per_position, acceptance, drawn_accepted
 
 
-def teacher_of(batch, target, sampler):
-    return Teacher(batch.token_ids, batch.final_hidden, target.head, DRAFT_TOKENS, sampler)
+def teacher_of(batch, target, sampling):
+    return Teacher(batch.token_ids, batch.final_hidden, target.head, DRAFT_TOKENS, sampling)
 
 
 def fake_hidden(batch, generator):
@@ -90,17 +90,19 @@ def fake_hidden(batch, generator):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: f"{objective.type} {objective.depth_weights}")
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize("sampling", SAMPLERS, ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 512])
-def test_loss_acceptance_and_gradients_equal_a_slow_loop(sampler, chunk_tokens, objective, target_weights, monkeypatch):
+def test_loss_acceptance_and_gradients_equal_a_slow_loop(
+    sampling, chunk_tokens, objective, target_weights, monkeypatch
+):
     batch = make_batch((3, 9, 0), (5, 6, 4), (2, 2, 0))
     generator = torch.Generator().manual_seed(1)
     draft_head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64, requires_grad=True)
     hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
     monkeypatch.setattr("drafters.losses.CHUNK_TOKENS", chunk_tokens)
 
-    actual = draft_loss(hidden, draft_head, teacher_of(batch, target_weights, sampler), align(batch, DEPTH), objective)
-    expected = slow_loss(hidden, draft_head, batch, target_weights.head, sampler, objective)
+    actual = draft_loss(hidden, draft_head, teacher_of(batch, target_weights, sampling), align(batch, DEPTH), objective)
+    expected = slow_loss(hidden, draft_head, batch, target_weights.head, sampling, objective)
     torch.testing.assert_close(tuple(actual), expected, rtol=1e-9, atol=1e-12, equal_nan=True)
 
     inputs = [draft_head, *hidden]
@@ -117,17 +119,17 @@ def test_gradients_equal_finite_differences(objective, method, target_weights):
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64, requires_grad=True)
     hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
-    teacher, alignment = teacher_of(batch, target_weights, Sampler(0.8, 1.0, 0, method)), align(batch, DEPTH)
+    teacher, alignment = teacher_of(batch, target_weights, SamplingParams(0.8, 1.0, 0, method)), align(batch, DEPTH)
     assert torch.autograd.gradcheck(
         lambda *inputs: draft_loss(inputs[1:], inputs[0], teacher, alignment, objective).loss, (head, *hidden)
     )
 
 
-def test_mass_outside_the_draft_vocabulary_is_a_rejection(target_weights, sampler):
+def test_mass_outside_the_draft_vocabulary_is_a_rejection(target_weights, sampling):
     """A drafter that proposes exactly the target's renormalised distribution is accepted with the mass it covers."""
     batch = make_batch((2, 6, 0))
     alignment = align(batch, 1)
-    teacher = teacher_of(batch, target_weights, sampler)
+    teacher = teacher_of(batch, target_weights, sampling)
     p = teacher.of_draft_vocabulary(*teacher.processed_logits(alignment.target_rows(0)))
     assert (p.sum(-1) < 0.999).all()
     perfect = [batch.final_hidden[alignment.target_rows(0)]]
@@ -145,12 +147,12 @@ def test_acceptance_is_what_rejection_sampling_accepts(method, target_weights):
     generator = torch.Generator().manual_seed(3)
     hidden = [torch.randn(len(alignment.start_rows), 16, generator=generator, dtype=torch.float64) * 0.3]
     draft_head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64)
-    sampler = Sampler(1.5, 1.0, 0, method)
+    sampling = SamplingParams(1.5, 1.0, 0, method)
     batch = dataclasses.replace(batch, final_hidden=batch.final_hidden * 0.5)
-    teacher = teacher_of(batch, target_weights, sampler)
+    teacher = teacher_of(batch, target_weights, sampling)
     acceptance = draft_loss(hidden, draft_head, teacher, alignment, ObjectiveConfig()).acceptance
 
-    p = processed(target_weights.head @ batch.final_hidden[1], sampler)[DRAFT_TOKENS]
+    p = processed(target_weights.head @ batch.final_hidden[1], sampling)[DRAFT_TOKENS]
     q = (draft_head @ hidden[0][0] / 1.5).softmax(0)
     samples = 200_000
     if method == "greedy":
@@ -162,16 +164,16 @@ def test_acceptance_is_what_rejection_sampling_accepts(method, target_weights):
     assert abs(accepted.double().mean() - acceptance[0, 0]) < 5 * (0.25 / samples) ** 0.5
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
-def test_the_whole_vocabulary_is_read_without_an_index(sampler, target_weights):
+@pytest.mark.parametrize("sampling", SAMPLERS, ids=str)
+def test_the_whole_vocabulary_is_read_without_an_index(sampling, target_weights):
     batch = make_batch((2, 9, 0))
     rows = align(batch, 1).target_rows(0)
     everything = dataclasses.replace(
-        teacher_of(batch, target_weights, sampler), draft_to_target=torch.arange(TARGET.vocab_size)
+        teacher_of(batch, target_weights, sampling), draft_to_target=torch.arange(TARGET.vocab_size)
     )
     p = everything.of_draft_vocabulary(*everything.processed_logits(rows))
     torch.testing.assert_close(p.sum(-1), torch.ones(len(rows), dtype=torch.float64))
-    some = teacher_of(batch, target_weights, sampler)
+    some = teacher_of(batch, target_weights, sampling)
     indexed = some.of_draft_vocabulary(*some.processed_logits(rows))
     torch.testing.assert_close(p[:, DRAFT_TOKENS], indexed, rtol=1e-12, atol=0)
     assert torch.equal(everything.drawn_draft_ids(rows), batch.token_ids[rows + 1])
@@ -182,14 +184,14 @@ def test_the_whole_vocabulary_is_read_without_an_index(sampler, target_weights):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: f"{objective.type} {objective.depth_weights}")
-def test_a_head_that_is_not_trained_gets_no_gradient_and_changes_no_other(objective, target_weights, sampler):
+def test_a_head_that_is_not_trained_gets_no_gradient_and_changes_no_other(objective, target_weights, sampling):
     batch = make_batch((3, 9, 0), (5, 6, 4))
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64)
     hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
     results = []
     for own in (head.clone().requires_grad_(), head):
-        losses = draft_loss(hidden, own, teacher_of(batch, target_weights, sampler), align(batch, DEPTH), objective)
+        losses = draft_loss(hidden, own, teacher_of(batch, target_weights, sampling), align(batch, DEPTH), objective)
         losses.loss.backward()
         results.append([losses.loss.detach(), *(tensor.grad for tensor in hidden)])
         for tensor in hidden:
@@ -206,11 +208,11 @@ def test_truncation_keeps_ties_and_at_least_one_token():
     assert torch.equal(truncate(logits, 0, 1.0), logits)
 
 
-def test_no_gradients_are_computed_without_grad_mode(target_weights, sampler):
+def test_no_gradients_are_computed_without_grad_mode(target_weights, sampling):
     batch = make_batch((3, 9, 0))
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(len(DRAFT_TOKENS), 16, dtype=torch.float64, requires_grad=True)
-    teacher = teacher_of(batch, target_weights, sampler)
+    teacher = teacher_of(batch, target_weights, sampling)
     arguments = (fake_hidden(batch, generator), head, teacher, align(batch, DEPTH), ObjectiveConfig())
     with torch.no_grad():
         loss, *_ = draft_loss(*arguments)
@@ -218,7 +220,7 @@ def test_no_gradients_are_computed_without_grad_mode(target_weights, sampler):
     torch.testing.assert_close(loss, draft_loss(*arguments).loss.detach())
 
 
-def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target_weights, sampler, monkeypatch):
+def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target_weights, sampling, monkeypatch):
     monkeypatch.setattr("drafters.losses.CHUNK_TOKENS", 32)
     batch = make_batch((3, 200, 0))
     batch = dataclasses.replace(batch, final_hidden=batch.final_hidden[:, :4])
@@ -228,6 +230,6 @@ def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target
     head = torch.randn(len(DRAFT_TOKENS), 4, dtype=torch.float64, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
-        teacher = Teacher(batch.token_ids, batch.final_hidden, target_weights.head[:, :4], DRAFT_TOKENS, sampler)
+        teacher = Teacher(batch.token_ids, batch.final_hidden, target_weights.head[:, :4], DRAFT_TOKENS, sampling)
         draft_loss(hidden, head, teacher, align(batch, DEPTH), ObjectiveConfig())
     assert 0 < max(kept) < num_starts * len(DRAFT_TOKENS) < num_starts * TARGET.vocab_size

@@ -20,14 +20,14 @@ from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.spec import EngineSpec
 from cotrain.transport.payload import write_payload
 from drafters.alignment import DraftBatch
-from drafters.base import Drafter, Sampler, Serving, TargetSpec, TargetWeights
+from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config, MtpConfig, ObjectiveConfig
 from tests.native_models import mimo_model, qwen3_next_model, write_native
 
 AUX_LAYERS = (2, 4, 5)
 DRAFT_VOCABULARY = 128
-SERVING = Serving("eagle3", AUX_LAYERS)
+SERVING = ServingSpec("eagle3", AUX_LAYERS)
 
 
 class LiveEngine:
@@ -203,7 +203,7 @@ def distilled(
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
     objective = ObjectiveConfig(type="soft_cross_entropy")
     for _ in range(60):
-        result = drafter.loss(data, target, Sampler(1.0, 1.0, 0, "probabilistic"), objective)
+        result = drafter.loss(data, target, SamplingParams(1.0, 1.0, 0, "probabilistic"), objective)
         optimizer.zero_grad()
         result.loss.backward()
         optimizer.step()
@@ -220,7 +220,7 @@ def fitted_drafter(sampled_text: DraftBatch, target_weights: TargetWeights, targ
 def rollout_config() -> RolloutConfig:
     return RolloutConfig(
         prompts_per_step=16, samples_per_prompt=1, max_prompt_tokens=300, max_new_tokens=48, dtype="float32",
-        ignore_eos=True, draft_tokens=3, vllm={"kv_cache_memory_bytes": 2**30},
+        ignore_eos=True, num_speculative_tokens=3, vllm={"kv_cache_memory_bytes": 2**30},
     )  # fmt: skip
 
 
@@ -239,6 +239,6 @@ def fresh(engine: LiveEngine, untrained_drafter: Drafter, target_state: dict[str
     """The engine with the first target and the untrained drafter, whatever the test before did to it."""
     engine.send_policy(target_state)
     engine.send_drafter(untrained_drafter.state_for_serving())
-    engine.run(engine.engine.set_draft_tokens(3))
+    engine.run(engine.engine.set_num_speculative_tokens(3))
     engine.run(engine.engine.set_draft_sample_method("probabilistic"))
     return engine

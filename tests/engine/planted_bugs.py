@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cotrain.lossless.setting import PLAIN, Setting
 from cotrain.rollout.vllm.worker_extension import CotrainWorker
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 
 Replace = Callable[[Any, str, Any], None]
 
@@ -179,8 +179,8 @@ BUGS = {
     "lossy acceptance": lossy_acceptance,
 }
 
-HOT_AND_COLD = (Sampler(0.5, 1.0, 0, ""), Sampler(1.5, 1.0, 0, ""))
-TRUNCATED = (Sampler(1.0, 1.0, 5, ""),)
+HOT_AND_COLD = (SamplingParams(0.5, 1.0, 0, ""), SamplingParams(1.5, 1.0, 0, ""))
+TRUNCATED = (SamplingParams(1.0, 1.0, 5, ""),)
 
 WHERE = {
     "draft temperature is not the ratio's": Setting(K, "probabilistic", (PLAIN,)),

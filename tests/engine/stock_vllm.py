@@ -7,10 +7,12 @@ import sys
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-def main(model: str, dtype: str, draft_tokens: int) -> None:
+def main(model: str, dtype: str, num_speculative_tokens: int) -> None:
     from vllm import LLM, SamplingParams
 
-    speculation = {"method": "mtp", "num_speculative_tokens": draft_tokens} if draft_tokens else None
+    speculation = (
+        {"method": "mtp", "num_speculative_tokens": num_speculative_tokens} if num_speculative_tokens else None
+    )
     llm = LLM(
         model, dtype=dtype, enforce_eager=True, max_model_len=256, max_num_seqs=8, speculative_config=speculation,
         enable_prefix_caching=False,  # for linear attention it needs Triton

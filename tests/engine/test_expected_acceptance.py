@@ -21,7 +21,7 @@ from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.acceptance import StartAcceptance, acceptance_rates
 from drafters.alignment import DraftBatch
-from drafters.base import Drafter, Sampler, TargetWeights
+from drafters.base import Drafter, SamplingParams, TargetWeights
 from drafters.config import ObjectiveConfig
 from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, distilled, eagle3, features_of, make_requests
 
@@ -48,7 +48,7 @@ def deep_engine(
     drafter_folder: Path,
     deep_drafter: Drafter,
 ) -> Iterator[LiveEngine]:
-    update = {"prompts_per_step": REQUESTS, "draft_tokens": K, "vllm": {"block_size": BLOCK}}
+    update = {"prompts_per_step": REQUESTS, "num_speculative_tokens": K, "vllm": {"block_size": BLOCK}}
     config = rollout_config.model_copy(update=update)
     with scratch_folder("test-expected") as scratch:
         live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), SERVING, 0, str(scratch)))
@@ -60,7 +60,7 @@ def deep_engine(
 @pytest.fixture(scope="module")
 def held_out(deep_engine: LiveEngine) -> list[DraftBatch]:
     """Features of rollouts without speculation, on prompts the drafter has not seen."""
-    deep_engine.run(deep_engine.engine.set_draft_tokens(0))
+    deep_engine.run(deep_engine.engine.set_num_speculative_tokens(0))
     batch = deep_engine.generate(make_requests(REQUESTS, seed=11))
     return batches_of([record for shard in batch.features for record in read_shard(shard.path)], 4096)
 
@@ -69,22 +69,24 @@ def held_out(deep_engine: LiveEngine) -> list[DraftBatch]:
 def estimated(
     request: pytest.FixtureRequest, held_out: list[DraftBatch], deep_drafter: Drafter, target_weights: TargetWeights
 ) -> tuple[str, list[StartAcceptance]]:
-    sampler = Sampler(1.0, 1.0, 0, request.param)
+    sampling = SamplingParams(1.0, 1.0, 0, request.param)
     with torch.no_grad():
-        results = [deep_drafter.loss(batch, target_weights, sampler, ObjectiveConfig()) for batch in held_out]
+        results = [deep_drafter.loss(batch, target_weights, sampling, ObjectiveConfig()) for batch in held_out]
     return request.param, [result.acceptance for result in results]
 
 
-@pytest.mark.parametrize("draft_tokens", range(1, K + 1))
+@pytest.mark.parametrize("num_speculative_tokens", range(1, K + 1))
 def test_expected_acceptance_is_served(
-    draft_tokens: int, estimated: tuple[str, list[StartAcceptance]], deep_engine: LiveEngine
+    num_speculative_tokens: int, estimated: tuple[str, list[StartAcceptance]], deep_engine: LiveEngine
 ) -> None:
     method, starts = estimated
     deep_engine.run(deep_engine.engine.set_draft_sample_method(method))
-    deep_engine.run(deep_engine.engine.set_draft_tokens(draft_tokens))
-    served = deep_engine.generate(make_requests(REQUESTS, seed=11, first=1000 * draft_tokens), tap=False).speculation
+    deep_engine.run(deep_engine.engine.set_num_speculative_tokens(num_speculative_tokens))
+    served = deep_engine.generate(
+        make_requests(REQUESTS, seed=11, first=1000 * num_speculative_tokens), tap=False
+    ).speculation
     assert served is not None
-    rates = acceptance_rates(starts, draft_tokens)
+    rates = acceptance_rates(starts, num_speculative_tokens)
     assert 1 + sum(rates) == pytest.approx(served.acceptance_length, rel=TOLERANCE)
     assert served.acceptance_length > 1.2, "a drafter worth estimating"
     for rate, accepted in zip(rates, served.accepted_per_position, strict=False):
@@ -99,7 +101,7 @@ def groups(prompts: list[RolloutRequest]) -> list[RolloutRequest]:
 def grouped(deep_engine: LiveEngine) -> tuple[RolloutBatch, list[FeatureRecord]]:
     """Speculated rollouts, 8 of each long prompt. The cache holds some of these prompts, and a prefix of others."""
     deep_engine.run(deep_engine.engine.set_draft_sample_method("probabilistic"))
-    deep_engine.run(deep_engine.engine.set_draft_tokens(K))
+    deep_engine.run(deep_engine.engine.set_num_speculative_tokens(K))
     prompts = make_requests(REQUESTS // SAMPLES, length=PROMPT_TOKENS, seed=12)
     prompts[1:4] = [
         replace(p, prompt_token_ids=prompts[0].prompt_token_ids[:96] + p.prompt_token_ids[96:]) for p in prompts[1:4]
@@ -127,9 +129,9 @@ def test_expected_acceptance_is_served_where_prompts_are_cached(
 ) -> None:
     batch, records = grouped
     assert batch.speculation is not None
-    sampler = Sampler(1.0, 1.0, 0, "probabilistic")
+    sampling = SamplingParams(1.0, 1.0, 0, "probabilistic")
     with torch.no_grad():
-        results = [deep_drafter.loss(b, target_weights, sampler, ObjectiveConfig()) for b in batches_of(records, 4096)]
+        results = [deep_drafter.loss(b, target_weights, sampling, ObjectiveConfig()) for b in batches_of(records, 4096)]
     expected = 1 + sum(acceptance_rates([result.acceptance for result in results], K))
     print(f"expected {expected:.3f}, served {batch.speculation.acceptance_length:.3f}")
     assert expected == pytest.approx(batch.speculation.acceptance_length, rel=TOLERANCE)

@@ -67,7 +67,7 @@ def test_cached_prefixes_are_computed_for_the_tap(fresh: LiveEngine, target_mode
 
 
 def test_tapping_with_speculation_off_and_not_at_all(fresh: LiveEngine, target_model: Any) -> None:
-    fresh.run(fresh.engine.set_draft_tokens(0))
+    fresh.run(fresh.engine.set_num_speculative_tokens(0))
     assert_equal_to_forward(fresh.generate(make_requests(4)), target_model, least_share=0.98)
     assert fresh.generate(make_requests(4), tap=False).features == []
 

@@ -39,7 +39,7 @@ def test_replayed_features_equal_those_tapped_during_generation(fresh: LiveEngin
     tapped = [r for s in batch.features for r in read_shard(s.path)]
     for one, two in zip(tapped, replayed, strict=True):
         assert torch.equal(one.token_ids, two.token_ids) and one.prompt_length == two.prompt_length
-        assert one.sampler == two.sampler and one.aux_layers == two.aux_layers
+        assert one.sampling == two.sampling and one.aux_layers == two.aux_layers
         assert two.feature_mask[:-1].all() and not two.feature_mask[-1]
         keep = one.feature_mask
         assert relative_error(two.aux_hidden[keep], one.aux_hidden[keep]) < 1e-4

@@ -12,7 +12,7 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.records import FeatureShard, Rollout, ScoredRollout, Versions
 from cotrain.roles.learners import start_drafter, start_policy
 from cotrain.transport.features import FeatureRecord, write_records
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 from tests.engine.conftest import AUX_LAYERS, features_of
 
 pytestmark = pytest.mark.engine  # slow: two sets of Ray actors
@@ -41,7 +41,7 @@ def write_features(path: Path, model: torch.nn.Module, rollouts: list[ScoredRoll
         [
             FeatureRecord(
                 b.token_ids, b.aux_hidden, b.final_hidden, b.feature_mask, PROMPT, 0,
-                Sampler(1.0, 1.0, 0, "probabilistic"), AUX_LAYERS,
+                SamplingParams(1.0, 1.0, 0, "probabilistic"), AUX_LAYERS,
             )
             for b in batches
         ],

@@ -25,7 +25,7 @@ from cotrain.transport.features import read_shard
 from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.acceptance import acceptance_rates
 from drafters.alignment import DraftBatch
-from drafters.base import Drafter, Sampler, TargetSpec, TargetWeights
+from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
 from drafters.config import MtpConfig, ObjectiveConfig
 from tests.engine.conftest import LiveEngine, distilled, features_of, make_requests, moved, text_of, tokens, weights_of
@@ -33,7 +33,7 @@ from tests.engine.conftest import LiveEngine, distilled, features_of, make_reque
 pytestmark = pytest.mark.engine
 
 MTP = MtpConfig(type="mtp")
-SAMPLER = Sampler(1.0, 1.0, 0, "probabilistic")
+SAMPLING = SamplingParams(1.0, 1.0, 0, "probabilistic")
 
 
 @dataclass
@@ -76,7 +76,7 @@ def live(target: Target) -> LiveEngine:
     """The engine with the first policy and the trained head, whatever the test before did to it."""
     target.live.send_policy(target.state)
     target.live.send_drafter(target.trained.state_for_serving())
-    target.live.run(target.live.engine.set_draft_tokens(3))
+    target.live.run(target.live.engine.set_num_speculative_tokens(3))
     return target.live
 
 
@@ -90,11 +90,13 @@ def test_acceptance_rises_after_a_swap_and_greedy_output_stays(target: Target, l
     assert tokens(after) == tokens(before)
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 2, 3])
-def test_greedy_output_is_identical_without_speculation(target: Target, live: LiveEngine, draft_tokens: int) -> None:
-    live.run(live.engine.set_draft_tokens(draft_tokens))
+@pytest.mark.parametrize("num_speculative_tokens", [1, 2, 3])
+def test_greedy_output_is_identical_without_speculation(
+    target: Target, live: LiveEngine, num_speculative_tokens: int
+) -> None:
+    live.run(live.engine.set_num_speculative_tokens(num_speculative_tokens))
     speculated = live.greedy(make_requests(16))
-    live.run(live.engine.set_draft_tokens(0))
+    live.run(live.engine.set_num_speculative_tokens(0))
     plain = live.greedy(make_requests(16))
     assert (plain.speculation.num_drafts, speculated.speculation.num_drafts > 0) == (0, True)
     assert tokens(plain) == tokens(speculated)
@@ -155,11 +157,11 @@ def test_embedding_and_head_are_refused_in_an_update(target: Target, live: LiveE
 
 
 def expected_rates(
-    drafter: Drafter, batches: list[DraftBatch], weights: TargetWeights, draft_tokens: int
+    drafter: Drafter, batches: list[DraftBatch], weights: TargetWeights, num_speculative_tokens: int
 ) -> list[float]:
     with torch.no_grad():
-        starts = [drafter.loss(batch, weights, SAMPLER, ObjectiveConfig()).acceptance for batch in batches]
-    return acceptance_rates(starts, draft_tokens)
+        starts = [drafter.loss(batch, weights, SAMPLING, ObjectiveConfig()).acceptance for batch in batches]
+    return acceptance_rates(starts, num_speculative_tokens)
 
 
 def test_a_policy_update_refreshes_embedding_and_head_of_the_drafter(target: Target, live: LiveEngine) -> None:

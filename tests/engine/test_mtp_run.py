@@ -26,9 +26,9 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def in_stock_vllm(model: Path, dtype: str, draft_tokens: int) -> dict[str, Any]:
+def in_stock_vllm(model: Path, dtype: str, num_speculative_tokens: int) -> dict[str, Any]:
     script = Path(__file__).with_name("stock_vllm.py")
-    lines = run(str(script), str(model), dtype, str(draft_tokens)).splitlines()
+    lines = run(str(script), str(model), dtype, str(num_speculative_tokens)).splitlines()
     found: dict[str, Any] = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
     return found
 

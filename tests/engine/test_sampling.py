@@ -30,7 +30,9 @@ def sampler(
     rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, fitted_drafter: Drafter
 ) -> Iterator[LiveEngine]:
     """An engine with large synchronous batches and a drafter whose drafts are worth verifying."""
-    config = rollout_config.model_copy(update={"prompts_per_step": 256, "synchronous_batches": True, "draft_tokens": K})
+    config = rollout_config.model_copy(
+        update={"prompts_per_step": 256, "synchronous_batches": True, "num_speculative_tokens": K}
+    )
     with scratch_folder("test-sampling") as scratch:
         live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), SERVING, 0, str(scratch)))
         live.send_drafter(fitted_drafter.state_for_serving())
@@ -200,15 +202,15 @@ def test_probabilistic_drafts_are_accepted_more_often_when_sampling(sampler: Liv
 def test_the_draft_length_bounds_what_is_drafted(sampler: LiveEngine) -> None:
     draft_with(sampler, "probabilistic")
     try:
-        for draft_tokens in (2, 1):
-            sampler.run(sampler.engine.set_draft_tokens(draft_tokens))
+        for num_speculative_tokens in (2, 1):
+            sampler.run(sampler.engine.set_num_speculative_tokens(num_speculative_tokens))
             speculation = sampler.generate(make_requests(8), tap=False).speculation
-            assert not any(speculation.accepted_per_position[draft_tokens:])
-            assert speculation.accepted_per_position[draft_tokens - 1] > 0
+            assert not any(speculation.accepted_per_position[num_speculative_tokens:])
+            assert speculation.accepted_per_position[num_speculative_tokens - 1] > 0
         with pytest.raises(ValueError, match=r"draft tokens must be 0\.\.3, not 4"):
-            sampler.run(sampler.engine.set_draft_tokens(4))
+            sampler.run(sampler.engine.set_num_speculative_tokens(4))
     finally:
-        sampler.run(sampler.engine.set_draft_tokens(K))
+        sampler.run(sampler.engine.set_num_speculative_tokens(K))
 
 
 # ---------------------------------------------------------------------------------------------------------------

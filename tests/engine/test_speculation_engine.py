@@ -31,7 +31,7 @@ def adaptive(
 ) -> Iterator[LiveEngine]:
     """An engine with a drafter worth serving, whose draft lengths may be timed."""
     speculation = SpeculationConfig(measure_seconds=MEASURE_SECONDS)
-    config = rollout_config.model_copy(update={"speculation": speculation, "draft_tokens": K})
+    config = rollout_config.model_copy(update={"speculation": speculation, "num_speculative_tokens": K})
     with scratch_folder("test-speculation") as scratch:
         live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), SERVING, 0, str(scratch)))
         live.send_drafter(fitted_drafter.state_for_serving())
@@ -39,8 +39,8 @@ def adaptive(
         live.stop()
 
 
-def fix(live: LiveEngine, draft_tokens: int | None) -> None:
-    live.run(live.engine.set_draft_tokens(draft_tokens))
+def fix(live: LiveEngine, num_speculative_tokens: int | None) -> None:
+    live.run(live.engine.set_num_speculative_tokens(num_speculative_tokens))
     live.run(live.engine.reset_prefix_cache())
 
 
@@ -68,8 +68,8 @@ async def at_once(live: LiveEngine, groups: list[tuple[list[RolloutRequest], int
     return await asyncio.gather(*calls)
 
 
-def greedy_texts(live: LiveEngine, draft_tokens: int, **options: Any) -> list[list[int]]:
-    fix(live, draft_tokens)
+def greedy_texts(live: LiveEngine, num_speculative_tokens: int, **options: Any) -> list[list[int]]:
+    fix(live, num_speculative_tokens)
     return tokens(live.greedy(make_requests(8), tap=False, **options))
 
 
@@ -104,7 +104,7 @@ def test_greedy_text_is_the_same_whatever_the_draft_length_does(adaptive: LiveEn
         task = asyncio.create_task(adaptive.engine.generate(make_requests(8), tap=False, temperature=0.0, seed=None))
         changes = 0
         while not task.done():
-            await adaptive.engine.set_draft_tokens((0, 3, 1, 2)[changes % 4])
+            await adaptive.engine.set_num_speculative_tokens((0, 3, 1, 2)[changes % 4])
             await asyncio.sleep(0.02)
             changes += 1
         return await task
@@ -120,8 +120,8 @@ def test_log_probs_are_those_of_the_law_whatever_the_draft_length_does(adaptive:
     async def generate_and_change() -> RolloutBatch:
         task = asyncio.create_task(adaptive.engine.generate(make_requests(8), tap=False))
         while not task.done():
-            for draft_tokens in (0, 2, 3):
-                await adaptive.engine.set_draft_tokens(draft_tokens)
+            for num_speculative_tokens in (0, 2, 3):
+                await adaptive.engine.set_num_speculative_tokens(num_speculative_tokens)
                 await asyncio.sleep(0.02)
         return await task
 
@@ -225,7 +225,7 @@ def test_all_draft_lengths_are_timed_within_the_time(timed: tuple[LiveEngine, in
     live, number, seconds = timed
     assert 2 * (K + 1) <= number <= NUM_BATCH_SIZES * (K + 1)
     assert seconds < MEASURE_SECONDS + 5
-    live.run(live.engine.set_draft_tokens(None))
+    live.run(live.engine.set_num_speculative_tokens(None))
     assert live.engine._chooses
     words = live.run(live.engine.describe_speculation())
     assert "fixed" not in words and ("gain" in words or "off" in words)
@@ -233,7 +233,7 @@ def test_all_draft_lengths_are_timed_within_the_time(timed: tuple[LiveEngine, in
 
 def test_the_gain_of_a_step_is_reported(timed: tuple[LiveEngine, int, float]) -> None:
     live, _, _ = timed
-    live.run(live.engine.set_draft_tokens(None))
+    live.run(live.engine.set_num_speculative_tokens(None))
     live.generate(make_requests(8), tap=False)
     batch = live.generate(make_requests(8, first=100), tap=False)
     gain = batch.gain
@@ -249,7 +249,7 @@ def test_nothing_is_reported_of_text_with_another_sampling_or_a_fixed_length(
     timed: tuple[LiveEngine, int, float],
 ) -> None:
     live, _, _ = timed
-    live.run(live.engine.set_draft_tokens(None))
+    live.run(live.engine.set_num_speculative_tokens(None))
     assert live.greedy(make_requests(4), tap=False).gain is None
     fix(live, 2)
     assert live.generate(make_requests(4), tap=False).gain is None

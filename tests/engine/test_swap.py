@@ -27,7 +27,7 @@ def test_acceptance_rises_after_a_swap_and_greedy_output_stays(fresh: LiveEngine
 def test_greedy_output_is_identical_without_speculation(fresh: LiveEngine, fitted_drafter: Drafter) -> None:
     fresh.send_drafter(fitted_drafter.state_for_serving())
     speculated = fresh.greedy(make_requests(16))
-    fresh.run(fresh.engine.set_draft_tokens(0))
+    fresh.run(fresh.engine.set_num_speculative_tokens(0))
     plain = fresh.greedy(make_requests(16))
     assert plain.speculation.num_drafts == 0
     assert speculated.speculation.num_drafts > 0

@@ -60,7 +60,7 @@ def planting(rollout_config: RolloutConfig, target_folder: Path, small_drafter_f
         "max_num_seqs": 64,
         "max_num_batched_tokens": 8192,
     }
-    config = rollout_config.model_copy(update={"draft_tokens": K, "vllm": vllm})
+    config = rollout_config.model_copy(update={"num_speculative_tokens": K, "vllm": vllm})
     with scratch_folder("test-verify") as scratch:
         live = LiveEngine(EngineSpec(config, str(target_folder), str(small_drafter_folder), SERVING, 0, str(scratch)))
         yield live

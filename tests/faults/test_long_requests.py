@@ -16,7 +16,7 @@ def test_13_requests_that_reach_the_end(fresh: LiveEngine, fitted_drafter: Draft
     fresh.send_drafter(fitted_drafter.state_for_serving())
     requests = [*make_requests(2, length=300), *make_requests(2, first=2)]
     drafted = fresh.greedy(requests, max_tokens=10_000)
-    fresh.run(fresh.engine.set_draft_tokens(0))
+    fresh.run(fresh.engine.set_num_speculative_tokens(0))
     plain = fresh.greedy(requests, max_tokens=10_000)
     assert drafted.speculation is not None and drafted.speculation.num_drafts > 0
     assert tokens(drafted) == tokens(plain)

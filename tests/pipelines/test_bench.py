@@ -165,15 +165,15 @@ class RecordingEngine:
     """Notes what an engine is asked for. A draft length that is never set stays "stock"."""
 
     decode_seconds = 1.0
-    draft_tokens: Any = "stock"
+    num_speculative_tokens: Any = "stock"
     method = ""
 
     def __init__(self, name: str, log: list[Any]):
         self.name, self.log = name, log
         self.decoded = {2: (6, 0.5), 1: (2, 0.5)}  # two requests, then one
 
-    async def set_draft_tokens(self, draft_tokens: int | None) -> None:
-        self.draft_tokens = draft_tokens
+    async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
 
     async def set_draft_sample_method(self, method: str) -> None:
         self.method = method
@@ -182,7 +182,7 @@ class RecordingEngine:
         self.log.append("reset")
 
     async def generate(self, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
-        self.log.append((self.name, self.method, self.draft_tokens, [r.sample_index for r in requests]))
+        self.log.append((self.name, self.method, self.num_speculative_tokens, [r.sample_index for r in requests]))
         counts = SpeculationCounts((0, 3), ((0, 0), (2, 1))) if self.method else None
         return RolloutBatch([], [], counts, 1.0, 5 * len(requests))
 

@@ -39,7 +39,9 @@ def setup(tmp_path: Path) -> EngineSetup:
     parser = argparse.ArgumentParser()
     add_engine_options(parser, "test", tokens=20)
     args = parser.parse_args(["--model", "tiny:llama", "--drafter", str(tmp_path / "v0"), "--dtype", "float32"])
-    return prepare_engine(args, DEFAULT_TASK, 5, 16, tmp_path / "pulled", draft_tokens=2, vllm={"block_size": 32})
+    return prepare_engine(
+        args, DEFAULT_TASK, 5, 16, tmp_path / "pulled", num_speculative_tokens=2, vllm={"block_size": 32}
+    )
 
 
 @pytest.fixture

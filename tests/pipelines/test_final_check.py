@@ -12,7 +12,7 @@ class ScriptedEngines:
     """Remembers what was asked, and which arm filled the prefix cache."""
 
     def __init__(self) -> None:
-        self.draft_tokens: int | None = None
+        self.num_speculative_tokens: int | None = None
         self.cached_by: int | None = None
         self.asked: list[tuple[int | None, dict[str, Any]]] = []
         self.broken = False
@@ -22,16 +22,16 @@ class ScriptedEngines:
         assert not tap
         if self.broken:
             raise RuntimeError("no engine is left")
-        self.cached_by = self.draft_tokens
-        self.asked.append((self.draft_tokens, sampling))
+        self.cached_by = self.num_speculative_tokens
+        self.asked.append((self.num_speculative_tokens, sampling))
         rollouts = [Rollout(r.prompt_id, 0, [1], [2], [0.0], "", "length", Versions(0, 0), None) for r in requests]
         return RolloutBatch(rollouts, [], None, 1.0, 1)
 
     def call(self, method: str, *args: Any) -> None:
         getattr(self, method)(*args)
 
-    def set_draft_tokens(self, draft_tokens: int | None) -> None:
-        self.draft_tokens = draft_tokens
+    def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
 
     def reset_prefix_cache(self) -> None:
         self.cached_by = None
@@ -54,4 +54,4 @@ def test_the_draft_length_is_given_back(broken: bool) -> None:
             greedy_rollouts(engines, [], 3, 8)
     else:
         greedy_rollouts(engines, [], 3, 8)
-    assert engines.draft_tokens is None and engines.cached_by is None
+    assert engines.num_speculative_tokens is None and engines.cached_by is None

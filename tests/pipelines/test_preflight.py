@@ -81,7 +81,9 @@ def test_all_problems_come_together(build, tmp_path: Path) -> None:
     assert len(found) == 4
     assert found[0].startswith("name: run 'first' is already in")
     assert "chain_sun" in found[1]
-    assert found[2].startswith("rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 253, with draft_tokens")
+    assert found[2].startswith(
+        "rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 253, with num_speculative_tokens"
+    )
     assert found[3].startswith("drafter.model.draft_vocab_size: 65 is above the target's vocabulary of 64 tokens")
 
 
@@ -127,7 +129,11 @@ def test_default_aux_layers_that_collide_are_refused(build, tmp_path: Path) -> N
     assert line.startswith("drafter.model.aux_layers: the default")
 
 
-ITS_SETTINGS = ("drafter.model.aux_layers=[1, 3, 5]", "drafter.model.trained_depth=2", "rollout.draft_tokens=2")
+ITS_SETTINGS = (
+    "drafter.model.aux_layers=[1, 3, 5]",
+    "drafter.model.trained_depth=2",
+    "rollout.num_speculative_tokens=2",
+)
 
 
 @pytest.fixture
@@ -170,7 +176,7 @@ def test_drafter_of_another_shape_than_configured_is_refused(build, drafter: Pat
 
 
 def test_a_drafter_trained_for_fewer_positions_than_are_served_is_refused(build, drafter: Path) -> None:
-    settings = (*ITS_SETTINGS, "rollout.draft_tokens=3", "drafter.model.trained_depth=3")
+    settings = (*ITS_SETTINGS, "rollout.num_speculative_tokens=3", "drafter.model.trained_depth=3")
     [line] = problems(build(f"drafter.init={drafter}", *settings))
     assert "drafter.model.trained_depth is 3, the checkpoint has 2" in line
 
@@ -178,7 +184,7 @@ def test_a_drafter_trained_for_fewer_positions_than_are_served_is_refused(build,
 def test_truncated_drafter_is_refused(build, drafter: Path) -> None:
     weights = drafter / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    [line] = problems(build(f"drafter.init={drafter}", "rollout.draft_tokens=2"))
+    [line] = problems(build(f"drafter.init={drafter}", "rollout.num_speculative_tokens=2"))
     assert line.startswith("drafter.init:") and "truncated or corrupt" in line
 
 

@@ -16,7 +16,7 @@ from cotrain.lossless.family import CheckResult, Verdict, judge
 from cotrain.lossless.setting import PLAIN, Setting, standard_settings
 from cotrain.models.loading import resolve_model
 from cotrain.records import WeightPayload
-from drafters.base import Sampler, TargetSpec
+from drafters.base import SamplingParams, TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
 from pipelines.verify.checks import Laws, Plan, Progress, Verifier, perturbed, target_laws
@@ -83,27 +83,27 @@ def test_a_clean_sampler_passes_every_setting(laws: Laws) -> None:
     ],
 )
 def test_a_planted_bug_fails_its_check(laws: Laws, bug: str, check: str) -> None:
-    settings = (Setting(K, "probabilistic", (PLAIN,)), Setting(K, "probabilistic", (Sampler(0.8, 0.9, 8, ""),)))
+    settings = (Setting(K, "probabilistic", (PLAIN,)), Setting(K, "probabilistic", (SamplingParams(0.8, 0.9, 8, ""),)))
     verdict = verdict_of(MarkovEngine(bug), plan_of(*settings, tokens=4000), laws)
     assert check in {result.check for result in verdict.failures}
 
 
 def test_a_mixed_batch_tests_every_sampler_of_it(laws: Laws) -> None:
     engine = MarkovEngine()
-    mixed = Setting(K, "greedy", (PLAIN, Sampler(0.5, 1.0, 0, ""), Sampler(0.0, 1.0, 0, "")))
+    mixed = Setting(K, "greedy", (PLAIN, SamplingParams(0.5, 1.0, 0, ""), SamplingParams(0.0, 1.0, 0, "")))
     verdict = verdict_of(engine, plan_of(mixed), laws)
     assert verdict.passed
     counts = {result.check: result.num for result in verdict.results if result.setting == str(mixed)}
     assert counts["support"] == 2000
     assert counts["uniformity by probability"] == 34 * 40  # greedy tokens have a law without chance
-    wrong = replace(mixed, samplers=(PLAIN, Sampler(0.6, 1.0, 0, ""), Sampler(0.0, 1.0, 0, "")))
+    wrong = replace(mixed, samplings=(PLAIN, SamplingParams(0.6, 1.0, 0, ""), SamplingParams(0.0, 1.0, 0, "")))
     shifted = target_laws_of(laws, mixed, wrong)
     assert not verdict_of(MarkovEngine(), plan_of(mixed, tokens=4000), shifted).passed
 
 
 def target_laws_of(laws: Laws, asked: Setting, believed: Setting) -> Laws:
-    names = dict(zip(asked.samplers, believed.samplers, strict=True))
-    return lambda rollout, sampler: laws(rollout, names[sampler])
+    names = dict(zip(asked.samplings, believed.samplings, strict=True))
+    return lambda rollout, sampling: laws(rollout, names[sampling])
 
 
 def test_greedy_identity_holds_over_swaps_and_the_first_drafter_is_served_again(laws: Laws) -> None:
@@ -118,14 +118,14 @@ def test_lengths_jump_and_drafters_take_turns_in_an_unsteady_setting(laws: Laws)
     lengths: list[int] = []
 
     class Slow(MarkovEngine):
-        async def set_draft_tokens(self, draft_tokens: int) -> None:
-            lengths.append(draft_tokens)
-            await super().set_draft_tokens(draft_tokens)
+        async def set_num_speculative_tokens(self, num_speculative_tokens: int) -> None:
+            lengths.append(num_speculative_tokens)
+            await super().set_num_speculative_tokens(num_speculative_tokens)
 
         async def generate(self, *arguments: Any, **options: Any) -> Any:
-            at_first = self.draft_tokens
+            at_first = self.num_speculative_tokens
             await asyncio.sleep(0.5)
-            self.draft_tokens = at_first
+            self.num_speculative_tokens = at_first
             return await super().generate(*arguments, **options)
 
     engine = Slow()
@@ -145,8 +145,8 @@ def test_a_difference_of_greedy_text_is_proof(laws: Laws) -> None:
 
 def test_an_engine_that_does_not_speculate_verifies_nothing(laws: Laws) -> None:
     class Idle(MarkovEngine):
-        async def set_draft_tokens(self, draft_tokens: int) -> None:
-            self.draft_tokens = 0
+        async def set_num_speculative_tokens(self, num_speculative_tokens: int) -> None:
+            self.num_speculative_tokens = 0
 
     with pytest.raises(RuntimeError, match="nothing is verified"):
         verdict_of(Idle(), plan_of(Setting(K, "greedy", (PLAIN,))), laws)
@@ -176,7 +176,7 @@ def test_sizes_come_from_the_power_calculation(drafter_folder: Path, tmp_path: P
         arguments = ("--drafter", str(drafter_folder), "--distance", distance)
         plan = prepare(options(*arguments), tmp_path).plan
         sizes.append(plan.tokens)
-        assert plan.draft_tokens == 3
+        assert plan.num_speculative_tokens == 3
         assert len(plan.settings) == 15
     assert sizes[1] == pytest.approx(4 * sizes[0], rel=0.01)
 
@@ -189,9 +189,9 @@ def test_a_runs_configuration_gives_model_sampling_and_draft_length(drafter_fold
     )
     args = build_parser().parse_args(["--config", str(config), "--drafter", str(drafter_folder)])
     verification = prepare(args, tmp_path)
-    assert verification.plan.draft_tokens == 2
+    assert verification.plan.num_speculative_tokens == 2
     assert verification.setup.rollout.dtype == "float32"
-    assert verification.plan.settings[1].samplers == (Sampler(0.8, 1.0, 0, ""),)
+    assert verification.plan.settings[1].samplings == (SamplingParams(0.8, 1.0, 0, ""),)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ CHECKS_KEPT = 8
 class Step(NamedTuple):
     """One engine step, as the scheduler saw it."""
 
-    draft_tokens: int
+    num_speculative_tokens: int
     """Drafted for each request at its end."""
     batch: int
     computes_prompts: bool
@@ -43,20 +43,20 @@ class Step(NamedTuple):
     @property
     def steady(self) -> bool:
         """Did every request verify as many tokens as it drafted? Only the times of such steps are those of a length."""
-        drafting = self.batch if self.draft_tokens else 0
-        alike = all(verified == self.draft_tokens for verified, _ in self.drafts)
+        drafting = self.batch if self.num_speculative_tokens else 0
+        alike = all(verified == self.num_speculative_tokens for verified, _ in self.drafts)
         return alike and len(self.drafts) == drafting and not self.computes_prompts
 
 
 class SpeculationController:
     """Draft lengths 0 to K by batch size. K until engine steps were measured: without them it would have to guess."""
 
-    def __init__(self, max_draft_tokens: int, max_batch: int):
-        self.max_draft_tokens, self.max_batch = max_draft_tokens, max_batch
-        self._acceptance, self._trials = ServedAcceptance(max_draft_tokens), Trials()
+    def __init__(self, max_speculative_tokens: int, max_batch: int):
+        self.max_speculative_tokens, self.max_batch = max_speculative_tokens, max_batch
+        self._acceptance, self._trials = ServedAcceptance(max_speculative_tokens), Trials()
         self._costs: StepCosts | None = None
         self._measurement: Measurement | None = None
-        self._fixed: list[int] | None = self._constant(max_draft_tokens)
+        self._fixed: list[int] | None = self._constant(max_speculative_tokens)
         self._chosen = np.zeros(max_batch, np.int64)
         self._learns, self._num_steps = True, 0
         self._step: Step | None = None
@@ -78,19 +78,19 @@ class SpeculationController:
         gain = asdict(replace(self._gain, num_checks=self._num_checks))
         return {"gain": gain, "decoded": [[batch, *row] for batch, row in self._decoded.items()]}
 
-    def fix_draft_tokens(self, draft_tokens: int | None) -> bool:
+    def fix_num_speculative_tokens(self, num_speculative_tokens: int | None) -> bool:
         """The same length at every batch size; None gives the choice back. Is the length chosen here from now on?
 
         Nothing is learnt from the steps of a fixed length.
         """
-        if draft_tokens is None and self._costs is None:
-            draft_tokens = self.max_draft_tokens
-        self._fixed = None if draft_tokens is None else self._constant(draft_tokens)
+        if num_speculative_tokens is None and self._costs is None:
+            num_speculative_tokens = self.max_speculative_tokens
+        self._fixed = None if num_speculative_tokens is None else self._constant(num_speculative_tokens)
         return self._fixed is None
 
     def begin_measuring(self) -> None:
         """Time the engine steps that follow, at all draft lengths."""
-        self._measurement = Measurement(self.max_draft_tokens, self.max_batch)
+        self._measurement = Measurement(self.max_speculative_tokens, self.max_batch)
 
     def end_measuring(self) -> int:
         """Choose from now on by the steps since `begin_measuring`. The number of measured (length, batch size); 0: too
@@ -98,7 +98,7 @@ class SpeculationController:
         assert self._measurement is not None
         seconds, self._measurement = self._measurement.seconds, None
         try:
-            self._costs = StepCosts(self.max_draft_tokens, self.max_batch, seconds)
+            self._costs = StepCosts(self.max_speculative_tokens, self.max_batch, seconds)
         except ValueError:
             return 0
         self._fixed = None
@@ -138,11 +138,11 @@ class SpeculationController:
         self._end_step(now)
         self._started = now
         if self._measurement is not None:
-            return self._constant(self._measurement.draft_tokens)
+            return self._constant(self._measurement.num_speculative_tokens)
         if self._fixed is not None:
             return self._fixed
-        if self._trials.draft_tokens is not None:
-            return self._constant(self._trials.draft_tokens)
+        if self._trials.num_speculative_tokens is not None:
+            return self._constant(self._trials.num_speculative_tokens)
         return [0, *self._chosen.tolist()]
 
     def observe(self, step: Step) -> None:
@@ -158,8 +158,8 @@ class SpeculationController:
         if self._costs is not None:
             self._costs.pause()
 
-    def _constant(self, draft_tokens: int) -> list[int]:
-        return [draft_tokens] * (self.max_batch + 1)
+    def _constant(self, num_speculative_tokens: int) -> list[int]:
+        return [num_speculative_tokens] * (self.max_batch + 1)
 
     def _end_step(self, now: float) -> None:
         step, self._step = self._step, None
@@ -173,7 +173,7 @@ class SpeculationController:
         tokens, total = self._decoded.get(step.batch, (0, 0.0))
         self._decoded[step.batch] = tokens + step.num_tokens, total + seconds
         if self._measurement is not None:
-            self._measurement.observe(step.draft_tokens, step.batch, step.steady, seconds)
+            self._measurement.observe(step.num_speculative_tokens, step.batch, step.steady, seconds)
         elif self._fixed is None and self._costs is not None:
             self._count(self._costs, step, before, seconds)
             if self._learns:
@@ -182,24 +182,24 @@ class SpeculationController:
     def _count(self, costs: StepCosts, step: Step, before: Step | None, seconds: float) -> None:
         without = costs.seconds(0, step.batch)
         if step.steady:  # what slowed it would have slowed a step without speculation alike
-            without *= seconds / costs.seconds(step.draft_tokens, step.batch)
+            without *= seconds / costs.seconds(step.num_speculative_tokens, step.batch)
         without *= step.num_tokens / step.batch
-        plain = step.steady and not step.draft_tokens
+        plain = step.steady and not step.num_speculative_tokens
         self._gain += GainReport(
             num_steps=1,
             seconds=seconds,
             seconds_without=without,
             seconds_without_checked=without if plain else without * float(np.exp(self._check_error)),
-            trial_seconds=0.0 if self._trials.draft_tokens is None else seconds,
-            longest_draft=0 if before is None else before.draft_tokens,
+            trial_seconds=0.0 if self._trials.num_speculative_tokens is None else seconds,
+            longest_draft=0 if before is None else before.num_speculative_tokens,
         )
 
     def _learn(self, costs: StepCosts, step: Step, seconds: float) -> None:
         error = None
-        if step.steady and self._trials.draft_tokens is None:
-            costs.follow(step.draft_tokens, step.batch, seconds)
+        if step.steady and self._trials.num_speculative_tokens is None:
+            costs.follow(step.num_speculative_tokens, step.batch, seconds)
         elif step.steady:
-            error = float(np.log(seconds / costs.seconds(step.draft_tokens, step.batch)))
+            error = float(np.log(seconds / costs.seconds(step.num_speculative_tokens, step.batch)))
         self._trials.observe(seconds, error)
         self._num_steps += 1
         if self._trials.over:
@@ -211,7 +211,7 @@ class SpeculationController:
             self._trials.begin(int(self._chosen[entry]), self._gains()[:, entry], costs.ratios()[:, entry])
 
     def _end_trial(self, batch: int) -> None:
-        tried, error = self._trials.draft_tokens, self._trials.end()
+        tried, error = self._trials.num_speculative_tokens, self._trials.end()
         if self._costs is None or tried is None or error is None:
             return
         if tried == 0:

@@ -28,27 +28,27 @@ def next_size(rounds: Mapping[int, list[float]], seconds_left: float) -> int | N
     return min(left, key=lambda size: sum(rounds[size])) if left and seconds_left > 0 else None
 
 
-def room_for(max_draft_tokens: int) -> int:
+def room_for(max_speculative_tokens: int) -> int:
     """Tokens of a request that suffice to measure all draft lengths once, if every draft token were accepted."""
-    return sum(MEASURE_STEPS * (k + 1) for k in range(max_draft_tokens + 1))
+    return sum(MEASURE_STEPS * (k + 1) for k in range(max_speculative_tokens + 1))
 
 
 class Measurement:
     """What the speculation controller does while steps are measured."""
 
-    def __init__(self, max_draft_tokens: int, max_batch: int):
-        self._max_draft_tokens, self._sizes = max_draft_tokens, measured_sizes(max_batch)
+    def __init__(self, max_speculative_tokens: int, max_batch: int):
+        self._max_speculative_tokens, self._sizes = max_speculative_tokens, measured_sizes(max_batch)
         self._num_steps = 0
         self.seconds: dict[tuple[int, int], list[float]] = {}
         """(draft length, batch size) -> of each step in which all requests verified and drafted so many tokens."""
 
     @property
-    def draft_tokens(self) -> int:
+    def num_speculative_tokens(self) -> int:
         """Draft length of the next step."""
-        return self._max_draft_tokens - self._num_steps // MEASURE_STEPS % (self._max_draft_tokens + 1)
+        return self._max_speculative_tokens - self._num_steps // MEASURE_STEPS % (self._max_speculative_tokens + 1)
 
-    def observe(self, draft_tokens: int, batch: int, steady: bool, seconds: float) -> None:
+    def observe(self, num_speculative_tokens: int, batch: int, steady: bool, seconds: float) -> None:
         """Count a step that computed no prompt."""
         self._num_steps += 1
         if steady and batch in self._sizes:
-            self.seconds.setdefault((draft_tokens, batch), []).append(seconds)
+            self.seconds.setdefault((num_speculative_tokens, batch), []).append(seconds)

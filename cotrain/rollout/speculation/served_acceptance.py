@@ -31,8 +31,8 @@ KEPT_DRAFTS = 10.0
 class ServedAcceptance:
     """Counts by draft position, with forgetting."""
 
-    def __init__(self, max_draft_tokens: int):
-        self._trials, self._accepted = np.zeros(max_draft_tokens), np.zeros(max_draft_tokens)
+    def __init__(self, max_speculative_tokens: int):
+        self._trials, self._accepted = np.zeros(max_speculative_tokens), np.zeros(max_speculative_tokens)
 
     def observe(self, drafts: Sequence[tuple[int, int]]) -> None:
         """Count one engine step: (draft tokens, accepted ones) of each request with drafts."""

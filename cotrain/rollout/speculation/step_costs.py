@@ -31,12 +31,14 @@ CLIP = 0.3
 class StepCosts:
     """Log seconds for draft lengths 0 to K at batch sizes 1, 2, 4, ..., max_batch, linear in log batch between them."""
 
-    def __init__(self, max_draft_tokens: int, max_batch: int, measured: Mapping[tuple[int, int], Sequence[float]]):
+    def __init__(
+        self, max_speculative_tokens: int, max_batch: int, measured: Mapping[tuple[int, int], Sequence[float]]
+    ):
         """measured: (draft length, batch size) -> seconds of steps. Batch sizes without all draft lengths are left out.
 
         Raises ValueError when that leaves none.
         """
-        lengths = range(max_draft_tokens + 1)
+        lengths = range(max_speculative_tokens + 1)
         sizes = sorted({batch for _, batch in measured if all(measured.get((k, batch)) for k in lengths)})
         if not sizes:
             raise ValueError("no batch size at which engine steps of all draft lengths were measured")
@@ -51,9 +53,11 @@ class StepCosts:
         """[K+1, max_batch]: t_k / t_0."""
         return np.exp((self._log_seconds - self._log_seconds[0]) @ self._weights.T)
 
-    def seconds(self, draft_tokens: int, batch: int) -> float:
+    def seconds(self, num_speculative_tokens: int, batch: int) -> float:
         """What a step takes at the present pace."""
-        return float(np.exp(self._log_seconds[draft_tokens] @ self._weights[batch - 1] + median(self._recent)))
+        return float(
+            np.exp(self._log_seconds[num_speculative_tokens] @ self._weights[batch - 1] + median(self._recent))
+        )
 
     @property
     def knows_pace(self) -> bool:
@@ -64,14 +68,16 @@ class StepCosts:
         """Other steps than those before come next, perhaps on a machine that is busier by then."""
         self._recent = deque([median(self._recent)], maxlen=PACE_STEPS)
 
-    def follow(self, draft_tokens: int, batch: int, seconds: float) -> None:
+    def follow(self, num_speculative_tokens: int, batch: int, seconds: float) -> None:
         """Learn the pace from a step of the length in use."""
-        self._recent.append(float(np.log(seconds) - self._log_seconds[draft_tokens] @ self._weights[batch - 1]))
+        self._recent.append(
+            float(np.log(seconds) - self._log_seconds[num_speculative_tokens] @ self._weights[batch - 1])
+        )
 
-    def correct(self, draft_tokens: int, batch: int, error: float) -> None:
+    def correct(self, num_speculative_tokens: int, batch: int, error: float) -> None:
         """Learn from a trial, whose steps took exp(error) times `seconds`."""
-        weights, trials = self._weights[batch - 1], self._trials[draft_tokens]
-        self._log_seconds[draft_tokens] += weights * float(np.clip(error, -CLIP, CLIP)) / (trials + 1)
+        weights, trials = self._weights[batch - 1], self._trials[num_speculative_tokens]
+        self._log_seconds[num_speculative_tokens] += weights * float(np.clip(error, -CLIP, CLIP)) / (trials + 1)
         np.minimum(trials + weights, MOST_TRIALS, out=trials)
 
 

@@ -23,7 +23,7 @@ class Trials:
     """When a trial is due, which length it tries, and what came of it. Time is that of decoding since the start."""
 
     def __init__(self) -> None:
-        self.draft_tokens: int | None = None
+        self.num_speculative_tokens: int | None = None
         """Length on trial."""
         self._clock = self._due = self._cost = 0.0
         self._steps = self._number = 0
@@ -36,7 +36,7 @@ class Trials:
     @property
     def due(self) -> bool:
         """Has the time come to begin one?"""
-        return self.draft_tokens is None and self._clock >= self._due
+        return self.num_speculative_tokens is None and self._clock >= self._due
 
     @property
     def over(self) -> bool:
@@ -49,13 +49,13 @@ class Trials:
         if not lengths:
             self._due = self._clock + WAIT_SECONDS
             return
-        self.draft_tokens = lengths[self._number % len(lengths)]
+        self.num_speculative_tokens = lengths[self._number % len(lengths)]
         self._number += 1
 
     def observe(self, seconds: float, error: float | None) -> None:
         """A step has ended. error: log seconds above what the table says; None for a step at a change of length."""
         self._clock += seconds
-        if self.draft_tokens is not None:
+        if self.num_speculative_tokens is not None:
             self._steps += 1
             self._cost += seconds
             if error is not None:
@@ -66,10 +66,10 @@ class Trials:
 
         The next is due when its share of the time has paid for this one.
         """
-        if self.draft_tokens is not None:
+        if self.num_speculative_tokens is not None:
             self._due = self._clock + self._cost / TRIAL_SHARE
         errors, self._errors = self._errors, []
-        self.draft_tokens, self._steps, self._cost = None, 0, 0.0
+        self.num_speculative_tokens, self._steps, self._cost = None, 0, 0.0
         return median(errors) if len(errors) >= LEAST_TIMED else None
 
 

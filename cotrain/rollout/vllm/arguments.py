@@ -51,7 +51,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     if speculation is not None:
         arguments |= {"async_scheduling": False, "scheduler_cls": f"{PACKAGE}.scheduling.DraftLengthScheduler"}
         if not current_platform.is_cpu() and not GRAPH_ARGUMENTS & rollout.vllm.keys():
-            arguments["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs, rollout.draft_tokens)
+            arguments["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs, rollout.num_speculative_tokens)
     arguments |= rollout.vllm
     if speculation is not None:
         arguments["speculative_config"] = speculation
@@ -63,7 +63,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
     """vLLM's speculative_config; None when nothing proposes draft tokens."""
-    k = spec.rollout.draft_tokens
+    k = spec.rollout.num_speculative_tokens
     config: dict[str, Any]
     if spec.speculation == "ngram":
         config = {"method": "ngram", "num_speculative_tokens": k, **PROMPT_LOOKUP}
@@ -81,10 +81,10 @@ def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
     return config
 
 
-def graph_sizes(max_num_seqs: int, draft_tokens: int) -> list[int]:
+def graph_sizes(max_num_seqs: int, num_speculative_tokens: int) -> list[int]:
     """Rows of the steps that CUDA graphs are captured for: up to max_num_seqs requests, with and without drafts.
 
     vLLM's own list ends at 512 rows, and larger steps leave the captured graphs: 256 requests do with 2 draft tokens.
     """
     requests = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
-    return sorted({n * rows for n in requests if n <= max_num_seqs for rows in (1, draft_tokens + 1)})
+    return sorted({n * rows for n in requests if n <= max_num_seqs for rows in (1, num_speculative_tokens + 1)})

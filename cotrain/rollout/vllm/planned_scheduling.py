@@ -51,7 +51,7 @@ def _observe(controller: SpeculationController, output: Any, sampled: Any) -> No
     ]
     controller.observe(
         Step(
-            draft_tokens=output.num_spec_tokens_to_schedule,
+            num_speculative_tokens=output.num_spec_tokens_to_schedule,
             batch=len(output.num_scheduled_tokens),
             computes_prompts=computes_prompts(output),
             drafts=drafts,

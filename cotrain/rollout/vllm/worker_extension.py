@@ -17,7 +17,7 @@ from cotrain.rollout.vllm import cpu, hooks, weight_transfer, weights
 from cotrain.rollout.vllm.unread_rows import StepRows
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.payload import digest
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 
 APPLIED_PATCHES = cpu.apply_patches()
 weight_transfer.register()
@@ -63,7 +63,7 @@ class CotrainWorker:
         rollouts: dict[str, tuple[list[int], int]],
         path: str,
         policy_version: int,
-        sampler: dict[str, Any],
+        sampling: dict[str, Any],
         aux_layers: list[int],
     ) -> dict[str, float]:
         """Write the features of finished rollouts as one shard. rollouts: request id -> (all token ids, prompt length)."""
@@ -75,7 +75,7 @@ class CotrainWorker:
             if taken is not None:
                 hidden, mask = taken
                 aux, final = hidden[:, :-final_size], hidden[:, -final_size:]
-                shared = (prompt_length, policy_version, Sampler(**sampler), tuple(aux_layers))
+                shared = (prompt_length, policy_version, SamplingParams(**sampling), tuple(aux_layers))
                 records.append(FeatureRecord(tokens, aux, final, mask, *shared))
         self._cotrain_tap.start({})
         if records:

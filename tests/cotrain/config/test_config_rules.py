@@ -14,7 +14,10 @@ BASE = [
 ]
 
 REFUSED = [
-    ("rollout.draft_tokens=4", "rollout.draft_tokens: 4 is above drafter.model.trained_depth = 3; lower it"),
+    (
+        "rollout.num_speculative_tokens=4",
+        "rollout.num_speculative_tokens: 4 is above drafter.model.trained_depth = 3; lower it",
+    ),
     ("rollout.temperature=0", "rollout.temperature: 0 makes all samples of a prompt equal"),
     ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: 1 leaves policy.advantage=group_mean_std nothing"),
     ("rollout.top_p=0.9", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=0.9, top_k=0)"),
@@ -56,8 +59,8 @@ REFUSED = [
 ]
 
 ACCEPTED = [
-    ["rollout.draft_tokens=4", "drafter.model.trained_depth=4"],
-    ["rollout.draft_tokens=9", "drafter=none"],
+    ["rollout.num_speculative_tokens=4", "drafter.model.trained_depth=4"],
+    ["rollout.num_speculative_tokens=9", "drafter=none"],
     ["rollout.top_p=0.9", "rollout.top_k=50", "policy.old_log_probs=recomputed"],
     ["policy.old_log_probs=recomputed", "policy.behaviour_correction=truncate", "policy.behaviour_cap=1.5"],
     ["policy.old_log_probs=recomputed", "policy.behaviour_correction=mask", "policy.behaviour_cap=10"],
@@ -88,7 +91,9 @@ def test_neighbouring_combination_is_accepted(overrides: list[str]) -> None:
 
 def test_all_broken_rules_of_a_section_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        load_config([], [*BASE, "rollout.draft_tokens=4", "rollout.temperature=0", "rollout.samples_per_prompt=1"])
+        load_config(
+            [], [*BASE, "rollout.num_speculative_tokens=4", "rollout.temperature=0", "rollout.samples_per_prompt=1"]
+        )
     assert len(error.value.problems) == 3
 
 

@@ -19,7 +19,7 @@ DRAFT_VOCABULARY = "draft vocabulary first"
 @lru_cache
 def table(setting: Setting) -> Draws:
     """Draw VOCAB * context + token is that token after that context."""
-    log_law = target_log_probs(torch.from_numpy(MODEL.target), setting.sampler)
+    log_law = target_log_probs(torch.from_numpy(MODEL.target), setting.sampling)
     orders = {DRAFT_VOCABULARY: members_first(MODEL.draft_vocabulary, VOCAB)}
     return draws_of(log_law.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(VOCAB), orders)
 

@@ -35,14 +35,14 @@ class MarkovEngine:
 
     def __init__(self, bug: str | None = None, seed: int = 0):
         self.bug, self.rng = bug, np.random.default_rng(seed)
-        self.draft_tokens, self.method = 3, "probabilistic"
+        self.num_speculative_tokens, self.method = 3, "probabilistic"
         self.versions = Versions(0, 0)
         self.received: list[WeightPayload] = []
         self.greedy_differs = False
         self.num_requests = 0
 
-    async def set_draft_tokens(self, draft_tokens: int) -> None:
-        self.draft_tokens = draft_tokens
+    async def set_num_speculative_tokens(self, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
 
     async def set_draft_sample_method(self, method: str) -> None:
         self.method = method
@@ -58,9 +58,9 @@ class MarkovEngine:
         self, requests: list[RolloutRequest], tap: bool, max_tokens: int, temperature: float, top_p: float, top_k: int
     ) -> RolloutBatch:
         drafts = self.method if temperature else "greedy"
-        setting = Setting(temperature, top_p, max(top_k, 0), drafts, self.draft_tokens)
+        setting = Setting(temperature, top_p, max(top_k, 0), drafts, self.num_speculative_tokens)
         prompts = np.array([request.prompt_token_ids[-1] for request in requests])
-        log_law = target_log_probs(torch.from_numpy(MODEL.target), setting.sampler).numpy()
+        log_law = target_log_probs(torch.from_numpy(MODEL.target), setting.sampling).numpy()
         first = draw(np.exp(log_law)[prompts], self.rng)
         emitted = speculate(MODEL, setting, len(requests), max_tokens - 1, self.rng, self._bug(temperature), first)
         self.num_requests += len(requests)
@@ -71,7 +71,7 @@ class MarkovEngine:
             tokens = [int(first[i]), *own.token.tolist()]
             before = [int(prompts[i]), *tokens[:-1]]
             starts = [*np.flatnonzero(own.offset == 0), len(own.token)]
-            steps = [(self.draft_tokens, int(own.accepted[a:b].sum())) for a, b in pairwise(starts)]
+            steps = [(self.num_speculative_tokens, int(own.accepted[a:b].sum())) for a, b in pairwise(starts)]
             rollouts.append(self._rollout(request, tokens, behaviour[before, tokens].tolist(), steps))
         return RolloutBatch(rollouts, [], None, 1.0, len(requests) * max_tokens)
 
@@ -81,8 +81,8 @@ class MarkovEngine:
     def _rollout(
         self, request: RolloutRequest, tokens: list[int], log_probs: list[float], steps: list[tuple[int, int]]
     ) -> Rollout:
-        counts = counts_of_steps(steps, self.draft_tokens) if self.draft_tokens else None
+        counts = counts_of_steps(steps, self.num_speculative_tokens) if self.num_speculative_tokens else None
         return Rollout(
             request.prompt_id, request.sample_index, request.prompt_token_ids, tokens, log_probs, "", "length",
-            self.versions, counts, tuple(steps) if self.draft_tokens else (),
+            self.versions, counts, tuple(steps) if self.num_speculative_tokens else (),
         )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cotrain.lossless.emitted import target_log_probs
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 
 VOCAB, DRAFT_VOCAB = 30, 20
 
@@ -41,8 +41,8 @@ class Setting:
     k: int = 3
 
     @property
-    def sampler(self) -> Sampler:
-        return Sampler(self.temperature, self.top_p, self.top_k, self.drafts)
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_p, self.top_k, self.drafts)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Model:
         self.draft[:, ~np.isin(np.arange(VOCAB), self.draft_vocabulary)] = -np.inf
 
     def p(self, setting: Setting) -> np.ndarray:
-        return target_log_probs(torch.from_numpy(self.target), setting.sampler).exp().numpy()
+        return target_log_probs(torch.from_numpy(self.target), setting.sampling).exp().numpy()
 
     def q(self, temperature: float) -> np.ndarray:
         return torch.from_numpy(self.draft / temperature).softmax(1).numpy()

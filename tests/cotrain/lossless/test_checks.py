@@ -27,7 +27,7 @@ from cotrain.lossless.emitted import emitted_draws, response_draws, target_log_p
 from cotrain.lossless.family import detectable_distance, tokens_for_distance
 from cotrain.lossless.setting import GREEDY, PLAIN, Setting, standard_settings
 from cotrain.records import Rollout, RolloutRequest
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 from tests.cotrain.lossless.conftest import MODEL, all_checks, draws
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
 from tests.cotrain.lossless.simulated_sampler import VOCAB, speculate
@@ -161,24 +161,24 @@ def test_small_strata_are_left_out() -> None:
 
 def test_log_probs_may_differ_by_twice_a_logits_error() -> None:
     assert log_prob_tolerance(PLAIN, 5e-4) == pytest.approx((1e-3, 0.0))
-    assert log_prob_tolerance(Sampler(0.5, 0.9, 0, ""), 5e-4) == pytest.approx((2e-3, -math.log(0.9)))
-    assert log_prob_tolerance(Sampler(1.0, 1.0, 5, ""), 5e-4) == pytest.approx((1e-3, math.log(1.2)))
-    near, edge = log_prob_tolerance(Sampler(1.0, 0.9, 0, ""), LOGIT_ERROR["bfloat16"])
+    assert log_prob_tolerance(SamplingParams(0.5, 0.9, 0, ""), 5e-4) == pytest.approx((2e-3, -math.log(0.9)))
+    assert log_prob_tolerance(SamplingParams(1.0, 1.0, 5, ""), 5e-4) == pytest.approx((1e-3, math.log(1.2)))
+    near, edge = log_prob_tolerance(SamplingParams(1.0, 0.9, 0, ""), LOGIT_ERROR["bfloat16"])
     assert (near, edge) == pytest.approx((0.5 - math.log(0.9), 0.0))
 
 
 @pytest.mark.parametrize("tied", ["law", "engine"])
 def test_a_tie_with_the_kth_token_that_only_one_side_has_is_no_fault(tied: str) -> None:
     """vLLM and the law keep what equals the k-th; adding up in another order makes ties, and breaks them."""
-    sampler, error = Sampler(1.0, 1.0, 2, ""), LOGIT_ERROR["float32"]
+    sampling, error = SamplingParams(1.0, 1.0, 2, ""), LOGIT_ERROR["float32"]
     plain, tie = torch.tensor([[1.0, 1.0 - 1e-6, 1.0 - 2e-6, 0.0]]), torch.tensor([[1.0, 1.0 - 1e-6, 1.0 - 1e-6, 0.0]])
     tokens = torch.zeros(1000, dtype=torch.long)
     engine, law = plain.repeat(1000, 1), plain.repeat(1000, 1)
     (engine if tied == "engine" else law)[0] = tie
-    returned = target_log_probs(engine, sampler)[:, 0].numpy()
-    found = emitted_draws(law, tokens, sampler, logit_tolerance=error)
-    assert returned_log_prob_check(returned, found, "", *log_prob_tolerance(sampler, error)).p > 0.99
-    assert returned_log_prob_check(returned, found, "", log_prob_tolerance(sampler, error)[0]).p == 0.0
+    returned = target_log_probs(engine, sampling)[:, 0].numpy()
+    found = emitted_draws(law, tokens, sampling, logit_tolerance=error)
+    assert returned_log_prob_check(returned, found, "", *log_prob_tolerance(sampling, error)).p > 0.99
+    assert returned_log_prob_check(returned, found, "", log_prob_tolerance(sampling, error)[0]).p == 0.0
 
 
 @pytest.mark.parametrize("num", [100, 405, 2000])
@@ -198,41 +198,41 @@ def test_cuts_elsewhere_alarm_no_more_often_than_stated(num: int) -> None:
 
 def rollouts_of(setting: Setting, num: int = 60) -> list[Rollout]:
     engine = MarkovEngine()
-    engine.draft_tokens, engine.method = setting.draft_tokens, setting.method
+    engine.num_speculative_tokens, engine.method = setting.num_speculative_tokens, setting.method
     requests = [RolloutRequest("p", i, [i % VOCAB], None) for i in range(num)]
-    sampler = setting.samplers[0]
-    generated = engine.generate(requests, False, 50, sampler.temperature, sampler.top_p, sampler.top_k)
+    sampling = setting.samplings[0]
+    generated = engine.generate(requests, False, 50, sampling.temperature, sampling.top_p, sampling.top_k)
     return asyncio.run(generated).rollouts
 
 
 @pytest.mark.parametrize(
-    "setting", [s for s in standard_settings(2) if len(s.samplers) == 1 and not s.unsteady], ids=str
+    "setting", [s for s in standard_settings(2) if len(s.samplings) == 1 and not s.unsteady], ids=str
 )
 def test_no_more_checks_than_counted_beforehand(setting: Setting) -> None:
-    rollouts, samplers = rollouts_of(setting), [setting.samplers[0]] * 60
+    rollouts, samplings = rollouts_of(setting), [setting.samplings[0]] * 60
     orders = {"draft vocabulary": members_first(MODEL.draft_vocabulary.tolist(), VOCAB)}
-    laws = [response_draws(MarkovModel(), r.prompt_token_ids, r.token_ids, samplers[0], orders) for r in rollouts]
-    results = setting_checks(rollouts, samplers, laws, "s", np.random.default_rng(0), 5e-4)
+    laws = [response_draws(MarkovModel(), r.prompt_token_ids, r.token_ids, samplings[0], orders) for r in rollouts]
+    results = setting_checks(rollouts, samplings, laws, "s", np.random.default_rng(0), 5e-4)
     assert 0 < len(results) <= setting.num_checks(num_orders=2)
     assert min(r.p for r in results) > 1e-4
     strata = {r.setting for r in results} - {"s", "s: bonus"}
-    assert strata == {f"s: drafted {j}" for j in range(1, setting.draft_tokens + 1)}
+    assert strata == {f"s: drafted {j}" for j in range(1, setting.num_speculative_tokens + 1)}
     shuffled = [replace(r, log_probs=r.log_probs[::-1]) for r in rollouts]
-    broken = setting_checks(shuffled, samplers, laws, "s", np.random.default_rng(0), 5e-4)
+    broken = setting_checks(shuffled, samplings, laws, "s", np.random.default_rng(0), 5e-4)
     assert [r.p for r in broken if r.check == "returned log-probs"] == [0.0]
 
 
 def test_the_standard_settings_cover_every_length_drafting_and_sampler() -> None:
     settings = standard_settings(3)
-    assert settings[0].draft_tokens == 0, "the control"
-    assert {s.draft_tokens for s in settings} == {0, 1, 2, 3}
-    assert {s.method for s in settings if s.draft_tokens} == {"greedy", "probabilistic"}
-    mixed = [s for s in settings if len(s.samplers) > 1]
-    assert len(mixed) == 2 and all(GREEDY in s.samplers for s in mixed)
+    assert settings[0].num_speculative_tokens == 0, "the control"
+    assert {s.num_speculative_tokens for s in settings} == {0, 1, 2, 3}
+    assert {s.method for s in settings if s.num_speculative_tokens} == {"greedy", "probabilistic"}
+    mixed = [s for s in settings if len(s.samplings) > 1]
+    assert len(mixed) == 2 and all(GREEDY in s.samplings for s in mixed)
     assert len(set(map(str, settings))) == len(settings)
 
 
 def test_half_of_the_requests_are_seeded_whatever_their_sampler() -> None:
     setting = Setting(1, "greedy", (PLAIN, GREEDY))
-    for sampler in (PLAIN, GREEDY):
-        assert sum(setting.is_seeded(i) for i in range(20) if setting.sampler(i) is sampler) == 5
+    for sampling in (PLAIN, GREEDY):
+        assert sum(setting.is_seeded(i) for i in range(20) if setting.sampling(i) is sampling) == 5

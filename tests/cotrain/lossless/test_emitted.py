@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM
 from cotrain.lossless.draws import members_first
 from cotrain.lossless.emitted import emitted_draws, response_draws, target_log_probs
 from cotrain.models.loading import resolve_model
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.markov_engine import MarkovModel
 from tests.cotrain.lossless.simulated_sampler import VOCAB
 
 
-def sampler(temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Sampler:
-    return Sampler(temperature, top_p, top_k, "probabilistic")
+def sampling(temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingParams:
+    return SamplingParams(temperature, top_p, top_k, "probabilistic")
 
 
 LOGITS = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
@@ -36,14 +36,14 @@ LOGITS = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
 )
 def test_temperature_then_top_k_then_top_p(settings: dict, expected: list[float]) -> None:
     law = torch.tensor([expected], dtype=torch.float64)
-    torch.testing.assert_close(target_log_probs(LOGITS, sampler(**settings)).exp(), law / law.sum(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(target_log_probs(LOGITS, sampling(**settings)).exp(), law / law.sum(), rtol=0, atol=1e-7)
 
 
 def test_laws_of_a_response_are_those_of_its_own_positions() -> None:
     """Row t of the forward predicts token t + 1; 150 tokens are more than one chunk of the head."""
     rng = np.random.default_rng(0)
     prompt, response = [4, 7], rng.integers(VOCAB, size=150).tolist()
-    truncated = Sampler(0.8, 0.9, 12, "")
+    truncated = SamplingParams(0.8, 0.9, 12, "")
     orders = {"draft vocabulary": members_first(MODEL.draft_vocabulary.tolist(), VOCAB)}
     found = response_draws(MarkovModel(), prompt, response, truncated, orders)
     logits = torch.from_numpy(MODEL.target[[7, *response[:-1]]]).float()
@@ -56,7 +56,7 @@ def test_laws_of_a_response_are_those_of_its_own_positions() -> None:
 def test_laws_of_a_real_model_are_its_logits() -> None:
     model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny:llama"), dtype=torch.float32).eval()
     prompt, response = [50, 60, 70], list(range(40, 110))
-    draws = response_draws(model, prompt, response, sampler(0.7))
+    draws = response_draws(model, prompt, response, sampling(0.7))
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, 2:-1] / 0.7
     expected = logits.double().log_softmax(1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
@@ -65,7 +65,9 @@ def test_laws_of_a_real_model_are_its_logits() -> None:
 
 
 def outside(token: int, settings: dict, tolerance: float, logits: torch.Tensor = LOGITS) -> bool:
-    return bool(emitted_draws(logits, torch.tensor([token]), sampler(**settings), logit_tolerance=tolerance).outside[0])
+    return bool(
+        emitted_draws(logits, torch.tensor([token]), sampling(**settings), logit_tolerance=tolerance).outside[0]
+    )
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.7}, {"temperature": 0}])
@@ -98,4 +100,4 @@ def test_an_argmax_tie_is_no_failure() -> None:
 
 def test_nan_is_refused() -> None:
     with pytest.raises(ValueError, match="NaN"):
-        target_log_probs(LOGITS * torch.nan, sampler())
+        target_log_probs(LOGITS * torch.nan, sampling())

@@ -15,17 +15,19 @@ from cotrain.lossless.family import detectable_distance
 from cotrain.lossless.monitor import FALSE_ALARM_RATE, Chosen, LosslessMonitor, MonitorCheck, alpha_share
 from cotrain.lossless.setting import PLAIN
 from cotrain.records import Rollout, RolloutRequest
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
 from tests.speculation_counts import counts
 
 MODEL = MarkovModel()
 
 
-def rollouts_of(bug: str | None = None, num: int = 64, seed: int = 0, sampler: Sampler = PLAIN) -> list[Rollout]:
+def rollouts_of(
+    bug: str | None = None, num: int = 64, seed: int = 0, sampling: SamplingParams = PLAIN
+) -> list[Rollout]:
     requests = [RolloutRequest(f"p{i}", 0, [3, i % 30], None) for i in range(num)]
     engine = MarkovEngine(bug, seed)
-    parameters = {"temperature": sampler.temperature, "top_p": sampler.top_p, "top_k": sampler.top_k}
+    parameters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return asyncio.run(engine.generate(requests, tap=False, max_tokens=40, **parameters)).rollouts
 
 
@@ -39,9 +41,9 @@ def chosen_by(monitor: LosslessMonitor, rollouts: list[Rollout]) -> Chosen:
     return chosen
 
 
-def laws(monitor: LosslessMonitor, rollouts: list[Rollout], sampler: Sampler = PLAIN) -> list[Draws]:
+def laws(monitor: LosslessMonitor, rollouts: list[Rollout], sampling: SamplingParams = PLAIN) -> list[Draws]:
     tolerance = monitor.logit_tolerance
-    return [response_draws(MODEL, r.prompt_token_ids, r.token_ids, sampler, None, tolerance) for r in rollouts]
+    return [response_draws(MODEL, r.prompt_token_ids, r.token_ids, sampling, None, tolerance) for r in rollouts]
 
 
 def check_of(monitor: LosslessMonitor, step: int, rollouts: list[Rollout], seconds: float = 1.0) -> MonitorCheck:
@@ -134,7 +136,7 @@ def test_log_probs_of_another_distribution_are_caught() -> None:
 
 def test_weights_of_another_version_are_caught() -> None:
     """Text of a colder policy, which is what an engine that missed an update looks like."""
-    check = check_of(monitor_of(), 1, rollouts_of(sampler=Sampler(0.7, 1.0, 0, "")))
+    check = check_of(monitor_of(), 1, rollouts_of(sampling=SamplingParams(0.7, 1.0, 0, "")))
     assert not check.passed
 
 
@@ -197,9 +199,9 @@ def test_a_resumed_monitor_goes_on_where_it_was() -> None:
 
 
 def test_greedy_rollouts_are_tested_for_impossible_tokens_alone() -> None:
-    greedy = Sampler(0.0, 1.0, 0, "")
+    greedy = SamplingParams(0.0, 1.0, 0, "")
     monitor = LosslessMonitor(MonitorConfig(), greedy, "float32", seed=0)
-    chosen = chosen_by(monitor, rollouts_of(sampler=greedy))
+    chosen = chosen_by(monitor, rollouts_of(sampling=greedy))
     check = monitor.check(1, chosen, laws(monitor, chosen.rollouts, greedy), 1.0)
     assert [r.check for r in check.verdict.results] == ["support"] and check.passed
     swapped = [replace(r, token_ids=[(t + 1) % 30 for t in r.token_ids]) for r in chosen.rollouts]

@@ -19,7 +19,7 @@ from cotrain.lossless.emitted import target_log_probs
 from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.setting import Setting
 from cotrain.records import Rollout, Versions
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 from pipelines.verify.checks import target_laws
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.markov_engine import MarkovModel
@@ -63,11 +63,11 @@ class Proposer:
         return torch.multinomial(probs, 1).squeeze(1), probs
 
 
-def sampling_metadata(samplers: list[Sampler]) -> Any:
-    truncated = any(sampler.top_k for sampler in samplers)
+def sampling_metadata(samplings: list[SamplingParams]) -> Any:
+    truncated = any(sampling.top_k for sampling in samplings)
     return SimpleNamespace(
-        temperature=torch.tensor([sampler.temperature for sampler in samplers]),
-        top_k=torch.tensor([sampler.top_k or VOCAB for sampler in samplers]) if truncated else None,
+        temperature=torch.tensor([sampling.temperature for sampling in samplings]),
+        top_k=torch.tensor([sampling.top_k or VOCAB for sampling in samplings]) if truncated else None,
         top_p=None,
         all_greedy=False,
         all_random=True,
@@ -75,17 +75,17 @@ def sampling_metadata(samplers: list[Sampler]) -> Any:
     )
 
 
-def drawn(context: Tensor, samplers: list[Sampler]) -> Tensor:
+def drawn(context: Tensor, samplings: list[SamplingParams]) -> Tensor:
     """Tokens as the engine draws them from prefill, and as bonus."""
-    laws = torch.cat([target_log_probs(TARGET[c][None], s) for c, s in zip(context, samplers, strict=True)])
+    laws = torch.cat([target_log_probs(TARGET[c][None], s) for c, s in zip(context, samplings, strict=True)])
     return torch.multinomial(laws.exp(), 1)
 
 
 def generate(proposer: Proposer, setting: Setting) -> list[Rollout]:
-    k, samplers = setting.draft_tokens, [setting.sampler(i) for i in range(CHAINS)]
-    metadata, proposer.probabilistic = sampling_metadata(samplers), setting.method == "probabilistic"
+    k, samplings = setting.num_speculative_tokens, [setting.sampling(i) for i in range(CHAINS)]
+    metadata, proposer.probabilistic = sampling_metadata(samplings), setting.method == "probabilistic"
     prompts = torch.randint(VOCAB, (CHAINS,))
-    last = drawn(prompts, samplers).squeeze(1)
+    last = drawn(prompts, samplings).squeeze(1)
     texts, steps = [[int(token)] for token in last], [[] for _ in range(CHAINS)]
     ends = torch.arange(1, CHAINS + 1, dtype=torch.int32) * k
     while min(map(len, texts)) < LENGTH:
@@ -104,7 +104,7 @@ def generate(proposer: Proposer, setting: Setting) -> list[Rollout]:
             ends,
             torch.stack(probs, 1).flatten(0, 1) if probs else None,
             logits,
-            drawn(context[-1], samplers),
+            drawn(context[-1], samplings),
             metadata,
         )
         emitted = [[token for token in row if token >= 0] for row in output.tolist()]
@@ -114,13 +114,13 @@ def generate(proposer: Proposer, setting: Setting) -> list[Rollout]:
                 text += tokens
         last = torch.tensor([tokens[-1] for tokens in emitted])
     return [
-        rollout(int(prompts[i]), texts[i][:LENGTH], samplers[i], tuple(steps[i]))
+        rollout(int(prompts[i]), texts[i][:LENGTH], samplings[i], tuple(steps[i]))
         for i in range(CHAINS)
     ]  # fmt: skip
 
 
-def rollout(prompt: int, tokens: list[int], sampler: Sampler, steps: tuple[tuple[int, int], ...]) -> Rollout:
-    law = target_log_probs(TARGET[[prompt, *tokens[:-1]]], sampler)
+def rollout(prompt: int, tokens: list[int], sampling: SamplingParams, steps: tuple[tuple[int, int], ...]) -> Rollout:
+    law = target_log_probs(TARGET[[prompt, *tokens[:-1]]], sampling)
     log_probs = law[torch.arange(len(tokens)), tokens].tolist()
     return Rollout("p", 0, [prompt], tokens, log_probs, "", "length", Versions(0, 0), None, steps)
 
@@ -128,10 +128,10 @@ def rollout(prompt: int, tokens: list[int], sampler: Sampler, steps: tuple[tuple
 def verdict(proposer: Proposer, setting: Setting, seed: int = 0) -> Verdict:
     torch.manual_seed(seed)
     rollouts = generate(proposer, setting)
-    samplers = [setting.sampler(i) for i in range(CHAINS)]
-    draws = [LAWS(r, s) for r, s in zip(rollouts, samplers, strict=True)]
+    samplings = [setting.sampling(i) for i in range(CHAINS)]
+    draws = [LAWS(r, s) for r, s in zip(rollouts, samplings, strict=True)]
     rng = np.random.default_rng(seed)
-    return judge(setting_checks(rollouts, samplers, draws, str(setting), rng, LOGIT_ERROR["float32"]), ALPHA)
+    return judge(setting_checks(rollouts, samplings, draws, str(setting), rng, LOGIT_ERROR["float32"]), ALPHA)
 
 
 @pytest.mark.parametrize("bug", BUGS)

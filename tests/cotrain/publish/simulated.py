@@ -69,7 +69,11 @@ def score(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float
 
 
 def serve(
-    rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2, draft_tokens: int = DRAFT_TOKENS
+    rollouts: Rollouts,
+    skill: float,
+    rng: np.random.Generator,
+    own: float = 0.2,
+    num_speculative_tokens: int = DRAFT_TOKENS,
 ) -> SpeculationCounts:
     """What an engine counts that generates these rollouts with a drafter."""
     table = acceptance_table(rollouts, skill, rng, own)
@@ -79,11 +83,11 @@ def serve(
         while start < length:
             num_drafts += 1
             k = 0
-            while k < draft_tokens and rollouts.luck[row, start + k] < table[row, k, start]:
+            while k < num_speculative_tokens and rollouts.luck[row, start + k] < table[row, k, start]:
                 accepted[k] += 1
                 k += 1
             start += 1 + k
-    return counts(num_drafts, draft_tokens, accepted, DRAFT_TOKENS)
+    return counts(num_drafts, num_speculative_tokens, accepted, DRAFT_TOKENS)
 
 
 def true_length(skill: float, own: float = 0.2) -> float:

@@ -28,7 +28,7 @@ class World:
         """Versions that the engines serve with another skill than they were trained to."""
         self.refuses: set[int] = set()
         self.lost = False
-        self.draft_tokens = DRAFT_TOKENS
+        self.num_speculative_tokens = DRAFT_TOKENS
         self.calls: list[str] = []
         self.step = 0
 
@@ -41,13 +41,13 @@ class World:
         out = []
         for row, length in enumerate(self.rollouts.lengths):
             num_drafts, accepted, start = 0, [0] * DRAFT_TOKENS, 0
-            while start < length and self.draft_tokens:
+            while start < length and self.num_speculative_tokens:
                 num_drafts, k = num_drafts + 1, 0
-                while k < self.draft_tokens and self.rollouts.luck[row, start + k] < table[row, k, start]:
+                while k < self.num_speculative_tokens and self.rollouts.luck[row, start + k] < table[row, k, start]:
                     accepted[k] += 1
                     k += 1
                 start += 1 + k
-            found = counts(num_drafts, self.draft_tokens, accepted, DRAFT_TOKENS) if num_drafts else None
+            found = counts(num_drafts, self.num_speculative_tokens, accepted, DRAFT_TOKENS) if num_drafts else None
             versions = Versions(step - 1, self.serving)
             prompt, response = str(self.rollouts.prompts[row]), [3] * int(length)
             out.append(Rollout(prompt, row, [1, 2], response, [0.0] * len(response), "", "stop", versions, found))
@@ -99,8 +99,8 @@ class World:
     def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
         return [{"fc.weight": "lost" if self.lost else str(self.serving)}] * 2
 
-    def set_draft_tokens(self, draft_tokens: int | None) -> None:
-        self.draft_tokens = DRAFT_TOKENS if draft_tokens is None else draft_tokens
+    def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
+        self.num_speculative_tokens = DRAFT_TOKENS if num_speculative_tokens is None else num_speculative_tokens
 
     def clear_drafter_cache(self) -> None:
         self.calls.append("reset")

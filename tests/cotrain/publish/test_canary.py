@@ -95,8 +95,8 @@ def periodic(rollouts: int, easy: float = 0.96) -> list[StartAcceptance]:
     return [StartAcceptance(chances, chances, torch.from_numpy(rows), torch.arange(60).repeat(rollouts))]
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 2, 3])
-def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(draft_tokens):
+@pytest.mark.parametrize("num_speculative_tokens", [1, 2, 3])
+def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(num_speculative_tokens):
     """The first draft token is accepted in 0.92 of the steps at k = 3, and in 0.50 at k = 1: fewer, not as many."""
     promise = expected_of(rollout_acceptances(periodic(24), 3), [str(i % 8) for i in range(24)])
     assert promise is not None
@@ -105,9 +105,9 @@ def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(dr
         start = 0
         while start < 60:
             taken = 0
-            while taken < draft_tokens and rng.random() < (0.0 if (start + taken) % 3 == 2 else 0.96):
+            while taken < num_speculative_tokens and rng.random() < (0.0 if (start + taken) % 3 == 2 else 0.96):
                 taken += 1
-            steps.append((draft_tokens, taken))
+            steps.append((num_speculative_tokens, taken))
             start += 1 + taken
     served = counts_of_steps(steps, 3)
     assert promise.at(served.steps).value == pytest.approx(served.acceptance_length, rel=0.03)

@@ -137,12 +137,12 @@ def test_or_it_goes_on_without_speculation_and_says_so(new_publisher: Any) -> No
     rows = run(publisher, world, [1, 2, 3])
     assert kinds(rows) == [["alarm"], [], []]
     assert publisher.mode == "without speculation since step 1 (acceptance_collapsed)"
-    assert world.draft_tokens == 0 and world.calls == ["take_in"]
+    assert world.num_speculative_tokens == 0 and world.calls == ["take_in"]
     assert rows[0].metrics["alarms/acceptance_collapsed"] == 1.0
     again = new_publisher(world, on_drafter_failure="continue")
-    world.draft_tokens = 3
+    world.num_speculative_tokens = 3
     again.load_state(json.loads(json.dumps(publisher.state())))
-    assert (again.mode, world.draft_tokens) == (publisher.mode, 0)
+    assert (again.mode, world.num_speculative_tokens) == (publisher.mode, 0)
 
 
 def test_a_healthy_run_raises_no_alarm(new_publisher: Any) -> None:
@@ -189,7 +189,7 @@ def test_a_frozen_drafter_is_watched_but_neither_trained_nor_judged(new_publishe
 
 def test_a_step_is_expected_to_accept_what_drafts_of_its_length_do(new_publisher: Any) -> None:
     world = World(GOOD)
-    world.draft_tokens = 1
+    world.num_speculative_tokens = 1
     rows = run(new_publisher(world, train=False), world, range(1, 5))
     metrics = rows[0].metrics
     assert metrics["rollout/expected_acceptance_length"] == pytest.approx(rows[0].length, abs=0.15)
@@ -227,7 +227,7 @@ def test_speculation_switched_off_by_its_controller_is_no_alarm(new_publisher: A
     generate, off = world.generate, GainReport(50, 10.0, 10.0)
 
     def undrafted(step: int) -> RolloutBatch:
-        world.draft_tokens = 0
+        world.num_speculative_tokens = 0
         batch = generate(step)
         return RolloutBatch(batch.rollouts, [], None, batch.seconds, batch.num_generated_tokens, {}, off)
 

@@ -16,18 +16,18 @@ from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.spec import EngineSpec
 from cotrain.rollout.speculation.controller import SpeculationController, Step
 from cotrain.rollout.vllm.arguments import engine_arguments, graph_sizes
-from drafters.base import Serving
+from drafters.base import ServingSpec
 
 K = 2
 
 
 def spec_of(folder: Path, drafter: str | None = "drafter", **rollout: object) -> EngineSpec:
     config = RolloutConfig.model_validate(
-        {"draft_tokens": K, "prompts_per_step": 2, "samples_per_prompt": 4, **rollout}
+        {"num_speculative_tokens": K, "prompts_per_step": 2, "samples_per_prompt": 4, **rollout}
     )
     if not (folder / "config.json").exists():
         (folder / "config.json").write_text("{}")
-    return EngineSpec(config, str(folder), drafter, Serving("eagle3", (1, 2, 3)), 0, str(folder))
+    return EngineSpec(config, str(folder), drafter, ServingSpec("eagle3", (1, 2, 3)), 0, str(folder))
 
 
 @pytest.mark.parametrize("drafter", ["drafter", None])
@@ -116,7 +116,7 @@ def test_the_owner_reaches_the_controller_in_vllms_engine_core() -> None:
         return decoded.utility_output.result.result
 
     engine = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call_utility_async))
-    assert asyncio.run(call_controller(engine, "fix_draft_tokens", 1)) is False
+    assert asyncio.run(call_controller(engine, "fix_num_speculative_tokens", 1)) is False
     assert asyncio.run(call_controller(engine, "describe")) == "k=1 at every batch size (fixed)"
     core.scheduler.controller.observe(Step(1, 2, False, [], 2))
     core.scheduler.controller.idle(0.5)

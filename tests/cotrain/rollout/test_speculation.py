@@ -70,7 +70,7 @@ def test_a_draining_batch_is_about_as_fast_as_with_the_best_fixed_length_or_fast
     fixed = []
     for k in range(K + 1):
         engine = engine_of(GOOD, shape, max_batch=16, measured=False)
-        engine.rule.fix_draft_tokens(k)
+        engine.rule.fix_num_speculative_tokens(k)
         fixed.append(speed(engine))
     assert fixed[0] == pytest.approx(1.0)
     assert speed(engine_of(GOOD, shape, max_batch=16)) > (1.0 if shape is CPU else 0.97) * max(fixed)
@@ -209,11 +209,11 @@ def test_drafts_that_no_step_was_left_to_verify_do_not_count() -> None:
 def test_tokens_and_seconds_are_added_up_by_batch_size() -> None:
     """Those of every step that computed no prompt, also of a fixed length; each once."""
     engine = engine_of(GOOD, max_batch=4, noise=QUIET)
-    engine.rule.fix_draft_tokens(0)
+    engine.rule.fix_num_speculative_tokens(0)
     engine.drain([1.0])
     engine.rule.begin()
     engine.run(4, 100)
-    engine.rule.fix_draft_tokens(K)
+    engine.rule.fix_num_speculative_tokens(K)
     engine.run(1, 1000)
     engine.drain([1.0, 1.0])
     decoded = {batch: (tokens, seconds) for batch, tokens, seconds in engine.rule.report()["decoded"]}
@@ -228,7 +228,7 @@ def test_reason_in_words() -> None:
     words = engine.rule.describe()
     assert re.match(r"k=3 at batch 1 to 2 \(gain 1\.3\dx to 1\.\d\dx\), k=2 at batch 3 to \d", words), words
     assert re.search(r", off (at|from) batch 3\d.*: 1\.0\dx at k=1$", words), words
-    engine.rule.fix_draft_tokens(1)
+    engine.rule.fix_num_speculative_tokens(1)
     assert engine.rule.describe() == "k=1 at every batch size (fixed)"
 
 
@@ -240,7 +240,7 @@ def test_reason_in_words() -> None:
 def test_full_length_until_steps_were_measured() -> None:
     engine = engine_of(COLLAPSED, measured=False)
     assert set(engine.run(4, 50).lengths) == {K}
-    assert not engine.rule.fix_draft_tokens(None), "there is nothing to choose by yet"
+    assert not engine.rule.fix_num_speculative_tokens(None), "there is nothing to choose by yet"
     engine.rule.new_drafter(None)
     assert set(engine.run(4, 50).lengths) == {K}
     engine.measure(32)
@@ -261,12 +261,12 @@ def test_nothing_is_learnt_from_a_fixed_length_or_another_sampling(how: str) -> 
     engine = engine_of(GOOD)
     before = engine.rule.describe()
     if how == "fixed":
-        engine.rule.fix_draft_tokens(K)
+        engine.rule.fix_num_speculative_tokens(K)
     engine.rule.begin(how == "fixed")
     engine.rates = BAD
     tally = engine.run(1, 500)
     assert len(set(tally.lengths)) == 1, "no trials either"
-    engine.rule.fix_draft_tokens(None)
+    engine.rule.fix_num_speculative_tokens(None)
     assert engine.rule.describe() == before
 
 

@@ -105,8 +105,8 @@ def test_trials_end_take_turns_and_are_paid_before_the_next() -> None:
     for _ in range(6000):
         if trials.due:
             trials.begin(2, gains, ratios)
-            lengths.append(trials.draft_tokens)
-        num_steps += trials.draft_tokens is not None
+            lengths.append(trials.num_speculative_tokens)
+        num_steps += trials.num_speculative_tokens is not None
         trials.observe(0.01, None)
         if trials.over:
             trials.end()
@@ -134,13 +134,13 @@ def test_the_error_of_a_trial_is_that_of_most_of_its_steps() -> None:
 def test_what_is_tried(chosen: int, gains: list[float], ratios: list[float], expected: int | None) -> None:
     trials = Trials()
     trials.begin(chosen, np.array(gains), np.array(ratios))
-    assert trials.draft_tokens == expected and not trials.due
+    assert trials.num_speculative_tokens == expected and not trials.due
 
 
 def test_measured_lengths_take_turns_and_only_their_sizes_count() -> None:
     measurement, lengths = Measurement(K, 16), []
     for step in range(2 * MEASURE_STEPS * (K + 1)):
-        lengths.append(measurement.draft_tokens)
+        lengths.append(measurement.num_speculative_tokens)
         measurement.observe(lengths[-1], 4 if step % 2 else 3, steady=True, seconds=0.1)
     assert lengths == [k for k in (3, 2, 1, 0) * 2 for _ in range(MEASURE_STEPS)]
     assert set(measurement.seconds) == {(k, 4) for k in range(K + 1)}

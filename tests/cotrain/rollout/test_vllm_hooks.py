@@ -29,7 +29,7 @@ class Runner:
         return torch.tensor([[1, 2], [3, 4]])
 
 
-def draft(runner: Runner, draft_tokens: int, aux_hidden=AUX, verified=(2, 1), new=()):
+def draft(runner: Runner, num_speculative_tokens: int, aux_hidden=AUX, verified=(2, 1), new=()):
     """verified: draft tokens among the scheduled tokens of the two requests."""
     names = runner.input_batch.req_ids
     step = SimpleNamespace(
@@ -37,7 +37,7 @@ def draft(runner: Runner, draft_tokens: int, aux_hidden=AUX, verified=(2, 1), ne
         num_scheduled_tokens=dict(zip(names, (3, 2), strict=True)),
         scheduled_spec_decode_tokens={r: [0] * n for r, n in zip(names, verified, strict=True) if n},
         scheduled_new_reqs=list(new),
-        num_spec_tokens_to_schedule=draft_tokens,
+        num_spec_tokens_to_schedule=num_speculative_tokens,
     )
     starts = torch.tensor([0, 3, 5], dtype=torch.int32)
     blocks = torch.zeros(2, 4, dtype=torch.int32)
@@ -116,7 +116,7 @@ class Attention:
         return dataclasses.replace(self, **changes)
 
 
-def decode(runner: Runner, draft_tokens: int, position: int) -> None:
+def decode(runner: Runner, num_speculative_tokens: int, position: int) -> None:
     """One engine step in which both requests have one row, the second three positions behind the first."""
     names = runner.input_batch.req_ids
     step = SimpleNamespace(
@@ -124,7 +124,7 @@ def decode(runner: Runner, draft_tokens: int, position: int) -> None:
         num_scheduled_tokens=dict.fromkeys(names, 1),
         scheduled_spec_decode_tokens={},
         scheduled_new_reqs=[],
-        num_spec_tokens_to_schedule=draft_tokens,
+        num_spec_tokens_to_schedule=num_speculative_tokens,
     )
     ends = torch.tensor([position + 1, position - 2], dtype=torch.int32)
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)

@@ -12,7 +12,7 @@ FULL = {
     "rollout/response_length": 87.2,
     "rollout/acceptance_length": 2.31,
     "rollout/expected_acceptance_length": 2.28,
-    "rollout/draft_tokens": 300,
+    "rollout/drafted_tokens": 300,
     "rollout/num_drafts": 100,
     "rollout/speedup_vs_no_speculation": 1.34,
     "rollout/tokens_per_s": 512.3,
@@ -45,7 +45,7 @@ def test_what_a_run_does_not_have_is_left_out():
 
 
 def test_a_draft_length_below_k_shows_as_it_was():
-    assert "  k 2.5  " in step_line(1, 2, FULL | {"rollout/draft_tokens": 250}, Versions(1, 0))
+    assert "  k 2.5  " in step_line(1, 2, FULL | {"rollout/drafted_tokens": 250}, Versions(1, 0))
 
 
 def test_time_left_is_of_the_last_steps_and_ends_with_the_run(stream):

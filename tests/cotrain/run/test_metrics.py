@@ -50,7 +50,7 @@ def test_speculation_metrics_by_hand():
     metrics = speculation_metrics(counts(10, 3, (8, 4, 1)), k=3)
     assert metrics == pytest.approx(
         {
-            "rollout/draft_tokens": 30,
+            "rollout/drafted_tokens": 30,
             "rollout/num_drafts": 10,
             "rollout/acceptance_length": 2.3,
             "rollout/acceptance_rate_pos_1": 0.8,
@@ -65,6 +65,6 @@ def test_speculation_metrics_by_hand():
 def test_no_acceptance_is_claimed_where_nothing_was_drafted():
     assert speculation_metrics(None, k=3) == {}
     assert speculation_metrics(counts(0, 3, (0, 0, 0)), k=3) == {
-        "rollout/draft_tokens": 0,
+        "rollout/drafted_tokens": 0,
         "rollout/num_drafts": 0,
     }

@@ -169,7 +169,7 @@ def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, 
     assert {(metric.key, metric.value, metric.step) for metric in model.metrics} == {
         ("expected_acceptance_length", 1.5, 3),
         ("acceptance_length", 1.8, 4),
-        ("draft_tokens", 1.0, 4),
+        ("num_speculative_tokens", 1.0, 4),
         ("num_drafts", 100.0, 4),
     }
     outputs = client.get_run(tracker.run_id).outputs.model_outputs
@@ -195,7 +195,7 @@ def test_best_is_the_best_of_one_run_at_one_draft_length(run_config, client, dra
         tracker.log_served(3, few, 4).result(60)  # 2.00 at k = 1, in ten drafts
     assert version_of("best") == 2
     tags = client.get_model_version("smollm2-135m-instruct-drafter", "1").tags
-    assert (tags["acceptance_length"], tags["draft_tokens"], tags["num_drafts"]) == ("1.6000", "1", "200")
+    assert (tags["acceptance_length"], tags["num_speculative_tokens"], tags["num_drafts"]) == ("1.6000", "1", "200")
     assert tags["sampling"] == "temperature 1, top_p 1, top_k 0, probabilistic drafts"
     history = [{"step": 2, "versions/drafter": 1, **short[0]}, {"step": 3, "versions/drafter": 2, **short[1]}]
     with Tracker(run_config(), run_id=tracker.run_id, history=history) as resumed:

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from cotrain.config.schema import DatasetTask, ReasoningGymTask
 from cotrain.tasks.base import build_task
-from cotrain.tasks.prompt_order import PromptSampler
+from cotrain.tasks.prompt_order import PromptOrder
 
 ONE_DIGIT_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -247,15 +247,15 @@ def test_dataset_that_is_not_there(tmp_path, monkeypatch, path, fields, message)
 
 
 def test_sampler_visits_every_prompt_once_an_epoch_in_another_order_each_time():
-    sampler = PromptSampler(num_prompts=12, prompts_per_step=4, seed=0)
-    epochs = [[index for _ in range(3) for index in sampler.next()] for _ in range(3)]
+    sampling = PromptOrder(num_prompts=12, prompts_per_step=4, seed=0)
+    epochs = [[index for _ in range(3) for index in sampling.next()] for _ in range(3)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
 def test_sampler_never_mixes_epochs():
-    sampler = PromptSampler(num_prompts=10, prompts_per_step=4, seed=0)
-    assert [sampler.state() for _ in range(3) if sampler.next()] == [
+    sampling = PromptOrder(num_prompts=10, prompts_per_step=4, seed=0)
+    assert [sampling.state() for _ in range(3) if sampling.next()] == [
         {"epoch": 0, "position": 4},
         {"epoch": 0, "position": 8},
         {"epoch": 1, "position": 4},
@@ -263,23 +263,23 @@ def test_sampler_never_mixes_epochs():
 
 
 def test_sampler_order_depends_on_the_seed_only():
-    steps = [list(islice(iter(PromptSampler(100, 5, seed).next, None), 30)) for seed in (1, 1, 2)]
+    steps = [list(islice(iter(PromptOrder(100, 5, seed).next, None), 30)) for seed in (1, 1, 2)]
     assert steps[0] == steps[1]
     assert steps[0] != steps[2]
 
 
 @pytest.mark.parametrize("steps_before", [0, 2, 3, 7])
 def test_sampler_resumes_within_an_epoch(steps_before):
-    straight = PromptSampler(10, 3, seed=4)
+    straight = PromptOrder(10, 3, seed=4)
     for _ in range(steps_before):
         straight.next()
-    resumed = PromptSampler(10, 3, seed=4)
+    resumed = PromptOrder(10, 3, seed=4)
     resumed.restore(json.loads(json.dumps(straight.state())))
     assert [resumed.next() for _ in range(6)] == [straight.next() for _ in range(6)]
 
 
 def test_sampler_refuses_what_it_cannot_serve():
     with pytest.raises(ValueError, match=r"rollout\.prompts_per_step = 9 .* 8 prompts .* task\.size"):
-        PromptSampler(num_prompts=8, prompts_per_step=9, seed=0)
+        PromptOrder(num_prompts=8, prompts_per_step=9, seed=0)
     with pytest.raises(ValueError, match="position 9 lies outside the task's 8 prompts"):
-        PromptSampler(8, 2, seed=0).restore({"epoch": 0, "position": 9})
+        PromptOrder(8, 2, seed=0).restore({"epoch": 0, "position": 9})

@@ -13,14 +13,14 @@ from cotrain.config.schema import RolloutConfig
 from cotrain.records import FeatureShard
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, write_records
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 
 HIDDEN, VOCAB, AUX_LAYERS = 64, 128, (2, 4, 5)
-SAMPLER = Sampler(temperature=1.0, top_p=1.0, top_k=0, draft_sample_method="probabilistic")
+SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, draft_sample_method="probabilistic")
 
 
 def make_record(
-    prompt: int = 0, response_length: int = 6, policy_version: int = 0, sampler: Sampler = SAMPLER
+    prompt: int = 0, response_length: int = 6, policy_version: int = 0, sampling: SamplingParams = SAMPLING
 ) -> FeatureRecord:
     """Random features of a rollout whose 4 prompt tokens all are `prompt`."""
     num_tokens = 4 + response_length
@@ -36,7 +36,7 @@ def make_record(
         feature_mask=mask,
         prompt_length=4,
         policy_version=policy_version,
-        sampler=sampler,
+        sampling=sampling,
         aux_layers=AUX_LAYERS,
     )
 
@@ -53,7 +53,7 @@ class Target:
         mask = torch.ones(24, dtype=torch.bool)
         mask[-1] = False
         return [
-            FeatureRecord(*row, mask, 4, policy_version, SAMPLER, AUX_LAYERS)
+            FeatureRecord(*row, mask, 4, policy_version, SAMPLING, AUX_LAYERS)
             for row in zip(*self._generate(num_prompts, samples, seed), strict=True)
         ]
 
@@ -122,7 +122,9 @@ def new_trainer(target, run_config):
             "batch_tokens": 100,
             "updates_per_step": 3,
         }
-        rollout = rollout or RolloutConfig(draft_tokens=3, max_prompt_tokens=32, max_new_tokens=32, dtype="float32")
+        rollout = rollout or RolloutConfig(
+            num_speculative_tokens=3, max_prompt_tokens=32, max_new_tokens=32, dtype="float32"
+        )
         config = run_config(steps=10, seed=seed, rollout=rollout, drafter=fields | changes)
         trainer = DrafterTrainer(config, target.folder, init_folder)
         trainer.set_target_weights(payload_of(target), 0)

@@ -114,7 +114,9 @@ def test_a_saved_and_loaded_buffer_goes_on_exactly(tmp_path):
     restored_rng.set_state(rng.get_state())
     for name in ("num_bytes", "num_tokens", "stats", "policy_versions"):
         assert getattr(restored, name) == getattr(buffer, name)
-    assert [(r.sampler, r.prompt_key) for r in restored.records] == [(r.sampler, r.prompt_key) for r in buffer.records]
+    assert [(r.sampling, r.prompt_key) for r in restored.records] == [
+        (r.sampling, r.prompt_key) for r in buffer.records
+    ]
     for _ in range(6):
         expected, found = buffer.sample(20, rng), restored.sample(20, restored_rng)
         assert all(torch.equal(getattr(expected, n), getattr(found, n)) for n in ("token_ids", "aux_hidden"))

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cotrain.config.schema import RolloutConfig
-from tests.cotrain.trainer.conftest import SAMPLER, VOCAB, make_record, payload_of, weights_of
+from tests.cotrain.trainer.conftest import SAMPLING, VOCAB, make_record, payload_of, weights_of
 
 
 def run_steps(trainer, target, shard_of, steps):
@@ -58,7 +58,7 @@ def test_evaluation_is_of_the_served_positions_and_not_of_how_rollouts_are_batch
     records = target.rollouts(4, 2, seed=1, policy_version=0)
     found = []
     for batch_tokens in (30, 10_000):
-        trainer = new_trainer(batch_tokens=batch_tokens, rollout=RolloutConfig(draft_tokens=2))
+        trainer = new_trainer(batch_tokens=batch_tokens, rollout=RolloutConfig(num_speculative_tokens=2))
         metrics = trainer.evaluate(records)
         rates = [metrics.pop(f"drafter/acceptance_rate_pos_{k}") for k in (1, 2)]
         assert 1 > rates[0] > rates[1] > 0
@@ -143,7 +143,7 @@ def test_features_without_a_head_of_their_version_are_refused(new_trainer, targe
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sampler": replace(SAMPLER, temperature=0.7)}, r"sampler Sampler\(temperature=0.7"),
+        ({"sampling": replace(SAMPLING, temperature=0.7)}, r"sampling SamplingParams\(temperature=0.7"),
         ({"aux_layers": (1, 3, 4)}, r"aux layers \(1, 3, 4\), the trainer knows \[\(2, 4, 5\)\]"),
     ],
 )

@@ -9,7 +9,7 @@ from cotrain.process.failures import SelfCheckFailed
 from cotrain.records import FeatureShard, Rollout, RolloutBatch, Versions
 from cotrain.trainer.self_check import TOLERANCE, check_features, check_log_probs, check_records, relative_error
 from cotrain.transport.features import FeatureRecord, write_records
-from drafters.base import Sampler
+from drafters.base import SamplingParams
 
 WIDTH, LENGTH, LAYERS = 8, 20, (2, 3, 5)
 
@@ -39,7 +39,7 @@ def tapped(tmp_path, layers=LAYERS, noise=0.0, holes=slice(0, 0), policy=None, s
         feature_mask=mask,
         prompt_length=5,
         policy_version=0,
-        sampler=Sampler(1.0, 1.0, 0, "greedy"),
+        sampling=SamplingParams(1.0, 1.0, 0, "greedy"),
         aux_layers=said,
     )
     path = tmp_path / "features.safetensors"

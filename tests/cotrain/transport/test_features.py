@@ -39,7 +39,7 @@ def test_what_is_written_is_read_and_the_file_is_no_longer_needed(shard):
     for old, new in zip(written, read, strict=True):
         assert all(torch.equal(getattr(old, name), getattr(new, name)) for name in TENSOR_FIELDS)
         assert new.aux_hidden.dtype == torch.bfloat16
-        assert (new.prompt_length, new.policy_version, new.sampler, new.aux_layers) == (4, 0, old.sampler, (2, 4, 5))
+        assert (new.prompt_length, new.policy_version, new.sampling, new.aux_layers) == (4, 0, old.sampling, (2, 4, 5))
         assert new.num_bytes == old.num_bytes == new.num_tokens * (8 + 2 * 4 * 64 + 1)
 
 

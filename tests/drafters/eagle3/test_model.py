@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from drafters.base import Serving
+from drafters.base import ServingSpec
 from drafters.build import build_drafter
 from drafters.eagle3.model import Eagle3Drafter
 from tests.drafters.conftest import EAGLE3, TARGET, make_drafter
@@ -33,7 +33,7 @@ def test_the_whole_vocabulary_has_no_map(target_weights):
 
 def test_an_engine_is_told_the_layers_and_given_the_map():
     drafter = make_drafter()
-    assert drafter.serving == Serving("eagle3", aux_layers=(2, 4, 5))
+    assert drafter.serving == ServingSpec("eagle3", aux_layers=(2, 4, 5))
     assert "d2t" in drafter.state_for_serving() and "t2d" not in drafter.state_for_serving()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafters.alignment import align
-from drafters.base import Serving
+from drafters.base import ServingSpec
 from drafters.build import build_drafter
 from drafters.config import ObjectiveConfig
 from tests.drafters.conftest import MIMO, MTP_KINDS, QWEN3_NEXT, TARGET, kind_name, make_batch
@@ -21,7 +21,7 @@ def kind(request):
     ("kind", "overrides"), [(MIMO, (("num_nextn_predict_layers", 1),)), (QWEN3_NEXT, ())], ids=["mimo", "qwen3_next"]
 )
 def test_an_engine_is_told_what_the_target_must_say(kind, overrides):
-    assert kind.make().serving == Serving("mtp", aux_layers=(), target_overrides=overrides)
+    assert kind.make().serving == ServingSpec("mtp", aux_layers=(), target_overrides=overrides)
 
 
 def test_a_new_head_passes_the_targets_hidden_state_through(kind):
@@ -44,7 +44,7 @@ def test_the_vocabulary_is_the_targets(kind, target_weights):
     assert torch.equal(drafts.head, target_weights.head)
 
 
-def test_the_borrowed_head_is_as_it_is_now_and_gets_no_gradient_buffer(kind, target_weights, sampler, monkeypatch):
+def test_the_borrowed_head_is_as_it_is_now_and_gets_no_gradient_buffer(kind, target_weights, sampling, monkeypatch):
     drafter, batch = kind.make(), make_batch((3, 8, 0))
     newer = dataclasses.replace(target_weights, head=(2 * target_weights.head).requires_grad_())
     drafter.drafts(batch, align(batch, 3), target_weights)
@@ -54,14 +54,14 @@ def test_the_borrowed_head_is_as_it_is_now_and_gets_no_gradient_buffer(kind, tar
     sizes = []
     zeros_like = torch.zeros_like
     monkeypatch.setattr(torch, "zeros_like", lambda tensor: sizes.append(tensor.shape) or zeros_like(tensor))
-    drafter.loss(batch, newer, sampler, ObjectiveConfig())
+    drafter.loss(batch, newer, sampling, ObjectiveConfig())
     assert sizes.count(drafts.hidden[0].shape) == 3 and target_weights.head.shape not in sizes
 
 
-def test_no_states_of_other_layers_are_needed(kind, target_weights, sampler):
+def test_no_states_of_other_layers_are_needed(kind, target_weights, sampling):
     drafter, batch = kind.make(), make_batch((3, 8, 0), (4, 6, 2))
     narrow = dataclasses.replace(batch, aux_hidden=batch.aux_hidden[:, :0])
-    whole, alone = (drafter.loss(b, target_weights, sampler, ObjectiveConfig()) for b in (batch, narrow))
+    whole, alone = (drafter.loss(b, target_weights, sampling, ObjectiveConfig()) for b in (batch, narrow))
     assert torch.equal(whole.loss, alone.loss) and alone.loss > 0
 
 

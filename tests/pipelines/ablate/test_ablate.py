@@ -53,7 +53,7 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, t
     assert state["steps"] == 3 and state["seeds"] == [0, 1]
     assert state["arms"][0] == {
         "name": "generic, frozen", "init": "generic", "model": "eagle3", "online": False, "policy": "moving",
-        "draft_tokens": 3, "objective": "lk_hybrid", "speculation": True,
+        "num_speculative_tokens": 3, "objective": "lk_hybrid", "speculation": True,
         "runs": [
             {"seed": seed, "folder": f"runs/generic-frozen-s{seed}", "status": "finished", "error": None}
             for seed in (0, 1)

@@ -5,7 +5,7 @@ import pytest
 from cotrain.config.errors import ConfigError
 from pipelines.ablate.plan import load_study
 
-GRID = 'grid={init=["none","generic"],online=[true,false],draft_tokens=[1,2]}'
+GRID = 'grid={init=["none","generic"],online=[true,false],num_speculative_tokens=[1,2]}'
 
 
 def problems(study_file, *overrides: str) -> list[str]:
@@ -19,12 +19,14 @@ def arms(*fields: str) -> str:
 
 
 def test_arms_differ_from_the_shared_configuration_only_in_what_they_set(study_file):
-    study = load_study(study_file, [arms("name='x', init='generic', online=false, policy='frozen', draft_tokens=2")])
+    study = load_study(
+        study_file, [arms("name='x', init='generic', online=false, policy='frozen', num_speculative_tokens=2")]
+    )
     config = study.run_config(study.arms[0], study.arms[0].runs[1])
     expected = study.shared.model_dump(mode="json")
     expected |= {"name": "x-s1", "seed": 1, "run_root": str(study.folder / "runs")}
     expected["policy"]["train"] = False
-    expected["rollout"]["draft_tokens"] = 2
+    expected["rollout"]["num_speculative_tokens"] = 2
     expected["drafter"] |= {"train": False, "init": str(study.folder / "inits/generic/drafter")}
     assert config.model_dump(mode="json") == expected
 
@@ -32,7 +34,7 @@ def test_arms_differ_from_the_shared_configuration_only_in_what_they_set(study_f
 def test_without_speculation_there_is_no_drafter(study_file):
     study = load_study(study_file, [arms("name='x', speculation=false, policy='frozen'")])
     [arm], config = study.arms, study.arm_configs["x"]
-    assert config.drafter is None and (arm.draft_tokens, arm.init, arm.model, arm.objective) == (
+    assert config.drafter is None and (arm.num_speculative_tokens, arm.init, arm.model, arm.objective) == (
         0,
         "none",
         "none",
@@ -63,11 +65,11 @@ def test_a_grid_leaves_out_frozen_random_drafters(study_file):
         (arms("name='x', onlin=true"), "did you mean online?"),
         (arms("name='x', speculation=false, online=true"), "arm 'x': online: an arm without speculation has no drafter"),
         (arms("name='x', init='genric'"), "arm 'x': init: 'genric' is none of generic, none"),
-        (arms("name='x', draft_tokens=4"), "arm 'x': rollout.draft_tokens: 4 is above drafter.model.trained_depth = 3"),
+        (arms("name='x', num_speculative_tokens=4"), "arm 'x': rollout.num_speculative_tokens: 4 is above drafter.model.trained_depth = 3"),
         (arms("name='x', objective={typ=1}"), "arm 'x': drafter.objective.typ: unknown field; did you mean"),
         (arms("name='x', policy='still'"), "arm 'x': policy: must be 'moving' or 'frozen', got 'still'"),
-        (arms("name='x'", "name='y', draft_tokens=3"), "arm 'y': is the same as 'x'; change or remove one"),
-        (arms("name='x y'", "name='x-y', draft_tokens=1"), "arm 'x-y': would share run folders x-y-s* with 'x y'; rename one"),
+        (arms("name='x'", "name='y', num_speculative_tokens=3"), "arm 'y': is the same as 'x'; change or remove one"),
+        (arms("name='x y'", "name='x-y', num_speculative_tokens=1"), "arm 'x-y': would share run folders x-y-s* with 'x y'; rename one"),
         (arms("init='none'"), "arm 1: name: missing: Name in tables"),
         ("arms=[]", "arms: the study has none"),
         ("grid={policy=['still']}", "arm 'grid': policy: must be 'moving' or 'frozen'"),

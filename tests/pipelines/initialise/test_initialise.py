@@ -65,7 +65,7 @@ def test_the_summary_says_what_came_out_and_what_to_do_next(run_config):
         "expected_acceptance_length": 1.88, "expected_acceptance_rates": [0.58, 0.3], "served": served.to_json(),
         "seconds": 130.0, "registered_model": "tiny-drafter", "registered_version": 3,
     }  # fmt: skip
-    config = run_config(policy={"model": "tiny:llama"}, rollout={"draft_tokens": 2})
+    config = run_config(policy={"model": "tiny:llama"}, rollout={"num_speculative_tokens": 2})
     text = "\n".join(summary(figures, config, Path("runs/x/drafter")))
     for part in [
         "5,000 response tokens in 2m",

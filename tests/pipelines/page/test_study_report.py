@@ -12,7 +12,7 @@ from pipelines.ablate.report import COMPARED, comparison, measures, read_study, 
 from pipelines.page.page import Fact
 from tests.pipelines.page.conftest import arm, images, words, write_study
 
-PLAIN = arm("plain", "none", False, speculation=False, draft_tokens=0, objective="none")
+PLAIN = arm("plain", "none", False, speculation=False, num_speculative_tokens=0, objective="none")
 GENERIC_FROZEN = arm("generic-frozen", "generic", False)
 GENERIC_ONLINE = arm("generic-online", "generic", True)
 IN_DOMAIN = arm("in-domain-frozen", "in-domain", False)
@@ -81,7 +81,7 @@ def test_the_gap_uses_only_seeds_with_all_three_arms(tmp_path: Path) -> None:
 
 
 def test_the_gap_compares_arms_of_one_policy_and_k(tmp_path: Path) -> None:
-    arms = [GENERIC_FROZEN, GENERIC_ONLINE, IN_DOMAIN | {"draft_tokens": 1}]
+    arms = [GENERIC_FROZEN, GENERIC_ONLINE, IN_DOMAIN | {"num_speculative_tokens": 1}]
     fact = gap(write_study(tmp_path / "s", arms, LENGTHS))
     assert (fact.value, fact.note) == ("-", "the study has no frozen in-domain arm to compare with")
 
