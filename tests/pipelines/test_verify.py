@@ -185,7 +185,7 @@ def test_a_runs_configuration_gives_model_sampling_and_draft_length(drafter_fold
     config = tmp_path / "run.toml"
     config.write_text(
         'name = "n"\nsteps = 1\n[policy]\nmodel = "tiny:llama"\n[task]\ntype = "reasoning_gym"\nname = "chain_sum"\n'
-        '[rollout]\ntemperature = 0.8\ndraft_tokens = 2\ndtype = "float32"\n'
+        '[rollout]\ntemperature = 0.8\nnum_speculative_tokens = 2\ndtype = "float32"\n'
     )
     args = build_parser().parse_args(["--config", str(config), "--drafter", str(drafter_folder)])
     verification = prepare(args, tmp_path)

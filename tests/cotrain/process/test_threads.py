@@ -43,7 +43,7 @@ def test_without_intels_runtime_workers_wait_passively(monkeypatch):
 
 def test_an_engine_gets_its_kv_cache_and_the_model_runner_that_is_hooked():
     environment = threads.engine_environment(2)
-    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"

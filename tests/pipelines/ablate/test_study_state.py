@@ -113,7 +113,7 @@ def test_arms_and_seeds_may_be_added(study_file):
     record = study_record(study)
     record.arms[0].runs[0].status = "finished"
     record.write(study.folder)
-    study_file.write_text(study_file.read_text() + '\n[[arms]]\nname = "k 1"\ndraft_tokens = 1\n')
+    study_file.write_text(study_file.read_text() + '\n[[arms]]\nname = "k 1"\nnum_speculative_tokens = 1\n')
     study = load_study(study_file)
     check_same_settings(study)
     arms = study_record(study).arms
