@@ -5,7 +5,7 @@
 
 gate: CPU seconds in which the drafter trainer scores both drafters, over those of all cores: the policy learns beside it,
 and the run loses what it is kept from. (On a GPU of its own the trainer costs nothing.) "gate, waiting": the seconds it
-takes, which would be lost if nothing ran beside it. monitor: seconds of its looks. trials: seconds of engine steps with another draft length than the chosen one; what they
+takes, which would be lost if nothing ran beside it. monitor: seconds of its checks. trials: seconds of engine steps with another draft length than the chosen one; what they
 cost is less, since they generate too. Prints a Markdown table.
 """
 

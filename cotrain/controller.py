@@ -88,7 +88,7 @@ class Controller:
         self.config, self.run_dir, self.roles, self.prompts, self.records = config, run_dir, roles, prompts, records
         self.step, self.versions, self._fingerprints = state.step, state.versions, state.fingerprints
         self.run_seconds = state.seconds
-        """Of all steps, those before a resume included."""
+        """Seconds of all steps, those before a resume included."""
         self.stop_requested: Callable[[], bool] = lambda: False
         self.last_batch: RolloutBatch | None = None
         rollout = config.rollout

@@ -23,11 +23,6 @@ CHUNK_TOKENS = 512
 DEPTH_DECAY = 0.8
 """Weight of a draft position against the one before it, with depth_weights = "decay"."""
 
-CHUNK_TOKENS = 512
-"""Rows whose logits are in memory at once. It bounds peak memory and never changes the result."""
-DEPTH_DECAY = 0.8
-"""Weight of a draft position against the one before it, with depth_weights = "decay"."""
-
 
 @dataclass(frozen=True)
 class Teacher:

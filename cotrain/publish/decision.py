@@ -34,7 +34,7 @@ class Decision:
     events: Sequence[DrafterEvent] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     expected: ExpectedAcceptance | None = None
-    """Of the candidate that is published; None when it could not be scored."""
+    """What the published candidate is expected to reach; None when it could not be scored."""
     alarms: Sequence[Alarm] = ()
 
 
@@ -46,7 +46,7 @@ class Judgement:
     reason: str
     numbers: Mapping[str, float]
     expected: ExpectedAcceptance | None = None
-    """Of the candidate."""
+    """What the candidate is expected to reach."""
 
 
 def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: Sequence[Alarm] = ()) -> Decision:

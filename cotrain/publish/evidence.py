@@ -63,7 +63,7 @@ class Publication:
     judged_round: int = 0
     """Training rounds behind the candidate that was last evaluated: each is evaluated once."""
     swap_seconds: float = 0.0
-    """Of the last swap."""
+    """Seconds that the last swap took."""
     watched: int = 0
     """Steps for which the canary still watches it."""
 
@@ -99,9 +99,9 @@ class Evidence:
     """What the controller believes to be served."""
     serving: Publication
     scores: FreshScores
-    """Of the serving drafter and the candidate, on the same rollouts of this step."""
+    """Scores of the serving drafter and the candidate, on the same rollouts of this step."""
     expected: ExpectedAcceptance | None
-    """Of the serving drafter, by its scores; None where too few rollouts could be scored."""
+    """What the serving drafter is expected to reach; None where too few rollouts could be scored."""
     delivery: Delivery | None = None
     """None in steps in which nothing is read back."""
 

@@ -34,7 +34,7 @@ class Outcome:
     events: list[DrafterEvent] = field(default_factory=list)
     swap: SwapReport | None = None
     expected: ExpectedAcceptance | None = None
-    """Of a candidate that was published."""
+    """What a published candidate is expected to reach."""
     trains: bool = False
     """Whether the drafter is to be trained on this step's rollouts."""
     failure: DrafterAlarm | None = None

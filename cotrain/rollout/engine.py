@@ -50,9 +50,9 @@ class RolloutEngine:
         self.spec = spec
         self.versions = spec.versions
         self.decode_seconds = 0.0
-        """Of the last generate: from when every request had its first token until the last token."""
+        """Seconds of the last generate, from when every request had its first token until the last token."""
         self.decoded: dict[int, tuple[int, float]] = {}
-        """Of the last generate, by number of requests in an engine step: tokens and seconds of the steps that computed
+        """Tokens and seconds of the last generate, by number of requests in an engine step, for the steps that computed
         no prompt. Empty where nothing proposes draft tokens."""
         self._engine: Any = None
         self._chooses = False  # is the draft length chosen by the engine's speculation controller?

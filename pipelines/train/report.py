@@ -21,7 +21,6 @@ STAGES = {
     "lossless": "check of losslessness",
     "learn": "policy and drafter training",
     "swap_policy": "policy swap",
-    "swap_drafter": "drafter swap",
 }
 SPEEDUP = "rollout/speedup_vs_no_speculation"
 CURVES = {

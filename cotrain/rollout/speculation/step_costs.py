@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 QUANTILE = 0.25
-"""Of the steps that were measured: what disturbs a machine only makes steps slower, in bursts."""
+"""Quantile of the measured steps that counts, since what disturbs a machine only makes steps slower, in bursts."""
 
 PACE_STEPS, LEAST_PACE_STEPS = 15, 5
 """Latest steps whose median is the pace: late ones do not move it, and it follows a busy spell within eight. And those
