@@ -39,12 +39,11 @@ test: $(STAMP) ## lint, then all tests
 	$(BIN)/python -m pytest -q -m 'engine and alone'
 	echo "make test: $$((SECONDS - started)) s"
 
-lint: $(STAMP) ## ruff, mypy, the import contracts and the time of test files
+lint: $(STAMP) ## ruff, mypy and the import contracts
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check . || { echo 'not formatted: run $(BIN)/ruff format .'; exit 1; }
 	$(BIN)/mypy --no-error-summary
 	$(BIN)/lint-imports --no-cache >.venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
-	$(BIN)/python tests/file_times.py
 	echo 'lint: ok'
 
 clean: ## remove .venv and caches; runs/ stays
