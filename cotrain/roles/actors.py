@@ -53,3 +53,11 @@ class LearnerActor:
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the learner."""
         return getattr(self._learner, method)(*args)
+
+
+class PolicyActor(LearnerActor):
+    """A rank of the policy learner; the name is the process's title."""
+
+
+class DrafterActor(LearnerActor):
+    """The drafter trainer; the name is the process's title."""

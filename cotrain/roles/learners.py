@@ -6,7 +6,10 @@ from typing import Any
 from cotrain.config.schema import RunConfig
 from cotrain.process import threads
 from cotrain.process.cluster import Cluster, Placement, free_port
-from cotrain.roles.actors import LearnerActor
+from cotrain.roles.actors import DrafterActor, PolicyActor
+
+ACTORS = {"policy": PolicyActor, "drafter": DrafterActor}
+"""Actor of each kind of learner, by the name of its log file."""
 
 
 class Learner:
@@ -18,7 +21,7 @@ class Learner:
         environment = threads.openmp_environment(threads.num_cores())
         self._actors = [
             cluster.start(
-                LearnerActor,
+                ACTORS[name],
                 cluster.log_file(name if num_ranks == 1 else f"{name}_{rank}"),
                 environment=environment | _rank(rank, num_ranks, port),
                 gpus=gpus,
