@@ -13,7 +13,7 @@ from pathlib import Path
 from cotrain.config.errors import ConfigError
 from cotrain.config.load import load_config, to_toml
 from cotrain.process.failures import RunFailure
-from cotrain.run.store_uri import DEFAULT_URI, absolute_uri, sqlite_file
+from cotrain.run.mlflow_store import DEFAULT_URI, absolute_uri, sqlite_file
 
 COMMANDS = {
     "train": ("pipelines.cli:train", "train a policy and its drafter"),
@@ -132,10 +132,10 @@ def drafters(arguments: Sequence[str]) -> int:
     for action in (listing, pull):
         action.add_argument("--uri", default=DEFAULT_URI, help="MLflow tracking URI (default %(default)s)")
     parsed = parser.parse_args(arguments)
-    from cotrain.run.registry import list_drafters, print_drafters, pull_drafter
+    from cotrain.run.registry import drafter_table, list_drafters, pull_drafter
 
     if parsed.action == "list":
-        print_drafters(list_drafters(absolute_uri(parsed.uri)), sys.stdout)
+        print(drafter_table(list_drafters(absolute_uri(parsed.uri))))
         return 0
     row = pull_drafter(absolute_uri(parsed.uri), parsed.name, parsed.folder)
     versions = f"p{row.tags['policy_version']}-d{row.tags['drafter_version']} of {row.tags['run_name']}"

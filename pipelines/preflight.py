@@ -23,9 +23,9 @@ from cotrain.models.linear_attention import serving_problems, training_problems
 from cotrain.models.loading import native_head, resolve_model
 from cotrain.process.cluster import place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
+from cotrain.run.mlflow_store import check_uri, tracking_uri
 from cotrain.run.provenance import machine
 from cotrain.run.run_dir import resume_arguments
-from cotrain.run.store_uri import tracking_uri
 from drafters.files import safetensors_header, weight_files
 
 GIB = 2**30
@@ -113,10 +113,8 @@ def _check_name_is_free(config: RunConfig) -> None:
 
 
 def _check_tracking(config: RunConfig) -> None:
-    # MLflow takes 2 s to import, so the default (sqlite in the run root) is left to _check_space.
+    # The default, sqlite in the run root, is left to _check_space.
     if config.tracking.uri is not None:
-        from cotrain.run.mlflow_store import check_uri
-
         check_uri(tracking_uri(config))
 
 

@@ -1,27 +1,48 @@
-"""Connects to MLflow. Import this module before MLflow itself, because it sets MLflow's environment."""
+"""The MLflow that a run records into: its URI, whether it can be used, and a client of it.
+
+MLflow takes 2 s to import, so only `connect` imports it.
+"""
 
 import logging
 import os
 import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-# MLflow retries a failed request for minutes. A run keeps its rows in metrics.jsonl and sends them again with the next
-# step, so a request may fail early.
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+from cotrain.config.schema import RunConfig
 
-import mlflow
-from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
-from cotrain.run.store_uri import sqlite_file
-
+SQLITE = "sqlite:///"
+DEFAULT_URI = f"{SQLITE}{RunConfig.model_fields['run_root'].default / 'mlflow.db'}"
+PARENT_RUN_VARIABLE = "COTRAIN_PARENT_RUN"
+"""Environment variable with the MLflow run under which a run is nested; `cotrain ablate` sets it for its runs."""
 HEALTH_TIMEOUT_S = 5.0
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+
+
+def tracking_uri(config: RunConfig) -> str:
+    """tracking.uri, or sqlite in the run root."""
+    return absolute_uri(config.tracking.uri or f"{SQLITE}{config.run_root / 'mlflow.db'}")
+
+
+def absolute_uri(uri: str) -> str:
+    """The same store, named so that it is found from any working directory."""
+    return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).resolve()}" if uri.startswith(SQLITE) else uri
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The database file of a sqlite URI; None for a server."""
+    return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) else None
+
+
+def uri_argument(uri: str) -> str:
+    """The option that points `cotrain ui` and `cotrain drafters` at this store; empty for the default one."""
+    return "" if uri == absolute_uri(DEFAULT_URI) else f" --uri {shlex.quote(uri)}"
 
 
 def check_uri(uri: str) -> None:
@@ -50,32 +71,32 @@ def _check_server(uri: str) -> None:
             ) from None
 
 
-def connect(uri: str) -> MlflowClient:
+def connect(uri: str) -> "MlflowClient":
     """A client of a store that answers. A new sqlite file takes some seconds. Raises ValueError naming tracking.uri."""
     check_uri(uri)
+    if database := sqlite_file(uri):
+        database.parent.mkdir(parents=True, exist_ok=True)
+    import mlflow
+
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # This logger writes pages of traceback for an error that is raised as well, for example when the disk is full.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-    if database := sqlite_file(uri):
-        database.parent.mkdir(parents=True, exist_ok=True)
     # Registering a logged model looks it up in the store of the process, not in that of the client.
     mlflow.set_tracking_uri(uri)
-    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    client = mlflow.MlflowClient(uri, uri)
     try:
         client.search_experiments(max_results=1)
-    except MlflowException as error:
+    except mlflow.MlflowException as error:
         raise ValueError(f"tracking.uri: {uri} cannot be used: {first_line(error)}") from error
     return client
 
 
-def first_line(error: Exception) -> str:
-    """The start of an error's text, since MLflow's texts run to pages."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+def experiment_id(client: "MlflowClient", uri: str) -> str:
+    """Id of the experiment `cotrain`, or MLFLOW_EXPERIMENT_NAME, which is made when there is none.
 
-
-def experiment_id(client: MlflowClient, uri: str) -> str:
-    """Id of the experiment of this name, which is made when there is none. Raises ValueError when it was deleted."""
+    Raises ValueError when it was deleted.
+    """
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cotrain")
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
@@ -86,3 +107,8 @@ def experiment_id(client: MlflowClient, uri: str) -> str:
     if experiment.lifecycle_stage != "active":
         raise ValueError(f"MLFLOW_EXPERIMENT_NAME: {name!r} was deleted in MLflow; restore it or choose another name")
     return experiment.experiment_id
+
+
+def first_line(error: Exception) -> str:
+    """The start of an error's text, since MLflow's texts run to pages."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

@@ -1,39 +1,35 @@
 """One run in MLflow. metrics.jsonl is the record; a thread of its own sends a copy to MLflow.
 
 MLflow being away never ends or slows a run: what could not be sent waits in order and is sent with the next step.
+
+A published drafter is a LoggedModel (files and metrics, linked to its run) and a version of `<policy>-drafter` with
+tags. Alias `serving` is the version published last; for `best` see ServedDrafts.best.
 """
 
 import hashlib
 import os
 import re
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 from typing import Any, Self
+
+from mlflow import MlflowException
+from mlflow.entities import LoggedModelOutput, Metric, Param
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
+from cotrain.run.checkpoint import file_digest
 from cotrain.run.decisions import DrafterEvent
 from cotrain.run.metrics import Served, ServedDrafts
-from cotrain.run.mlflow_store import (  # first of MLflow: sets its environment
-    MlflowClient,
-    MlflowException,
-    connect,
-    experiment_id,
-    first_line,
-)
+from cotrain.run.mlflow_store import PARENT_RUN_VARIABLE, connect, experiment_id, first_line, tracking_uri
 from cotrain.run.provenance import config_hash, flatten
-from cotrain.run.registry import model_id_of, register, versions_of_run
+from cotrain.run.registry import DIGEST_TAG, FILES
 from cotrain.run.run_dir import resume_arguments
-from cotrain.run.store_uri import PARENT_RUN_VARIABLE, tracking_uri
-
-# isort: split
-from mlflow.entities import LoggedModelOutput, Metric, Param
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
-from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH, MAX_TAG_VAL_LENGTH
 
 MARKER = "step"
 """A metric that every row is sent with. A row is stored whole, so the marker's newest value is MLflow's last step."""
@@ -60,19 +56,16 @@ class Tracker:
         self.registered_model = registered_name(config.policy.model)
         self._config, self._say = config, say
         self._client = connect(self.uri)
-        self.experiment_id = experiment_id(self._client, self.uri)
-        self.run_id = _start_run(self._client, self.experiment_id, config, run_id, say)
+        self._experiment = experiment_id(self._client, self.uri)
+        self.run_id = self._start_run(run_id)
         self._last_step = self._sent_step = 0
         if run_id == self.run_id:
             points = self._client.get_metric_history(run_id, MARKER)
             self._last_step = self._sent_step = max((point.step for point in points), default=0)
             self._client.set_tag(run_id, "resumed_from_step", str(history[-1]["step"] if history else 0))
-        self._served, self._versions = ServedDrafts(), versions_of_run(self._client, self.run_id)
-        self._jobs: deque[tuple[Callable[[], Any], Future]] = deque()
-        self._changed = threading.Condition()
-        self._has_new = self._down = self._finished = False
-        self._thread = threading.Thread(target=self._send_until_finished, name="mlflow", daemon=True)
-        self._thread.start()
+        self._served, self._registered = ServedDrafts(), self._versions_of_this_run()
+        self._sender, self._try_again = ThreadPoolExecutor(1, "mlflow"), Event()
+        self._down = self._finished = self._gave_up = False
         for row in history:
             self._served.add(int(row.get("versions/drafter") or 0), row)
             self.log_step(row["step"], {name: value for name, value in row.items() if name != "step"})
@@ -102,7 +95,7 @@ class Tracker:
         """Queue a published drafter: LoggedModel, metrics linked at `step`, registered version, alias `serving`.
 
         `tags` must hold init and data_fingerprint. The folder must stay until the future is done; its result is the
-        registered version (None with tracking.log_drafters off).
+        registered version, None with tracking.log_drafters off or when MLflow did not take it.
         """
         rollout = self._config.rollout
         sampling = f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k}"
@@ -114,7 +107,8 @@ class Tracker:
             "sampling": f"{sampling}, {rollout.draft_sample_method} drafts",
             **tags,
         }
-        return self._enqueue_if_logged(lambda: self._send_drafter(folder, all_tags, dict(metrics), step))
+        logged = self._config.tracking.log_drafters
+        return self._enqueue(lambda: self._send_drafter(folder, all_tags, dict(metrics), step) if logged else None)
 
     def log_served(self, drafter_version: int, metrics: Mapping[str, Any], step: int) -> Future[None]:
         """Queue what a drafter has reached since it is served, this step included; `best` moves to the best of the run.
@@ -123,25 +117,25 @@ class Tracker:
         """
         self._served.add(drafter_version, metrics)
         served, best = self._served.of(drafter_version), self._served.best()
-        return self._enqueue_if_logged(lambda: self._send_served(drafter_version, served, best, step))
+        return self._enqueue(lambda: self._send_served(drafter_version, served, best, step))
 
     def log_decisions(self, path: Path, event: DrafterEvent) -> None:
         """Queue decisions.jsonl as an artifact, and the newest decision as a tag, which the run's page shows."""
 
         def send() -> None:
             self._client.set_tag(self.run_id, "drafter.last_decision", f"step {event.step}: {event.kind}")
-            self._client.set_tag(self.run_id, "drafter.last_reason", event.reason[:MAX_TAG_VAL_LENGTH])
+            self._client.set_tag(self.run_id, "drafter.last_reason", event.reason)
             self._client.log_artifact(self.run_id, str(path))
 
         self._enqueue(send)
 
     def finish(self, status: str = "FINISHED", timeout_s: float = 60.0) -> None:
         """Send what waits, set the status (FINISHED, KILLED or FAILED), and say what could not be sent."""
-        with self._changed:
-            self._finished = True
-            self._enqueue(lambda: self._client.set_terminated(self.run_id, status))
-        self._thread.join(timeout_s)
-        if self._jobs:
+        self._finished = True
+        last = self._enqueue(lambda: self._client.set_terminated(self.run_id, status))
+        wait([last], timeout_s)
+        if self._gave_up or not last.done():
+            self._gave_up = True
             again = resume_arguments(self._config.run_root, self._config.name)
             self._say(
                 f"MLflow did not take everything after step {self._sent_step}. Nothing is lost: steps are in "
@@ -156,65 +150,110 @@ class Tracker:
             stopped = exc_type is not None and issubclass(exc_type, KeyboardInterrupt | SystemExit)
             self.finish("FINISHED" if exc_type is None else "KILLED" if stopped else "FAILED")
 
+    def _start_run(self, run_id: str | None) -> str:
+        """Continue the run `run_id` or create one, with its parameters. Returns the run's id."""
+        config, client, experiments = self._config, self._client, [self._experiment]
+        # The caller holds the run folder's lock, so whatever still says RUNNING for this folder has died.
+        root_hash = hashlib.blake2b(str(config.run_root.resolve()).encode(), digest_size=6).hexdigest()
+        tags = {"cotrain.run_name": config.name, "cotrain.run_root": root_hash}
+        query = " AND ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+        for stale in client.search_runs(experiments, f"{query} AND attributes.status = 'RUNNING'"):
+            client.set_terminated(stale.info.run_id, "FAILED")
+        if run_id is not None:
+            if client.search_runs(experiments, f"attributes.run_id = '{run_id}'"):
+                client.update_run(run_id, status="RUNNING")
+                return run_id
+            self._say(f"MLflow at {self.uri} does not know run {run_id}; a new one is started from metrics.jsonl")
+        tags["config_hash"] = config_hash(config)
+        if parent_run := os.environ.get(PARENT_RUN_VARIABLE):
+            tags[MLFLOW_PARENT_RUN_ID] = parent_run
+        run_id = client.create_run(self._experiment, tags=tags, run_name=config.name).info.run_id
+        # MLflow refuses to change a parameter; the few that a resume may change keep their first value.
+        fields = flatten(config.model_dump(mode="json")).items()
+        params = [Param(re.sub(r"[^\w. :/-]", "_", name), str(value)) for name, value in fields]
+        client.log_batch(run_id, params=params)
+        return run_id
+
+    def _versions_of_this_run(self) -> dict[int, ModelVersion]:
+        """The registered versions by drafter version; the newest where one was registered twice."""
+        found = self._client.search_model_versions(f"run_id = '{self.run_id}' AND tags.drafter_version LIKE '%'")
+        return {int(row.tags["drafter_version"]): row for row in sorted(found, key=lambda row: int(row.version))}
+
     # -- the sending thread ------------------------------------------------------------------------------------------
 
-    def _enqueue_if_logged(self, send: Callable[[], Any]) -> Future:
-        if self._config.tracking.log_drafters:
-            return self._enqueue(send)
-        nothing: Future[None] = Future()
-        nothing.set_result(None)
-        return nothing
-
     def _enqueue(self, send: Callable[[], Any]) -> Future:
-        done: Future = Future()
-        with self._changed:
-            self._jobs.append((send, done))
-            self._has_new = True
-            self._changed.notify()
+        done = self._sender.submit(self._deliver, send)
+        self._try_again.set()
         return done
 
-    def _send_until_finished(self) -> None:
-        finished = False
-        while not finished:
-            with self._changed:
-                self._changed.wait_for(lambda: self._has_new)
-                self._has_new, finished = False, self._finished
+    def _deliver(self, send: Callable[[], Any]) -> Any:
+        """Call `send` until MLflow takes it; what is queued later is a new chance, and `finish` the last one.
+
+        None when MLflow never took it.
+        """
+        while not self._gave_up:
+            self._try_again.clear()
+            last_chance = self._finished
             try:
-                self._send_waiting()
+                result = send()
+            except FileNotFoundError as error:
+                self._say(f"a drafter was deleted before MLflow took it: {error.filename}")
+                return None
             except Exception as error:  # Whatever a store or its network raises, the run goes on without it.
                 if not self._down:
                     self._say(f"MLflow takes no metrics ({first_line(error)}); the run goes on, each step tries again")
-                self._down = True
-
-    def _send_waiting(self) -> None:
-        while self._jobs:
-            send, done = self._jobs[0]
-            try:
-                done.set_result(send())
-            except FileNotFoundError as error:
-                self._say(f"a drafter was deleted before MLflow took it: {error.filename}")
-                done.set_exception(error)
-            self._jobs.popleft()
-        if self._down:
-            self._down = False
-            self._say("MLflow takes metrics again; none is missing")
+                self._down, self._gave_up = True, last_chance
+                if not last_chance:
+                    self._try_again.wait()
+            else:
+                if self._down:
+                    self._say("MLflow takes metrics again, and gets those that it has missed")
+                self._down = False
+                return result
+        return None
 
     def _send_drafter(self, folder: Path, tags: dict[str, str], metrics: Mapping[str, float], step: int) -> int:
-        if register(self._client, self.run_id, self.registered_model, folder, tags, self._versions):
-            model_id = model_id_of(self._versions[int(tags["drafter_version"])])
+        """Register a drafter, unless a resumed run has come past the same one again, and move alias `serving` to it."""
+        number = int(tags["drafter_version"])
+        parent = self._registered.get(max((older for older in self._registered if older < number), default=-1))
+        tags = tags | {"parent_version": str(parent.version) if parent else "none"}
+        tags |= {DIGEST_TAG + file: file_digest(folder / file) for file in FILES}
+        version = self._registered.get(number)
+        if version is None or not version.tags.items() >= tags.items():
+            version = self._registered[number] = self._register(folder, tags)
+            model_id = model_id_of(version)
             self._client.log_outputs(self.run_id, [LoggedModelOutput(model_id, step=step)])
             self._client.log_batch(self.run_id, metrics=_points(metrics, step, model_id))
-        return int(self._versions[int(tags["drafter_version"])].version)
+        self._client.set_registered_model_alias(self.registered_model, "serving", str(version.version))
+        return int(version.version)
+
+    def _register(self, folder: Path, tags: dict[str, str]) -> ModelVersion:
+        client, name = self._client, f"drafter-d{tags['drafter_version']}"
+        model = client.create_logged_model(
+            self._experiment, name, source_run_id=self.run_id, tags=tags, model_type="drafter"
+        )
+        client.log_model_artifacts(model.model_id, str(folder))
+        client.finalize_logged_model(model.model_id, "READY")
+        try:
+            client.create_registered_model(self.registered_model)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        source = f"models:/{model.model_id}"
+        return client.create_model_version(
+            self.registered_model, source, self.run_id, tags=tags, model_id=model.model_id
+        )
 
     def _send_served(self, drafter_version: int, served: Served | None, best: int | None, step: int) -> None:
-        version = self._versions.get(drafter_version)
+        """Tag the version with what it has reached. Drafters that are not registered are passed over."""
+        version = self._registered.get(drafter_version)
         if version is not None and served is not None:
             self._client.log_batch(self.run_id, metrics=_points(served._asdict(), step, model_id_of(version)))
             for name, value in served._asdict().items():
                 text = f"{value:.4f}" if isinstance(value, float) else str(value)
                 self._client.set_model_version_tag(version.name, str(version.version), name, text)
-        if best is not None and best in self._versions:
-            number = str(self._versions[best].version)
+        if best is not None and best in self._registered:
+            number = str(self._registered[best].version)
             self._client.set_registered_model_alias(self.registered_model, "best", number)
 
 
@@ -224,44 +263,11 @@ def registered_name(policy_model: str) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-drafter"
 
 
+def model_id_of(version: ModelVersion) -> str:
+    """The LoggedModel that a version was made from; version.model_id is empty in database stores."""
+    return (version.source or "").removeprefix("models:/")
+
+
 def _points(metrics: Mapping[str, float], step: int, model_id: str | None = None) -> list[Metric]:
     now = int(time.time() * 1000)
     return [Metric(name, float(value), now, step, model_id=model_id) for name, value in metrics.items()]
-
-
-def _start_run(
-    client: MlflowClient, experiment: str, config: RunConfig, run_id: str | None, say: Callable[[str], None]
-) -> str:
-    """Continue the run `run_id` or create one, with its parameters. Returns the run's id."""
-    # The caller holds the run folder's lock, so whatever still says RUNNING for this folder has died.
-    root_hash = hashlib.blake2b(str(config.run_root.resolve()).encode(), digest_size=6).hexdigest()
-    tags = {"cotrain.run_name": config.name, "cotrain.run_root": root_hash}
-    query = " AND ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-    for stale in client.search_runs([experiment], f"{query} AND attributes.status = 'RUNNING'"):
-        client.set_terminated(stale.info.run_id, "FAILED")
-    known: set[str] = set()
-    if run_id is not None and _run_exists(client, run_id):
-        client.update_run(run_id, status="RUNNING")
-        known = set(client.get_run(run_id).data.params)
-    else:
-        if run_id is not None:
-            say(f"MLflow at {tracking_uri(config)} does not know run {run_id}; a new one is started from metrics.jsonl")
-        tags["config_hash"] = config_hash(config)
-        if parent_run := os.environ.get(PARENT_RUN_VARIABLE):
-            tags[MLFLOW_PARENT_RUN_ID] = parent_run
-        run_id = client.create_run(experiment, tags=tags, run_name=config.name).info.run_id
-    # MLflow refuses to change a parameter; the few that a resume may change keep their first value.
-    fields = {re.sub(r"[^\w. :/-]", "_", k): str(v) for k, v in flatten(config.model_dump(mode="json")).items()}
-    params = [Param(key, text[:MAX_PARAM_VAL_LENGTH]) for key, text in fields.items() if key not in known]
-    for start in range(0, len(params), MAX_PARAMS_TAGS_PER_BATCH):
-        client.log_batch(run_id, params=params[start : start + MAX_PARAMS_TAGS_PER_BATCH])
-    return run_id
-
-
-def _run_exists(client: MlflowClient, run_id: str) -> bool:
-    try:
-        return client.get_run(run_id).info.lifecycle_stage == "active"
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return False

@@ -16,7 +16,7 @@ from types import FrameType
 from cotrain.config.load import to_toml
 from cotrain.config.schema import RunConfig
 from cotrain.process.orphans import die_with_parent
-from cotrain.run.store_uri import PARENT_RUN_VARIABLE
+from cotrain.run.mlflow_store import PARENT_RUN_VARIABLE
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
 POLL_S = 0.05

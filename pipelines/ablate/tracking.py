@@ -3,13 +3,9 @@
 import hashlib
 from pathlib import Path
 
-from cotrain.run.mlflow_store import (  # first of MLflow: sets its environment
-    MlflowException,
-    connect,
-    experiment_id,
-    first_line,
-)
-from cotrain.run.store_uri import tracking_uri
+from mlflow import MlflowException
+
+from cotrain.run.mlflow_store import connect, experiment_id, first_line, tracking_uri
 from pipelines.ablate.plan import Study
 
 FOLDER_TAG = "cotrain.study_folder"

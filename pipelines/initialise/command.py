@@ -211,8 +211,8 @@ class Initialisation:
         import torch
 
         from cotrain.process.cluster import place
+        from cotrain.run.mlflow_store import tracking_uri
         from cotrain.run.registry import first_drafter
-        from cotrain.run.store_uri import tracking_uri
         from cotrain.trainer.distiller import Distiller
 
         torch.set_num_threads(threads.num_cores())

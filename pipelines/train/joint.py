@@ -35,10 +35,10 @@ from cotrain.run.checkpoint import (
     model_fingerprints,
 )
 from cotrain.run.console import Console, RunSummary
+from cotrain.run.mlflow_store import tracking_uri, uri_argument
 from cotrain.run.provenance import write_provenance
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
-from cotrain.run.store_uri import tracking_uri, uri_argument
 from cotrain.tasks.base import build_task
 from cotrain.tasks.prompt_order import PromptOrder
 from pipelines.preflight import tap_note

@@ -11,9 +11,9 @@ from cotrain.roles.engines import RolloutEngines, engine_specs
 from cotrain.roles.learners import start_drafter, start_policy
 from cotrain.roles.publisher import Publisher
 from cotrain.run.checkpoint import RunState
+from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
-from cotrain.run.store_uri import tracking_uri
 from cotrain.tasks.prompts import PromptEncoder
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters
-from cotrain.run.store_uri import absolute_uri
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import read_shard
 from cotrain.transport.payload import WeightUpdateRefused

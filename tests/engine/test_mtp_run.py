@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters, pull_drafter
-from cotrain.run.store_uri import absolute_uri
 from tests.engine.test_runs import train
 
 pytestmark = pytest.mark.engine

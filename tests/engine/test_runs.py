@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters, pull_drafter
-from cotrain.run.store_uri import absolute_uri
 from tests.engine.conftest import make_requests
 
 pytestmark = pytest.mark.engine

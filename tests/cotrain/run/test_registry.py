@@ -1,15 +1,13 @@
 """The registry of a real MLflow on sqlite."""
 
-import io
 import shutil
-from unittest.mock import patch
 
 import pytest
 
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.metrics import metrics_of
-from cotrain.run.registry import drafter_folder, first_drafter, list_drafters, print_drafters, pull_drafter
+from cotrain.run.registry import drafter_folder, drafter_table, first_drafter, list_drafters, pull_drafter
 from cotrain.run.tracking import Tracker
 from tests.speculation_counts import counts
 
@@ -51,28 +49,13 @@ def test_list(uri):
         (2, ["serving"], "12"),
         (1, ["best"], "11"),
     ]
-    stream = io.StringIO()
-    print_drafters(rows, stream)
-    line = next(line for line in stream.getvalue().splitlines() if "best" in line)
-    for text in (NAME, "p11", "d1", "2.00 at k=2", "first"):
-        assert text in line
-
-
-def test_a_name_is_whole_in_a_narrow_terminal(uri):
-    class Narrow(io.StringIO):
-        def isatty(self):
-            return True
-
-    stream = Narrow()
-    with patch.dict("os.environ", {"COLUMNS": "60"}):
-        print_drafters(list_drafters(uri), stream)
-    assert stream.getvalue().count(NAME) == 2
+    head, *lines = drafter_table(rows).splitlines()
+    line = next(line for line in lines if "best" in line)
+    assert line.split()[:8] == [NAME, "1", "best", "11", "1", "2.0000", "2", "first"], head
 
 
 def test_an_sqlite_file_that_is_not_there_holds_none_and_is_not_made(tmp_path):
-    stream = io.StringIO()
-    print_drafters(list_drafters(f"sqlite:///{tmp_path}/mlflow.db"), stream)
-    assert "No drafters yet" in stream.getvalue()
+    assert "No drafters yet" in drafter_table(list_drafters(f"sqlite:///{tmp_path}/mlflow.db"))
     assert list(tmp_path.iterdir()) == []
 
 

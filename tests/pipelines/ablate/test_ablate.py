@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from mlflow import MlflowClient
 
 from cotrain.config.errors import ConfigError
-from cotrain.run.mlflow_store import MlflowClient
 from pipelines.ablate.command import _check as check_arms
 from pipelines.ablate.command import main
 from pipelines.ablate.jobs import last_error
