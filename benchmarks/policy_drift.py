@@ -29,7 +29,7 @@ def main() -> None:
     from cotrain.tasks.prompts import PromptEncoder
 
     torch.manual_seed(0)
-    with RunDir.open(args.run.parent, args.run.name) as run_dir:
+    with RunDir(args.run.parent, args.run.name) as run_dir:
         config, checkpoint = read_config(run_dir.config), latest_checkpoint(run_dir)
         if checkpoint is None:
             parser.error(f"{args.run} has no checkpoint")

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.files import CONFIG, WEIGHTS
+from drafters.files import CONFIG, WEIGHTS, flush
 
 
 def write_folder(folder: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
@@ -28,7 +28,7 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], config: dict[str, obj
             raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from error
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         for path in (partial / WEIGHTS, partial / CONFIG, partial):
-            _flush(path)
+            flush(path)
         if not folder.is_dir() or not any(folder.iterdir()):
             os.replace(partial, folder)
         else:
@@ -36,19 +36,10 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], config: dict[str, obj
             (folder / CONFIG).unlink(missing_ok=True)
             os.replace(partial / WEIGHTS, folder / WEIGHTS)
             os.replace(partial / CONFIG, folder / CONFIG)
-            _flush(folder)
-        _flush(folder.parent)
+            flush(folder)
+        flush(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """The files of a model or drafter folder, read without torch: config.json and the headers of safetensors files."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,12 @@ def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
             return {name: {"shape": part.get_shape(), "dtype": part.get_dtype()} for name, part in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or no safetensors file, perhaps a git-lfs pointer: {error}") from error
+
+
+def flush(path: Path) -> None:
+    """Bring a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

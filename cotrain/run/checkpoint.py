@@ -22,10 +22,11 @@ from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
+from drafters.files import flush
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 4
+SCHEMA = 5
 FREE_BELOW = ("drafter.on_drafter_failure", "drafter.alarms.", "lossless.")
 """A resume may change these beside FREE_FIELDS, because they decide when a run stops and not what it computes."""
 
@@ -59,83 +60,75 @@ class RunState:
 def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator[Path]:
     """Yield the folder to write `policy/` and `drafter/` into; on leaving, make it the newest checkpoint and prune.
 
-    Raises DiskFullError when the disk cannot hold it, also when the newest checkpoint would not fit a second time. On
-    any error the temporary folder is removed.
+    On any error the temporary folder is removed. Raises DiskFullError when that is the reason.
     """
     final = run_dir.checkpoint(state.step)
     folder = run_dir.checkpoints / f".tmp_{final.name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    newest = max(run_dir.checkpoints.glob("step_*"), default=folder)
-    needed = _folder_bytes(newest)
     try:
-        if shutil.disk_usage(folder).free < needed:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         yield folder
         write_json(folder / "state.json", asdict(state))
         _seal(folder)
         os.replace(folder, final)
-        _sync(run_dir.checkpoints)
+        flush(run_dir.checkpoints)
     except BaseException as error:
-        full, needed = is_disk_full(error, folder), max(needed, _folder_bytes(folder))
+        full = is_disk_full(error, folder)
         shutil.rmtree(folder, ignore_errors=True)
         if not full:
             raise
-        free = shutil.disk_usage(run_dir.path).free
         raise DiskFullError(
             errno.ENOSPC,
-            f"disk full while saving step {state.step}: needs about {needed / 2**20:,.1f} MiB, free are "
-            f"{free / 2**20:,.1f} MiB in {run_dir.path}. Earlier checkpoints are intact. Make room "
+            f"disk full while saving step {state.step} in {run_dir.path}. Earlier checkpoints are intact. Make room "
             f"(checkpoint.keep_last=1 keeps fewer) and continue with {run_dir.resume}",
         ) from error
     for old in sorted(run_dir.checkpoints.glob("step_*"))[:-keep_last]:
         shutil.rmtree(old)
 
 
-def latest_checkpoint(run_dir: RunDir) -> Path | None:
-    """The newest whole checkpoint. Damaged ones are passed over with a warning.
+def _seal(folder: Path) -> None:
+    """Bring every file to the disk, then write COMPLETE."""
+    paths = sorted(folder.rglob("*"))
+    for path in paths:
+        flush(path)
+    files = {path.relative_to(folder).as_posix(): file_digest(path) for path in paths if path.is_file()}
+    write_json(folder / "COMPLETE", {"schema": SCHEMA, "files": files})
+    flush(folder)
 
-    Raises ValueError for one that another version of cotrain has saved: passed over, it would be deleted as damaged.
-    """
+
+def latest_checkpoint(run_dir: RunDir) -> Path | None:
+    """The newest whole checkpoint. Damaged ones are passed over with a warning. Raises as find_defect does."""
     for folder in sorted(run_dir.checkpoints.glob("step_*"), reverse=True):
-        complete = _read_complete(folder)
-        if isinstance(complete, dict) and complete["schema"] != SCHEMA:
-            raise ValueError(
-                f"checkpoint {folder} has schema {complete['schema']}, this version of cotrain reads {SCHEMA}: resume "
-                "with the version that saved it, or start another run with a new name"
-            )
-        if defect := find_defect(folder):
-            log.warning("checkpoint %s is not used: %s", folder, defect)
-        else:
+        defect = find_defect(folder)
+        if defect is None:
             return folder
+        log.warning("checkpoint %s is not used: %s", folder, defect)
     return None
 
 
 def find_defect(folder: Path) -> str | None:
-    """Read every file of a checkpoint folder. Returns what is wrong with it, or None when it is whole."""
-    complete = _read_complete(folder)
-    if isinstance(complete, str):
-        return complete
-    for name, expected in complete["files"].items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-        if file_digest(path) != expected["blake2b"]:
-            return f"{name} has changed since it was saved"
-    return None
+    """Read every file of a checkpoint folder. Returns what is wrong with it, or None when it is whole.
 
-
-def _read_complete(folder: Path) -> dict[str, Any] | str:
-    """COMPLETE of a checkpoint folder, or what is wrong with it."""
+    Raises ValueError for one that another version of cotrain has saved: passed over, it would be deleted as damaged.
+    """
     try:
         complete = json.loads((folder / "COMPLETE").read_text())
-        return {"schema": complete["schema"], "files": complete["files"]}
+        schema, files = complete["schema"], complete["files"].items()
     except FileNotFoundError:
         return "it was never completed"
     except (ValueError, KeyError, TypeError):
         return "COMPLETE is damaged"
+    if schema != SCHEMA:
+        raise ValueError(
+            f"checkpoint {folder} has schema {schema}, this version of cotrain reads {SCHEMA}: resume with the version "
+            "that saved it, or start another run with a new name"
+        )
+    for name, digest in files:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if file_digest(folder / name) != digest:
+            return f"{name} has changed since it was saved"
+    return None
 
 
 def load_state(folder: Path) -> RunState:
@@ -212,27 +205,3 @@ def file_digest(path: Path) -> str:
     """Hex digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _seal(folder: Path) -> None:
-    paths = sorted(folder.rglob("*"))
-    files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "blake2b": file_digest(path)}
-        for path in paths
-        if path.is_file()
-    }
-    write_json(folder / "COMPLETE", {"schema": SCHEMA, "files": files})
-    for path in (*paths, folder):
-        _sync(path)
-
-
-def _folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,8 +5,9 @@ shows what is going on at the moment.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,6 +19,7 @@ from cotrain.records import Versions
 from cotrain.run.run_dir import RunDir
 
 Metrics = Mapping[str, float | None]
+Rows = Sequence[Mapping[str, Any]]
 
 ETA_WINDOW = 10
 """The time left is estimated from so many steps; the first ones are slower."""
@@ -59,7 +61,7 @@ class Console:
 
     def __init__(self, stream: TextIO) -> None:
         self._rich = RichConsole(file=stream, highlight=False, markup=False, soft_wrap=True)
-        self._step_seconds: list[float] = []
+        self._step_seconds: deque[float] = deque(maxlen=ETA_WINDOW)
 
     def say(self, text: str) -> None:
         """Print one message on lines of its own."""
@@ -77,12 +79,9 @@ class Console:
     def phase(self, title: str, *, terminal_only: bool = False) -> Iterator[None]:
         """Show what is going on; `terminal_only` for parts of a step, which would flood a log."""
         started = time.monotonic()
-        if self._rich.is_terminal:
-            with self._rich.status(title):
-                yield
-        else:
-            if not terminal_only:
-                self.say(f"{title} ...")
+        if not (terminal_only or self._rich.is_terminal):
+            self.say(f"{title} ...")
+        with self._rich.status(title) if self._rich.is_terminal else nullcontext():
             yield
         if not terminal_only:
             self.say(f"{title}: {duration(time.monotonic() - started)}")
@@ -98,7 +97,7 @@ class Console:
     ) -> None:
         """Print the step line. missing_steps: steps that MLflow has not got. notes: what else to say of this step."""
         if (seconds := metrics.get("time/step_s")) is not None:
-            self._step_seconds = [*self._step_seconds, seconds][-ETA_WINDOW:]
+            self._step_seconds.append(seconds)
         line = [step_line(step, steps, metrics, versions)]
         if self._step_seconds and step < steps:
             left = (steps - step) * sum(self._step_seconds) / len(self._step_seconds)
@@ -107,13 +106,9 @@ class Console:
             line.append(f"mlflow {missing_steps} behind")
         self.say("  ".join([*line, *notes]))
 
-    def summary(self, config: RunConfig, run_dir: RunDir, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> None:
-        """Say what the run did, for somebody who has not seen one before."""
-        self.say("\n" + "\n".join(summary_lines(config, run_dir, rows, run)))
-
 
 def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> str:
-    """One step in one line; a part whose metric does not exist in the run is left out."""
+    """The part of the step line that the step's metrics give. See COLUMNS."""
     shown = dict(metrics)
     if drafts := metrics.get("rollout/num_drafts"):
         shown["draft_length"] = (metrics.get("rollout/drafted_tokens") or 0) / drafts
@@ -123,36 +118,38 @@ def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> st
     return "  ".join([f"step {step}/{steps}", *parts, f"p{versions.policy} d{versions.drafter}"]).replace("  (", " (")
 
 
-def summary_lines(config: RunConfig, run_dir: RunDir, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> list[str]:
-    """The summary's text."""
-    seconds, tokens = (sum(row.get(name) or 0 for row in rows) for name in ("time/step_s", "rollout/generated_tokens"))
-    head = f"{'Stopped' if run.stopped_early else 'Done'}: {len(rows)} of {config.steps} steps in {duration(seconds)}"
-    lines = [f"{head}, {tokens:,.0f} tokens generated" if tokens else head, ""]
-    lines.append(f"  policy       {config.policy.model}, trained by reinforcement learning")
+def summary_lines(config: RunConfig, run_dir: RunDir, rows: Rows, run: RunSummary) -> list[str]:
+    """What the run did, for somebody who has not seen one before."""
+    tokens = sum(_measured(rows, "rollout/generated_tokens"))
+    head = f"{'Stopped' if run.stopped_early else 'Done'}: {len(rows)} of {config.steps} steps in "
+    head += duration(sum(_measured(rows, "time/step_s"))) + (f", {tokens:,.0f} tokens generated" if tokens else "")
+    lines = [head, "", f"  policy       {config.policy.model}, trained by reinforcement learning"]
     if reward := _from_to(rows, "policy/reward"):
         lines.append(f"  reward       {reward}   (mean of the first and the last third; higher is better)")
     if config.drafter:
-        lines += _drafter_lines(config, rows, run)
+        how = "trained beside it" if config.drafter.train else "frozen"
+        lines += [f"  drafter      {config.drafter.model.type}, {how}", *_speculation_lines(config, rows, run)]
     lines += ["", f"  run folder   {run_dir.path}"]
     if run.report:
         lines.append(f"  report       {run.report}")
     if run.drafter_uri:
         lines.append(f"  drafter      {run.drafter_uri} in MLflow; serves in stock vLLM as it is")
-    if run.next_commands:
-        width = max(len(what) for what, _ in run.next_commands)
-        lines += ["", "Next:", *(f"  {what:<{width}}  {command}" for what, command in run.next_commands)]
-    return lines
+    width = max((len(what) for what, _ in run.next_commands), default=0)
+    return [*lines, "", "Next:", *(f"  {what:<{width}}  {command}" for what, command in run.next_commands)]
 
 
-def _drafter_lines(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> list[str]:
-    assert config.drafter is not None
-    how = "trained beside it" if config.drafter.train else "frozen"
-    lines = [f"  drafter      {config.drafter.model.type}, {how}"]
+def _speculation_lines(config: RunConfig, rows: Rows, run: RunSummary) -> list[str]:
+    lines = []
     # Weighted, because a step with a dozen verification steps says little.
     if acceptance := _from_to(rows, "rollout/acceptance_length", "rollout/num_drafts"):
-        k = config.rollout.num_speculative_tokens
-        lines.append(f"  acceptance   {acceptance}   (tokens per verification step; 1 is no gain, {k + 1} the most)")
-    lines += [f"  swaps        {_swaps(rows)}", f"  lossless     {_lossless(config, rows, run)}"]
+        most = config.rollout.num_speculative_tokens + 1
+        lines.append(f"  acceptance   {acceptance}   (tokens per verification step; 1 is no gain, {most} the most)")
+    swaps = f"{sum(_measured(rows, 'drafter/published')):.0f} drafters put into the running engine"
+    if gate := _measured(rows, "gate/publish"):
+        swaps += f", {gate.count(0)} kept back by the gate"
+    if back := sum(_measured(rows, "drafter/rolled_back")):
+        swaps += f", {back:.0f} times back to an earlier one"
+    lines += [f"  swaps        {swaps}", f"  lossless     {_lossless(config, rows, run)}"]
     if run.speculation:
         lines.append(f"  speculation  {run.speculation}")
     gain = _from_to(rows, "rollout/speedup_vs_no_speculation")
@@ -161,28 +158,15 @@ def _drafter_lines(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: Ru
     return [*lines, f"  speed        {measured if gain else missing}"]
 
 
-def _swaps(rows: Sequence[Mapping[str, Any]]) -> str:
-    def count(name: str, wanted: Callable[[float], bool] = bool) -> int:
-        return sum(wanted(row[name]) for row in rows if row.get(name) is not None)
-
-    text = f"{count('drafter/published')} drafters put into the running engine"
-    if any(row.get("gate/publish") is not None for row in rows):
-        text += f", {count('gate/publish', lambda value: not value)} kept back by the gate"
-    back = count("drafter/rolled_back")
-    return text + (f", {back} times back to an earlier one" if back else "")
-
-
-def _lossless(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: RunSummary) -> str:
+def _lossless(config: RunConfig, rows: Rows, run: RunSummary) -> str:
     """What was checked, and on how much; a check of tokens that were not speculated says nothing of speculation."""
-    checks = [row for row in rows if row.get("lossless/check") is not None]
-    tokens, speculated = (
-        sum(row.get(f"lossless/{name}") or 0 for row in checks) for name in ("tokens", "speculated_tokens")
-    )
-    if failed := sum(not row.get("lossless/passed") for row in checks):
-        found = f"{failed} of {len(checks)} checks FAILED"
-    elif speculated:
-        number = "1 check" if len(checks) == 1 else f"{len(checks)} checks"
-        found = f"verified on {tokens:,.0f} sampled tokens, {speculated:,.0f} of them speculated ({number} in this run)"
+    passed = _measured(rows, "lossless/passed")
+    checks = "1 check" if len(passed) == 1 else f"{len(passed)} checks"
+    if failed := passed.count(0):
+        found = f"{failed} of {checks} FAILED"
+    elif speculated := sum(_measured(rows, "lossless/speculated_tokens")):
+        tokens = sum(_measured(rows, "lossless/tokens"))
+        found = f"verified on {tokens:,.0f} sampled tokens, {speculated:,.0f} of them speculated ({checks} in this run)"
     elif config.lossless.every:
         least = f"no check held {LEAST_SPECULATED} speculated tokens"
         found = f"not checked in this run: {least} (cotrain verify checks the engine)"
@@ -194,17 +178,20 @@ def _lossless(config: RunConfig, rows: Sequence[Mapping[str, Any]], run: RunSumm
     return found
 
 
-def _from_to(rows: Sequence[Mapping[str, Any]], name: str, weight: str = "") -> str | None:
+def _measured(rows: Rows, name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _from_to(rows: Rows, name: str, weight: str = "") -> str | None:
     """Means over the first and the last third of the steps that measured `name`; single steps scatter too much."""
     values = [(row[name], row.get(weight) or 1) for row in rows if row.get(name) is not None]
     if not values:
         return None
     span = max(1, len(values) // 3)
-
-    def mean(part: Sequence[tuple[float, float]]) -> float:
-        return sum(value * by for value, by in part) / sum(by for _, by in part)
-
-    return f"{mean(values[:span]):.2f} -> {mean(values[-span:]):.2f}"
+    means = (
+        sum(value * by for value, by in part) / sum(by for _, by in part) for part in (values[:span], values[-span:])
+    )
+    return " -> ".join(f"{mean:.2f}" for mean in means)
 
 
 def duration(seconds: float, decimals: int = 1) -> str:

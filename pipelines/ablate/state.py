@@ -73,7 +73,7 @@ def next_action(config: RunConfig, status: Status) -> Action:
         return "start over"  # its own last check failed, which a resume would not repeat
     if not (folder / "run.lock").is_file():
         return "start over"  # killed while the folder was made
-    with RunDir.open(config.run_root, config.name) as run_dir:
+    with RunDir(config.run_root, config.name) as run_dir:
         return "start over" if latest_checkpoint(run_dir) is None else "resume"
 
 
@@ -96,7 +96,7 @@ def clear(config: RunConfig) -> None:
     """Delete a run that cannot be resumed. Raises ValueError while a process still runs it."""
     folder = config.run_root / config.name
     if (folder / "run.lock").exists():
-        RunDir.open(config.run_root, config.name).close()
+        RunDir(config.run_root, config.name).close()
     shutil.rmtree(folder)
 
 

@@ -97,7 +97,7 @@ def initialise(config: RunConfig, resume: bool = False) -> int:
     fingerprints = model_fingerprints(model)
     source = open_source(config, model, fingerprints)
     with ExitStack() as stack:
-        run_dir = RunDir.open(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
+        run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
         stack.enter_context(run_dir)
         if resume:
             _check_same_run(config, run_dir, fingerprints)

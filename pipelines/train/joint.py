@@ -34,7 +34,7 @@ from cotrain.run.checkpoint import (
     load_state,
     model_fingerprints,
 )
-from cotrain.run.console import Console, RunSummary
+from cotrain.run.console import Console, RunSummary, summary_lines
 from cotrain.run.mlflow_store import tracking_uri, uri_argument
 from cotrain.run.provenance import write_provenance
 from cotrain.run.rows import RowFile, read_rows
@@ -75,7 +75,7 @@ def train(config: RunConfig, resume: bool) -> int:
     start_up.ready("command line")
     with ExitStack() as stack:
         stop = stack.enter_context(two_stage_stop(console.say, "step"))
-        run_dir = RunDir.open(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
+        run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
         stack.enter_context(run_dir)
         model_path = resolve_model(config.policy.model)
         state = _first_state(config, run_dir, model_fingerprints(model_path), resume)
@@ -228,7 +228,7 @@ def _finish(controller: "Controller", console: Console, finished: bool, check: "
         next_commands=[*commands, ("look at the curves", f"cotrain ui{store}")],
         report=_write_report(run_dir, console),
     )
-    console.summary(config, run_dir, read_rows(run_dir.metrics), summary)
+    console.say("\n".join(["", *summary_lines(config, run_dir, read_rows(run_dir.metrics), summary)]))
 
 
 def _write_report(run_dir: RunDir, console: Console) -> Path | None:

@@ -144,7 +144,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
             **fields,
         )
         resumes = (config.run_root / name).exists()
-        run_dir = RunDir.open(config.run_root, name) if resumes else RunDir.create(config.run_root, name)
+        run_dir = RunDir(config.run_root, name) if resumes else RunDir.create(config.run_root, name)
         checkpoint = latest_checkpoint(run_dir)
         state = load_state(checkpoint) if checkpoint else None
         order = PromptOrder(PROMPTS, PROMPTS, 0)

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ def flip(path):
         ("COMPLETE", truncate, None),
         ("COMPLETE", lambda path: path.write_text('{"schema": 2, "fil'), "COMPLETE is damaged"),
         ("policy/model.safetensors", os.unlink, "missing"),
-        ("policy/model.safetensors", truncate, "6 bytes instead of 7"),
+        ("policy/model.safetensors", truncate, "changed since"),
         ("policy/model.safetensors", flip, "changed since"),
         ("state.json", flip, "changed since"),
     ],
@@ -90,7 +89,7 @@ def test_a_checkpoint_of_another_version_is_neither_used_nor_passed_over(run):
     """Passed over, it would be deleted with all that a run from the first step on writes again."""
     save(run, 1)
     (run.checkpoint(1) / "COMPLETE").write_text('{"schema": 1, "files": {}}')
-    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 4: resume with"):
+    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 5: resume with"):
         latest_checkpoint(run)
     assert run.checkpoint(1).is_dir()
 
@@ -135,7 +134,7 @@ def fill_disk_inside_a_library(folder):
 @pytest.mark.parametrize("write", [fill_disk, fill_disk_inside_a_library])
 def test_disk_full_while_saving(run, write):
     save(run, 1)
-    refusal = pytest.raises(DiskFullError, match=r"needs about .*MiB, free are .*MiB.*--resume a")
+    refusal = pytest.raises(DiskFullError, match=r"disk full while saving step 2 .*--resume a")
     with refusal as raised, new_checkpoint(run, state_at(2), keep_last=1) as folder:
         write(folder)
     assert raised.value.errno == errno.ENOSPC
@@ -143,24 +142,12 @@ def test_disk_full_while_saving(run, write):
     assert find_defect(run.checkpoint(1)) is None
 
 
-def test_free_space_is_checked_before_anything_is_written(run):
-    save(run, 1)
-    usage = shutil.disk_usage(run.path)
-    with (
-        patch("cotrain.run.checkpoint.shutil.disk_usage", return_value=usage._replace(free=1)),
-        pytest.raises(DiskFullError, match=r"needs about .*MiB, free are 0\.0 MiB"),
-        new_checkpoint(run, state_at(2), 1),
-    ):
-        pytest.fail("must not be reached")
-    assert [path.name for path in run.checkpoints.iterdir()] == ["step_000001"]
-
-
 KILLED = """
 import os, pathlib, signal, sys
 import cotrain.run.checkpoint as checkpoint
 from cotrain.records import Versions
 from cotrain.run.run_dir import RunDir
-run = RunDir.open(pathlib.Path(sys.argv[1]), "a")
+run = RunDir(pathlib.Path(sys.argv[1]), "a")
 kill = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "writing":
     checkpoint.write_json = kill
@@ -181,7 +168,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, moment, newest
         save(run, 1)
     process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), moment])
     assert process.returncode == -9
-    with RunDir.open(tmp_path, "a") as run:
+    with RunDir(tmp_path, "a") as run:
         assert latest_checkpoint(run) == run.checkpoint(newest)
         discard_newer(run, newest, 0)
         assert not list(run.checkpoints.glob(".tmp_*"))

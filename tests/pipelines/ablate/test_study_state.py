@@ -49,9 +49,9 @@ def test_a_run_is_resumed_when_it_can_be(config, steps, checkpoint, status, acti
 
 def test_a_run_that_is_being_run_is_not_touched(config):
     make_run(config, 2, None)
-    with RunDir.open(config.run_root, config.name):
+    with RunDir(config.run_root, config.name):
         for act in (lambda: next_action(config, "missing"), lambda: clear(config)):
-            with pytest.raises(ValueError, match="is being run by process"):
+            with pytest.raises(ValueError, match="is being run by another process"):
                 act()
     clear(config)
     assert next_action(config, "missing") == "start" and list(config.run_root.iterdir()) == []

@@ -97,7 +97,7 @@ def build(records, new_trainer, run_config):
             rollout={"features": {"max_bytes": max_bytes}},
         )
         fresh = not (config.run_root / name).exists()
-        run_dir = RunDir.create(config.run_root, name) if fresh else RunDir.open(config.run_root, name)
+        run_dir = RunDir.create(config.run_root, name) if fresh else RunDir(config.run_root, name)
         recorder = Recorder(records)
         record = RunRecord(
             config, run_dir, {"model": "m"}, "run", recorder.said.append, lambda u, row: recorder.rows.update({u: row})

@@ -76,7 +76,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_a_finished_run(root: Path
 def test_a_finished_run_gets_its_report_and_names_it(root: Path) -> None:
     write_run(root / "first", [{"step": 1}])
     (root / "first" / "run.lock").touch()
-    with RunDir.open(root, "first") as run_dir:
+    with RunDir(root, "first") as run_dir:
         page = _write_report(run_dir, Console(io.StringIO()))
         assert page is not None and page.is_file()
         summary = RunSummary(stopped_early=True, greedy_identical=None, drafter_uri=None, next_commands=(), report=page)
