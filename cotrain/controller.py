@@ -18,7 +18,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ class Controller:
     def _record_events(self, events: Sequence[DrafterEvent]) -> None:
         decisions = self.records.decisions
         for event in events:
-            decisions.write(event.step, event.row())
+            decisions.write(event.step, asdict(event))
         if events:
             self.records.tracker.log_decisions(decisions.path, events[-1])
 
@@ -264,8 +264,6 @@ class Controller:
         tracker, console = self.records.tracker, self.records.console
         self.records.metrics.write(step, row)
         tracker.log_step(step, row)
-        if row["versions/drafter"] > 0 and "rollout/acceptance_length" in row:
-            tracker.log_served(int(row["versions/drafter"]), row, step)
         write_samples(self.run_dir.samples_file(step), rollouts, self.prompts.encoder)
         notes = [*(event.in_short() for event in events), self.mode or ""]
         console.step(step, self.config.steps, row, self.versions, tracker.missing_steps, [*filter(None, notes)])

@@ -1,9 +1,8 @@
 """What happened to the drafter, why, and by which numbers: the rows of decisions.jsonl."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from math import isfinite
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 Kind = Literal["published", "kept back", "refused", "rolled back", "kept", "alarm"]
 
@@ -25,10 +24,6 @@ class DrafterEvent:
     def is_bad_news(self) -> bool:
         """Whether a person would want to read it in full."""
         return self.kind in ("refused", "rolled back", "alarm")
-
-    def row(self) -> dict[str, Any]:
-        """The row of the event, without numbers that are not finite."""
-        return asdict(self) | {"numbers": {name: value for name, value in self.numbers.items() if isfinite(value)}}
 
     def in_short(self) -> str:
         """For the end of a step line; empty when the line shows it anyway."""

@@ -4,9 +4,9 @@ Acceptance lengths of different draft lengths are not compared, because more dra
 compared either, since their policies, prompts and sampling differ.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from cotrain.records import SpeculationCounts
 
@@ -17,47 +17,39 @@ DRAFTS, ACCEPTED = "rollout/drafts_k", "rollout/accepted_k"
 """Metrics of a step; the draft length follows the name."""
 
 
-class Served(NamedTuple):
-    """Acceptance of a version at the draft length at which it was served most."""
-
-    acceptance_length: float
-    num_speculative_tokens: int
-    num_drafts: int
-
-
 class ServedDrafts:
-    """Verification steps and accepted draft tokens of each drafter version, by draft length."""
+    """Verification steps and accepted draft tokens, by draft length and drafter version."""
 
     def __init__(self) -> None:
-        self._drafts: dict[int, Counter[int]] = defaultdict(Counter)
-        self._accepted: dict[int, Counter[int]] = defaultdict(Counter)
+        self._drafts, self._accepted = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
 
-    def add(self, drafter_version: int, metrics: Mapping[str, Any]) -> None:
+    def add(self, version: int, metrics: Mapping[str, Any]) -> None:
         """Count one step that this version served, from the metrics that `metrics_of` made."""
         for name, drafts in metrics.items():
             if name.startswith(DRAFTS) and drafts:
                 k = int(name.removeprefix(DRAFTS))
-                self._drafts[drafter_version][k] += int(drafts)
-                self._accepted[drafter_version][k] += int(metrics[f"{ACCEPTED}{k}"])
+                self._drafts[k, version] += int(drafts)
+                self._accepted[k, version] += int(metrics[f"{ACCEPTED}{k}"])
 
-    def of(self, drafter_version: int) -> Served | None:
-        """None for a version whose drafts were never verified."""
-        if drafter_version not in self._drafts:
-            return None
-        ((k, drafts),) = self._drafts[drafter_version].most_common(1)
-        return Served(1 + self._accepted[drafter_version][k] / drafts, k, drafts)
+    def of(self, version: int) -> dict[str, float]:
+        """Acceptance of a version at the draft length at which it was served most; empty when it never was."""
+        drafts, k = max(((drafts, k) for (k, v), drafts in self._drafts.items() if v == version), default=(0, 0))
+        if not drafts:
+            return {}
+        length = round(1 + self._accepted[k, version] / drafts, 4)
+        return {"acceptance_length": length, "num_speculative_tokens": k, "num_drafts": drafts}
 
     def best(self) -> int | None:
         """The version with the longest acceptance length at the draft length that the run served most.
 
         None while no version has LEAST_DRAFTS verification steps of it.
         """
-        by_length = sum(self._drafts.values(), Counter[int]())
-        if not by_length:
-            return None
-        ((k, _),) = by_length.most_common(1)
-        ranked = [version for version, drafts in self._drafts.items() if drafts[k] >= LEAST_DRAFTS]
-        return max(ranked, key=lambda version: self._accepted[version][k] / self._drafts[version][k], default=None)
+        by_length = Counter[int]()
+        for (k, _), drafts in self._drafts.items():
+            by_length[k] += drafts
+        most = max(by_length, key=by_length.__getitem__, default=0)
+        ranked = [v for (k, v), drafts in self._drafts.items() if k == most and drafts >= LEAST_DRAFTS]
+        return max(ranked, key=lambda v: self._accepted[most, v] / self._drafts[most, v], default=None)
 
 
 def metrics_of(counts: SpeculationCounts) -> dict[str, float]:

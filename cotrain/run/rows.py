@@ -9,8 +9,6 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from math import isfinite
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +30,8 @@ class RowFile(AbstractContextManager["RowFile"]):
 
         Raises TypeError for what is no JSON, OSError (ENOSPC) when the disk took only a part of the row.
         """
-        finite = {n: None if isinstance(value, Real) and not isfinite(value) else value for n, value in row.items()}
-        line = (json.dumps({"step": step} | finite, default=float) + "\n").encode()
+        finite = json.loads(json.dumps({"step": step} | dict(row), default=float), parse_constant=lambda _: None)
+        line = (json.dumps(finite) + "\n").encode()
         if self._file.write(line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
 

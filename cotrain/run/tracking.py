@@ -25,12 +25,14 @@ from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.checkpoint import file_digest
 from cotrain.run.decisions import DrafterEvent
-from cotrain.run.metrics import Served, ServedDrafts
+from cotrain.run.metrics import ServedDrafts
 from cotrain.run.mlflow_store import PARENT_RUN_VARIABLE, connect, experiment_id, first_line, tracking_uri
 from cotrain.run.provenance import config_hash, flatten
 from cotrain.run.registry import DIGEST_TAG, FILES
 from cotrain.run.run_dir import resume_arguments
 
+FOLDER_TAG = "cotrain.run_folder"
+"""Tag of a run with a digest of its folder's path."""
 MARKER = "step"
 """A metric that every row is sent with. A row is stored whole, so the marker's newest value is MLflow's last step."""
 
@@ -62,13 +64,11 @@ class Tracker:
         if run_id == self.run_id:
             points = self._client.get_metric_history(run_id, MARKER)
             self._last_step = self._sent_step = max((point.step for point in points), default=0)
-            self._client.set_tag(run_id, "resumed_from_step", str(history[-1]["step"] if history else 0))
         self._served, self._registered = ServedDrafts(), self._versions_of_this_run()
         self._sender, self._try_again = ThreadPoolExecutor(1, "mlflow"), Event()
         self._down = self._finished = self._gave_up = False
         for row in history:
-            self._served.add(int(row.get("versions/drafter") or 0), row)
-            self.log_step(row["step"], {name: value for name, value in row.items() if name != "step"})
+            self.log_step(row["step"], row)
 
     @property
     def missing_steps(self) -> int:
@@ -76,16 +76,23 @@ class Tracker:
         return self._last_step - self._sent_step if self._down else 0
 
     def log_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Queue one step, unless MLflow has it already: a replayed step is not recorded twice."""
+        """Queue one step, unless MLflow has it already: a replayed step is not recorded twice.
+
+        The drafter that served is tagged with what it has reached so far, and `best` moves to the best of the run.
+        """
+        version = int(metrics.get("versions/drafter") or 0)
+        self._served.add(version, metrics)
         if step <= self._last_step:
             return
         self._last_step = step
+        reached, best = self._served.of(version), self._served.best()
         points = _points({name: value for name, value in metrics.items() if value is not None} | {MARKER: step}, step)
 
         def send() -> None:
             # MLflow keeps one of two equal points, so sending again after a lost answer does no harm.
             self._client.log_batch(self.run_id, metrics=points)
             self._sent_step = step
+            self._send_served(version, reached, best, step)
 
         self._enqueue(send)
 
@@ -109,15 +116,6 @@ class Tracker:
         }
         logged = self._config.tracking.log_drafters
         return self._enqueue(lambda: self._send_drafter(folder, all_tags, dict(metrics), step) if logged else None)
-
-    def log_served(self, drafter_version: int, metrics: Mapping[str, Any], step: int) -> Future[None]:
-        """Queue what a drafter has reached since it is served, this step included; `best` moves to the best of the run.
-
-        metrics: the step's row, which holds its counts by draft length (metrics_of).
-        """
-        self._served.add(drafter_version, metrics)
-        served, best = self._served.of(drafter_version), self._served.best()
-        return self._enqueue(lambda: self._send_served(drafter_version, served, best, step))
 
     def log_decisions(self, path: Path, event: DrafterEvent) -> None:
         """Queue decisions.jsonl as an artifact, and the newest decision as a tag, which the run's page shows."""
@@ -154,17 +152,16 @@ class Tracker:
         """Continue the run `run_id` or create one, with its parameters. Returns the run's id."""
         config, client, experiments = self._config, self._client, [self._experiment]
         # The caller holds the run folder's lock, so whatever still says RUNNING for this folder has died.
-        root_hash = hashlib.blake2b(str(config.run_root.resolve()).encode(), digest_size=6).hexdigest()
-        tags = {"cotrain.run_name": config.name, "cotrain.run_root": root_hash}
-        query = " AND ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        for stale in client.search_runs(experiments, f"{query} AND attributes.status = 'RUNNING'"):
+        folder = hashlib.blake2b(str((config.run_root / config.name).resolve()).encode(), digest_size=6).hexdigest()
+        of_this_folder = f"tags.`{FOLDER_TAG}` = '{folder}'"
+        for stale in client.search_runs(experiments, f"{of_this_folder} AND attributes.status = 'RUNNING'"):
             client.set_terminated(stale.info.run_id, "FAILED")
         if run_id is not None:
             if client.search_runs(experiments, f"attributes.run_id = '{run_id}'"):
                 client.update_run(run_id, status="RUNNING")
                 return run_id
             self._say(f"MLflow at {self.uri} does not know run {run_id}; a new one is started from metrics.jsonl")
-        tags["config_hash"] = config_hash(config)
+        tags = {FOLDER_TAG: folder, "config_hash": config_hash(config)}
         if parent_run := os.environ.get(PARENT_RUN_VARIABLE):
             tags[MLFLOW_PARENT_RUN_ID] = parent_run
         run_id = client.create_run(self._experiment, tags=tags, run_name=config.name).info.run_id
@@ -244,17 +241,15 @@ class Tracker:
             self.registered_model, source, self.run_id, tags=tags, model_id=model.model_id
         )
 
-    def _send_served(self, drafter_version: int, served: Served | None, best: int | None, step: int) -> None:
-        """Tag the version with what it has reached. Drafters that are not registered are passed over."""
-        version = self._registered.get(drafter_version)
-        if version is not None and served is not None:
-            self._client.log_batch(self.run_id, metrics=_points(served._asdict(), step, model_id_of(version)))
-            for name, value in served._asdict().items():
-                text = f"{value:.4f}" if isinstance(value, float) else str(value)
-                self._client.set_model_version_tag(version.name, str(version.version), name, text)
-        if best is not None and best in self._registered:
-            number = str(self._registered[best].version)
-            self._client.set_registered_model_alias(self.registered_model, "best", number)
+    def _send_served(self, drafter_version: int, reached: Mapping[str, float], best: int | None, step: int) -> None:
+        """Drafters that are not registered are passed over."""
+        version, best_version = self._registered.get(drafter_version), self._registered.get(best or 0)
+        if version is not None and reached:
+            self._client.log_batch(self.run_id, metrics=_points(reached, step, model_id_of(version)))
+            for name, value in reached.items():
+                self._client.set_model_version_tag(version.name, str(version.version), name, str(value))
+        if best_version is not None:
+            self._client.set_registered_model_alias(self.registered_model, "best", str(best_version.version))
 
 
 def registered_name(policy_model: str) -> str:

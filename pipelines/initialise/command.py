@@ -341,7 +341,7 @@ class Initialisation:
         metrics = {name: figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
         tags = {"init": figures["source"]["type"], "data_fingerprint": figures["data_fingerprint"]}
         registered = tracker.log_drafter(folder, Versions(0, DRAFTER_VERSION), step, metrics, tags)
-        tracker.log_served(DRAFTER_VERSION, figures.pop("served_counts"), step)
+        tracker.log_step(step + 1, {"versions/drafter": DRAFTER_VERSION} | figures.pop("served_counts"))
         tracker.finish()
         figures["registered_model"] = tracker.registered_model
         figures["registered_version"] = registered.result() if registered.done() else None  # MLflow may be away

@@ -104,7 +104,6 @@ class Tracker:
         self.events: list[str] = []
 
     def log_step(self, step: int, row: dict[str, float]) -> None: ...
-    def log_served(self, version: int, length: float, step: int) -> None: ...
     def log_drafter(self, folder: Path, versions: Versions, step: int, metrics: Any, tags: Any) -> None:
         self.drafters.append((versions.drafter, metrics, tags))
 

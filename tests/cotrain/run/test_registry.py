@@ -34,7 +34,7 @@ def store(empty_mlflow_database, tmp_path_factory):
             (folder / "model.safetensors").write_bytes(b"weights" * version)
             tags = {"init": "random", "data_fingerprint": "abc"}
             tracker.log_drafter(folder, Versions(10 + version, version), version, {}, tags).result(10)
-            tracker.log_served(version, metrics_of(counts(100, 2, accepted)), version + 1).result(10)
+            tracker.log_step(version + 1, {"versions/drafter": version} | metrics_of(counts(100, 2, accepted)))
     return root
 
 
@@ -51,7 +51,7 @@ def test_list(uri):
     ]
     head, *lines = drafter_table(rows).splitlines()
     line = next(line for line in lines if "best" in line)
-    assert line.split()[:8] == [NAME, "1", "best", "11", "1", "2.0000", "2", "first"], head
+    assert line.split()[:8] == [NAME, "1", "best", "11", "1", "2.0", "2", "first"], head
 
 
 def test_an_sqlite_file_that_is_not_there_holds_none_and_is_not_made(tmp_path):

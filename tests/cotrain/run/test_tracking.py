@@ -3,6 +3,7 @@
 import shlex
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,11 @@ def drafter_folder(tmp_path):
         return folder
 
     return build
+
+
+def served(version, drafts):
+    """The row of a step that this version served."""
+    return {"versions/drafter": version} | drafts
 
 
 def steps_of(client, run_id, name="a"):
@@ -95,7 +101,7 @@ def test_a_resume_goes_on_without_recording_a_step_twice(run_config, client):
             resumed.log_step(step, {"a": step + 0.5})
     run = client.get_run(tracker.run_id)
     assert steps_of(client, tracker.run_id) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6.5), (7, 7.5)]
-    assert run.data.tags["resumed_from_step"] == "3" and run.info.status == "FINISHED"
+    assert run.info.status == "FINISHED"
 
 
 def test_a_resume_at_another_store_sends_the_whole_history(run_config, client):
@@ -155,8 +161,8 @@ def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, 
         first = tracker.log_drafter(drafter_folder(b"1"), Versions(3, 1), 3, {"expected_acceptance_length": 1.5}, TAGS)
         second = tracker.log_drafter(drafter_folder(b"2"), Versions(5, 2), 5, {}, TAGS)
         assert (first.result(60), second.result(60)) == (1, 2)
-        tracker.log_served(1, metrics_of(counts(100, 1, (80,))), 4)
-        tracker.log_served(2, metrics_of(counts(100, 1, (40,))), 6).result(60)
+        tracker.log_step(4, served(1, metrics_of(counts(100, 1, (80,)))))
+        tracker.log_step(6, served(2, metrics_of(counts(100, 1, (40,)))))
     name = "smollm2-135m-instruct-drafter"
     tags = client.get_model_version(name, "2").tags
     expected = TAGS | {"policy_version": "5", "drafter_version": "2", "parent_version": "1", "run_name": "first"}
@@ -188,21 +194,21 @@ def test_best_is_the_best_of_one_run_at_one_draft_length(run_config, client, dra
     with Tracker(run_config()) as tracker:
         for number in (1, 2, 3):
             tracker.log_drafter(drafter_folder(bytes([number])), Versions(number, number), number, {}, TAGS)
-        tracker.log_served(1, long, 1)  # 3.00 at k = 3, 1.60 at k = 1
-        tracker.log_served(1, short[0], 2)
-        tracker.log_served(2, short[1], 3)  # 1.75 at k = 1
-        tracker.log_served(3, few, 4).result(60)  # 2.00 at k = 1, in ten drafts
+        tracker.log_step(1, served(1, long))  # 3.00 at k = 3, 1.60 at k = 1
+        tracker.log_step(2, served(1, short[0]))
+        tracker.log_step(3, served(2, short[1]))  # 1.75 at k = 1
+        tracker.log_step(4, served(3, few))  # 2.00 at k = 1, in ten drafts
     assert version_of("best") == 2
     tags = client.get_model_version("smollm2-135m-instruct-drafter", "1").tags
-    assert (tags["acceptance_length"], tags["num_speculative_tokens"], tags["num_drafts"]) == ("1.6000", "1", "200")
+    assert (tags["acceptance_length"], tags["num_speculative_tokens"], tags["num_drafts"]) == ("1.6", "1", "200")
     assert tags["sampling"] == "temperature 1, top_p 1, top_k 0, probabilistic drafts"
     history = [{"step": 2, "versions/drafter": 1, **short[0]}, {"step": 3, "versions/drafter": 2, **short[1]}]
     with Tracker(run_config(), run_id=tracker.run_id, history=history) as resumed:
-        resumed.log_served(2, metrics_of(counts(200, 1, (50,), 3)), 4).result(60)
+        resumed.log_step(5, served(2, metrics_of(counts(200, 1, (50,), 3))))
     assert version_of("best") == 1, "200 of 400 now: a resumed run goes on counting"
     with Tracker(run_config(name="second")) as second:
         second.log_drafter(drafter_folder(b"other run"), Versions(1, 1), 1, {}, TAGS)
-        second.log_served(1, metrics_of(counts(200, 1, (20,), 3)), 2).result(60)
+        second.log_step(2, served(1, metrics_of(counts(200, 1, (20,), 3))))
     assert version_of("best") == version_of("serving") == 4, "versions of another run are not compared"
 
 
@@ -214,7 +220,7 @@ def test_a_resumed_run_registers_an_equal_drafter_once_and_another_anew(run_conf
         assert resumed.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS).result(60) == 1
         assert int(client.get_model_version_by_alias(resumed.registered_model, "serving").version) == 1
         assert resumed.log_drafter(drafter_folder(b"new"), Versions(2, 2), 2, {}, TAGS).result(60) == 3
-        resumed.log_served(2, metrics_of(counts(100, 1, (50,))), 3).result(60)
+        resumed.log_step(3, served(2, metrics_of(counts(100, 1, (50,)))))
     assert int(client.get_model_version_by_alias(resumed.registered_model, "best").version) == 3
 
 
@@ -233,7 +239,7 @@ def test_decisions_are_an_artifact_and_the_last_one_a_tag(run_config, client, tm
             event = DrafterEvent(
                 step, "kept back", 0, "kept back, no gain is certain: acceptance length 1.2", {"gate/gain": 0.1}
             )
-            log.write(step, event.row())
+            log.write(step, asdict(event))
             tracker.log_decisions(log.path, event)
     run = client.get_run(tracker.run_id)
     assert run.data.tags["drafter.last_decision"] == "step 2: kept back"
@@ -245,7 +251,7 @@ def test_decisions_are_an_artifact_and_the_last_one_a_tag(run_config, client, tm
 def test_drafters_are_not_stored_when_switched_off(run_config, client, drafter_folder):
     with Tracker(run_config(tracking={"log_drafters": False})) as tracker:
         assert tracker.log_drafter(drafter_folder(), Versions(1, 1), 1, {}, TAGS).result(60) is None
-        assert tracker.log_served(1, metrics_of(counts(100, 1, (50,))), 2).result(60) is None
+        tracker.log_step(2, served(1, metrics_of(counts(100, 1, (50,)))))
     assert client.search_registered_models() == []
 
 
