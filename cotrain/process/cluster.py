@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import ClusterConfig, RunConfig
-from cotrain.process.failures import RoleFailure, RunFailure
+from cotrain.process.failures import RunFailure
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -71,9 +71,9 @@ class Cluster:
     def __init__(self, config: ClusterConfig, logs: Path, resume: str = "--resume"):
         """Start Ray. resume: the arguments that continue the run, for messages."""
         self._config, self._logs, self._resume = config, logs, resume
-        self._actors: list[Any] = []
-        self._log_files: dict[str, str] = {}  # by actor id
-        self._answered: set[str] = set()  # actor ids
+        self._actors: dict[str, tuple[Any, str]] = {}
+        """Each actor and its log file, by the actor's id."""
+        self._answered: set[str] = set()
         for name, value in RAY_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
@@ -81,14 +81,9 @@ class Cluster:
         import ray
 
         self._ray = ray
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        self._start_ray()
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
-        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
-
-    def _start_ray(self) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token
-        self._ray.init(
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        ray.init(
             address="local",
             num_cpus=64,  # logical: the roles take turns on the cores, see threads.py
             include_dashboard=False,
@@ -98,24 +93,17 @@ class Cluster:
             configure_logging=False,
             _node_ip_address="127.0.0.1",
         )
-
-    def log_file(self, role: str) -> str:
-        """Where a role's process writes."""
-        return str((self._logs / f"{role}.log").resolve())
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
+        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
 
     def start(
-        self,
-        actor_class: type,
-        log_file: str,
-        *args: Any,
-        environment: dict[str, str],
-        gpus: float = 0,
-        **options: Any,
+        self, actor_class: type, role: str, *, environment: dict[str, str], gpus: float = 0, **options: Any
     ) -> Any:
-        """Start the actor actor_class(log_file, *args).
+        """Start the actor actor_class(log_file); its process writes into logs/ROLE.log.
 
         It is never restarted and no call is repeated, since a training step must not be made twice.
         """
+        log_file = str((self._logs / f"{role}.log").resolve())
         remote = self._ray.remote(actor_class).options(
             num_cpus=1,
             num_gpus=gpus,
@@ -124,24 +112,21 @@ class Cluster:
             runtime_env={"env_vars": environment},
             **options,
         )
-        actor = remote.remote(log_file, *args)
-        self._actors.append(actor)
-        self._log_files[actor._actor_id.hex()] = log_file
+        actor = remote.remote(log_file)
+        self._actors[actor._actor_id.hex()] = actor, log_file
         return actor
 
-    def get(self, reference: Any, timeout: float | None = None) -> Any:
-        """Wait for a result (or a list of them); an actor's exception is raised as its own type.
+    def get(self, references: list[Any]) -> list[Any]:
+        """Wait for results of actors; an actor's exception is raised as its own type.
 
-        Raises RoleFailure naming the role and its log when its process has died (at once), or has not answered within
-        `timeout` seconds (default: cluster.hang_after_s).
+        Raises RunFailure naming the role and its log when its process has died (at once), or has not answered within
+        cluster.hang_after_s.
         """
-        references = reference if isinstance(reference, list) else [reference]
-        actors = {_actor_of(r) for r in references}
-        if timeout is None:
-            timeout = self._config.hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
+        actors = {_actor_of(reference) for reference in references}
+        timeout = self._config.hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
         errors = self._ray.exceptions
         try:
-            result = self._ray.get(reference, timeout=timeout)
+            results = self._ray.get(references, timeout=timeout)
         except errors.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             if isinstance(cause, RunFailure):
@@ -152,26 +137,25 @@ class Cluster:
             hung = (
                 f"no answer for {timeout:.0f} s, so it counts as hung (raise cluster.hang_after_s if it only is slow)"
             )
-            raise self._failure({_actor_of(r) for r in waiting}, hung) from None
+            raise self._failure({_actor_of(reference) for reference in waiting}, hung) from None
         except errors.RayActorError as error:
             if error.actor_init_failed:
                 raise
-            died = {error.actor_id} if error.actor_id in self._log_files else actors
+            died = {error.actor_id} if error.actor_id in self._actors else actors
             raise self._failure(died, "its process has died: killed from outside, or out of memory") from error
         self._answered |= actors
-        return result
+        return results
 
-    def _failure(self, actors: Collection[str], what: str) -> RoleFailure:
-        logs = [self._log_files[actor] for actor in sorted(actors) if actor in self._log_files]
-        roles = " and ".join(Path(log).stem for log in logs) or "an actor"
-        return RoleFailure(
-            f"{roles}: {what}. Look into {', '.join(logs) or self._logs}. What was saved is whole: continue with "
-            f"{self._resume}"
+    def _failure(self, actors: Collection[str], what: str) -> RunFailure:
+        logs = [self._actors[actor][1] for actor in sorted(actors)]
+        roles = " and ".join(Path(log).stem for log in logs)
+        return RunFailure(
+            f"{roles}: {what}. Look into {', '.join(logs)}. What was saved is whole: continue with {self._resume}"
         )
 
     def stop(self) -> None:
         """Kill all actors (what they started dies with them, see orphans.py), and Ray itself."""
-        for actor in self._actors:
+        for actor, _ in self._actors.values():
             self._ray.kill(actor)
         self._ray.shutdown()
 

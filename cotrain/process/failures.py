@@ -8,9 +8,5 @@ class RunFailure(RuntimeError):
     """The run cannot go on; what it has saved is whole."""
 
 
-class RoleFailure(RunFailure):
-    """A role's process has died, or does not answer."""
-
-
 class SelfCheckFailed(RunFailure):
     """What the engine hands over is not what the learners take it for."""

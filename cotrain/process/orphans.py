@@ -4,6 +4,8 @@ import ctypes
 import os
 import signal
 
+from cotrain.process.engine_output import redirect_output
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -22,3 +24,10 @@ def leave_terminal_group() -> None:
     """Move to a process group of its own, so that Ctrl-C reaches the controller alone and it can finish its step."""
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
+
+
+def enter_process(log_file: str) -> None:
+    """Give an actor's process its own log file and process group, and let it die with its parent."""
+    redirect_output(log_file)
+    leave_terminal_group()
+    die_with_parent()

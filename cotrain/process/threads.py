@@ -9,9 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-CPU_KV_CACHE_GIB = 1
-"""KV cache of one engine on a CPU, when rollout.vllm.kv_cache_memory_bytes is not set."""
-
 
 def openmp_library() -> str | None:
     """Path of libiomp5.so in this environment, or None."""
@@ -37,8 +34,8 @@ def engine_environment(num_threads: int) -> dict[str, str]:
     """Environment of a vLLM engine and all the processes it starts."""
     return openmp_environment(num_threads) | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the engine to one core of two
-        # Unset, vLLM takes 92 % of the machine's memory. The engine argument kv_cache_memory_bytes wins over it.
-        "VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB),
+        # GiB. Unset, vLLM takes 92 % of the machine's memory. The engine argument kv_cache_memory_bytes wins over it.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # tap and run-time draft length hook into the V1 runner
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",

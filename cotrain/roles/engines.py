@@ -1,7 +1,7 @@
 """The rollout engines as the controller sees them: plain calls, with Ray behind them. All but `start` wait."""
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,19 +9,34 @@ from typing import Any
 from cotrain.config.schema import RunConfig
 from cotrain.process import threads
 from cotrain.process.cluster import Cluster, Placement
-from cotrain.records import (
-    GainReport,
-    RolloutBatch,
-    RolloutRequest,
-    SwapReport,
-    Versions,
-    WeightPayload,
-)
-from cotrain.roles.actors import EngineActor
+from cotrain.process.orphans import enter_process
+from cotrain.records import GainReport, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.spec import EngineSpec
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import ServingSpec
+
+
+class EngineActor:
+    """A rollout engine in its own process. What it needs of vLLM is imported there."""
+
+    def __init__(self, log_file: str):
+        enter_process(log_file)
+
+    def load_library(self) -> None:
+        """Import vLLM, which takes seconds, while nobody waits for it."""
+        import vllm.v1.engine.async_llm  # noqa: F401
+
+    async def start(self, spec: EngineSpec) -> dict[str, Any]:
+        """See RolloutEngine.start."""
+        from cotrain.rollout.engine import RolloutEngine
+
+        self._engine = RolloutEngine(spec)
+        return await self._engine.start()
+
+    async def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the engine; calls may overlap."""
+        return await getattr(self._engine, method)(*args, **options)
 
 
 class RolloutEngines:
@@ -32,10 +47,8 @@ class RolloutEngines:
         self._cluster = cluster
         environment = threads.engine_environment(threads.num_cores())
         options: dict[str, Any] = {"environment": environment, "gpus": placement.gpus, "max_concurrency": 8}
-        self._actors = [
-            cluster.start(EngineActor, cluster.log_file(f"rollout_{i}"), **options)
-            for i in range(config.rollout.num_engines)
-        ]
+        roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
+        self._actors = [cluster.start(EngineActor, role, **options) for role in roles]
         for actor in self._actors:
             actor.load_library.remote()
 
@@ -50,15 +63,16 @@ class RolloutEngines:
     def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
         """One response to each request, in the order given. A prompt's samples go to one engine, for its cache."""
         prompts = list(dict.fromkeys(request.prompt_id for request in requests))
-        engine_of = {prompt: i % len(self._actors) for i, prompt in enumerate(prompts)}
-        shares = [[r for r in requests if engine_of[r.prompt_id] == i] for i in range(len(self._actors))]
-        working = [(actor, share) for actor, share in zip(self._actors, shares, strict=True) if share]
-        batches = [a.call.remote("generate", share, tap, **overrides) for a, share in working]
+        engine_of = {prompt: self._actors[i % len(self._actors)] for i, prompt in enumerate(prompts)}
+        shares = defaultdict(list)
+        for request in requests:
+            shares[engine_of[request.prompt_id]].append(request)
+        batches = [engine.call.remote("generate", share, tap, **overrides) for engine, share in shares.items()]
         return _merge(requests, self._cluster.get(batches))
 
     def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
-        """Serve new policy weights everywhere."""
-        return _slowest(self.call("update_policy", payload, policy_version))
+        """Serve new policy weights everywhere. Reports the slowest engine's update."""
+        return max(self.call("update_policy", payload, policy_version), key=lambda report: report.seconds)
 
     def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
@@ -73,36 +87,18 @@ class RolloutEngines:
         reports, switched, refusal = [], [], None
         for actor, update in zip(self._actors, updates, strict=True):
             try:
-                reports.append(self._cluster.get(update))
+                reports += self._cluster.get([update])
                 switched.append(actor)
             except WeightUpdateRefused as error:
                 refusal = error
         if refusal is not None:
             self._cluster.get([actor.call.remote("undo_drafter_update") for actor in switched])
             raise refusal
-        return _slowest(reports)
-
-    def time_draft_lengths(self, prompts: Sequence[list[int]]) -> int:
-        """Time engine steps in all engines at once, as they will run; the number of timings of each.
-
-        From then on each engine chooses its draft lengths. See RolloutEngine.time_draft_lengths.
-        """
-        return min(self.call("time_draft_lengths", prompts))
-
-    def describe_speculation(self) -> str:
-        """The draft lengths in use, and why."""
-        words = self.call("describe_speculation")
-        if len(set(words)) == 1:
-            return words[0]
-        return "; ".join(f"engine {i}: {text}" for i, text in enumerate(words))
+        return max(reports, key=lambda report: report.seconds)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of RolloutEngine on all engines; the result of each."""
         return self._cluster.get([actor.call.remote(method, *args) for actor in self._actors])
-
-
-def _slowest(reports: list[SwapReport]) -> SwapReport:
-    return max(reports, key=lambda report: report.seconds)
 
 
 def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> RolloutBatch:
@@ -132,29 +128,22 @@ def engine_specs(
 ) -> list[EngineSpec]:
     """One spec a replica.
 
-    drafter: its folder and how it is served. first_step: steps made before; a resumed engine must not draw the first
-    steps' noise again.
+    drafter: its folder and how it is served. first_step: steps made before. Every engine of every run has a seed of its
+    own for every step that a run is resumed after, so that a resumed engine does not draw the first steps' noise again.
     """
     folder, serving = drafter or (None, None)
-    return [
-        EngineSpec(
-            rollout=config.rollout,
-            model_path=str(model_path),
-            drafter_folder=None if folder is None else str(folder),
-            serving=serving,
-            seed=engine_seed(config.seed, i, first_step),
-            scratch=str(scratch / f"rollout_{i}"),
-            versions=versions,
+    specs = []
+    for i in range(config.rollout.num_engines):
+        digest = hashlib.blake2b(f"engine/{config.seed}/{i}/{first_step}".encode(), digest_size=4).digest()
+        specs.append(
+            EngineSpec(
+                rollout=config.rollout,
+                model_path=str(model_path),
+                drafter_folder=None if folder is None else str(folder),
+                serving=serving,
+                seed=int.from_bytes(digest, "big") >> 1,
+                scratch=str(scratch / f"rollout_{i}"),
+                versions=versions,
+            )
         )
-        for i in range(config.rollout.num_engines)
-    ]
-
-
-def engine_seed(seed: int, engine: int, first_step: int) -> int:
-    """A seed of its own for every engine of every run, and for every step that a run is resumed after.
-
-    A run that is resumed twice after the same step repeats nothing that it keeps: what the first attempt made after
-    that step is discarded.
-    """
-    key = f"engine/{seed}/{engine}/{first_step}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
+    return specs

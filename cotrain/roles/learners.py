@@ -1,45 +1,56 @@
 """The policy learner and the drafter trainer as the controller sees them: method calls by name, with Ray behind them."""
 
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process import threads
 from cotrain.process.cluster import Cluster, Placement, free_port
-from cotrain.roles.actors import DrafterActor, PolicyActor
+from cotrain.process.orphans import enter_process
 
-ACTORS = {"policy": PolicyActor, "drafter": DrafterActor}
-"""Actor of each kind of learner, by the name of its log file."""
+
+class LearnerActor:
+    """A learner in its own process."""
+
+    def __init__(self, log_file: str):
+        enter_process(log_file)
+
+    def start(self, learner_class: str, arguments: dict[str, Any]) -> None:
+        """Import and make the learner, named as module:class. Ray would bury an error of __init__ under its own."""
+        self._learner = pkgutil.resolve_name(learner_class)(**arguments)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the learner."""
+        return getattr(self._learner, method)(*args)
+
+
+class PolicyActor(LearnerActor):
+    """A rank of the policy learner; the name is the process's title."""
+
+
+class DrafterActor(LearnerActor):
+    """The drafter trainer; the name is the process's title."""
 
 
 class Learner:
-    """One actor for each rank. `begin` returns at once; all other methods wait, and raise what a rank raised."""
+    """One actor for each rank. `begin` returns at once; all other methods wait, and raise what a rank raised.
 
-    def __init__(self, cluster: Cluster, name: str, num_ranks: int, gpus: float, start: tuple[str, dict[str, Any]]):
-        """Begin to start the ranks; `wait_until_started` waits for them. start: the arguments of LearnerActor.start."""
-        self._cluster, port = cluster, free_port()
-        environment = threads.openmp_environment(threads.num_cores())
-        self._actors = [
-            cluster.start(
-                ACTORS[name],
-                cluster.log_file(name if num_ranks == 1 else f"{name}_{rank}"),
-                environment=environment | _rank(rank, num_ranks, port),
-                gpus=gpus,
-            )
-            for rank in range(num_ranks)
-        ]
-        self._started = [actor.start.remote(*start) for actor in self._actors]
+    A rank makes its calls one after the other, so the first of them waits until the learner is made.
+    """
 
-    def wait_until_started(self) -> None:
-        self._cluster.get(self._started)
+    def __init__(self, cluster: Cluster, actors: list[Any], learner_class: str, **arguments: Any):
+        """Begin to make the learner in every actor, see LearnerActor.start."""
+        self._cluster, self._actors = cluster, actors
+        self._started = [actor.start.remote(learner_class, arguments) for actor in actors]
 
-    def begin(self, method: str, *args: Any) -> Any:
+    def begin(self, method: str, *args: Any) -> list[Any]:
         """Begin a call on all ranks; `finish` waits for it."""
         return [actor.call.remote(method, *args) for actor in self._actors]
 
-    def finish(self, begun: Any) -> Any:
+    def finish(self, begun: list[Any]) -> Any:
         """Wait for all ranks; the result of rank 0."""
-        return self._cluster.get(begun)[0]
+        return self._cluster.get([*self._started, *begun])[len(self._started)]
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method on all ranks; the result of rank 0."""
@@ -47,36 +58,37 @@ class Learner:
 
     def call_first(self, method: str, *args: Any) -> Any:
         """Call a method on rank 0 alone."""
-        return self._cluster.get(self._actors[0].call.remote(method, *args))
+        return self.finish([self._actors[0].call.remote(method, *args)])
 
 
 def start_policy(cluster: Cluster, config: RunConfig, model_path: Path, placement: Placement) -> Learner:
     """Begin to start the ranks of a PolicyLearner."""
-    arguments = {
-        "config": config.policy,
-        "rollout": config.rollout,
-        "model_path": str(model_path),
-        "total_steps": config.steps,
-        "seed": config.seed,
-        "device": placement.device,
-    }
-    start = ("cotrain.policy.learner:PolicyLearner", arguments)
-    return Learner(cluster, "policy", config.policy.num_processes, placement.gpus, start)
+    world, port, actors = config.policy.num_processes, free_port(), []
+    for rank in range(world):
+        role, environment = "policy", threads.openmp_environment(threads.num_cores())
+        if world > 1:
+            role, places = f"policy_{rank}", {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+            places |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            environment |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in places.items()}
+        actors.append(cluster.start(PolicyActor, role, environment=environment, gpus=placement.gpus))
+    return Learner(
+        cluster,
+        actors,
+        "cotrain.policy.learner:PolicyLearner",
+        config=config.policy,
+        rollout=config.rollout,
+        model_path=str(model_path),
+        total_steps=config.steps,
+        seed=config.seed,
+        device=placement.device,
+    )
 
 
 def start_drafter(
     cluster: Cluster, config: RunConfig, model_path: Path, init_folder: Path | None, placement: Placement
 ) -> Learner:
-    """Start a DrafterTrainer, and wait for it."""
-    arguments = {"config": config, "model_path": model_path, "init_folder": init_folder, "device": placement.device}
-    start = ("cotrain.trainer.trainer:DrafterTrainer", arguments)
-    drafter = Learner(cluster, "drafter", 1, placement.gpus, start)
-    drafter.wait_until_started()
-    return drafter
-
-
-def _rank(rank: int, world: int, port: int) -> dict[str, str]:
-    if world == 1:
-        return {}
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in ranks.items()}
+    """Begin to start a DrafterTrainer."""
+    environment = threads.openmp_environment(threads.num_cores())
+    actor = cluster.start(DrafterActor, "drafter", environment=environment, gpus=placement.gpus)
+    name, device = "cotrain.trainer.trainer:DrafterTrainer", placement.device
+    return Learner(cluster, [actor], name, config=config, model_path=model_path, init_folder=init_folder, device=device)

@@ -99,7 +99,7 @@ def train(config: RunConfig, resume: bool) -> int:
         if config.drafter is not None and config.rollout.speculation.adaptive:
             with console.phase("timing of draft lengths"):
                 timed = [encoder.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
-                roles.engines.time_draft_lengths(timed)
+                roles.engines.call("time_draft_lengths", timed)
         write_json(run_dir.logs / "startup.json", start_up.ready_s)
         console.say(str(start_up))
         console.banner(config, run_dir, _notes(config, model_path, cluster))
@@ -223,12 +223,19 @@ def _finish(controller: "Controller", console: Console, finished: bool, check: "
     summary = RunSummary(
         stopped_early=not finished,
         greedy_identical=check.passed if check else None,
-        speculation=controller.mode or (controller.roles.engines.describe_speculation() if config.drafter else None),
+        speculation=controller.mode or _speculation(controller),
         drafter_uri=registered and f"models:/{registered}",
         next_commands=[*commands, ("look at the curves", f"cotrain ui{store}")],
         report=_write_report(run_dir, console),
     )
     console.say("\n".join(["", *summary_lines(config, run_dir, read_rows(run_dir.metrics), summary)]))
+
+
+def _speculation(controller: "Controller") -> str | None:
+    """What the engines say of their draft lengths."""
+    if controller.config.drafter is None:
+        return None
+    return "; ".join(dict.fromkeys(controller.roles.engines.call("describe_speculation")))
 
 
 def _write_report(run_dir: RunDir, console: Console) -> Path | None:

@@ -46,7 +46,6 @@ def start_roles(
     policy = start_policy(cluster, config, model_path, placement)
     prompts = PromptEncoder(_tokenizer(model_path), config.rollout.max_prompt_tokens)
     ready("tokenizer")
-    policy.wait_until_started()
     if state.step:
         policy.call("load", run_dir.checkpoint(state.step) / "policy")
     payload = policy.call_first("write_payload", scratch / "policy.safetensors")

@@ -67,7 +67,7 @@ def test_dry_run_prints_a_configuration_that_loads_again(tmp_path: Path) -> None
     ("error", "status", "message"),
     [
         (
-            "__import__('cotrain.process.failures').process.failures.RoleFailure('policy: its process has died')",
+            "__import__('cotrain.process.failures').process.failures.RunFailure('policy: its process has died')",
             1,
             "its process has died",
         ),

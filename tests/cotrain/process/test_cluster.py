@@ -8,7 +8,7 @@ from ray import exceptions
 
 from cotrain.config.schema import ClusterConfig
 from cotrain.process.cluster import STARTING_FACTOR, Cluster, Placement, free_port, place
-from cotrain.process.failures import RoleFailure, RunFailure, SelfCheckFailed
+from cotrain.process.failures import RunFailure, SelfCheckFailed
 
 
 def placed(run_config, num_gpus: int, engines: int = 1, learners: int = 1, **changes) -> Placement:
@@ -77,15 +77,15 @@ class Ray:
     def __init__(self):
         self.timeouts = []
 
-    def get(self, reference, timeout):
+    def get(self, references, timeout):
         self.timeouts.append(timeout)
-        answers = [r.answer for r in (reference if isinstance(reference, list) else [reference])]
+        answers = [reference.answer for reference in references]
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
         if None in answers:
             raise exceptions.GetTimeoutError("silence")
-        return answers if isinstance(reference, list) else answers[0]
+        return answers
 
     def wait(self, references, num_returns, timeout):
         return [r for r in references if r.answer is not None], [r for r in references if r.answer is None]
@@ -96,7 +96,7 @@ def cluster(tmp_path):
     cluster = Cluster.__new__(Cluster)
     cluster._ray, cluster._logs, cluster._resume = Ray(), tmp_path, "--resume mine"
     cluster._config = ClusterConfig(hang_after_s=30.0)
-    cluster._log_files = {"a": "/logs/drafter.log", "b": "/logs/rollout_0.log"}
+    cluster._actors = {"a": (None, "/logs/drafter.log"), "b": (None, "/logs/rollout_0.log")}
     cluster._answered = set()
     return cluster
 
@@ -110,33 +110,32 @@ def task_error(cause):
 
 
 def test_a_role_that_died_is_named_with_its_log_and_what_to_do(cluster):
-    with pytest.raises(RoleFailure, match=r"^drafter: its process has died.* /logs/drafter.log\..*--resume mine$"):
+    with pytest.raises(RunFailure, match=r"^drafter: its process has died.* /logs/drafter.log\..*--resume mine$"):
         cluster.get([Reference("b", 1), Reference("a", died("a"))])
 
 
 def test_a_role_that_does_not_answer_is_named(cluster):
-    with pytest.raises(RoleFailure, match=r"^rollout_0: no answer for 120 s.*cluster\.hang_after_s.*--resume mine$"):
+    with pytest.raises(RunFailure, match=r"^rollout_0: no answer for 120 s.*cluster\.hang_after_s.*--resume mine$"):
         cluster.get([Reference("a", 1), Reference("b", None)])
 
 
 def test_a_first_answer_may_take_longer(cluster):
     for _ in range(2):
-        assert cluster.get(Reference("a", 7)) == 7
+        assert cluster.get([Reference("a", 7)]) == [7]
     cluster.get([Reference("a", 1), Reference("b", 2)])
-    cluster.get(Reference("b", 1), timeout=5)
-    assert cluster._ray.timeouts == [STARTING_FACTOR * 30, 30, STARTING_FACTOR * 30, 5]
+    assert cluster._ray.timeouts == [STARTING_FACTOR * 30, 30, STARTING_FACTOR * 30]
 
 
 def test_an_actors_own_exception_comes_as_it_is(cluster):
     with pytest.raises(ValueError, match=r"^too long$"):
-        cluster.get(Reference("a", task_error(ValueError("too long"))))
+        cluster.get([Reference("a", task_error(ValueError("too long")))])
 
 
 def test_a_failure_in_an_actor_is_told_where_to_look(cluster):
     with pytest.raises(RunFailure, match=r"^drafter: loss nan\. Look into /logs/drafter\.log.*--resume mine$"):
-        cluster.get(Reference("a", task_error(SelfCheckFailed("loss nan"))))
+        cluster.get([Reference("a", task_error(SelfCheckFailed("loss nan")))])
 
 
 def test_an_actor_that_never_began_raises_what_ray_knows(cluster):
     with pytest.raises(exceptions.RayActorError):
-        cluster.get(Reference("a", exceptions.RayActorError("a", "no such module", actor_init_failed=True)))
+        cluster.get([Reference("a", exceptions.RayActorError("a", "no such module", actor_init_failed=True))])

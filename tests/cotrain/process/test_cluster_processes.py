@@ -31,8 +31,8 @@ class Greeter:
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 cluster = Cluster(ClusterConfig(), Path.cwd())
 import ray
-actor = cluster.start(Greeter, "greeter.log", environment={"GREETING": "1"})
-found = {"actor": cluster.get(actor.greet.remote())}
+actor = cluster.start(Greeter, "greeter", environment={"GREETING": "1"})
+found = {"actor": cluster.get([actor.greet.remote()])[0]}
 found["handler is ours"] = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
 token = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}

@@ -16,8 +16,8 @@ PAYLOAD = WeightPayload("drafter.safetensors", 10, {"fc.weight": "00"})
 class Engine:
     """Serves a version number; refuses in a check or in the update."""
 
-    def __init__(self, refuses: str = "", choice: str = "k=2", error: type[Exception] = WeightUpdateRefused):
-        self.refuses, self.choice, self.error = refuses, choice, error
+    def __init__(self, refuses: str = "", error: type[Exception] = WeightUpdateRefused):
+        self.refuses, self.error = refuses, error
         self.served, self.before = [0], 0
         self.log: list[str] = []
 
@@ -32,9 +32,6 @@ class Engine:
     def undo_drafter_update(self) -> None:
         self._note("undo")
         self.served.pop()
-
-    def describe_speculation(self) -> str:
-        return self.choice
 
     def _note(self, what: str) -> None:
         self.log.append(what)
@@ -56,11 +53,11 @@ class Remote:
 
 
 class Cluster:
-    def get(self, reference: Any, timeout: float | None = None) -> Any:
-        for result in reference if isinstance(reference, list) else [reference]:
+    def get(self, references: list[Any]) -> list[Any]:
+        for result in references:
             if isinstance(result, Exception):
                 raise result
-        return reference
+        return references
 
 
 def engines_of(*engines: Engine) -> RolloutEngines:
@@ -102,12 +99,6 @@ def test_an_engine_whose_weights_are_unknown_is_no_refusal() -> None:
     engines = [Engine(), Engine(refuses="update", error=RunFailure)]
     with pytest.raises(RunFailure, match="refused in update"):
         engines_of(*engines).update_drafter(PAYLOAD, 3)
-
-
-def test_engines_that_choose_differently_are_named() -> None:
-    assert engines_of(Engine(), Engine()).describe_speculation() == "k=2"
-    words = engines_of(Engine(), Engine(choice="off")).describe_speculation()
-    assert words == "engine 0: k=2; engine 1: off"
 
 
 def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
