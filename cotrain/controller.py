@@ -128,7 +128,7 @@ class Controller:
             self._check_batch(batch)
         with self._timed("reward"):
             rollouts = self._score(batch)
-        row = _rollout_metrics(batch, rollouts, self.config)
+        row = _rollout_metrics(batch, rollouts)
         alarms = self._check_distribution(step, batch, row) if speculates else []
         with self._timed("learn"):
             outcome = self._learn(step, rollouts, batch, alarms, row)
@@ -303,7 +303,7 @@ def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
 
 
-def _rollout_metrics(batch: RolloutBatch, rollouts: list[ScoredRollout], config: RunConfig) -> dict[str, float]:
+def _rollout_metrics(batch: RolloutBatch, rollouts: list[ScoredRollout]) -> dict[str, float]:
     n = len(rollouts)
     metrics: dict[str, Any] = {
         "policy/reward": sum(r.reward for r in rollouts) / n,
@@ -313,7 +313,7 @@ def _rollout_metrics(batch: RolloutBatch, rollouts: list[ScoredRollout], config:
         "rollout/truncated": sum(r.rollout.finish_reason == "length" for r in rollouts) / n,
         "rollout/tokens_per_s": batch.num_generated_tokens / batch.seconds,
     }
-    metrics |= speculation_metrics(batch.speculation, config.rollout.num_speculative_tokens)
+    metrics |= speculation_metrics(batch.speculation)
     metrics |= {} if batch.gain is None else batch.gain.metrics()
     if stats := batch.feature_stats:
         tapped = stats["num_tokens"] or 1

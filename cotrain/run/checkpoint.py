@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -193,9 +194,7 @@ def check_resume(config: RunConfig, fingerprints: dict[str, str], saved: RunStat
 def is_disk_full(error: BaseException | None, folder: Path) -> bool:
     """Did a full disk cause the error? Libraries and Ray actors wrap the OSError, or only say that a write failed."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "no space left" in str(error).lower():
+        if re.search("no space left|quota exceeded", str(error), re.IGNORECASE):
             return True
         error = error.__cause__ or error.__context__
     return shutil.disk_usage(folder).free < 2**20

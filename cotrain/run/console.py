@@ -52,8 +52,8 @@ class RunSummary:
     """(what it does, command), most useful first."""
     report: Path | None = None
     """Page of the run's report; None when it could not be written."""
-    speculation: str | None = None
-    """The draft lengths in use at the end, and why; None without a drafter."""
+    speculation: str = ""
+    """The draft lengths in use at the end, and why; empty without a drafter."""
 
 
 class Console:

@@ -61,7 +61,7 @@ def metrics_of(counts: SpeculationCounts) -> dict[str, float]:
     return metrics
 
 
-def speculation_metrics(counts: SpeculationCounts | None, k: int) -> dict[str, float]:
+def speculation_metrics(counts: SpeculationCounts | None) -> dict[str, float]:
     """Drafting of one step, from counter deltas; empty when the step did not speculate.
 
     Names and definitions are vLLM's: the rate of position i is the share of drafts that accepted draft token i.
@@ -75,7 +75,6 @@ def speculation_metrics(counts: SpeculationCounts | None, k: int) -> dict[str, f
     }
     if counts.num_drafts:
         metrics |= {"rollout/acceptance_length": counts.acceptance_length} | metrics_of(counts)
-        accepted = counts.accepted_per_position + (0,) * (k - len(counts.accepted_per_position))
-        for position, steps_accepted in enumerate(accepted, start=1):
-            metrics[f"rollout/acceptance_rate_pos_{position}"] = steps_accepted / counts.num_drafts
+        for position, accepted in enumerate(counts.accepted_per_position, start=1):
+            metrics[f"rollout/acceptance_rate_pos_{position}"] = accepted / counts.num_drafts
     return metrics

@@ -8,13 +8,12 @@ import errno
 import json
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 
-class RowFile(AbstractContextManager["RowFile"]):
-    """Appends rows without a buffer, so that closing the file cannot fail on a full disk."""
+class RowFile:
+    """Appends rows, each written whole before `write` returns."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         """Keep the rows up to `resumed_step` (0: none); the resumed run writes later ones again."""
@@ -23,7 +22,6 @@ class RowFile(AbstractContextManager["RowFile"]):
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(partial, path)
-        self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         """Append one row; a number that is not finite becomes null under its name.
@@ -32,14 +30,9 @@ class RowFile(AbstractContextManager["RowFile"]):
         """
         finite = json.loads(json.dumps({"step": step} | dict(row), default=float), parse_constant=lambda _: None)
         line = (json.dumps(finite) + "\n").encode()
-        if self._file.write(line) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        with self.path.open("ab", buffering=0) as file:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

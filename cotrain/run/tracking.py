@@ -16,7 +16,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Self
 
-from mlflow import MlflowException
 from mlflow.entities import LoggedModelOutput, Metric, Param
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
@@ -60,10 +59,7 @@ class Tracker:
         self._client = connect(self.uri)
         self._experiment = experiment_id(self._client, self.uri)
         self.run_id = self._start_run(run_id)
-        self._last_step = self._sent_step = 0
-        if run_id == self.run_id:
-            points = self._client.get_metric_history(run_id, MARKER)
-            self._last_step = self._sent_step = max((point.step for point in points), default=0)
+        self._last_step = self._sent_step = int(self._client.get_run(self.run_id).data.metrics.get(MARKER, 0))
         self._served, self._registered = ServedDrafts(), self._versions_of_this_run()
         self._sender, self._try_again = ThreadPoolExecutor(1, "mlflow"), Event()
         self._down = self._finished = self._gave_up = False
@@ -231,11 +227,8 @@ class Tracker:
         )
         client.log_model_artifacts(model.model_id, str(folder))
         client.finalize_logged_model(model.model_id, "READY")
-        try:
+        if not client.search_registered_models(f"name = '{self.registered_model}'"):
             client.create_registered_model(self.registered_model)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
         source = f"models:/{model.model_id}"
         return client.create_model_version(
             self.registered_model, source, self.run_id, tags=tags, model_id=model.model_id

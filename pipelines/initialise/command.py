@@ -232,7 +232,7 @@ class Initialisation:
         state = load_state(checkpoint) if checkpoint else None
         step = state.step if state else 0
         discard_newer(self.run_dir, step, 0)
-        metrics = stack.enter_context(RowFile(self.run_dir.metrics, resumed_step=step))
+        metrics = RowFile(self.run_dir.metrics, resumed_step=step)
         with self.console.phase("MLflow"):
             tracker = Tracker(
                 self.config,

@@ -79,8 +79,8 @@ def train(config: RunConfig, resume: bool) -> int:
         stack.enter_context(run_dir)
         model_path = resolve_model(config.policy.model)
         state = _first_state(config, run_dir, model_fingerprints(model_path), resume)
-        metrics = stack.enter_context(RowFile(run_dir.metrics, resumed_step=state.step))
-        decisions = stack.enter_context(RowFile(run_dir.decisions, resumed_step=state.step))
+        metrics = RowFile(run_dir.metrics, resumed_step=state.step)
+        decisions = RowFile(run_dir.decisions, resumed_step=state.step)
         scratch = stack.enter_context(scratch_folder(config.name))
         with console.phase("start of all roles"):
             cluster = _start_cluster(config, run_dir, stack)
@@ -210,6 +210,7 @@ def _finish(controller: "Controller", console: Console, finished: bool, check: "
     config, run_dir, tracker = controller.config, controller.run_dir, controller.records.tracker
     tracker.finish("FINISHED" if finished else "KILLED")
     store, commands = uri_argument(tracker.uri), []
+    choices = controller.roles.engines.call("describe_speculation") if config.drafter else []
     registered = None
     if not finished:
         commands = [("go on", f"cotrain train {run_dir.resume}")]
@@ -223,19 +224,12 @@ def _finish(controller: "Controller", console: Console, finished: bool, check: "
     summary = RunSummary(
         stopped_early=not finished,
         greedy_identical=check.passed if check else None,
-        speculation=controller.mode or _speculation(controller),
+        speculation=controller.mode or "; ".join(dict.fromkeys(choices)),
         drafter_uri=registered and f"models:/{registered}",
         next_commands=[*commands, ("look at the curves", f"cotrain ui{store}")],
         report=_write_report(run_dir, console),
     )
     console.say("\n".join(["", *summary_lines(config, run_dir, read_rows(run_dir.metrics), summary)]))
-
-
-def _speculation(controller: "Controller") -> str | None:
-    """What the engines say of their draft lengths."""
-    if controller.config.drafter is None:
-        return None
-    return "; ".join(dict.fromkeys(controller.roles.engines.call("describe_speculation")))
 
 
 def _write_report(run_dir: RunDir, console: Console) -> Path | None:

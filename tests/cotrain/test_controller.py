@@ -154,7 +154,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         metrics, log = RowFile(run_dir.metrics, state.step), RowFile(run_dir.decisions, state.step)
         prompts: Any = Prompts(task, order, Encoder())  # type: ignore[arg-type]
         records: Any = Records(metrics, log, Tracker(), Console(io.StringIO()))  # type: ignore[arg-type]
-        opened.extend([run_dir, metrics, log])
+        opened.append(run_dir)
         return Controller(config, run_dir, roles, prompts, records, state)
 
     yield build
@@ -226,8 +226,7 @@ def test_without_speculation_every_line_says_so_also_after_a_resume(start: Any) 
     go(controller, 3)
     said = "without speculation since step 1 (acceptance_collapsed)"
     assert output(controller).count(said) == 3 and not controller.roles.engines.tapped
-    for one in (controller.run_dir, controller.records.metrics, controller.records.decisions):
-        one.close()
+    controller.run_dir.close()
     resumed = start(world, drafter={"on_drafter_failure": "continue"})
     go(resumed, 5)
     assert output(resumed).count(said) == 2 and resumed.mode == said and world.num_speculative_tokens == 0
@@ -239,8 +238,7 @@ def test_three_steps_and_a_resume_equal_six_in_one_go(start: Any) -> None:
     world = World(-2.0, learns=0.8)
     controller = start(world, name="halves")
     go(controller, 3)
-    for one in (controller.run_dir, controller.records.metrics, controller.records.decisions):
-        one.close()
+    controller.run_dir.close()
     resumed = start(world, name="halves")
     assert go(resumed, 6) == expected
     assert read_rows(resumed.records.decisions.path) == read_rows(

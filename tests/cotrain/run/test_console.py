@@ -178,5 +178,5 @@ def test_the_summary_says_what_went_wrong(run_config, run):
 
 
 def test_the_summary_of_a_run_without_a_drafter(run_config, run):
-    text = summary(run_config(drafter=None), run, [], drafter_uri=None, greedy_identical=None, speculation=None)
+    text = summary(run_config(drafter=None), run, [], drafter_uri=None, greedy_identical=None, speculation="")
     assert "drafter" not in text and "acceptance" not in text

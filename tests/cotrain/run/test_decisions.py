@@ -10,20 +10,20 @@ def event(step, kind="kept back", reason="kept back, no gain: length 1.2 against
 
 def test_a_resume_keeps_what_it_does_not_replay(tmp_path):
     path = tmp_path / "decisions.jsonl"
-    with RowFile(path) as log:
-        for step in (1, 3, 3, 4):
-            log.write(step, asdict(event(step)))
-        assert read_rows(path)[0] == {
-            "step": 1,
-            "kind": "kept back",
-            "version": 4,
-            "reason": "kept back, no gain: length 1.2 against 1.3",
-            "numbers": {"gate/gain": -0.1, "gate/seconds_saved": None},
-        }
-    with RowFile(path, resumed_step=3) as log:
-        log.write(4, asdict(event(4)))
+    log = RowFile(path)
+    for step in (1, 3, 3, 4):
+        log.write(step, asdict(event(step)))
+    assert read_rows(path)[0] == {
+        "step": 1,
+        "kind": "kept back",
+        "version": 4,
+        "reason": "kept back, no gain: length 1.2 against 1.3",
+        "numbers": {"gate/gain": -0.1, "gate/seconds_saved": None},
+    }
+    log = RowFile(path, resumed_step=3)
+    log.write(4, asdict(event(4)))
     assert [row["step"] for row in read_rows(path)] == [1, 3, 3, 4]
-    RowFile(path).close()
+    RowFile(path)
     assert read_rows(path) == [] == read_rows(tmp_path / "none")
 
 
