@@ -52,13 +52,9 @@ class RolloutEngines:
         for actor in self._actors:
             actor.load_library.remote()
 
-    def start(self, specs: list[EngineSpec]) -> Any:
-        """Begin to load the models; `wait_until_started` waits for it."""
+    def start(self, specs: list[EngineSpec]) -> list[Any]:
+        """Begin to load the models. Cluster.get waits for what this returns; no other call may come before."""
         return [actor.start.remote(spec) for actor, spec in zip(self._actors, specs, strict=True)]
-
-    def wait_until_started(self, started: Any) -> list[dict[str, Any]]:
-        """What each worker reports of itself."""
-        return self._cluster.get(started)
 
     def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
         """One response to each request, in the order given. A prompt's samples go to one engine, for its cache."""

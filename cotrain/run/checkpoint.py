@@ -32,10 +32,6 @@ FREE_BELOW = ("drafter.on_drafter_failure", "drafter.alarms.", "lossless.")
 """A resume may change these beside FREE_FIELDS, because they decide when a run stops and not what it computes."""
 
 
-class DiskFullError(OSError):
-    """The disk cannot hold the checkpoint. Earlier checkpoints are untouched."""
-
-
 @dataclass(frozen=True)
 class RunState:
     """state.json: where the run stands after `step`, beside what the learners save themselves."""
@@ -61,7 +57,7 @@ class RunState:
 def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator[Path]:
     """Yield the folder to write `policy/` and `drafter/` into; on leaving, make it the newest checkpoint and prune.
 
-    On any error the temporary folder is removed. Raises DiskFullError when that is the reason.
+    On any error the temporary folder is removed. Raises OSError naming the fix when the disk is full.
     """
     final = run_dir.checkpoint(state.step)
     folder = run_dir.checkpoints / f".tmp_{final.name}"
@@ -78,7 +74,7 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator
         shutil.rmtree(folder, ignore_errors=True)
         if not full:
             raise
-        raise DiskFullError(
+        raise OSError(
             errno.ENOSPC,
             f"disk full while saving step {state.step} in {run_dir.path}. Earlier checkpoints are intact. Make room "
             f"(checkpoint.keep_last=1 keeps fewer) and continue with {run_dir.resume}",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.files import write_json
-from cotrain.run.checkpoint import DiskFullError, is_disk_full
+from cotrain.run.checkpoint import is_disk_full
 
 ABOUT = "corpus.json"
 DIGEST_BYTES = 8
@@ -60,7 +60,7 @@ class Corpus:
         write_json(self.folder / ABOUT, about)
 
     def append(self, rollouts: Sequence[StoredRollout]) -> None:
-        """Write one more part. Raises DiskFullError; the parts before it are then as they were."""
+        """Write one more part. Raises OSError when the disk is full; the parts before it are then as they were."""
         path = self.folder / f"part_{self.num_parts:05d}.jsonl"
         partial = path.with_suffix(".partial")
         try:
@@ -73,7 +73,7 @@ class Corpus:
             partial.unlink(missing_ok=True)
             if not is_disk_full(error, self.folder):
                 raise
-            raise DiskFullError(
+            raise OSError(
                 errno.ENOSPC,
                 f"disk full while writing rollouts to {self.folder}; the parts that were complete are kept. Make room "
                 "and continue with --resume",

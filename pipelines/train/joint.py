@@ -25,7 +25,6 @@ from cotrain.process.stop_signal import two_stage_stop
 from cotrain.process.threads import num_cores
 from cotrain.records import Rollout, RolloutRequest, Versions
 from cotrain.run.checkpoint import (
-    DiskFullError,
     RunState,
     check_resume,
     discard_newer,
@@ -155,22 +154,17 @@ def _run(controller: "Controller", run_dir: RunDir) -> bool:
     """Controller.run; a failure that does not say so itself is told how to go on, and a full disk is named as such."""
     try:
         return controller.run()
-    except DiskFullError:
-        raise
     except Exception as error:
-        failure = error
+        if "--resume" in str(error):
+            raise
+        failure = str(error)
         if not isinstance(error, RunFailure):
             full = [folder for folder in (run_dir.path, controller.roles.scratch) if is_disk_full(error, folder)]
             if not full:
                 raise
-            step = controller.step + 1
-            failure = RunFailure(f"disk full in step {step} ({full[0]}): {error}. Make room first")
-        if "--resume" in str(failure):
-            raise
-        raise RunFailure(
-            f"{failure}\n  Look into {run_dir.logs}. What was saved is whole: continue with cotrain train "
-            f"{run_dir.resume}"
-        ) from error
+            failure = f"disk full in step {controller.step + 1} ({full[0]}): {error}. Make room first"
+        advice = f"Look into {run_dir.logs}. What was saved is whole: continue with cotrain train {run_dir.resume}"
+        raise RunFailure(f"{failure}\n  {advice}") from error
 
 
 def _final_check(config: RunConfig, controller: "Controller", console: Console) -> "GreedyCheck | None":

@@ -52,7 +52,7 @@ def start_roles(
     ready("policy")
     if drafter is not None:
         drafter.call("set_target_weights", payload.path, versions.policy)
-    engines.wait_until_started(loading)
+    cluster.get(loading)
     if versions.policy:
         engines.update_policy(payload, versions.policy)
     ready("engine")
