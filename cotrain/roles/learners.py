@@ -50,7 +50,9 @@ class Learner:
 
     def finish(self, begun: list[Any]) -> Any:
         """Wait for all ranks; the result of rank 0."""
-        return self._cluster.get([*self._started, *begun])[len(self._started)]
+        results = self._cluster.get([*self._started, *begun])[len(self._started) :]
+        self._started = []
+        return results[0]
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method on all ranks; the result of rank 0."""

@@ -123,12 +123,11 @@ def summary_lines(config: RunConfig, run_dir: RunDir, rows: Rows, run: RunSummar
     tokens = sum(_measured(rows, "rollout/generated_tokens"))
     head = f"{'Stopped' if run.stopped_early else 'Done'}: {len(rows)} of {config.steps} steps in "
     head += duration(sum(_measured(rows, "time/step_s"))) + (f", {tokens:,.0f} tokens generated" if tokens else "")
-    lines = [head, "", f"  policy       {config.policy.model}, trained by reinforcement learning"]
+    lines = [head]
     if reward := _from_to(rows, "policy/reward"):
         lines.append(f"  reward       {reward}   (mean of the first and the last third; higher is better)")
     if config.drafter:
-        how = "trained beside it" if config.drafter.train else "frozen"
-        lines += [f"  drafter      {config.drafter.model.type}, {how}", *_speculation_lines(config, rows, run)]
+        lines += _speculation_lines(config, rows, run)
     lines += ["", f"  run folder   {run_dir.path}"]
     if run.report:
         lines.append(f"  report       {run.report}")

@@ -48,27 +48,23 @@ def uri_argument(uri: str) -> str:
 def check_uri(uri: str) -> None:
     """Raise ValueError naming tracking.uri unless it is a writable database, or a server that answers."""
     if database := sqlite_file(uri):
-        folder = next(parent for parent in database.parents if parent.exists())
-        if not os.access(database if database.exists() else folder, os.W_OK):
+        nearest = next(path for path in (database, *database.parents) if path.exists())
+        if not os.access(nearest, os.W_OK):
             raise ValueError(
                 f"tracking.uri: {database} cannot be written; set tracking.uri or run_root to a place that can"
             )
     elif uri.startswith(("http://", "https://")):
-        _check_server(uri)
+        try:
+            urlopen(f"{uri.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_S).close()
+        except OSError as error:
+            # A proxy that wants a login has answered; MLflow itself reads MLFLOW_TRACKING_USERNAME and _TOKEN.
+            if getattr(error, "code", None) not in (401, 403):
+                raise ValueError(
+                    f"tracking.uri: no answer from {uri} ({error}); start that server, or leave tracking.uri out to "
+                    "record into sqlite in the run root"
+                ) from None
     elif urlsplit(uri).scheme.partition("+")[0] not in DATABASES:
         raise ValueError(f"tracking.uri: {uri!r} is neither http(s):// nor a database such as sqlite:///PATH.db")
-
-
-def _check_server(uri: str) -> None:
-    try:
-        urlopen(f"{uri.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_S).close()
-    except OSError as error:
-        # A proxy that wants a login has answered; MLflow itself reads MLFLOW_TRACKING_USERNAME and _TOKEN.
-        if getattr(error, "code", None) not in (401, 403):
-            raise ValueError(
-                f"tracking.uri: no answer from {uri} ({error}); start that server, or leave tracking.uri out to "
-                "record into sqlite in the run root"
-            ) from None
 
 
 def connect(uri: str) -> "MlflowClient":
