@@ -218,7 +218,7 @@ def test_a_tap_that_holds_no_rollout_is_refused(build, model: Path) -> None:
     too_small = build(f"rollout.features.max_bytes={FULL_ROLLOUT - 1}")
     for found in (problems(too_small), quick_problems(too_small)):
         [line] = found
-        assert line.startswith(f"rollout.features.max_bytes: {FULL_ROLLOUT - 1} does not hold one rollout of full")
+        assert line.startswith(f"rollout.features.max_bytes: one sequence takes {FULL_ROLLOUT} bytes")
     always = "drafter.gate.publish_when=always"
     check_run(build(f"rollout.features.max_bytes={FULL_ROLLOUT}", always))
     check_run(build(f"rollout.features.max_bytes={FULL_ROLLOUT - 1}", "drafter=none"))

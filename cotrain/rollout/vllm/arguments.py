@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.lossless_guard import speculative_problems
 from cotrain.models.linear_attention import has_linear_attention
 from cotrain.rollout.spec import EngineSpec
 
@@ -23,8 +22,6 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     our scheduler, which chooses a draft length for each step, extends the synchronous one, and with the asynchronous one
     requests that are preempted while they speculate, as every policy update does, read memory that is not theirs
     (https://github.com/vllm-project/vllm/issues/49620). The price is that a GPU waits for the scheduler in each step.
-
-    Raises ValueError for a setting of speculation that is not known to be lossless.
     """
     from vllm.platforms import current_platform
 
@@ -76,8 +73,6 @@ def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
         }
     else:
         return None
-    for name, reason in speculative_problems(config):
-        raise ValueError(f"speculative_config.{name}: {reason}")
     return config
 
 
