@@ -264,27 +264,11 @@ def _check_drafter_init(config: RunConfig, model: Path) -> None:
 def _check_tap(config: RunConfig, model: Path) -> None:
     """The feature tap holds a rollout of full length, and as many of a step as the gate judges on."""
     assert config.drafter is not None
-    gate, tapped = config.drafter.gate, _fewest_tapped(config, model)
-    if config.drafter.train and gate.publish_when != "always" and tapped < MIN_ROLLOUTS:
+    drafter, bound = config.drafter, config.rollout.features.max_bytes
+    width = (drafter.model.num_aux_layers + 1) * read_config(model).get("hidden_size", 0)
+    tapped = fewest_tapped(config.rollout, row_bytes(width, BYTES[config.rollout.dtype]))
+    if drafter.train and drafter.gate.publish_when != "always" and tapped < MIN_ROLLOUTS:
         raise ValueError(
-            f"rollout.features.max_bytes: {config.rollout.features.max_bytes} holds {tapped} rollouts of full length a "
-            f'step, and drafter.gate needs {MIN_ROLLOUTS}; raise it, or set drafter.gate.publish_when = "always"'
+            f"rollout.features.max_bytes: {bound} holds {tapped} rollouts of full length a step, and drafter.gate "
+            f'needs {MIN_ROLLOUTS}; raise it, or set drafter.gate.publish_when = "always"'
         )
-
-
-def _fewest_tapped(config: RunConfig, model: Path) -> int:
-    """Rollouts of a step that are tapped when all prompts have the greatest length."""
-    assert config.drafter is not None
-    width = (config.drafter.model.num_aux_layers + 1) * read_config(model).get("hidden_size", 0)
-    return fewest_tapped(config.rollout, row_bytes(width, BYTES[config.rollout.dtype]))
-
-
-def tap_note(config: RunConfig, model: Path) -> str | None:
-    """What a run says of its feature tap when it may leave rollouts out; None when it does not."""
-    rollouts = config.rollout.rollouts_per_step
-    if config.drafter is None or (tapped := _fewest_tapped(config, model)) == rollouts:
-        return None
-    return (
-        f"about {tapped} of {rollouts} rollouts a step ({100 * tapped / rollouts:.0f} %), drawn before they run; "
-        "raise rollout.features.max_bytes for more"
-    )
