@@ -40,7 +40,6 @@ class PolicyConfig(Section):
     """Update the policy; False keeps it as it is (a study of the drafter without drift)."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The policy's optimizer."""
 
     num_processes: PositiveInt = 1
     """Learner processes (data parallel through Accelerate)."""
@@ -91,7 +90,7 @@ class PolicyConfig(Section):
 
 
 class SpeculationConfig(Section):
-    """How the draft length is chosen while the engine runs."""
+    """How the draft length, up to rollout.num_speculative_tokens, is chosen while the engine runs."""
 
     adaptive: bool = True
     """Choose the draft length for each batch size while running, 0 included. False drafts rollout.num_speculative_tokens in
@@ -155,10 +154,7 @@ class RolloutConfig(Section):
     """Hand all requests of a step to the scheduler at once, so that batches are the same in every run."""
 
     features: FeatureTapConfig = FeatureTapConfig()
-    """Bound of the feature tap."""
-
     speculation: SpeculationConfig = SpeculationConfig()
-    """How the draft length, up to num_speculative_tokens, is chosen."""
 
     vllm: dict[str, Any] = {}
     """Any other vLLM engine argument, under vLLM's own name; for example kv_cache_memory_bytes, which is 1 GiB on a CPU
@@ -201,7 +197,7 @@ class DrafterOptimizerConfig(OptimizerConfig):
 
 
 class DrafterConfig(Section):
-    """The drafter and how it is trained."""
+    """The drafter and how it is trained. Without this section rollouts run without speculation."""
 
     model: DrafterModelConfig
     """Kind and shape of the drafter."""
@@ -214,10 +210,10 @@ class DrafterConfig(Section):
     """Co-train the drafter; False serves the first weights throughout (the frozen baseline)."""
 
     objective: ObjectiveConfig = ObjectiveConfig()
-    """What is maximised."""
-
     optimizer: DrafterOptimizerConfig = DrafterOptimizerConfig()
-    """The drafter's own optimizer."""
+    gate: GateConfig = GateConfig()
+    alarms: AlarmConfig = AlarmConfig()
+    buffer: DrafterBufferConfig = DrafterBufferConfig()
 
     train_every: PositiveInt = 1
     """Train in every n-th step. Each round of training makes one candidate."""
@@ -228,18 +224,9 @@ class DrafterConfig(Section):
     batch_tokens: PositiveInt = 2048
     """Tokens in one optimizer step, packed from whole rollouts."""
 
-    gate: GateConfig = GateConfig()
-    """When a trained candidate is published."""
-
-    alarms: AlarmConfig = AlarmConfig()
-    """Bounds beyond which a step counts as a failure of the drafter."""
-
     on_drafter_failure: Literal["stop", "continue"] = "stop"
     """What an alarm does. stop: end the run with cause and remedy. continue: go on without speculation and without
     training the drafter, and say so on every step line. A process that dies or hangs ends the run either way."""
-
-    buffer: DrafterBufferConfig = DrafterBufferConfig()
-    """Bound of the feature buffer."""
 
 
 class DatasetSource(Section):
@@ -322,12 +309,11 @@ class DatasetRollouts(DatasetSource):
 
 
 class InitConfig(Section):
-    """What `cotrain init` trains the first drafter on."""
+    """What `cotrain init` trains the first drafter on; other commands do not read it."""
 
     source: Annotated[PolicyRollouts | RecordedRollouts | DatasetRollouts, Field(discriminator="type")] = (
         PolicyRollouts()
     )
-    """Where the rollouts come from: policy, rollouts or dataset."""
 
     tokens: PositiveInt = 200_000
     """Response tokens to collect, the hold-out included."""
@@ -340,7 +326,8 @@ class InitConfig(Section):
 
 
 class MonitorConfig(Section):
-    """Checks of tokens in rollouts that were generated anyway; the first is of the first step with enough of them."""
+    """Checks that speculation leaves the sampled distribution alone, of tokens in rollouts that were generated anyway.
+    The first check is of the first step with enough of them."""
 
     every: NonNegativeInt = 10
     """Steps between two checks, or more where a check takes long or little was speculated; 0 makes none."""
@@ -401,26 +388,13 @@ class RunConfig(Section):
     policy: PolicyConfig
     """The policy and its learner."""
 
-    rollout: RolloutConfig = RolloutConfig()
-    """Rollout generation."""
-
-    drafter: DrafterConfig | None = None
-    """The drafter and its trainer; without this section rollouts run without speculation."""
-
     task: Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
     """Prompts and rewards."""
 
+    rollout: RolloutConfig = RolloutConfig()
+    drafter: DrafterConfig | None = None
     lossless: MonitorConfig = MonitorConfig()
-    """How closely is watched that speculation leaves the sampled distribution alone."""
-
     init: InitConfig = InitConfig()
-    """Drafter initialisation by `cotrain init`; other commands do not read it."""
-
     tracking: TrackingConfig = TrackingConfig()
-    """MLflow."""
-
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
-
     cluster: ClusterConfig = ClusterConfig()
-    """Ray and devices."""
