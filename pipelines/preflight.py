@@ -79,18 +79,16 @@ def check_run(config: RunConfig, resume: bool = False, command: str = "train") -
     policy and reads init.source itself.
     """
     problems = quick_problems(config, resume, command)
-    checks: list[Check] = [_check_lengths, _check_linear_attention]
+    checks: list[Check] = [_check_model]
     if command == "train":
         problems += _problems(_check_task, config)
         checks.append(_check_space)
+    if config.drafter is not None:
+        checks += [_check_drafter_shape, _check_tap, *([] if resume else [_check_drafter_init])]
     try:
         model = resolve_model(config.policy.model)
     except ValueError as error:
         raise ConfigError(list(dict.fromkeys([*problems, str(error)]))) from error
-    if config.drafter is not None:
-        checks += [_check_drafter_shape, _check_tap]
-        if not resume and (config.drafter.init or native_head(model)):
-            checks.append(_check_drafter_init)
     for check in checks:
         problems += _problems(check, config, model)
     if problems:
@@ -103,9 +101,7 @@ def quick_problems(config: RunConfig, resume: bool = False, command: str = "trai
     problems = [] if resume else _problems(_check_name_is_free, config)
     if command == "init" and config.drafter is None:
         problems.append('drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3" or "mtp"')
-    if (local := Path(config.policy.model).expanduser()).exists():
-        problems += _problems(_check_local_model, config, local)
-    for check in (_check_tracking, _check_devices, _check_vllm_settings):
+    for check in (_check_local_model, _check_tracking, _check_devices, _check_vllm_settings):
         problems += _problems(check, config)
     return problems
 
@@ -119,10 +115,12 @@ def _problems(check: Check, *arguments: Any) -> list[str]:
         return [str(error)]
 
 
-def _check_local_model(config: RunConfig, model: Path) -> None:
-    resolve_model(config.policy.model)
-    if config.drafter is not None:
-        _check_tap(config, model)
+def _check_local_model(config: RunConfig) -> None:
+    model = Path(config.policy.model).expanduser()
+    if model.exists():
+        resolve_model(config.policy.model)
+        if config.drafter is not None:
+            _check_tap(config, model)
 
 
 def _check_name_is_free(config: RunConfig) -> None:
@@ -178,25 +176,19 @@ def _check_task(config: RunConfig) -> None:
     build_task(config.task, config.seed)
 
 
-def _check_lengths(config: RunConfig, model: Path) -> None:
-    """Prompt, response and draft tokens fit the model's positions."""
+def _check_model(config: RunConfig, model: Path) -> list[str]:
+    """Prompt, response and draft tokens fit the model's positions, and linear attention is trained and served as it can."""
     longest, rollout = read_config(model).get("max_position_embeddings"), config.rollout
-    if longest is not None and rollout.num_positions > longest:
-        raise ValueError(
-            f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with num_speculative_tokens + "
-            f"1 = {rollout.num_speculative_tokens + 1} spare positions, is above the {longest} of {config.policy.model}; lower one "
-            "of them"
-        )
-
-
-def _check_linear_attention(config: RunConfig, model: Path) -> list[str]:
-    """A policy with linear attention is trained and served in a way that it can be."""
     on_cpu = config.cluster.device == "cpu" or not machine()["gpus"]
-    rollout = config.rollout
-    return [
-        *training_problems(model, config.policy.batching),
-        *serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm),
-    ]
+    problems = training_problems(model, config.policy.batching)
+    problems += serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm)
+    if longest is not None and rollout.num_positions > longest:
+        problems.append(
+            f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with "
+            f"num_speculative_tokens + 1 = {rollout.num_speculative_tokens + 1} spare positions, is above the {longest} "
+            f"of {config.policy.model}; lower one of them"
+        )
+    return problems
 
 
 def _check_space(config: RunConfig, model: Path) -> list[str]:
@@ -246,17 +238,19 @@ def _check_drafter_shape(config: RunConfig, model: Path) -> list[str]:
 
 def _check_drafter_init(config: RunConfig, model: Path) -> None:
     """The first drafter is whole, was made for this target, and has the shape that the configuration asks for."""
+    assert config.drafter is not None
+    init = config.drafter.init
+    if not init and native_head(model) is None:
+        return
     from cotrain.run.registry import first_drafter
     from drafters.base import TargetSpec
     from drafters.build import load_drafter
 
-    assert config.drafter is not None
-    init, target = config.drafter.init, TargetSpec.from_pretrained(model)
     with tempfile.TemporaryDirectory() as scratch:
         folder = first_drafter(tracking_uri(config), init, model, Path(scratch) / "drafter")
         assert folder is not None
         try:
-            load_drafter(folder, target, config.rollout.num_positions, config.drafter.model)
+            load_drafter(folder, TargetSpec.from_pretrained(model), config.rollout.num_positions, config.drafter.model)
         except ValueError as error:
             raise ValueError(f"{'drafter.init' if init else 'policy.model'}: {error}") from error
 
