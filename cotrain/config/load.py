@@ -110,13 +110,9 @@ def _toml_key(key: str) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """In one line. Strings, numbers and booleans of JSON are TOML's too, save for its surrogate pairs and a bare DEL."""
-    if isinstance(value, dict):
-        fields = (f"{_toml_key(key)} = {_toml_value(part)}" for key, part in value.items())
-        return "{" + ", ".join(fields) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    """JSON in one line is TOML but for surrogate pairs, a bare DEL, and the colon after a key."""
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return re.sub(r'("(?:[^"\\]|\\.)*")(:?)', lambda match: match[1] + (" =" if match[2] else ""), text)
 
 
 def read_toml(path: Path, problems: list[str]) -> Table:
