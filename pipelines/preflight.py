@@ -154,7 +154,7 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def _check_vllm_settings(config: RunConfig) -> list[str]:
-    """vLLM knows every key of rollout.vllm, and no environment variable that engines inherit makes speculation lossy."""
+    """vLLM knows every key of rollout.vllm, and no environment variable makes the speculation of engines lossy."""
     problems = environment_problems(os.environ) if config.drafter is not None else ()
     found = [f"{name}: {message}" for name, message in problems]
     spec = importlib.util.find_spec("vllm")
@@ -177,7 +177,7 @@ def _check_task(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig, model: Path) -> list[str]:
-    """Prompt, response and draft tokens fit the model's positions, and linear attention is trained and served as it can."""
+    """Prompt, response and draft tokens fit the model's positions, and linear attention can be trained and served."""
     longest, rollout = read_config(model).get("max_position_embeddings"), config.rollout
     on_cpu = config.cluster.device == "cpu" or not machine()["gpus"]
     problems = training_problems(model, config.policy.batching)
@@ -185,8 +185,8 @@ def _check_model(config: RunConfig, model: Path) -> list[str]:
     if longest is not None and rollout.num_positions > longest:
         problems.append(
             f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with "
-            f"num_speculative_tokens + 1 = {rollout.num_speculative_tokens + 1} spare positions, is above the {longest} "
-            f"of {config.policy.model}; lower one of them"
+            f"num_speculative_tokens + 1 = {rollout.num_speculative_tokens + 1} spare positions, is above the "
+            f"{longest} of {config.policy.model}; lower one of them"
         )
     return problems
 

@@ -15,7 +15,7 @@ REASONS = {
         "VLLM_CPU_INT4_W4A8 VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_HUMMING_INPUT_QUANT_CONFIG VLLM_MARLIN_INPUT_DTYPE "
         "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE"
     ),
-    "makes the engine compute another model than the one the learner trains; change the folder at policy.model instead": (
+    "makes the engine compute another model than the one the learner trains; change the folder at policy.model": (
         "hf_overrides hf_config_path model_class_overrides model_weights load_format enable_lora "
         "VLLM_TEST_FORCE_LOAD_FORMAT VLLM_MODEL_REDIRECT_PATH VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
     ),

@@ -27,7 +27,7 @@ OWNED_VLLM_ARGUMENTS = {
 
 def broken_rules(config: RunConfig) -> list[str]:
     """Every rule that the configuration breaks, one line each."""
-    rules = (_log_probs_are_of_one_law, _samples_fit_the_learner, _vllm_arguments, _drafter_can_be_evaluated)
+    rules = (_log_probs_are_of_one_law, _samples_fit_the_learner, _vllm_arguments, _drafter_fits_the_steps)
     return [line for rule in rules for line in rule(config)]
 
 
@@ -98,7 +98,7 @@ def _vllm_arguments(config: RunConfig) -> Iterator[str]:
         yield f"rollout.vllm.{key}: {message}"
 
 
-def _drafter_can_be_evaluated(config: RunConfig) -> Iterator[str]:
+def _drafter_fits_the_steps(config: RunConfig) -> Iterator[str]:
     drafter, rollout = config.drafter, config.rollout
     if drafter is None:
         return
@@ -116,15 +116,10 @@ def _drafter_can_be_evaluated(config: RunConfig) -> Iterator[str]:
     if not drafter.train or drafter.gate.publish_when == "always":
         return
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
-    if prompts < MIN_PROMPTS:
-        yield (
-            f"rollout.prompts_per_step: a step has {prompts} prompts to score a drafter on, and drafter.gate needs "
-            f'{MIN_PROMPTS}; raise it, or set drafter.gate.publish_when = "always"'
-        )
     # A single sample of each prompt is refused by another rule.
-    elif rollout.rollouts_per_step < MIN_ROLLOUTS and samples > 1:
+    if prompts < MIN_PROMPTS or (prompts * samples < MIN_ROLLOUTS and samples > 1):
         yield (
-            f"rollout.prompts_per_step: {prompts} prompts x {samples} samples (rollout.samples_per_prompt) are "
-            f"{rollout.rollouts_per_step} rollouts to score a drafter on, and drafter.gate needs {MIN_ROLLOUTS}; raise "
-            'one of the two, or set drafter.gate.publish_when = "always"'
+            f"rollout.prompts_per_step: drafters are scored on the {prompts} prompts x {samples} samples "
+            f"(rollout.samples_per_prompt) of a step, and drafter.gate needs {MIN_PROMPTS} prompts and {MIN_ROLLOUTS} "
+            'rollouts; raise one of the two, or set drafter.gate.publish_when = "always"'
         )
