@@ -1,7 +1,6 @@
 """What the report of a run shows: headline facts, curves, and what the run was made with."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,21 @@ STAGES = {
     "swap_policy": "policy swap",
 }
 SPEEDUP = "rollout/speedup_vs_no_speculation"
+CURVES = {
+    "reward": ("Reward", "policy/reward", "mean reward", "Mean reward of each step's rollouts."),
+    "response_length": ("Response length", "rollout/response_length", "tokens", "Mean length of a step's responses."),
+    "tokens_per_s": (
+        "Generation speed", "rollout/tokens_per_s", "tokens/s",
+        "Generated tokens per second of generation. It moves with response lengths as well as with acceptance.",
+    ),
+    "speedup": (
+        "Speed against no speculation", SPEEDUP, "times as fast",
+        "How many times faster the step's tokens were decoded than without speculation, by the measured times of "
+        "engine steps. Prefilling of prompts is left out.",
+    ),
+    "drafter_loss": ("Drafter loss", "drafter/loss", "loss", "Mean training loss of each step."),
+}  # fmt: skip
+"""Figures of a single metric by name: title, metric, label of the axis, and how to read it."""
 
 
 def write_run_report(folder: Path) -> Path:
@@ -36,24 +50,36 @@ def write_run_report(folder: Path) -> Path:
 
 def run_page(run: RunRecord) -> Page:
     """The page of a run with at least one step."""
-    speculation = Section("Speculation", ["This run has no drafter: its rollouts were generated without one."])
     if run.setting("drafter"):
         speculation = Section("Speculation", plots=_speculation(run))
-    shown = [run.setting(name) for name in ("policy.model", "task.name", "task.path", "drafter.model.type")]
+    else:
+        speculation = Section("Speculation", ["This run has no drafter: its rollouts were generated without one."])
     return Page(
         title=run.name,
         kind="cotrain run",
-        subtitle=", ".join([*filter(None, shown), f"seed {run.setting('seed')}"]),
+        subtitle=_subtitle(run),
         facts=_facts(run),
         sections=[
             speculation,
             *_decisions(run),
-            Section("Policy", plots=_policy(run)),
-            Section("Time", plots=_time(run)),
+            Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]),
+            Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s")]),
             *_provenance(run),
             Section("Configuration", table=_table(run.config), folded=True),
         ],
     )
+
+
+def _subtitle(run: RunRecord) -> str:
+    task = run.setting("task.name") or run.setting("task.path")
+    parts = [run.setting("policy.model"), task, f"seed {run.setting('seed')}"]
+    if run.setting("drafter"):
+        method = run.setting("rollout.draft_sample_method")
+        parts.append(
+            f"{run.setting('drafter.model.type')}, k = {run.setting('rollout.num_speculative_tokens')}, {method} drafts"
+        )
+    parts += [str(attempt["date"])[:10] for attempt in run.attempts[:1] if "date" in attempt]
+    return ", ".join(str(part) for part in parts if part)
 
 
 def _facts(run: RunRecord) -> list[Fact]:
@@ -68,16 +94,21 @@ def _facts(run: RunRecord) -> list[Fact]:
     if not run.setting("drafter"):
         return [*facts, Fact("Drafter", "none", "rollouts without speculation")]
     swaps, judged = int(run.column("drafter/published").sum()), run.column("gate/publish").count()
+    most = 1 + int(run.setting("rollout.num_speculative_tokens") or 0)
     how = "frozen" if run.setting("drafter.train") is False else "trained beside the policy"
-    note = f"{swaps} put into the running engine, {judged} candidates judged by the gate"
-    length = f"tokens a verification step; 1 is no gain, {1 + _draft_length(run)} the most; first and last tenth"
-    speedup = "times the speed of decoding, by step times measured in this run; first and last tenth"
     return [
         *facts,
-        Fact("Drafter", how, note),
-        _change(run, "Acceptance length", "rollout/acceptance_length", 10, length),
-        _change(run, "Against no speculation", SPEEDUP, 10, speedup),
-    ]
+        Fact("Drafter", how, f"{swaps} put into the running engine, {judged} candidates judged by the gate"),
+        _change(
+            run, "Acceptance length", "rollout/acceptance_length", 10,
+            f"tokens a verification step; 1 is no gain, {most} the most; first and last tenth",
+        ),
+        _agreement(run),
+        _change(
+            run, "Against no speculation", SPEEDUP, 10,
+            "times the speed of decoding, by step times measured in this run; first and last tenth",
+        ),
+    ]  # fmt: skip
 
 
 def _change(run: RunRecord, label: str, metric: str, parts: int, note: str) -> Fact:
@@ -85,59 +116,50 @@ def _change(run: RunRecord, label: str, metric: str, parts: int, note: str) -> F
     return Fact(label, f"{found[0]:.2f} -> {found[1]:.2f}" if found else "not measured", note)
 
 
-def _draft_length(run: RunRecord) -> int:
-    return int(run.setting("rollout.num_speculative_tokens") or 0)
-
-
-def _curve(run: RunRecord, name: str, title: str, lines: Mapping[str, str], ylabel: str, text: str) -> Plot:
-    """A figure of some metrics, which are named by the labels of their lines."""
-    return line_plot(name, title, {label: run.column(metric) for label, metric in lines.items()}, ylabel, text)
+def _agreement(run: RunRecord) -> Fact:
+    served, expected = run.column("rollout/acceptance_length"), run.column("rollout/expected_acceptance_length")
+    both = served.notna() & expected.notna()
+    if not both.any():
+        return Fact("Expected against served", "not measured", "no step has both acceptance lengths")
+    error = 100 * (expected[both].sum() / served[both].sum() - 1)
+    note = f"of the served acceptance length, over {both.sum()} steps; + is too hopeful"
+    return Fact("Expected against served", f"{error:+.1f} %", note)
 
 
 def _speculation(run: RunRecord) -> list[Plot]:
-    by_position = {f"token {i + 1}": f"rollout/acceptance_rate_pos_{i + 1}" for i in range(_draft_length(run))}
-    served, expected = run.column("rollout/acceptance_length"), run.column("rollout/expected_acceptance_length")
-    ages = {"drafter that served": drafter_age(run), "features trained on": run.column("drafter/lag_versions")}
+    positions = range(1, 1 + (run.setting("rollout.num_speculative_tokens") or 0))
     return [
         line_plot(
             "acceptance_length", "Acceptance length, served and expected",
-            {"served": served, "expected on unseen rollouts": expected}, "acceptance length",
+            {
+                "served": run.column("rollout/acceptance_length"),
+                "expected on unseen rollouts": run.column("rollout/expected_acceptance_length"),
+            },
+            "acceptance length",
             "Tokens that a verification step of the engine emits, and what the trainer computed for the same drafter "
             "on the same rollouts before it was trained on them.",
             marks=drafter_marks(run), floor="1: no gain",
         ),
-        _curve(
-            run, "acceptance_by_position", "Acceptance by draft position", by_position, "accepted share",
-            "Share of verification steps that accepted all draft tokens up to this position.",
-        ),
-        _curve(
-            run, "speedup", "Speed against no speculation", {"speed": SPEEDUP}, "times as fast",
-            "How many times faster the step's tokens were decoded than without speculation, by the measured times of "
-            "engine steps. Prefilling of prompts is left out.",
-        ),
         line_plot(
-            "drafter_lag", "Drafter lag", ages, "policy versions",
+            "acceptance_by_position", "Acceptance by draft position",
+            {f"token {i}": run.column(f"rollout/acceptance_rate_pos_{i}") for i in positions},
+            "accepted share", "Share of verification steps that accepted all draft tokens up to this position.",
+        ),
+        _curve(run, "speedup"),
+        line_plot(
+            "drafter_lag", "Drafter lag",
+            {"drafter that served": drafter_age(run), "features trained on": run.column("drafter/lag_versions")},
+            "policy versions",
             "Policy versions since the served drafter was put into the engine, and mean age of the features in the "
             "trainer's batches.",
         ),
-        _curve(
-            run, "drafter_loss", "Drafter loss", {"loss": "drafter/loss"}, "loss", "Mean training loss of each step."
-        ),
+        _curve(run, "drafter_loss"),
     ]  # fmt: skip
 
 
-def _policy(run: RunRecord) -> list[Plot]:
-    reward, length = {"reward": "policy/reward"}, {"response length": "rollout/response_length"}
-    return [
-        _curve(run, "reward", "Reward", reward, "mean reward", "Mean reward of each step's rollouts."),
-        _curve(run, "response_length", "Response length", length, "tokens", "Mean length of a step's responses."),
-    ]
-
-
-def _time(run: RunRecord) -> list[Plot]:
-    text = "Generated tokens per second of generation. It moves with response lengths as well as with acceptance."
-    speed = {"tokens/s": "rollout/tokens_per_s"}
-    return [_stages(run), _curve(run, "tokens_per_s", "Generation speed", speed, "tokens/s", text)]
+def _curve(run: RunRecord, name: str) -> Plot:
+    title, metric, ylabel, text = CURVES[name]
+    return line_plot(name, title, {title: run.column(metric)}, ylabel, text)
 
 
 def _stages(run: RunRecord) -> Plot:

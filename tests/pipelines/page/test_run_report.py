@@ -34,6 +34,8 @@ def test_headline_facts(full: Path) -> None:
     assert (found["Time"].value, found["Time"].note) == ("6m", "12 of 12 steps")
     assert found["Tokens generated"] == Fact("Tokens generated", "12,000", "50 a second of generation")
     assert found["Against no speculation"].value == "0.91 -> 1.02"
+    assert found["Expected against served"].value == "+0.0 %"
+    assert "12 steps" in found["Expected against served"].note
 
 
 def test_a_speed_that_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
@@ -41,6 +43,13 @@ def test_a_speed_that_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rows)
     assert facts(folder)["Against no speculation"].value == "not measured"
     assert plots(folder)["speedup"].figure is None
+
+
+def test_expected_that_is_too_hopeful_shows(tmp_path: Path) -> None:
+    rows = [row(step, rollout__acceptance_length=2.0, rollout__expected_acceptance_length=2.2) for step in range(1, 5)]
+    rows[0]["rollout/expected_acceptance_length"] = None
+    found = facts(write_run(tmp_path / "run", rows))["Expected against served"]
+    assert found.value == "+10.0 %" and "3 steps" in found.note
 
 
 def test_the_page_is_whole_and_needs_no_other_file(full: Path) -> None:
