@@ -60,20 +60,13 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
     """vLLM's speculative_config; None when nothing proposes draft tokens."""
-    k = spec.rollout.num_speculative_tokens
-    config: dict[str, Any]
+    config = {"num_speculative_tokens": spec.rollout.num_speculative_tokens}
     if spec.speculation == "ngram":
-        config = {"method": "ngram", "num_speculative_tokens": k, **PROMPT_LOOKUP}
-    elif spec.drafter_folder is not None and spec.serving is not None:
-        config = {
-            "method": spec.serving.method,
-            "model": spec.drafter_folder,
-            "num_speculative_tokens": k,
-            "draft_sample_method": spec.rollout.draft_sample_method,
-        }
-    else:
+        return {"method": "ngram", **config, **PROMPT_LOOKUP}
+    if spec.drafter_folder is None or spec.serving is None:
         return None
-    return config
+    method, draws = spec.serving.method, spec.rollout.draft_sample_method
+    return {"method": method, "model": spec.drafter_folder, "draft_sample_method": draws, **config}
 
 
 def graph_sizes(max_num_seqs: int, num_speculative_tokens: int) -> list[int]:
