@@ -98,7 +98,7 @@ class Controller:
             self.monitor.load_state(state.lossless)
         if state.drafting is not None and roles.publisher is not None:
             roles.publisher.load_state(state.drafting)
-        self._self_checked = False
+        self._first_step = state.step + 1
         self._seconds: dict[str, float] = {}
 
     def run(self) -> bool:
@@ -123,8 +123,7 @@ class Controller:
         speculates = self.roles.publisher is not None and self.mode is None
         with self._timed("generate"):
             batch = self.roles.engines.generate(self._requests(step), tap=speculates)
-        first, self._self_checked = not self._self_checked, True
-        if first and speculates:
+        if step == self._first_step and speculates:
             self._check_batch(batch)
         with self._timed("reward"):
             rollouts = self._score(batch)
@@ -132,7 +131,7 @@ class Controller:
         alarms = self._check_distribution(step, batch, row) if speculates else []
         with self._timed("learn"):
             outcome = self._learn(step, rollouts, batch, alarms, row)
-        if first:
+        if step == self._first_step:
             self._check_log_probs(row)
         if self.config.policy.train:
             with self._timed("swap_policy"):
@@ -168,11 +167,10 @@ class Controller:
         return [ScoredRollout(*fields) for fields in zip(batch.rollouts, rewards, advantages, strict=True)]
 
     def _check_batch(self, batch: RolloutBatch) -> None:
+        rollout = self.config.rollout
         with self._timed("self_check"):
-            error = check_features(
-                batch, partial(self.roles.policy.call_first, "hidden_states"), self.config.rollout.dtype
-            )
-            check_records(batch, None if self.config.rollout.ignore_eos else self.prompts.encoder.eos_token_id)
+            error = check_features(batch, partial(self.roles.policy.call_first, "hidden_states"), rollout.dtype)
+            check_records(batch, None if rollout.ignore_eos else self.prompts.encoder.eos_token_id)
         self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
     def _check_log_probs(self, row: dict[str, float]) -> None:
@@ -182,15 +180,13 @@ class Controller:
 
     def _check_distribution(self, step: int, batch: RolloutBatch, row: dict[str, float]) -> list[Alarm]:
         """Check, when it is due, that the rollouts have the distribution of the policy that generated them."""
-        monitor = self.monitor
+        monitor, started = self.monitor, time.perf_counter()
         chosen = monitor.choose(batch.rollouts) if monitor.due(step, self.run_seconds) else None
         if chosen is None:
             return []
-        started = time.perf_counter()
+        arguments = chosen.rollouts, self._sampling, monitor.logit_tolerance
         with self._timed("lossless"):
-            draws = self.roles.policy.call_first(
-                "response_draws", chosen.rollouts, self._sampling, monitor.logit_tolerance
-            )
+            draws = self.roles.policy.call_first("response_draws", *arguments)
             found = monitor.check(step, chosen, draws, time.perf_counter() - started)
         row |= found.metrics()
         if found.passed:
@@ -200,12 +196,7 @@ class Controller:
         return [Alarm("not_lossless", found.message(), cause, remedy, found.metrics())]
 
     def _learn(
-        self,
-        step: int,
-        rollouts: list[ScoredRollout],
-        batch: RolloutBatch,
-        alarms: Sequence[Alarm],
-        row: dict[str, float],
+        self, step: int, rollouts: list[ScoredRollout], batch: RolloutBatch, alarms: list[Alarm], row: dict[str, float]
     ) -> Outcome | None:
         """Policy update; beside it the drafters are scored, one is swapped in or not, and the drafter is trained.
 
@@ -220,8 +211,7 @@ class Controller:
             self._record_events(outcome.events)
             if outcome.failure is not None:
                 raise outcome.failure
-            if outcome.trains:
-                training = drafter.begin("train", step)
+            training = drafter.begin("train", step) if outcome.trains else None
         if update is not None:
             row |= policy.finish(update)
         if drafter is not None and training is not None:
@@ -243,13 +233,16 @@ class Controller:
         folder = self.run_dir.drafter(event.version)
         drafter.call("save_checkpoint", folder, event.version)
         self.versions = Versions(self.versions.policy, event.version)
-        tags = {"init": config.init or "random", "data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}"}
         metrics = {}
-        if outcome.expected is not None:
-            rates = enumerate(outcome.expected.rates[-1], start=1)
-            metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in rates}
-            metrics["drafter/expected_acceptance_length"] = outcome.expected.longest.value
-        self.records.tracker.log_drafter(folder, self.versions, step, metrics, tags | {"decision": event.reason})
+        if (expected := outcome.expected) is not None:
+            metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(expected.rates[-1], start=1)}
+            metrics["drafter/expected_acceptance_length"] = expected.longest.value
+        tags = {
+            "init": config.init or "random",
+            "data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}",
+            "decision": event.reason,
+        }
+        self.records.tracker.log_drafter(folder, self.versions, step, metrics, tags)
 
     def _record_events(self, events: Sequence[DrafterEvent]) -> None:
         decisions = self.records.decisions
@@ -265,7 +258,7 @@ class Controller:
         self.records.metrics.write(step, row)
         tracker.log_step(step, row)
         write_samples(self.run_dir.samples_file(step), rollouts, self.prompts.encoder)
-        notes = [*(event.in_short() for event in events), self.mode or ""]
+        notes = [event.in_short() for event in events] + [self.mode or ""]
         console.step(step, self.config.steps, row, self.versions, tracker.missing_steps, [*filter(None, notes)])
         for event in events:
             if event.is_bad_news:

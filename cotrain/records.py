@@ -116,7 +116,7 @@ class ScoredRollout:
 
 @dataclass(frozen=True, slots=True)
 class FeatureShard:
-    """Hidden states of some rollouts in one safetensors file (layout: drafting/features.py)."""
+    """Hidden states of some rollouts in one safetensors file (layout: cotrain/transport/features.py)."""
 
     path: str
     num_rollouts: int

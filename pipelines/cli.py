@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from cotrain.config.errors import ConfigError
-from cotrain.config.load import load_config, to_toml
 from cotrain.process.failures import RunFailure
 from cotrain.run.mlflow_store import DEFAULT_URI, absolute_uri, sqlite_file
 
@@ -87,38 +85,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def train(arguments: Sequence[str]) -> int:
     """`cotrain train`: check everything, then run."""
-    parser = argparse.ArgumentParser(
-        prog="cotrain train",
-        usage="cotrain train CONFIG... [key=value...] [--dry-run] [--resume NAME]",
-        description="Train a policy, and beside it the drafter that its rollouts speculate with.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    from pipelines.preflight import check_run, read_command_line
+
+    epilog = TRAIN_EPILOG
     if {"-h", "--help"} & set(arguments):
         from cotrain.config.help import help_text
 
-        parser.epilog = TRAIN_EPILOG + help_text()
-    parser.add_argument("config", nargs="*", metavar="CONFIG", help="TOML files, and overrides section.field=value")
-    parser.add_argument("--dry-run", action="store_true", help="check, print the whole configuration as TOML, and stop")
-    parser.add_argument("--resume", metavar="NAME", help="continue this run; CONFIG and overrides come after its own")
-    parsed = parser.parse_intermixed_args(arguments)
-    if not parsed.config and parsed.resume is None:
-        raise ConfigError(["CONFIG: no configuration given, for example configs/smoke.toml; see cotrain train --help"])
-    # An override may hold a slash or a dot, a file name an equals sign: a file that exists is a file.
-    overrides = [text for text in parsed.config if "=" in text and not Path(text).is_file()]
-    config = load_config([text for text in parsed.config if text not in overrides], overrides, parsed.resume)
-    resume = parsed.resume is not None
-    from pipelines.preflight import check_run, quick_problems
-
-    if parsed.dry_run:
-        print(to_toml(config), flush=True)
-        if problems := quick_problems(config, resume):
-            raise ConfigError(problems)
-        print("# no problem found; model, data and drafter.init are checked when the run starts")
+        epilog += help_text()
+    description = "Train a policy, and beside it the drafter that its rollouts speculate with."
+    asked = read_command_line("train", arguments, description, epilog)
+    if asked is None:
         return 0
-    check_run(config, resume)
+    check_run(*asked)
     from pipelines.train.joint import train as train_jointly
 
-    return train_jointly(config, resume)
+    return train_jointly(*asked)
 
 
 def drafters(arguments: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ Later files win over earlier ones, and overrides over files. config.json is the 
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,7 @@ from cotrain.config.rules import broken_rules
 from cotrain.config.schema import RunConfig
 
 Table = dict[str, Any]
-REQUIRED: Table = {
-    "name": "x",
-    "steps": 1,
-    "policy": {"model": "x"},
-    "task": {"type": "reasoning_gym", "name": "x"},
-}
+REQUIRED: Table = {"name": "x", "steps": 1, "policy": {"model": "x"}, "task": {"type": "reasoning_gym", "name": "x"}}
 """Values of required fields, with which rules between the other fields can be checked."""
 
 
@@ -40,36 +35,34 @@ def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resu
     if problems:
         raise ConfigError(problems)
     if resume is not None:
-        run_root = _merged(tables).get("run_root", RunConfig.model_fields["run_root"].default)
+        run_root = reduce(merge, tables, Table()).get("run_root", RunConfig.model_fields["run_root"].default)
         tables = [_saved_table(Path(run_root), resume), *tables, {"name": resume}]
-    return parse_config(_merged(tables))
+    return parse_config(reduce(merge, tables, Table()))
 
 
-def parse_config(fields: Mapping[str, Any]) -> RunConfig:
+def parse_config(fields: Table) -> RunConfig:
     """Raises ConfigError listing all wrong fields and broken rules."""
     try:
         config = RunConfig.model_validate(fields)
     except ValidationError as error:
         problems = readable_problems(error)
-        wrong = [line.partition(":")[0].removesuffix(".type") for line in problems]
-        raise ConfigError([*problems, *_rules_beside(fields, wrong)]) from None
+        raise ConfigError([*problems, *_rules_beside(fields, problems)]) from None
     if broken := broken_rules(config):
         raise ConfigError(broken)
     return config
 
 
-def _rules_beside(fields: Mapping[str, Any], wrong: Sequence[str]) -> list[str]:
+def _rules_beside(fields: Table, problems: Sequence[str]) -> list[str]:
     """The broken rules that no wrong field takes part in; the others wait until these fields are mended."""
-    rest = reduce(_without, wrong, dict(fields))
+    wrong = [line.partition(":")[0].removesuffix(".type") for line in problems]
+    rest = reduce(_without, wrong, fields)
     drafter = {"drafter": {"model": {"type": "eagle3"}}} if rest.get("drafter") else {}
     try:
-        config = RunConfig.model_validate(merge(merge(REQUIRED, drafter), rest))
+        config = RunConfig.model_validate(merge(REQUIRED | drafter, rest))
     except ValidationError:
         return []
-    names = {path.rpartition(".")[2] for path in wrong}
-    return [
-        line for line in broken_rules(config) if not any(re.search(rf"\b{re.escape(name)}\b", line) for name in names)
-    ]
+    names = "|".join(re.escape(path.rpartition(".")[2]) for path in wrong)
+    return [line for line in broken_rules(config) if not re.search(rf"\b({names})\b", line)]
 
 
 def _without(table: Table, path: str) -> Table:
@@ -80,20 +73,14 @@ def _without(table: Table, path: str) -> Table:
     return {key: value for key, value in table.items() if key != name}
 
 
-def _merged(tables: Sequence[Table]) -> Table:
-    empty: Table = {}
-    return reduce(merge, tables, empty)
-
-
 def merge(earlier: Table, later: Table) -> Table:
     """Tables are merged key by key, everything else is replaced; so is a table whose `type` changes."""
     merged = dict(earlier)
     for key, value in later.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict) and value.get("type") in (None, old.get("type")):
-            merged[key] = merge(old, value)
-        else:
-            merged[key] = value
+            value = merge(old, value)
+        merged[key] = value
     return merged
 
 
@@ -123,13 +110,9 @@ def _toml_key(key: str) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """In one line. Strings, numbers and booleans of JSON are TOML's too, save for its surrogate pairs and a bare DEL."""
-    if isinstance(value, dict):
-        fields = (f"{_toml_key(key)} = {_toml_value(part)}" for key, part in value.items())
-        return "{" + ", ".join(fields) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    """JSON in one line is TOML but for surrogate pairs, a bare DEL, and the colon after a key."""
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return re.sub(r'("(?:[^"\\]|\\.)*")(:?)', lambda match: match[1] + (" =" if match[2] else ""), text)
 
 
 def read_toml(path: Path, problems: list[str]) -> Table:
@@ -151,11 +134,10 @@ def read_override(text: str, problems: list[str]) -> Table:
     if not equals or not all(re.fullmatch(r"\w[\w-]*", name) for name in path.split(".")):
         problems.append(f"{text}: not an override; write section.field=value, for example rollout.temperature=0.8")
         return {}
-    *sections, field = path.split(".")
-    table: Table = {field: _read_value(value)}
-    for section in reversed(sections):
-        table = {section: table}
-    return table
+    table: Any = _read_value(value)
+    for name in reversed(path.split(".")):
+        table = {name: table}
+    return Table(table)
 
 
 def _read_value(text: str) -> Any:

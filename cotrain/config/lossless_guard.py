@@ -8,68 +8,45 @@ it. A setting that is not listed here is judged by its effect: by `cotrain verif
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-OTHER_MODEL = (
-    "makes the engine compute another model than the one the learner trains; change the folder at policy.model instead"
-)
-OTHER_DISTRIBUTION = (
-    "changes which tokens can be drawn, outside of the accept/reject rule; use rollout.temperature, top_p and top_k"
-)
-QUANTISED = (
+REASONS = {
     "quantises the target: scales taken over a batch make a token's logits depend on the draft tokens verified beside "
-    "it, and weights that arrive in rollout.dtype cannot be read back; leave it out"
-)
-FOREIGN_CACHE = (
-    "lets keys and values come from elsewhere than this engine, where a policy update does not reach them; leave it out"
-)
-RANDOM_STATE = "rounds recurrent state at random, so that a prefix has other logits each time; leave it out"
-SHARDED = (
-    "shards the engine, but weights are read back on unsharded engines only; add replicas with rollout.num_engines"
-)
-OTHER_SPECULATION = "is another way to set speculative_config; set [drafter], rollout.num_speculative_tokens and rollout.draft_sample_method"
-COTRAINS_OWN = "is set by cotrain, whose scheduler and worker depend on it; leave it out"
-DRAFT_DEPENDENT = "lets the drawn draft tokens decide how many are verified, which biases the output; leave it out"
-LOSSY_ACCEPTANCE = "accepts draft tokens by a rule that is not the target's distribution; leave it out"
-UNCORRECTED = "runs a model runner in which cotrain's corrections of vLLM's sampling have no effect; set it to 0"
-PLUGIN = "loads code that can replace any part of sampling; set it to an empty string"
+    "it, and weights that arrive in rollout.dtype cannot be read back; leave it out": (
+        "quantization quantization_config kv_cache_dtype attention_config.use_prefill_query_quantization "
+        "VLLM_CPU_INT4_W4A8 VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_HUMMING_INPUT_QUANT_CONFIG VLLM_MARLIN_INPUT_DTYPE "
+        "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE"
+    ),
+    "makes the engine compute another model than the one the learner trains; change the folder at policy.model": (
+        "hf_overrides hf_config_path model_class_overrides model_weights load_format enable_lora "
+        "VLLM_TEST_FORCE_LOAD_FORMAT VLLM_MODEL_REDIRECT_PATH VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+    ),
+    "changes which tokens can be drawn, outside of the accept/reject rule; use rollout.temperature, top_p and top_k": (
+        "logits_processors watermark_config"
+    ),
+    "lets keys and values come from elsewhere than this engine, where a policy update does not reach them; leave it "
+    "out": "kv_transfer_config kv_offloading_size",
+    "rounds recurrent state at random, so that a prefix has other logits each time; leave it out": (
+        "enable_mamba_cache_stochastic_rounding"
+    ),
+    "shards the engine, but weights are read back on unsharded engines only; add replicas with rollout.num_engines": (
+        "pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size "
+        "enable_expert_parallel"
+    ),
+    "is another way to set speculative_config; set [drafter], rollout.num_speculative_tokens and "
+    "rollout.draft_sample_method": "spec_method spec_model spec_tokens",
+    "is set by cotrain, whose scheduler and worker depend on it; leave it out": "additional_config worker_cls",
+    "runs a model runner in which cotrain's corrections of vLLM's sampling have no effect; set it to 0": (
+        "VLLM_USE_V2_MODEL_RUNNER"
+    ),
+    "loads code that can replace any part of sampling; set it to an empty string": "VLLM_PLUGINS",
+}
+"""Engine arguments and environment variables that are refused, by what they do."""
 
+REFUSED = {name: reason for reason, names in REASONS.items() for name in names.split()}
 
-def _refused(reasons: Mapping[str, str]) -> dict[str, str]:
-    return {name: reason for reason, names in reasons.items() for name in names.split()}
-
-
-ENGINE = _refused(
-    {
-        QUANTISED: "quantization quantization_config kv_cache_dtype attention_config.use_prefill_query_quantization",
-        OTHER_DISTRIBUTION: "logits_processors watermark_config",
-        OTHER_MODEL: "hf_overrides hf_config_path model_class_overrides model_weights load_format enable_lora",
-        FOREIGN_CACHE: "kv_transfer_config kv_offloading_size",
-        RANDOM_STATE: "enable_mamba_cache_stochastic_rounding",
-        SHARDED: "pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
-        "decode_context_parallel_size enable_expert_parallel",
-        OTHER_SPECULATION: "spec_method spec_model spec_tokens",
-        COTRAINS_OWN: "additional_config worker_cls",
-    }
-)
-SPECULATIVE = _refused(
-    {
-        LOSSY_ACCEPTANCE: "rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length",
-        DRAFT_DEPENDENT: "enable_adaptive_verification",
-    }
-)
-ENVIRONMENT = _refused(
-    {
-        UNCORRECTED: "VLLM_USE_V2_MODEL_RUNNER",
-        PLUGIN: "VLLM_PLUGINS",
-        OTHER_MODEL: "VLLM_TEST_FORCE_LOAD_FORMAT VLLM_MODEL_REDIRECT_PATH VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
-        QUANTISED: "VLLM_CPU_INT4_W4A8 VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_HUMMING_INPUT_QUANT_CONFIG "
-        "VLLM_MARLIN_INPUT_DTYPE VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-    }
-)
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto", "bfloat16", "float16"),  # a plain cast gives a token the same entry in every batch
     "load_format": ("auto", "safetensors"),
-    "rejection_sample_method": ("standard",),
-    **dict.fromkeys((name for name in ENGINE if name.endswith("_parallel_size")), (1,)),
+    **dict.fromkeys((name for name in REFUSED if name.endswith("_parallel_size")), (1,)),
 }
 """Values with which a setting passes, beside those that switch it off: empty, false, or "0" in the environment."""
 
@@ -78,22 +55,14 @@ def engine_problems(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(dotted key, reason and fix) of every vLLM engine argument that is known to be lossy, in nested tables too."""
     tables = {name: value for name, value in arguments.items() if isinstance(value, Mapping)}
     nested = {f"{table}.{name}": value for table in tables for name, value in tables[table].items()}
-    yield from _problems({**arguments, **nested}, ENGINE)
-
-
-def speculative_problems(speculative_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The same for the keys of vLLM's speculative_config."""
-    yield from _problems(speculative_config, SPECULATIVE)
+    for name, value in {**arguments, **nested}.items():
+        if name in REFUSED and value and value not in HARMLESS.get(name, ()):
+            use = f", or use {' or '.join(map(repr, HARMLESS[name]))}" if name in HARMLESS else ""
+            yield name, f"{REFUSED[name]}{use}"
 
 
 def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """The same for the VLLM_* variables of an engine's environment, for example os.environ."""
-    for name, reason in _problems({k: v for k, v in environment.items() if v != "0"}, ENVIRONMENT):
-        yield name, f"{environment[name]!r} {reason.replace('leave it out', 'unset it')}"
-
-
-def _problems(settings: Mapping[str, Any], refused: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for name, value in settings.items():
-        if name in refused and value and value not in HARMLESS.get(name, ()):
-            use = f", or use {' or '.join(map(repr, HARMLESS[name]))}" if name in HARMLESS else ""
-            yield name, f"{refused[name]}{use}"
+    for name, value in environment.items():
+        if name in REFUSED and value not in ("", "0"):
+            yield name, f"{value!r} {REFUSED[name].replace('leave it out', 'unset it')}"

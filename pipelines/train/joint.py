@@ -8,7 +8,6 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -40,7 +39,6 @@ from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import build_task
 from cotrain.tasks.prompt_order import PromptOrder
-from pipelines.preflight import tap_note
 
 if TYPE_CHECKING:
     from cotrain.controller import Controller
@@ -52,26 +50,20 @@ GREEDY_PROMPTS = 8
 GREEDY_TOKENS = 32
 
 
-class StartUp:
-    """When each part of the start was ready, in seconds since the process began; parts overlap."""
-
-    def __init__(self) -> None:
-        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-        self._began = ticks / os.sysconf("SC_CLK_TCK")  # seconds since boot
-        self.ready_s: dict[str, float] = {}
-
-    def ready(self, part: str) -> None:
-        """Note that a part is ready."""
-        self.ready_s[part] = round(time.clock_gettime(time.CLOCK_BOOTTIME) - self._began, 1)
-
-    def __str__(self) -> str:
-        return "ready after: " + ", ".join(f"{part} {seconds:.1f}s" for part, seconds in self.ready_s.items())
+def seconds_since_start() -> float:
+    """Age of this process."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return round(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), 1)
 
 
 def train(config: RunConfig, resume: bool) -> int:
     """Run to the end, or until asked to stop. Returns the exit status."""
-    start_up, console = StartUp(), Console(sys.stdout)
-    start_up.ready("command line")
+    console = Console(sys.stdout)
+    ready_s = {"command line": seconds_since_start()}
+
+    def ready(part: str) -> None:
+        ready_s[part] = seconds_since_start()  # parts of the start overlap
+
     with ExitStack() as stack:
         stop = stack.enter_context(two_stage_stop(console.say, "step"))
         run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
@@ -83,31 +75,31 @@ def train(config: RunConfig, resume: bool) -> int:
         scratch = stack.enter_context(scratch_folder(config.name))
         with console.phase("start of all roles"):
             cluster = _start_cluster(config, run_dir, stack)
-            start_up.ready("Ray")
+            ready("Ray")
             task = build_task(config.task, config.seed)
             order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
-            state = replace(state, task_position=state.task_position or order.state())
-            order.restore(state.task_position)
+            if state.task_position is not None:
+                order.restore(state.task_position)
             tracking = _start_tracking(config, run_dir, state, console, stack)
             from cotrain.controller import Controller, Prompts, Records
             from pipelines.train.roles import start_roles
 
-            encoder, roles = start_roles(config, cluster, run_dir, model_path, scratch, state, start_up.ready)
+            encoder, roles = start_roles(config, cluster, run_dir, model_path, scratch, state, ready)
             tracker = tracking.result()
-            start_up.ready("MLflow")
+            ready("MLflow")
         if config.drafter is not None and config.rollout.speculation.adaptive:
             with console.phase("timing of draft lengths"):
                 timed = [encoder.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
                 roles.engines.call("time_draft_lengths", timed)
-        write_json(run_dir.logs / "startup.json", start_up.ready_s)
-        console.say(str(start_up))
+        write_json(run_dir.logs / "startup.json", ready_s)
+        console.say("ready after: " + ", ".join(f"{part} {seconds:.1f}s" for part, seconds in ready_s.items()))
         console.banner(config, run_dir, _notes(config, model_path, cluster))
         records = Records(metrics, decisions, tracker, console)
         controller = Controller(config, run_dir, roles, Prompts(task, order, encoder), records, state)
         controller.stop_requested = stop
         finished = _run(controller, run_dir)
-        check = _final_check(config, controller, console) if finished else None
-        _finish(controller, console, finished, check)
+        check = _final_check(controller) if finished else None
+        _finish(controller, finished, check)
         return 0 if check is None or check.passed else 1
 
 
@@ -167,20 +159,19 @@ def _run(controller: "Controller", run_dir: RunDir) -> bool:
         raise RunFailure(f"{failure}\n  {advice}") from error
 
 
-def _final_check(config: RunConfig, controller: "Controller", console: Console) -> "GreedyCheck | None":
-    if config.drafter is None or controller.last_batch is None or controller.mode is not None:
+def _final_check(controller: "Controller") -> "GreedyCheck | None":
+    rollout, console, batch = controller.config.rollout, controller.records.console, controller.last_batch
+    if controller.roles.drafter is None or batch is None or controller.mode is not None:
         return None
     from cotrain.lossless.greedy import compare_greedy
 
-    seen = {r.prompt_id: r.prompt_token_ids for r in controller.last_batch.rollouts}
+    seen = {r.prompt_id: r.prompt_token_ids for r in batch.rollouts}
     requests = [RolloutRequest(prompt_id, 0, ids, None) for prompt_id, ids in list(seen.items())[:GREEDY_PROMPTS]]
+    engines, max_tokens = controller.roles.engines, min(GREEDY_TOKENS, rollout.max_new_tokens)
     with console.phase("greedy output with and without speculation", terminal_only=True):
-        max_tokens = min(GREEDY_TOKENS, config.rollout.max_new_tokens)
-        plain, speculated = (
-            greedy_rollouts(controller.roles.engines, requests, k, max_tokens)
-            for k in (0, config.rollout.num_speculative_tokens)
-        )
-        check = compare_greedy(plain, speculated, config.rollout.dtype)
+        plain = greedy_rollouts(engines, requests, 0, max_tokens)
+        speculated = greedy_rollouts(engines, requests, rollout.num_speculative_tokens, max_tokens)
+        check = compare_greedy(plain, speculated, rollout.dtype)
     console.say(f"greedy output with and without speculation: {check}")
     return check
 
@@ -199,21 +190,22 @@ def greedy_rollouts(
         engines.call("reset_prefix_cache")  # what was cached without speculation has no drafter KV
 
 
-def _finish(controller: "Controller", console: Console, finished: bool, check: "GreedyCheck | None") -> None:
+def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None") -> None:
     """Close the run in MLflow, write the report, and print the summary."""
-    config, run_dir, tracker = controller.config, controller.run_dir, controller.records.tracker
+    config, run_dir, records = controller.config, controller.run_dir, controller.records
+    tracker, registered = records.tracker, None
     tracker.finish("FINISHED" if finished else "KILLED")
     store, commands = uri_argument(tracker.uri), []
     choices = controller.roles.engines.call("describe_speculation") if config.drafter else []
-    registered = None
     if not finished:
         commands = [("go on", f"cotrain train {run_dir.resume}")]
     elif controller.versions.drafter and config.tracking.log_drafters:
         registered = f"{tracker.registered_model}@serving"
+        drafter = f"--model {config.policy.model} --drafter my-drafter"
         commands = [
             ("get the drafter for stock vLLM", f"cotrain drafters pull {registered} my-drafter{store}"),
-            ("measure its speed", f"cotrain bench --model {config.policy.model} --drafter my-drafter"),
-            ("test that it changes no output", f"cotrain verify --model {config.policy.model} --drafter my-drafter"),
+            ("measure its speed", f"cotrain bench {drafter}"),
+            ("test that it changes no output", f"cotrain verify {drafter}"),
         ]
     summary = RunSummary(
         stopped_early=not finished,
@@ -221,9 +213,9 @@ def _finish(controller: "Controller", console: Console, finished: bool, check: "
         speculation=controller.mode or "; ".join(dict.fromkeys(choices)),
         drafter_uri=registered and f"models:/{registered}",
         next_commands=[*commands, ("look at the curves", f"cotrain ui{store}")],
-        report=_write_report(run_dir, console),
+        report=_write_report(run_dir, records.console),
     )
-    console.say("\n".join(["", *summary_lines(config, run_dir, read_rows(run_dir.metrics), summary)]))
+    records.console.say("\n".join(["", *summary_lines(config, run_dir, read_rows(run_dir.metrics), summary)]))
 
 
 def _write_report(run_dir: RunDir, console: Console) -> Path | None:
@@ -237,14 +229,11 @@ def _write_report(run_dir: RunDir, console: Console) -> Path | None:
 
 
 def _notes(config: RunConfig, model_path: Path, cluster: Cluster) -> dict[str, str]:
-    """Lines of the banner on the drafter, the feature tap, the devices and MLflow."""
+    """Lines of the banner on the drafter, the devices and MLflow."""
     notes = {}
     if config.drafter is not None:
         first = config.drafter.init or ("the policy's own head" if native_head(model_path) else "random init")
         notes["drafter"] = f"{config.drafter.model.type} from {first}"
-    if tap := tap_note(config, model_path):
-        notes["tap"] = tap
-    placement = place(config, cluster.num_gpus)
-    cpu = f"CPU, {num_cores()} threads for each process"
-    notes["devices"] = f"{placement.gpus:g} GPU for each process" if placement.gpus else cpu
+    gpus = place(config, cluster.num_gpus).gpus
+    notes["devices"] = f"{gpus:g} GPU for each process" if gpus else f"CPU, {num_cores()} threads for each process"
     return notes | {"mlflow": f"cotrain ui{uri_argument(tracking_uri(config))}"}

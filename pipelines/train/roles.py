@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.controller import Roles
@@ -44,7 +43,9 @@ def start_roles(
         ready("drafter")
     loading = engines.start(engine_specs(config, model_path, served, scratch, versions, state.step))
     policy = start_policy(cluster, config, model_path, placement)
-    prompts = PromptEncoder(_tokenizer(model_path), config.rollout.max_prompt_tokens)
+    from transformers import AutoTokenizer  # takes seconds to import, which pass while engines and policy load
+
+    prompts = PromptEncoder(AutoTokenizer.from_pretrained(model_path), config.rollout.max_prompt_tokens)
     ready("tokenizer")
     if state.step:
         policy.call("load", run_dir.checkpoint(state.step) / "policy")
@@ -61,10 +62,3 @@ def start_roles(
         sent = drafter.call("write_payload", scratch / "drafter.safetensors", versions.drafter)
         publisher = Publisher(config, drafter, engines, scratch, sent, versions)
     return prompts, Roles(engines, policy, drafter, publisher, scratch)
-
-
-def _tokenizer(model_path: Path) -> Any:
-    # transformers takes seconds to import, which pass while engines and policy load.
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_path)

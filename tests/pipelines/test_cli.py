@@ -129,12 +129,12 @@ def test_train_checks_everything_before_the_run_folder_is_made(tmp_path: Path) -
 
 def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ValueError of a library is no message to the user."""
-    from pipelines import cli
+    from pipelines import cli, preflight
 
     def broken(*arguments: object) -> None:
         tomllib.loads("= broken")
 
-    monkeypatch.setattr(cli, "load_config", broken)
+    monkeypatch.setattr(preflight, "load_config", broken)
     with pytest.raises(tomllib.TOMLDecodeError):
         cli.main(["train", SMOKE])
 

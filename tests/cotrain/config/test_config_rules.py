@@ -39,11 +39,11 @@ REFUSED = [
     ("drafter.model.aux_layers=[0, 6, 9]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
     (
         "rollout.prompts_per_step=2",
-        "rollout.prompts_per_step: a step has 2 prompts to score a drafter on, and drafter.gate needs 4",
+        "rollout.prompts_per_step: drafters are scored on the 2 prompts x 8 samples",
     ),
     (
         "rollout={prompts_per_step=4, samples_per_prompt=3}",
-        "rollout.prompts_per_step: 4 prompts x 3 samples (rollout.samples_per_prompt) are 12 rollouts",
+        "rollout.prompts_per_step: drafters are scored on the 4 prompts x 3 samples",
     ),
     ("drafter.gate.confidence=0.5", "drafter.gate.confidence"),
     ("drafter.gate.margin=-0.1", "drafter.gate.margin"),
