@@ -62,10 +62,10 @@ DrafterModelConfig = Annotated[Eagle3Config | MtpConfig, Field(discriminator="ty
 class ObjectiveConfig(Section):
     """What the drafter is trained to maximise. Acceptance is that of the engine's sampler: see drafters/objectives.py."""
 
-    type: Literal["soft_cross_entropy", "lk_hybrid", "lk_likelihood"] = "lk_hybrid"
+    type: Literal["soft_cross_entropy", "lk_hybrid"] = "lk_hybrid"
     """soft_cross_entropy: against the target's distribution at the rollout temperature.
     lk_hybrid: cross-entropy while acceptance is low, acceptance itself as it rises (weights exp(-3 alpha)
-    and 1 - exp(-3 alpha), arXiv 2602.23881). lk_likelihood: -log of the acceptance probability."""
+    and 1 - exp(-3 alpha), arXiv 2602.23881)."""
 
     depth_weights: Literal["reach", "decay"] = "reach"
     """Weight of a draft position: the probability that verification reaches it from that start, or 0.8**k."""

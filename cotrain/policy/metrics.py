@@ -1,16 +1,13 @@
 """Sums behind the metrics of one policy step, over its micro-batches, minibatches and ranks."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from cotrain.policy.losses import PolicyLoss
-
-WEIGHT_SQUARE = "behaviour_weight_square"
-LIMITED = {"truncate": "behaviour_capped", "mask": "behaviour_masked"}
-"""Name of the share of tokens whose behaviour weight is not their ratio, by policy.behaviour_correction."""
+from cotrain.policy.losses import WEIGHT_SQUARE
 
 
 class MetricSums:
@@ -21,20 +18,14 @@ class MetricSums:
         self._steps: list[tuple[float, float, float]] = []
         self._ratio_max = 0.0
 
-    def add_tokens(self, **values: Tensor | None) -> None:
-        """Add values [N] of one micro-batch's response tokens; None is left out of the mean."""
+    def add_tokens(self, values: Mapping[str, Tensor]) -> None:
+        """Add values [N] of one micro-batch's response tokens, of which the mean is logged, or the largest ratio."""
         for name, tensor in values.items():
-            if tensor is not None:
+            if name == "ratio_max":
+                self._ratio_max = max(self._ratio_max, float(tensor.max()))
+            else:
                 self._tokens[name][0] += float(tensor.double().sum())
                 self._tokens[name][1] += tensor.numel()
-
-    def add_loss(self, result: PolicyLoss, correction: str) -> None:
-        """Add what one micro-batch's loss is made of; the behaviour ratio is the one before any bound."""
-        self.add_tokens(clip_fraction=result.clipped, kl_reference=result.kl_reference)
-        self._ratio_max = max(self._ratio_max, float(result.ratio.max()))
-        if (weights := result.behaviour) is not None:
-            self.add_tokens(behaviour_ratio_mean=weights.ratio, behaviour_weight_mean=weights.weight)
-            self.add_tokens(**{LIMITED[correction]: weights.limited, WEIGHT_SQUARE: weights.weight.double().square()})
 
     def add_step(self, loss: float, grad_norm: float, learning_rate: float) -> None:
         """Add one optimizer step; all three are the same on every rank."""
