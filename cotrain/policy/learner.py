@@ -22,15 +22,9 @@ from cotrain.config.schema import PolicyConfig, RolloutConfig
 from cotrain.lossless.draws import Draws
 from cotrain.lossless.emitted import response_draws
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
-from cotrain.policy.batching import (
-    MicroBatch,
-    micro_batches,
-    rollout_name,
-    share_of_rank,
-    split_minibatches,
-)
+from cotrain.policy.batching import MicroBatch, micro_batches, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import ResponseLogProbs
-from cotrain.policy.losses import Normaliser, kl_estimate, policy_loss
+from cotrain.policy.losses import kl_estimate, loss_denominator, policy_loss
 from cotrain.policy.metrics import MetricSums
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from cotrain.transport.payload import write_payload
@@ -116,9 +110,9 @@ class PolicyLearner:
 
         sums = MetricSums()
         for index, (minibatch, share) in enumerate(zip(minibatches, shares, strict=True)):
-            num_tokens = sum(len(scored.rollout.token_ids) for scored in minibatch)
-            normaliser = Normaliser(num_tokens, len(minibatch), self._rollout.max_new_tokens)
-            self._optimizer_step(share, normaliser, sums, policy_has_moved=index > 0)
+            lengths = [len(scored.rollout.token_ids) for scored in minibatch]
+            denominator = loss_denominator(config, lengths, self._rollout.max_new_tokens)
+            self._optimizer_step(share, denominator, sums, policy_has_moved=index > 0)
         self.policy_version += 1
         return sums.means(self._accelerator)
 
@@ -145,7 +139,7 @@ class PolicyLearner:
         return model(batch.token_ids, batch.position_ids, batch.predictors, batch.targets)
 
     def _optimizer_step(
-        self, share: list[MicroBatch], normaliser: Normaliser, sums: MetricSums, policy_has_moved: bool
+        self, share: list[MicroBatch], denominator: int, sums: MetricSums, policy_has_moved: bool
     ) -> None:
         broken: list[str] = []
         local_loss = 0.0
@@ -153,7 +147,7 @@ class PolicyLearner:
             last = batch is share[-1]  # always runs backward: DDP's gradient exchange waits for it
             with_gradient = last or self._reference is not None or bool((batch.advantages != 0).any())
             with contextlib.nullcontext() if last else self._accelerator.no_sync(self._ddp_policy):
-                batch_loss, names = self._forward_backward(batch, normaliser, sums, with_gradient, policy_has_moved)
+                batch_loss, names = self._forward_backward(batch, denominator, sums, with_gradient, policy_has_moved)
             local_loss += batch_loss
             broken += names
 
@@ -169,27 +163,26 @@ class PolicyLearner:
         self._optimizer.zero_grad()
 
     def _forward_backward(
-        self, batch: MicroBatch, normaliser: Normaliser, sums: MetricSums, with_gradient: bool, policy_has_moved: bool
+        self, batch: MicroBatch, denominator: int, sums: MetricSums, with_gradient: bool, policy_has_moved: bool
     ) -> tuple[float, list[str]]:
         """Accumulate the gradient of one micro-batch; returns its loss and the rollouts whose loss is not finite."""
         with torch.set_grad_enabled(with_gradient):
             log_probs, entropy = self._log_probs(self._ddp_policy if with_gradient else self._policy, batch)
             with torch.no_grad():
                 reference = None if self._reference is None else self._log_probs(self._reference, batch)[0]
-            result = policy_loss(self._config, normaliser, batch, log_probs, reference)
+            per_token, values = policy_loss(self._config, denominator, batch, log_probs, reference)
+            loss = per_token.sum()
         if with_gradient:
             # DDP averages gradients over the ranks; the loss is already normalised over all of them.
-            self._accelerator.backward(result.loss * self._accelerator.num_processes)
+            self._accelerator.backward(loss * self._accelerator.num_processes)
 
         current = log_probs.detach()
-        sums.add_tokens(
-            kl=kl_estimate(batch.behaviour_log_probs, current),
-            entropy=entropy,
-            rollout_log_prob_gap=None if policy_has_moved else (batch.behaviour_log_probs - current).abs(),
-        )
-        sums.add_loss(result, self._config.behaviour_correction)
-        broken = batch.sequence_ids[~result.per_token.isfinite()].unique().tolist()
-        return float(result.loss.detach()), [rollout_name(batch.rollouts[index]) for index in broken]
+        values |= {"kl": kl_estimate(batch.behaviour_log_probs, current), "entropy": entropy}
+        if not policy_has_moved:
+            values["rollout_log_prob_gap"] = (batch.behaviour_log_probs - current).abs()
+        sums.add_tokens(values)
+        broken = [batch.rollouts[index].rollout for index in batch.sequence_ids[~per_token.isfinite()].unique()]
+        return float(loss.detach()), [f"{rollout.prompt_id}/{rollout.sample_index}" for rollout in broken]
 
     def _non_finite_message(self, loss: float, grad_norm: float, broken: list[str]) -> str:
         rollouts = ", ".join(broken) if broken else "none: every loss is finite and the gradient overflowed"

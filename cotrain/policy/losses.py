@@ -102,7 +102,6 @@ def policy_loss(
         kl_reference = kl_estimate(log_probs, reference_log_probs)
         per_token = per_token + config.kl_coefficient * kl_reference
         values["kl_reference"] = kl_reference.detach()
-    weights = torch.ones(len(per_token), device=per_token.device) / denominator
-    if config.loss_aggregation == "seq_mean_token_mean":
-        weights = weights / batch.lengths[batch.sequence_ids]
+    lengths = batch.lengths[batch.sequence_ids] if config.loss_aggregation == "seq_mean_token_mean" else 1
+    weights = torch.ones(len(per_token), device=per_token.device) / (denominator * lengths)
     return per_token * weights, values

@@ -132,7 +132,10 @@ def test_expected_acceptance_is_served_where_prompts_are_cached(
     assert batch.speculation is not None
     sampling = SamplingParams(1.0, 1.0, 0, "probabilistic")
     with torch.no_grad():
-        results = [drafter_loss(deep_drafter, b, target_weights, sampling, ObjectiveConfig()) for b in batches_of(records, 4096)]
+        results = [
+            drafter_loss(deep_drafter, b, target_weights, sampling, ObjectiveConfig())
+            for b in batches_of(records, 4096)
+        ]
     expected = 1 + sum(acceptance_rates([result.acceptance for result in results], K))
     print(f"expected {expected:.3f}, served {batch.speculation.acceptance_length:.3f}")
     assert expected == pytest.approx(batch.speculation.acceptance_length, rel=TOLERANCE)
