@@ -134,10 +134,10 @@ def unserved_share(
         alignment = drafters.losses.align(batch, depth)
         teacher = drafters.losses.Teacher(batch, target, drafter.draft_to_target, sampling)
         drafts = drafter.drafts(batch, alignment, target)
-        found = drafters.losses.draft_loss(*drafts, teacher, alignment, objective)
+        *_, accepted = drafters.losses.draft_loss(*drafts, teacher, alignment, objective)
         unserved = generated_before(batch, alignment.start_rows) < 0
         for k in range(depth):
-            weight = drafters.losses.reach_weights(found.accepted[0, :k]) * alignment.supervised[k]
+            weight = drafters.losses.reach_weights(accepted[0, :k]) * alignment.supervised[k]
             if objective.depth_weights == "decay":
                 weight = alignment.supervised[k].float()
             of_unserved[k] += weight[unserved].sum()

@@ -7,7 +7,6 @@ inner one over draft positions, gradients are taken on the spot, and nothing of 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,14 +58,6 @@ class Teacher:
         return torch.where(self.draft_to_target[ids] == tokens, ids, -1)
 
 
-class Losses(NamedTuple):
-    """K draft positions, S starts."""
-
-    loss: Tensor  # scalar
-    per_position: Tensor  # [K] mean loss of the supervised starts
-    accepted: Tensor  # [2, K, S] see `StartAcceptance`; NaN where not supervised
-
-
 def drafter_loss(
     drafter: Drafter, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, objective: ObjectiveConfig
 ) -> DraftLoss:
@@ -74,9 +65,8 @@ def drafter_loss(
     alignment = align(batch, drafter.trained_depth)
     hidden, head = drafter.drafts(batch, alignment, target)
     teacher = Teacher(batch, target, drafter.draft_to_target, sampling)
-    losses = draft_loss(hidden, head, teacher, alignment, objective)
-    acceptance = _by_start(losses.accepted, batch, alignment, drafter)
-    return DraftLoss(losses.loss, losses.per_position, acceptance)
+    loss, per_position, accepted = draft_loss(hidden, head, teacher, alignment, objective)
+    return DraftLoss(loss, per_position, _by_start(accepted, batch, alignment, drafter))
 
 
 @torch.no_grad()
@@ -102,7 +92,7 @@ def acceptances(
 
 
 def _nothing_accepted(head: Tensor, alignment: Alignment) -> Tensor:
-    """Return `Losses.accepted` before anything is known."""
+    """Return what `draft_loss` knows of acceptance at the beginning."""
     precision = torch.promote_types(head.dtype, torch.float32)
     return head.new_full((2, *alignment.supervised.shape), torch.nan, dtype=precision)
 
@@ -162,17 +152,22 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 def draft_loss(
     hidden: Sequence[Tensor], draft_head: Tensor, teacher: Teacher, alignment: Alignment, objective: ObjectiveConfig
-) -> Losses:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the objective over all supervised starts and draft positions.
 
     hidden: K tensors [S, H], what the drafter's head [V_draft, H] reads for each start. Both distributions are at the
     rollout temperature, which is what vLLM's drafter applies (at temperature 0 the drafter's logits are taken as they
     are). The loss of start s at position k has the weight w(k, s), divided by the number of supervised starts of k and
     normalised to sum 1: DEPTH_DECAY**k, or with depth_weights = "reach" the probability that the position is reached,
-    prod_{j<k} alpha_j(s), of which no gradient is taken (`reach_weights`). Only `loss` is differentiable, by `hidden`
-    and `draft_head`.
+    prod_{j<k} alpha_j(s), of which no gradient is taken (`reach_weights`).
+
+    Returns the loss, differentiable by `hidden` and `draft_head`; the mean loss of each position's supervised starts
+    [K]; and the two tables of `StartAcceptance` [2, K, S], NaN where not supervised.
     """
-    return Losses(*_DraftLoss.apply(teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden))
+    loss, per_position, accepted = _DraftLoss.apply(
+        teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden
+    )
+    return loss, per_position, accepted
 
 
 def reach_weights(before: Tensor) -> Tensor:

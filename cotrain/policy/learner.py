@@ -49,7 +49,7 @@ class PolicyLearner:
         """Load the policy from model_path and join the other ranks.
 
         total_steps counts update() calls and sets the length of a cosine schedule. device is "cpu" or "cuda". Raises
-        ValueError when the device is not there or the number of ranks is not policy.num_processes.
+        ValueError when the device is not there.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is 'cuda', but torch sees no GPU; set cluster.device=cpu")
@@ -62,14 +62,11 @@ class PolicyLearner:
             # A no-grad forward on one rank only must not wait for the others to send their buffers.
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )
-        if self._accelerator.num_processes != config.num_processes:
-            raise ValueError(
-                f"policy.num_processes is {config.num_processes}, but {self._accelerator.num_processes} learner "
-                "processes found each other; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
-            )
+        assert self._accelerator.num_processes == config.num_processes, (
+            "RANK, WORLD_SIZE and MASTER_* of a process are off"
+        )
         set_seed(seed)
         self._policy = self._load_model(model_path)
-        self._policy.check_head()
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(self._policy.model)
         self._reference = None
