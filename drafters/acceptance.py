@@ -61,7 +61,7 @@ def rollout_acceptance(starts: Sequence[StartAcceptance], num_speculative_tokens
         whole = exists.any(1) & (exists == exists.cummin(1).values).all(1)
         whole &= (tables[0, :, 0].isfinite() | ~exists).all(1)
         known[whole] = tables[:, whole].isfinite().sum((0, 2, 3))
-        steps[whole], accepted[whole] = _steps_and_accepted(*tables[:, whole], exists[whole])
+        steps[whole], accepted[whole] = _steps_and_accepted(tables[:, whole], exists[whole])
     return RolloutAcceptance(steps, accepted, known)
 
 
@@ -101,9 +101,9 @@ def _by_rollout(
     return tables.transpose(1, 2), exists
 
 
-def _steps_and_accepted(probability: Tensor, drawn: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
-    """([R], [R, k]) of the `RolloutAcceptance` of whole rollouts, from tables [R, k, L]."""
-    probability, drawn = _without_unknown(probability, exists), _without_unknown(drawn, exists)
+def _steps_and_accepted(tables: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+    """([R], [R, k]) of the `RolloutAcceptance` of whole rollouts, from what `_by_rollout` returns."""
+    probability, drawn = (_without_unknown(table, exists) for table in tables)
     all_before = torch.cat([torch.ones_like(drawn[:, :1]), drawn.cumprod(1)], dim=1)  # [R, k+1, L]
     visits = _visits(all_before, exists)
     return visits.sum(1), (visits[:, None] * all_before[:, :-1] * probability).sum(2)

@@ -2,8 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 
 class Section(BaseModel):
@@ -30,13 +29,6 @@ class Eagle3Config(Section):
 
     trained_depth: PositiveInt = 3
     """Draft positions unrolled in training (training-time test). Serve no more draft tokens than this."""
-
-    @field_validator("aux_layers")
-    @classmethod
-    def _ascend(cls, layers: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
-        if layers is not None and (list(layers) != sorted(set(layers)) or layers[0] < 1):
-            raise PydanticCustomError("ascending", "must be ascending, different and at least 1; for example [2, 6, 9]")
-        return layers
 
 
 class MtpConfig(Section):

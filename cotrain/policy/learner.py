@@ -84,15 +84,9 @@ class PolicyLearner:
     def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
         """Take policy.minibatches optimizer steps on these rollouts, which all ranks must be given alike.
 
-        A step whose advantages are all 0 is still taken, as elsewhere in the field: AdamW's momentum goes on.
-
-        Returns means over the response tokens of all ranks: policy/loss, kl (k3 of behaviour || current policy),
-        kl_reference, entropy (nats), grad_norm (before clipping), clip_fraction, ratio_max, learning_rate,
-        rollout_log_prob_gap (mean |engine's - learner's log-prob| before the policy moves). With
-        policy.behaviour_correction also behaviour_ratio_mean (learner over engine, which is 1 in expectation),
-        behaviour_weight_mean, behaviour_capped or behaviour_masked (share of tokens), and behaviour_ess (effective
-        sample size of the weights, as a share of the tokens). Raises ValueError for fewer rollouts than ranks, and
-        FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
+        A step whose advantages are all 0 is still taken, as elsewhere in the field: AdamW's momentum goes on. Returns the
+        policy/* metrics of docs/tracking.md, as means over the response tokens of all ranks. Raises ValueError for fewer
+        rollouts than ranks, and FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
         """
         config, num_ranks = self._config, self._accelerator.num_processes
         if len(rollouts) // config.minibatches < num_ranks:
@@ -117,13 +111,9 @@ class PolicyLearner:
         """Build this rank's micro-batches; those that give no gradient are kept apart and come first."""
         config, accelerator = self._config, self._accelerator
         share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
-        without = [scored for scored in share if scored.advantage == 0]
-        rest = [scored for scored in share if scored.advantage != 0]
-        return [
-            batch
-            for part in (without, rest)
-            for batch in micro_batches(part, config.micro_batch_tokens, config.batching, accelerator.device)
-        ]
+        parts = [[s for s in share if s.advantage == 0], [s for s in share if s.advantage != 0]]
+        batches = (micro_batches(p, config.micro_batch_tokens, config.batching, accelerator.device) for p in parts)
+        return [batch for part in batches for batch in part]
 
     @torch.no_grad()
     def _with_own_log_probs(self, batch: MicroBatch) -> MicroBatch:
