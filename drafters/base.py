@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,13 +53,6 @@ class DraftLoss:
     loss: Tensor  # scalar, differentiable
     per_position: Tensor  # [K] detached: loss of each draft position
     acceptance: StartAcceptance  # detached: of every start, from which acceptance lengths are estimated
-
-
-class Drafts(NamedTuple):
-    """A drafter makes these of a batch, before its head."""
-
-    hidden: Sequence[Tensor]  # K tensors [S, H] that the head reads
-    head: Tensor  # [V_draft, H], a row for each token of `Drafter.draft_to_target`
 
 
 @dataclass(frozen=True)
@@ -133,8 +126,11 @@ class Drafter(nn.Module, ABC):
         return torch.arange(self.shape.sizes.vocab_size, device=next(self.parameters()).device)
 
     @abstractmethod
-    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> Drafts:
-        """Unroll to trained_depth from every start."""
+    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[Sequence[Tensor], Tensor]:
+        """Unroll to trained_depth from every start.
+
+        Returns what the head reads at each draft position, K tensors [S, H], and the head [V_draft, H].
+        """
 
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
         """Pick the draft vocabulary from counts [V] and take over from the target what begins as the target's.

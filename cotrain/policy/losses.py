@@ -6,7 +6,6 @@ normalisation over the whole minibatch, so micro-batches and ranks just add up.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,15 +31,6 @@ def loss_denominator(config: PolicyConfig, lengths: Sequence[int], max_new_token
     if config.loss_aggregation == "token_mean":
         return sum(lengths)
     return len(lengths) * (max_new_tokens if config.loss_aggregation == "seq_mean_token_sum" else 1)
-
-
-def _importance_ratio(log_probs: Tensor, old: Tensor, batch: MicroBatch, kind: Literal["token", "sequence"]) -> Tensor:
-    """Return pi / pi_old of each response token [N]; sequence (GSPO, arXiv:2507.18071): the rollout's geometric one."""
-    log_ratio = log_probs - old
-    if kind == "sequence":
-        sums = torch.zeros(len(batch.lengths), dtype=log_ratio.dtype, device=log_ratio.device)
-        log_ratio = (sums.index_add(0, batch.sequence_ids, log_ratio) / batch.lengths)[batch.sequence_ids]
-    return log_ratio.exp()
 
 
 def _behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_log_probs: Tensor) -> dict[str, Tensor]:
@@ -84,13 +74,18 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute PPO's clipped surrogate plus KL penalty of one micro-batch's tokens [N].
 
-    surrogate = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A). A behaviour correction multiplies it by
+    surrogate = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), where ratio = pi / pi_old of the token, or
+    its geometric mean over the rollout with importance_ratio = "sequence" (GSPO, arXiv:2507.18071). A behaviour correction multiplies it by
     each token's weight, and leaves the KL penalty alone. The denominator (`loss_denominator`) goes on counting tokens
     whose weight is 0, because the others would grow with every token that is masked. Returns the loss of each token,
     whose sum is this micro-batch's part of the minibatch's loss, and detached values [N] for the metrics.
     """
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    ratio = _importance_ratio(log_probs, old_log_probs, batch, config.importance_ratio)
+    log_ratio = log_probs - old_log_probs
+    if config.importance_ratio == "sequence":
+        sums = torch.zeros(len(batch.lengths), dtype=log_ratio.dtype, device=log_ratio.device)
+        log_ratio = (sums.index_add(0, batch.sequence_ids, log_ratio) / batch.lengths)[batch.sequence_ids]
+    ratio = log_ratio.exp()
     plain = ratio * batch.advantages
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * batch.advantages
     per_token = -torch.minimum(plain, clipped)

@@ -124,13 +124,9 @@ def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, 
     name = "the default aux layers" if layers is None else "aux layers"
     layers = (2, target.num_layers // 2, last - 2) if layers is None else tuple(layers)
     # vLLM sorts the ids and drops duplicates, so that fc would get fewer or other columns than it was trained on.
-    if list(layers) != sorted(set(layers)):
-        fault = "are not ascending and different"
-    elif layers[0] < 1 or layers[-1] > last:
-        fault = f"are not all between 1 and {last}"
-    else:
-        return layers
-    raise ValueError(
-        f"{field}: {name} {list(layers)} {fault}; set three ids between 1 and {last}, the states between the target's "
-        f"{target.num_layers} layers"
-    )
+    if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] > last:
+        raise ValueError(
+            f"{field}: {name} {list(layers)} are not ascending ids between 1 and {last}, the states between the target's "
+            f"{target.num_layers} layers; set three such ids"
+        )
+    return layers

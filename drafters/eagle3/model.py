@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
 from drafters.attention import MLP, Attention, DraftLayer
-from drafters.base import Drafter, Drafts, ServingSpec, TargetSpec, TargetWeights
+from drafters.base import Drafter, ServingSpec, TargetSpec, TargetWeights
 from drafters.config import Eagle3Config
 from drafters.eagle3.checkpoint import Eagle3Shape, check_aux_layers, read_checkpoint, to_config
 from drafters.unroll import unroll
@@ -99,12 +99,12 @@ class Eagle3Drafter(Drafter):
         if self.has_map and not torch.equal(tensors["t2d"].nonzero().squeeze(1), to_tokens(tensors["d2t"])):
             raise ValueError(f"{source}: d2t and t2d do not name the same ascending token ids")
 
-    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> Drafts:
+    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         layer = cast(DecoderLayer, self.layers[0])
         hidden = unroll(
             self.fuse, layer, self.norm, batch.aux_hidden, batch, alignment, target.embedding, recycles_normed=False
         )
-        return Drafts(hidden, self.lm_head.weight)
+        return hidden, self.lm_head.weight
 
     @torch.no_grad()
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:

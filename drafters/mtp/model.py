@@ -5,10 +5,10 @@ update refreshes them and no gradient reaches them.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.base import Drafter, Drafts, ServingSpec, Shape, TargetSpec, TargetWeights
+from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights
 from drafters.config import MtpConfig
 from drafters.mtp.checkpoint import read_checkpoint, to_config
 from drafters.mtp.formats import TARGETS, head_sizes
@@ -19,14 +19,15 @@ from drafters.unroll import unroll
 class MtpDrafter(Drafter):
     """One MTP head, trained and served over several draft positions, with the target's whole vocabulary."""
 
+    head: MtpHead
     read = staticmethod(read_checkpoint)
     to_config = staticmethod(to_config)
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.format = TARGETS[shape.sizes.model_type]
-        # In a tuple, where torch does not see the head: its modules are registered under the checkpoint's names alone.
-        self._head = (MtpHead(self.format, shape.sizes),)
+        # Behind torch's back: the modules of the head are registered under the checkpoint's names alone.
+        object.__setattr__(self, "head", MtpHead(self.format, shape.sizes))
         for name, module in self.head.named_children():
             *path, last = self.format.path(name).split(".")
             parent: nn.Module = self
@@ -41,20 +42,15 @@ class MtpDrafter(Drafter):
         return Shape(head_sizes(target), config.trained_depth)
 
     @property
-    def head(self) -> MtpHead:
-        """The trained part."""
-        return self._head[0]
-
-    @property
     def serving(self) -> ServingSpec:
         return ServingSpec("mtp", target_overrides=self.format.target_overrides)
 
-    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> Drafts:
+    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         hidden = unroll(
             lambda final_hidden: final_hidden, self.head, self.head.output_norm, batch.final_hidden, batch, alignment,
             target.embedding, recycles_normed=True,
         )  # fmt: skip
-        return Drafts(hidden, target.head.detach().to(self.head.joining.weight.dtype))
+        return hidden, target.head.detach().to(self.head.joining.weight.dtype)
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:

@@ -267,7 +267,7 @@ def test_the_largest_weights_that_pass_keep_every_number_finite(kind, target_wei
         parameter.fill_(LARGEST_WEIGHT)
     assert drafter.overflowing() == []
     batch, weights = make_batch((4, 8, 0)), []
-    for hidden in drafter.drafts(batch, align(batch, 3), target_weights).hidden:
+    for hidden in drafter.drafts(batch, align(batch, 3), target_weights)[0]:
         assert hidden.isfinite().all()
         weights.append(hidden @ target_weights.head.to(dtype).T)
     assert all(logits.isfinite().all() for logits in weights)
@@ -279,10 +279,10 @@ def test_the_tokens_that_can_be_drafted_ascend(kind, target_weights):
     assert 0 < drafter.choose_vocabulary(counts, target_weights) <= 1
     tokens = drafter.draft_to_target
     assert (tokens.diff() > 0).all() and tokens[0] >= 0 and tokens[-1] < TARGET.vocab_size
-    drafts = drafter.drafts(batch, align(batch, drafter.trained_depth), target_weights)
-    assert len(drafts.head) == len(tokens)
-    assert torch.equal(drafts.head.detach(), target_weights.head[tokens])
-    assert len(drafts.hidden) == drafter.trained_depth
+    hidden, head = drafter.drafts(batch, align(batch, drafter.trained_depth), target_weights)
+    assert len(head) == len(tokens)
+    assert torch.equal(head.detach(), target_weights.head[tokens])
+    assert len(hidden) == drafter.trained_depth
 
 
 def test_nothing_is_accepted_behind_the_end_of_sequence(kind, target_weights, sampling):

@@ -54,8 +54,8 @@ def test_local_folder_resolves_to_itself(model_folder, monkeypatch):
     [
         ("bundled:gpt5", r"unknown model 'bundled:gpt5'; cotrain brings bundled:smollm2-135m-instruct and tiny:llama"),
         ("tiny:gpt", r"unknown model 'tiny:gpt'"),
-        ("./missing/model", r"no folder '\./missing/model'; give an existing model folder, a hub id such as"),
-        ("/etc/hostname", r"'/etc/hostname' is a file; give the model's folder"),
+        ("./missing/model", r"no local folder '\./missing/model', .* Give an existing model folder, a hub id such as"),
+        ("/etc/hostname", r"no local folder '/etc/hostname', and the hub did not"),
         (
             "nobody/no-model",
             r"no local folder 'nobody/no-model', and the hub did not .* or bundled:smollm2-135m-instruct",

@@ -41,22 +41,22 @@ def test_the_vocabulary_is_the_targets(kind, target_weights):
     assert drafter.choose_vocabulary(torch.arange(TARGET.vocab_size), target_weights) == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
     assert drafter.draft_to_target.tolist() == list(range(TARGET.vocab_size))
-    drafts = drafter.drafts(batch, align(batch, 3), target_weights)
-    assert torch.equal(drafts.head, target_weights.head)
+    _, head = drafter.drafts(batch, align(batch, 3), target_weights)
+    assert torch.equal(head, target_weights.head)
 
 
 def test_the_borrowed_head_is_as_it_is_now_and_gets_no_gradient_buffer(kind, target_weights, sampling, monkeypatch):
     drafter, batch = kind.make(), make_batch((3, 8, 0))
     newer = dataclasses.replace(target_weights, head=(2 * target_weights.head).requires_grad_())
     drafter.drafts(batch, align(batch, 3), target_weights)
-    drafts = drafter.drafts(batch, align(batch, 3), newer)
-    assert torch.equal(drafts.head, 2 * target_weights.head)
-    assert not drafts.head.requires_grad and all(state.requires_grad for state in drafts.hidden)
+    hidden, head = drafter.drafts(batch, align(batch, 3), newer)
+    assert torch.equal(head, 2 * target_weights.head)
+    assert not head.requires_grad and all(state.requires_grad for state in hidden)
     sizes = []
     zeros_like = torch.zeros_like
     monkeypatch.setattr(torch, "zeros_like", lambda tensor: sizes.append(tensor.shape) or zeros_like(tensor))
     drafter_loss(drafter, batch, newer, sampling, ObjectiveConfig())
-    assert sizes.count(drafts.hidden[0].shape) == 3 and target_weights.head.shape not in sizes
+    assert sizes.count(hidden[0].shape) == 3 and target_weights.head.shape not in sizes
 
 
 def test_no_states_of_other_layers_are_needed(kind, target_weights, sampling):
@@ -74,7 +74,7 @@ def test_all_draft_positions_go_through_one_layer(kind, target_weights):
     alignments = [align(batch, depth) for depth in (1, 5)]
     assert torch.equal(alignments[0].start_rows, alignments[1].start_rows)
     first, all_five = (
-        drafter.drafts(batch, alignment, target_weights).hidden
+        drafter.drafts(batch, alignment, target_weights)[0]
         for drafter, alignment in zip((shallow, deep), alignments, strict=True)
     )
     assert len(all_five) == 5
