@@ -62,9 +62,11 @@ class PolicyLearner:
             # A no-grad forward on one rank only must not wait for the others to send their buffers.
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )
-        assert self._accelerator.num_processes == config.num_processes, (
-            "RANK, WORLD_SIZE and MASTER_* of a process are off"
-        )
+        if self._accelerator.num_processes != config.num_processes:
+            raise ValueError(
+                f"policy.num_processes is {config.num_processes}, but {self._accelerator.num_processes} learner "
+                "processes found each other; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
+            )
         set_seed(seed)
         self._policy = self._load_model(model_path)
         if config.gradient_checkpointing:
