@@ -1,5 +1,6 @@
 """What only MTP has: it begins as the target's own state, and borrows the target's head."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -79,3 +80,12 @@ def test_all_draft_positions_go_through_one_layer(kind, target_weights):
     )
     assert len(all_five) == 5
     torch.testing.assert_close(first[0], all_five[0])
+
+
+def test_a_copy_shares_nothing_with_its_original(kind):
+    """torch does not know the head as a module: its parts are registered under the checkpoint's names."""
+    drafter = kind.make()
+    copied = copy.deepcopy(drafter)
+    own = {id(parameter) for parameter in copied.parameters()}
+    assert own == {id(parameter) for parameter in copied.head.parameters()}
+    assert not own & {id(parameter) for parameter in drafter.parameters()}
