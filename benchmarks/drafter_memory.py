@@ -33,6 +33,7 @@ def measure(args: argparse.Namespace) -> None:
     from drafters.base import SamplingParams, TargetSpec, TargetWeights
     from drafters.build import build_drafter
     from drafters.config import DrafterModelConfig, ObjectiveConfig
+    from drafters.losses import drafter_loss
 
     return_freed_blocks()
     baseline = status_bytes("VmRSS")
@@ -68,7 +69,7 @@ def measure(args: argparse.Namespace) -> None:
     )
     before = status_bytes("VmRSS")
     started = time.perf_counter()
-    result = drafter.loss(batch, weights, SamplingParams(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig())
+    result = drafter_loss(drafter, batch, weights, SamplingParams(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig())
     result.loss.backward()
     optimizer.step()
     seconds = time.perf_counter() - started

@@ -35,6 +35,7 @@ def main() -> None:
     from drafters.base import SamplingParams, TargetSpec
     from drafters.build import build_drafter
     from drafters.config import DrafterModelConfig, ObjectiveConfig
+    from drafters.losses import drafter_loss
 
     torch.set_num_threads(args.threads)
     folder = resolve_model(args.model)
@@ -73,7 +74,9 @@ def main() -> None:
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=True)
 
         def step() -> None:
-            result = drafter.loss(batch, weights, SamplingParams(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig())
+            result = drafter_loss(
+                drafter, batch, weights, SamplingParams(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig()
+            )
             optimizer.zero_grad()
             result.loss.backward()
             optimizer.step()

@@ -197,10 +197,12 @@ class Scorer:
     def __call__(self, drafter, records):
         from cotrain.trainer.buffer import batches_of
         from drafters.acceptance import rollout_acceptances
+        from drafters.losses import acceptances
 
         batches = batches_of(records, self._config.batch_tokens)
-        losses = [drafter.loss(batch, self._weights, self._sampling, self._config.objective) for batch in batches]
-        return rollout_acceptances([loss.acceptance for loss in losses], min(self._k, drafter.trained_depth))
+        arguments = self._weights, self._sampling, self._config.objective
+        starts = [acceptances([drafter], batch, *arguments)[0] for batch in batches]
+        return rollout_acceptances(starts, min(self._k, drafter.trained_depth))
 
 
 def length_of(scored: Sequence) -> float:

@@ -19,7 +19,6 @@ ARMS = {
     "lk_hybrid, decay": ("drafter.objective.type=lk_hybrid", "drafter.objective.depth_weights=decay"),
     "lk_hybrid, reach": ("drafter.objective.type=lk_hybrid", "drafter.objective.depth_weights=reach"),
     "soft_cross_entropy, reach": ("drafter.objective.type=soft_cross_entropy", "drafter.objective.depth_weights=reach"),
-    "lk_likelihood, reach": ("drafter.objective.type=lk_likelihood", "drafter.objective.depth_weights=reach"),
     "lk_hybrid, reach, greedy drafts": ("drafter.objective.type=lk_hybrid", "rollout.draft_sample_method=greedy"),
 }
 """Overrides of each arm."""

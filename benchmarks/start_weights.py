@@ -103,7 +103,7 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
             shuffled.shuffle(order)
             for batch in batches_of(order, config.drafter.batch_tokens):
                 optimizer.zero_grad()
-                drafter.loss(batch, target, sampling, objective).loss.backward()
+                drafters.losses.drafter_loss(drafter, batch, target, sampling, objective).loss.backward()
                 torch.nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
 
@@ -132,14 +132,12 @@ def unserved_share(
     of_unserved, of_all = torch.zeros(depth), torch.zeros(depth)
     for batch in batches:
         alignment = drafters.losses.align(batch, depth)
+        teacher = drafters.losses.Teacher(batch, target, drafter.draft_to_target, sampling)
         drafts = drafter.drafts(batch, alignment, target)
-        teacher = drafters.losses.Teacher(
-            batch.token_ids, batch.final_hidden, target.head, drafts.draft_to_target, sampling
-        )
-        found = drafters.losses.draft_loss(drafts.hidden, drafts.head, teacher, alignment, objective)
+        *_, accepted = drafters.losses.draft_loss(*drafts, teacher, alignment, objective)
         unserved = generated_before(batch, alignment.start_rows) < 0
         for k in range(depth):
-            weight = drafters.losses.reach_weights(found.acceptance[:k]) * alignment.supervised[k]
+            weight = drafters.losses.reach_weights(accepted[0, :k]) * alignment.supervised[k]
             if objective.depth_weights == "decay":
                 weight = alignment.supervised[k].float()
             of_unserved[k] += weight[unserved].sum()

@@ -51,20 +51,17 @@ def rollout_acceptance(starts: Sequence[StartAcceptance], num_speculative_tokens
     Where acceptance is not known, as beyond the length limit of a rollout, a position has its mean over all rollouts.
     num_speculative_tokens is at most K.
     """
-    tables: list[Tensor] = []
-    rows: list[int] = []
-    num_rollouts = 0
-    for part in starts:
-        for rollout, table in _by_rollout(part, num_speculative_tokens):
-            rows.append(num_rollouts + rollout)
-            tables.append(table)
-        num_rollouts += int(part.rollout.max()) + 1 if len(part.rollout) else 0
-    steps = torch.full((num_rollouts,), torch.nan, dtype=torch.float64)
-    accepted = torch.full((num_rollouts, num_speculative_tokens), torch.nan, dtype=torch.float64)
-    known = torch.zeros(num_rollouts, dtype=torch.int64)
-    if tables:
-        steps[rows], accepted[rows] = _steps_and_accepted(tables)
-        known[rows] = torch.tensor([int(table.isfinite().sum()) for table in tables])
+    counts = [int(part.rollout.max()) + 1 if len(part.rollout) else 0 for part in starts]
+    steps = torch.full((sum(counts),), torch.nan, dtype=torch.float64)
+    accepted = steps[:, None].repeat(1, num_speculative_tokens)
+    known = torch.zeros(sum(counts), dtype=torch.int64)
+    if sum(counts):
+        tables, exists = _by_rollout(starts, counts, num_speculative_tokens)
+        # Without a hole: the first offsets exist, and the acceptance of the first draft position is known at all of them.
+        whole = exists.any(1) & (exists == exists.cummin(1).values).all(1)
+        whole &= (tables[0, :, 0].isfinite() | ~exists).all(1)
+        known[whole] = tables[:, whole].isfinite().sum((0, 2, 3))
+        steps[whole], accepted[whole] = _steps_and_accepted(tables[:, whole], exists[whole])
     return RolloutAcceptance(steps, accepted, known)
 
 
@@ -87,33 +84,26 @@ def acceptance_rates(starts: Sequence[StartAcceptance], num_speculative_tokens: 
     return rates
 
 
-def _by_rollout(starts: StartAcceptance, num_speculative_tokens: int) -> list[tuple[int, Tensor]]:
-    """(rollout, [2, k, L]) of each rollout whose starts are all there: probability and drawn, by offset."""
-    begins = starts.offset >= 0
-    both = (
-        torch.stack(
-            [starts.probability[:num_speculative_tokens, begins], starts.drawn[:num_speculative_tokens, begins]]
-        )
-        .double()
-        .cpu()
-    )
-    rollout, offset = starts.rollout[begins].cpu(), starts.offset[begins].cpu()
-    numbers, lengths = rollout.unique_consecutive(return_counts=True)
-    tables = []
-    firsts = (lengths.cumsum(0) - lengths).tolist()
-    for number, first, length in zip(numbers.tolist(), firsts, lengths.tolist(), strict=True):
-        rows = slice(first, first + length)
-        if torch.equal(offset[rows], torch.arange(length)) and both[:, 0, rows].isfinite().all():
-            tables.append((number, both[:, :, rows]))
-    return tables
+def _by_rollout(
+    starts: Sequence[StartAcceptance], counts: Sequence[int], num_speculative_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Return probability and drawn by rollout and offset [2, R, k, L], and which starts exist [R, L]."""
+    firsts = [sum(counts[:index]) for index in range(len(counts))]
+    rollout = torch.cat([part.rollout + first for part, first in zip(starts, firsts, strict=True)]).cpu()
+    offset = torch.cat([part.offset for part in starts]).cpu()
+    both = torch.cat([torch.stack([part.probability, part.drawn]) for part in starts], dim=2)
+    begins = offset >= 0
+    place = rollout[begins], offset[begins]
+    exists = torch.zeros(sum(counts), int(offset.max()) + 1, dtype=torch.bool)
+    exists[place] = True
+    tables = torch.full((2, num_speculative_tokens, *exists.shape), torch.nan, dtype=torch.float64)
+    tables[:, :, *place] = both[:, :num_speculative_tokens].double().cpu()[:, :, begins]
+    return tables.transpose(1, 2), exists
 
 
-def _steps_and_accepted(tables: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """([R], [R, k]) of the `RolloutAcceptance` of whole rollouts."""
-    length = max(table.shape[2] for table in tables)
-    padded = torch.stack([torch.nn.functional.pad(table, (0, length - table.shape[2]), value=-1) for table in tables])
-    exists = padded[:, 0, 0] != -1  # [R, L]
-    probability, drawn = _without_unknown(padded[:, 0], exists), _without_unknown(padded[:, 1], exists)
+def _steps_and_accepted(tables: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+    """([R], [R, k]) of the `RolloutAcceptance` of whole rollouts, from what `_by_rollout` returns."""
+    probability, drawn = (_without_unknown(table, exists) for table in tables)
     all_before = torch.cat([torch.ones_like(drawn[:, :1]), drawn.cumprod(1)], dim=1)  # [R, k+1, L]
     visits = _visits(all_before, exists)
     return visits.sum(1), (visits[:, None] * all_before[:, :-1] * probability).sum(2)

@@ -98,11 +98,8 @@ def generated_before(batch: DraftBatch, start_rows: Tensor) -> Tensor:
 
     A verification step begins with a generated token, the first of them at offset 0.
     """
-    num_documents = int(batch.document_ids[-1]) + 1 if len(batch.document_ids) else 0
-    first = torch.full((num_documents,), torch.iinfo(torch.int64).max, device=batch.positions.device)
-    generated = batch.response_mask
-    first.scatter_reduce_(0, batch.document_ids[generated], batch.positions[generated], "amin")
-    return batch.positions[start_rows] + 1 - first[batch.document_ids[start_rows]]
+    prompt_lengths = batch.document_ids[~batch.response_mask].bincount(minlength=len(batch.document_ids))
+    return batch.positions[start_rows] + 1 - prompt_lengths[batch.document_ids[start_rows]]
 
 
 def beyond_stop(batch: DraftBatch, start_rows: Tensor, depth: int, eos_token_ids: Sequence[int]) -> Tensor:
@@ -110,13 +107,10 @@ def beyond_stop(batch: DraftBatch, start_rows: Tensor, depth: int, eos_token_ids
 
     False behind rollouts that end otherwise, at a length limit for example: there the engine's text goes on.
     """
-    rows = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
-    document = batch.document_ids
-    num_documents = int(document[-1]) + 1 if len(document) else 0
-    last = torch.zeros(num_documents, dtype=rows.dtype, device=rows.device).scatter_reduce_(0, document, rows, "amax")
-    stops = torch.isin(batch.token_ids[last], torch.tensor(eos_token_ids, device=rows.device))
-    of_start = document[start_rows]
-    predicted = start_rows + 2 + torch.arange(depth, device=rows.device)[:, None]
+    last = batch.document_ids.bincount().cumsum(0) - 1
+    stops = torch.isin(batch.token_ids[last], torch.tensor(eos_token_ids, device=last.device))
+    of_start = batch.document_ids[start_rows]
+    predicted = start_rows + 2 + torch.arange(depth, device=last.device)[:, None]
     return (predicted > last[of_start]) & stops[of_start]
 
 

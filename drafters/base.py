@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from drafters.acceptance import StartAcceptance
 from drafters.alignment import Alignment, DraftBatch
+from drafters.attention import ZeroCentredRMSNorm
 from drafters.checkpoint import read_tensors, write_folder
-from drafters.config import ObjectiveConfig
 from drafters.target import Experts as Experts
 from drafters.target import TargetSpec as TargetSpec
 
@@ -53,17 +53,6 @@ class DraftLoss:
     loss: Tensor  # scalar, differentiable
     per_position: Tensor  # [K] detached: loss of each draft position
     acceptance: StartAcceptance  # detached: of every start, from which acceptance lengths are estimated
-    num_tokens: int  # supervised start positions
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """A drafter makes these of a batch, before its head."""
-
-    hidden: Sequence[Tensor]  # K tensors [S, H] that the head reads
-    head: Tensor  # [V_draft, H]
-    draft_to_target: Tensor  # [V_draft] target ids of the head's rows, ascending
-    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -86,8 +75,9 @@ class Shape:
 class Drafter(nn.Module, ABC):
     """A trainable drafter for one target. Parameters and buffers are exactly what is saved."""
 
-    @abstractmethod
-    def __init__(self, shape: Any) -> None:
+    shape: Shape
+
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
 
@@ -104,9 +94,21 @@ class Drafter(nn.Module, ABC):
         depth_if_unstated: draft positions trained, for a checkpoint that does not say.
         """
 
+    @staticmethod
     @abstractmethod
+    def to_config(shape: Any) -> dict[str, object]:
+        """Return the contents of config.json of a checkpoint folder."""
+
+    @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Fill parameters and buffers that hold no numbers yet, the same for the same generator."""
+        """Fill parameters and buffers: matrices of Normal(0, 0.02) as Llama starts, no biases, norms of gain 1."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0.0, 0.02, generator=generator)
+                if module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, nn.RMSNorm | ZeroCentredRMSNorm):
+                module.weight.fill_(float(isinstance(module, nn.RMSNorm)))
 
     @property
     @abstractmethod
@@ -116,29 +118,19 @@ class Drafter(nn.Module, ABC):
     @property
     def trained_depth(self) -> int:
         """Count the draft positions unrolled in training."""
-        depth: int = self.shape.trained_depth
-        return depth
+        return self.shape.trained_depth
 
     @property
-    def max_positions(self) -> int:
-        """Count the tokens of prompt, response and draft together beyond which an engine does not draft."""
-        positions: int = self.shape.sizes.max_position_embeddings
-        return positions
-
-    @property
-    @abstractmethod
     def draft_to_target(self) -> Tensor:
-        """Return the target token ids [V_draft] that it can propose, ascending."""
+        """Return the target token ids [V_draft] that it can propose, ascending; all of them unless overridden."""
+        return torch.arange(self.shape.sizes.vocab_size, device=next(self.parameters()).device)
 
     @abstractmethod
-    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> Drafts:
-        """Unroll to trained_depth from every start."""
+    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[Sequence[Tensor], Tensor]:
+        """Unroll to trained_depth from every start.
 
-    @abstractmethod
-    def loss(
-        self, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, objective: ObjectiveConfig
-    ) -> DraftLoss:
-        """Unroll to trained_depth and compare each position with the target's processed distribution."""
+        Returns what the head reads at each draft position, K tensors [S, H], and the head [V_draft, H].
+        """
 
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
         """Pick the draft vocabulary from counts [V] and take over from the target what begins as the target's.
@@ -158,10 +150,6 @@ class Drafter(nn.Module, ABC):
             return broken
         return [f"values too large with {name} up to {v:.1g}" for name, v in largest.items() if v > LARGEST_WEIGHT]
 
-    @abstractmethod
-    def serving_config(self) -> dict[str, object]:
-        """Return the contents of config.json of a checkpoint folder."""
-
     def save(self, folder: str | Path, dtype: torch.dtype) -> None:
         """Write config.json and model.safetensors; stock vLLM serves the folder as it is.
 
@@ -171,7 +159,9 @@ class Drafter(nn.Module, ABC):
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
             for name, tensor in self.state_dict().items()
         }
-        write_folder(Path(folder), state, {**self.serving_config(), "torch_dtype": str(dtype).removeprefix("torch.")})
+        write_folder(
+            Path(folder), state, {**self.to_config(self.shape), "torch_dtype": str(dtype).removeprefix("torch.")}
+        )
 
     def load(self, folder: str | Path) -> None:
         """Replace the weights by those of a folder written by `save`; dtype and device stay.

@@ -79,9 +79,10 @@ def load_drafter(
     drafter = drafter.float()
     if problems := drafter.overflowing():
         raise ValueError(f"{folder} has weights that no engine can serve: {'; '.join(problems)}")
-    if num_positions is not None and drafter.max_positions < num_positions:
+    positions = shape.sizes.max_position_embeddings
+    if num_positions is not None and positions < num_positions:
         raise ValueError(
-            f"{folder} has {drafter.max_positions} positions (max_position_embeddings), but {num_positions} are needed "
+            f"{folder} has {positions} positions (max_position_embeddings), but {num_positions} are needed "
             "for the longest prompt, its response and the draft after it: beyond its limit an engine stops drafting "
             "for the whole batch. Lower rollout.max_prompt_tokens or rollout.max_new_tokens; or, if it was trained on "
             "such lengths, raise max_position_embeddings in its config.json"

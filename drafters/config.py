@@ -2,8 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 
 class Section(BaseModel):
@@ -31,13 +30,6 @@ class Eagle3Config(Section):
     trained_depth: PositiveInt = 3
     """Draft positions unrolled in training (training-time test). Serve no more draft tokens than this."""
 
-    @field_validator("aux_layers")
-    @classmethod
-    def _ascend(cls, layers: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
-        if layers is not None and (list(layers) != sorted(set(layers)) or layers[0] < 1):
-            raise PydanticCustomError("ascending", "must be ascending, different and at least 1; for example [2, 6, 9]")
-        return layers
-
 
 class MtpConfig(Section):
     """MTP: one decoder layer over the target's final hidden state; embedding and head are always the target's.
@@ -62,10 +54,10 @@ DrafterModelConfig = Annotated[Eagle3Config | MtpConfig, Field(discriminator="ty
 class ObjectiveConfig(Section):
     """What the drafter is trained to maximise. Acceptance is that of the engine's sampler: see drafters/objectives.py."""
 
-    type: Literal["soft_cross_entropy", "lk_hybrid", "lk_likelihood"] = "lk_hybrid"
+    type: Literal["soft_cross_entropy", "lk_hybrid"] = "lk_hybrid"
     """soft_cross_entropy: against the target's distribution at the rollout temperature.
     lk_hybrid: cross-entropy while acceptance is low, acceptance itself as it rises (weights exp(-3 alpha)
-    and 1 - exp(-3 alpha), arXiv 2602.23881). lk_likelihood: -log of the acceptance probability."""
+    and 1 - exp(-3 alpha), arXiv 2602.23881)."""
 
     depth_weights: Literal["reach", "decay"] = "reach"
     """Weight of a draft position: the probability that verification reaches it from that start, or 0.8**k."""

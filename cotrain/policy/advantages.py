@@ -19,23 +19,16 @@ def group_advantages(
     group_mean_std:  A_i = (r_i - mean(r)) / (std(r) + 1e-6)        (GRPO, arXiv:2402.03300)
 
     The group is every rollout with the same prompt id; std is the sample standard deviation (n - 1). A group whose
-    rewards are all equal teaches nothing and gets exactly 0. Raises ValueError for a group of one, which has no
-    baseline, and for a reward that is not finite.
+    rewards are all equal teaches nothing and gets exactly 0.
     """
     groups: dict[str, list[float]] = defaultdict(list)
     for prompt_id, reward in zip(prompt_ids, rewards, strict=True):
         groups[prompt_id].append(reward)
-    baselines = {prompt_id: _mean_and_scale(prompt_id, group, kind) for prompt_id, group in groups.items()}
+    baselines = {prompt_id: _mean_and_scale(group, kind) for prompt_id, group in groups.items()}
     return [(r - baselines[p][0]) / baselines[p][1] for p, r in zip(prompt_ids, rewards, strict=True)]
 
 
-def _mean_and_scale(prompt_id: str, group: list[float], kind: str) -> tuple[float, float]:
-    if not all(map(math.isfinite, group)):
-        raise ValueError(f"prompt {prompt_id}: rewards {group} are not all finite; check the task's reward function")
-    if len(group) == 1:
-        raise ValueError(
-            f"prompt {prompt_id} has one sample, so no group baseline; set rollout.samples_per_prompt to 2 or more"
-        )
+def _mean_and_scale(group: list[float], kind: str) -> tuple[float, float]:
     if max(group) - min(group) <= STD_EPSILON:
         return 0.0, math.inf
     return fmean(group), stdev(group) + STD_EPSILON if kind == "group_mean_std" else 1.0

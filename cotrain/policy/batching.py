@@ -36,11 +36,6 @@ class MicroBatch:
     old_log_probs: Tensor | None  # [N] float32, denominator of the importance ratio; None: the current policy
 
 
-def rollout_name(scored: ScoredRollout) -> str:
-    """Return prompt/sample, for messages."""
-    return f"{scored.rollout.prompt_id}/{scored.rollout.sample_index}"
-
-
 def split_minibatches(rollouts: Sequence[ScoredRollout], count: int) -> list[list[ScoredRollout]]:
     """Return consecutive minibatches of sizes that differ by at most one, the same for any number of ranks."""
     bounds = [len(rollouts) * index // count for index in range(count + 1)]

@@ -22,16 +22,10 @@ from cotrain.config.schema import PolicyConfig, RolloutConfig
 from cotrain.lossless.draws import Draws
 from cotrain.lossless.emitted import response_draws
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
-from cotrain.policy.batching import (
-    MicroBatch,
-    micro_batches,
-    rollout_name,
-    share_of_rank,
-    split_minibatches,
-)
+from cotrain.policy.batching import MicroBatch, micro_batches, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import ResponseLogProbs
-from cotrain.policy.losses import Normaliser, kl_estimate, policy_loss
-from cotrain.policy.metrics import MetricSums
+from cotrain.policy.losses import kl_estimate, loss_denominator, policy_loss
+from cotrain.policy.metrics import step_metrics
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from cotrain.transport.payload import write_payload
 from drafters.base import SamplingParams
@@ -75,7 +69,6 @@ class PolicyLearner:
             )
         set_seed(seed)
         self._policy = self._load_model(model_path)
-        self._policy.check_head()
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(self._policy.model)
         self._reference = None
@@ -93,15 +86,9 @@ class PolicyLearner:
     def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
         """Take policy.minibatches optimizer steps on these rollouts, which all ranks must be given alike.
 
-        A step whose advantages are all 0 is still taken, as elsewhere in the field: AdamW's momentum goes on.
-
-        Returns means over the response tokens of all ranks: policy/loss, kl (k3 of behaviour || current policy),
-        kl_reference, entropy (nats), grad_norm (before clipping), clip_fraction, ratio_max, learning_rate,
-        rollout_log_prob_gap (mean |engine's - learner's log-prob| before the policy moves). With
-        policy.behaviour_correction also behaviour_ratio_mean (learner over engine, which is 1 in expectation),
-        behaviour_weight_mean, behaviour_capped or behaviour_masked (share of tokens), and behaviour_ess (effective
-        sample size of the weights, as a share of the tokens). Raises ValueError for fewer rollouts than ranks, and
-        FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
+        A step whose advantages are all 0 is still taken, as elsewhere in the field: AdamW's momentum goes on. Returns the
+        policy/* metrics of docs/tracking.md, as means over the response tokens of all ranks. Raises ValueError for fewer
+        rollouts than ranks, and FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
         """
         config, num_ranks = self._config, self._accelerator.num_processes
         if len(rollouts) // config.minibatches < num_ranks:
@@ -114,25 +101,27 @@ class PolicyLearner:
         if config.old_log_probs == "recomputed":
             shares = [[self._with_own_log_probs(batch) for batch in share] for share in shares]
 
-        sums = MetricSums()
-        for index, (minibatch, share) in enumerate(zip(minibatches, shares, strict=True)):
-            num_tokens = sum(len(scored.rollout.token_ids) for scored in minibatch)
-            normaliser = Normaliser(num_tokens, len(minibatch), self._rollout.max_new_tokens)
-            self._optimizer_step(share, normaliser, sums, policy_has_moved=index > 0)
+        values: list[dict[str, Tensor]] = []
+        steps: list[tuple[float, float, float]] = []
+        for minibatch, share in zip(minibatches, shares, strict=True):
+            lengths = [len(scored.rollout.token_ids) for scored in minibatch]
+            denominator = loss_denominator(config, lengths, self._rollout.max_new_tokens)
+            of_share = [self._forward_backward(batch, denominator, last=batch is share[-1]) for batch in share]
+            if steps:  # The gap is that of the policy which the engines served.
+                for of_batch in of_share:
+                    del of_batch["rollout_log_prob_gap"]
+            steps.append(self._optimizer_step(share, of_share))
+            values += of_share
         self.policy_version += 1
-        return sums.means(self._accelerator)
+        return step_metrics(values, steps, self._accelerator)
 
     def _micro_batches(self, minibatch: list[ScoredRollout]) -> list[MicroBatch]:
         """Build this rank's micro-batches; those that give no gradient are kept apart and come first."""
         config, accelerator = self._config, self._accelerator
         share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
-        without = [scored for scored in share if scored.advantage == 0]
-        rest = [scored for scored in share if scored.advantage != 0]
-        return [
-            batch
-            for part in (without, rest)
-            for batch in micro_batches(part, config.micro_batch_tokens, config.batching, accelerator.device)
-        ]
+        parts = [[s for s in share if s.advantage == 0], [s for s in share if s.advantage != 0]]
+        batches = (micro_batches(p, config.micro_batch_tokens, config.batching, accelerator.device) for p in parts)
+        return [batch for part in batches for batch in part]
 
     @torch.no_grad()
     def _with_own_log_probs(self, batch: MicroBatch) -> MicroBatch:
@@ -144,55 +133,45 @@ class PolicyLearner:
     def _log_probs(model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return model(batch.token_ids, batch.position_ids, batch.predictors, batch.targets)
 
-    def _optimizer_step(
-        self, share: list[MicroBatch], normaliser: Normaliser, sums: MetricSums, policy_has_moved: bool
-    ) -> None:
-        broken: list[str] = []
-        local_loss = 0.0
-        for batch in share:
-            last = batch is share[-1]  # always runs backward: DDP's gradient exchange waits for it
-            with_gradient = last or self._reference is not None or bool((batch.advantages != 0).any())
-            with contextlib.nullcontext() if last else self._accelerator.no_sync(self._ddp_policy):
-                batch_loss, names = self._forward_backward(batch, normaliser, sums, with_gradient, policy_has_moved)
-            local_loss += batch_loss
-            broken += names
+    def _forward_backward(self, batch: MicroBatch, denominator: int, last: bool) -> dict[str, Tensor]:
+        """Accumulate the gradient of one micro-batch. Returns values [N] of its tokens: their loss and what is logged."""
+        # The last one always runs backward, because DDP's gradient exchange waits for it.
+        with_gradient = last or self._reference is not None or bool((batch.advantages != 0).any())
+        with contextlib.nullcontext() if last else self._accelerator.no_sync(self._ddp_policy):
+            with torch.set_grad_enabled(with_gradient):
+                log_probs, entropy = self._log_probs(self._ddp_policy if with_gradient else self._policy, batch)
+                with torch.no_grad():
+                    reference = None if self._reference is None else self._log_probs(self._reference, batch)[0]
+                per_token, values = policy_loss(self._config, denominator, batch, log_probs, reference)
+            if with_gradient:
+                # DDP averages gradients over the ranks; the loss is already normalised over all of them.
+                self._accelerator.backward(per_token.sum() * self._accelerator.num_processes)
+        current = log_probs.detach()
+        return values | {
+            "loss": per_token.detach(),
+            "kl": kl_estimate(batch.behaviour_log_probs, current),
+            "entropy": entropy,
+            "rollout_log_prob_gap": (batch.behaviour_log_probs - current).abs(),
+        }
 
+    def _optimizer_step(self, share: list[MicroBatch], values: list[dict[str, Tensor]]) -> tuple[float, float, float]:
+        """Step on the gradient of this rank's micro-batches. Returns loss, gradient norm and learning rate of all ranks."""
+        losses = [of_batch.pop("loss") for of_batch in values]
         parameters = self._ddp_policy.parameters()
         grad_norm = float(self._accelerator.clip_grad_norm_(parameters, MAX_GRAD_NORM))
-        loss = float(self._accelerator.reduce(torch.tensor(local_loss, device=self._accelerator.device), "sum"))
+        local_loss = torch.tensor(sum(float(tokens.sum()) for tokens in losses), device=self._accelerator.device)
+        loss, learning_rate = float(self._accelerator.reduce(local_loss, "sum")), self._scheduler.get_last_lr()[0]
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._optimizer.zero_grad()
+            broken = [name for batch, tokens in zip(share, losses, strict=True) for name in _broken(batch, tokens)]
             raise FloatingPointError(self._non_finite_message(loss, grad_norm, gather_object(broken)))
-        sums.add_step(loss, grad_norm, float(self._scheduler.get_last_lr()[0]))
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad()
-
-    def _forward_backward(
-        self, batch: MicroBatch, normaliser: Normaliser, sums: MetricSums, with_gradient: bool, policy_has_moved: bool
-    ) -> tuple[float, list[str]]:
-        """Accumulate the gradient of one micro-batch; returns its loss and the rollouts whose loss is not finite."""
-        with torch.set_grad_enabled(with_gradient):
-            log_probs, entropy = self._log_probs(self._ddp_policy if with_gradient else self._policy, batch)
-            with torch.no_grad():
-                reference = None if self._reference is None else self._log_probs(self._reference, batch)[0]
-            result = policy_loss(self._config, normaliser, batch, log_probs, reference)
-        if with_gradient:
-            # DDP averages gradients over the ranks; the loss is already normalised over all of them.
-            self._accelerator.backward(result.loss * self._accelerator.num_processes)
-
-        current = log_probs.detach()
-        sums.add_tokens(
-            kl=kl_estimate(batch.behaviour_log_probs, current),
-            entropy=entropy,
-            rollout_log_prob_gap=None if policy_has_moved else (batch.behaviour_log_probs - current).abs(),
-        )
-        sums.add_loss(result, self._config.behaviour_correction)
-        broken = batch.sequence_ids[~result.per_token.isfinite()].unique().tolist()
-        return float(result.loss.detach()), [rollout_name(batch.rollouts[index]) for index in broken]
+        return loss, grad_norm, float(learning_rate)
 
     def _non_finite_message(self, loss: float, grad_norm: float, broken: list[str]) -> str:
-        rollouts = ", ".join(broken) if broken else "none: every loss is finite and the gradient overflowed"
+        rollouts = ", ".join(broken) or "none: every loss is finite and the gradient overflowed"
         return (
             f"policy step {self.policy_version + 1}: loss {loss}, gradient norm {grad_norm}. "
             f"Rollouts (prompt/sample) with a loss that is not finite: {rollouts}. The optimizer has not moved. "
@@ -255,6 +234,12 @@ class PolicyLearner:
         """Leave the process group, once all ranks are done with it."""
         self._accelerator.wait_for_everyone()
         self._accelerator.end_training()
+
+
+def _broken(batch: MicroBatch, losses: Tensor) -> list[str]:
+    """Name the rollouts of a micro-batch whose tokens' losses [N] are not all finite."""
+    rollouts = [batch.rollouts[index].rollout for index in batch.sequence_ids[~losses.isfinite()].unique()]
+    return [f"{rollout.prompt_id}/{rollout.sample_index}" for rollout in rollouts]
 
 
 def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:

@@ -99,16 +99,3 @@ class ResponseLogProbs(nn.Module):
         rows = hidden.flatten(0, 1).index_select(0, predictors)
         head = self.model.get_output_embeddings().weight
         return HeadLogProbs.apply(rows, head, targets, self.temperature, self.dtype)
-
-    @torch.no_grad()
-    def check_head(self) -> None:
-        """Raise ValueError for a model whose logits are more than hidden state times head (bias, scale, soft cap)."""
-        token_ids = torch.arange(4, device=self.model.device)[None]
-        hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-        own = hidden @ self.model.get_output_embeddings().weight.T
-        logits = self.model(input_ids=token_ids, use_cache=False).logits
-        if not torch.allclose(own, logits, rtol=1e-4, atol=1e-4):
-            raise ValueError(
-                f"policy.model: {type(self.model).__name__} biases, scales or caps its logits after the head, "
-                "which the policy learner does not do; use a model with a plain linear head"
-            )

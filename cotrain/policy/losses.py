@@ -5,8 +5,7 @@ which rollout each token belongs to. A loss is sum_n weight_n * loss_n, with wei
 normalisation over the whole minibatch, so micro-batches and ranks just add up.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,56 +13,28 @@ from torch import Tensor
 from cotrain.config.schema import PolicyConfig
 from cotrain.policy.batching import MicroBatch
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
-
 MAX_LOG_RATIO = 20.0
 """Bound of |log pi_old - log pi_engine|, so that the ratio of the two and its mean stay finite."""
 
-
-@dataclass(frozen=True)
-class Normaliser:
-    """Denominators of one minibatch, over all micro-batches and all ranks."""
-
-    num_tokens: int  # response tokens
-    num_sequences: int
-    max_new_tokens: int
-
-    def token_weights(self, lengths: Tensor, aggregation: Aggregation) -> Tensor:
-        """Return the weight of each response token [N], for rollouts of `lengths` [S] response tokens.
-
-        token_mean:           1 / num_tokens                           (DAPO, arXiv:2503.14476)
-        seq_mean_token_mean:  1 / (num_sequences * length_s)           (GRPO, arXiv:2402.03300)
-        seq_mean_token_sum:   1 / (num_sequences * max_new_tokens)     (Dr. GRPO, arXiv:2503.20783)
-        """
-        per_token = lengths.repeat_interleave(lengths)
-        ones = torch.ones(len(per_token), device=lengths.device)
-        if aggregation == "token_mean":
-            return ones / self.num_tokens
-        return ones / (
-            self.num_sequences * (per_token if aggregation == "seq_mean_token_mean" else self.max_new_tokens)
-        )
+WEIGHT_SQUARE = "behaviour_weight_square"
+LIMITED = {"truncate": "behaviour_capped", "mask": "behaviour_masked"}
+"""Name of the share of tokens whose behaviour weight is not their ratio, by policy.behaviour_correction."""
 
 
-def _importance_ratio(log_probs: Tensor, old: Tensor, batch: MicroBatch, kind: Literal["token", "sequence"]) -> Tensor:
-    """Return pi / pi_old of each response token [N]; sequence (GSPO, arXiv:2507.18071): the rollout's geometric one."""
-    log_ratio = log_probs - old
-    if kind == "sequence":
-        sums = torch.zeros(len(batch.lengths), dtype=log_ratio.dtype, device=log_ratio.device)
-        log_ratio = (sums.index_add(0, batch.sequence_ids, log_ratio) / batch.lengths)[batch.sequence_ids]
-    return log_ratio.exp()
+def loss_denominator(config: PolicyConfig, lengths: Sequence[int], max_new_tokens: int) -> int:
+    """Return what the losses of a minibatch are divided by; `lengths` are the response tokens of its rollouts.
+
+    token_mean:           num_tokens                                            (DAPO, arXiv:2503.14476)
+    seq_mean_token_mean:  num_sequences, and each token by its rollout's length (GRPO, arXiv:2402.03300)
+    seq_mean_token_sum:   num_sequences * max_new_tokens                        (Dr. GRPO, arXiv:2503.20783)
+    """
+    if config.loss_aggregation == "token_mean":
+        return sum(lengths)
+    return len(lengths) * (max_new_tokens if config.loss_aggregation == "seq_mean_token_sum" else 1)
 
 
-@dataclass(frozen=True)
-class BehaviourWeights:
-    """N tokens count like this because the learner would have drawn them more or less often; there is no gradient."""
-
-    ratio: Tensor  # [N] pi_old / pi_engine
-    weight: Tensor  # [N] what multiplies the loss of the token
-    limited: Tensor  # [N] bool, is the weight not the ratio?
-
-
-def _behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_log_probs: Tensor) -> BehaviourWeights:
-    """Return weights that correct for tokens drawn from the engine's policy instead of pi_old.
+def _behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_log_probs: Tensor) -> dict[str, Tensor]:
+    """Return weights [N] that correct for tokens drawn from the engine's policy instead of pi_old, as `policy_loss`.
 
     With w = pi_old / pi_engine of the token (the decoupled objective: Hilton et al., arXiv:2110.00641; AReaL,
     arXiv:2505.24298):
@@ -76,10 +47,17 @@ def _behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_lo
     ratio = (old_log_probs - behaviour_log_probs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     limited = ratio > config.behaviour_cap
     if config.behaviour_correction == "truncate":
-        return BehaviourWeights(ratio, ratio.clamp(max=config.behaviour_cap), limited)
-    limited = limited | (ratio < 1 / config.behaviour_cap)
-    # A product and no selection: a ratio that is not a number has to show in the loss.
-    return BehaviourWeights(ratio, ratio * ~limited, limited)
+        weight = ratio.clamp(max=config.behaviour_cap)
+    else:
+        limited |= ratio < 1 / config.behaviour_cap
+        # A product and no selection: a ratio that is not a number has to show in the loss.
+        weight = ratio * ~limited
+    return {
+        "behaviour_ratio_mean": ratio,
+        "behaviour_weight_mean": weight,
+        WEIGHT_SQUARE: weight.double().square(),
+        LIMITED[config.behaviour_correction]: limited,
+    }
 
 
 def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
@@ -91,44 +69,34 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     return torch.expm1(-difference) + difference
 
 
-@dataclass(frozen=True)
-class PolicyLoss:
-    """Loss of one micro-batch and what it is made of; all but loss are detached."""
-
-    loss: Tensor  # scalar: this micro-batch's part of the minibatch's loss
-    per_token: Tensor  # [N], weighted: sums to loss
-    ratio: Tensor  # [N]
-    clipped: Tensor  # [N] bool, where the clip took the gradient away
-    behaviour: BehaviourWeights | None  # with config.behaviour_correction
-    kl_reference: Tensor | None  # [N]
-
-
 def policy_loss(
-    config: PolicyConfig,
-    normaliser: Normaliser,
-    batch: MicroBatch,
-    log_probs: Tensor,
-    reference_log_probs: Tensor | None,
-) -> PolicyLoss:
+    config: PolicyConfig, denominator: int, batch: MicroBatch, log_probs: Tensor, reference_log_probs: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute PPO's clipped surrogate plus KL penalty of one micro-batch's tokens [N].
 
-    surrogate = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A). A behaviour correction multiplies it by
-    each token's weight, and leaves the KL penalty alone. The denominators go on counting tokens whose weight is 0,
-    because the others would grow with every token that is masked.
+    surrogate = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), where ratio = pi / pi_old of the token, or
+    its geometric mean over the rollout with importance_ratio = "sequence" (GSPO, arXiv:2507.18071). A behaviour correction multiplies it by
+    each token's weight, and leaves the KL penalty alone. The denominator (`loss_denominator`) goes on counting tokens
+    whose weight is 0, because the others would grow with every token that is masked. Returns the loss of each token,
+    whose sum is this micro-batch's part of the minibatch's loss, and detached values [N] for the metrics.
     """
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    ratio = _importance_ratio(log_probs, old_log_probs, batch, config.importance_ratio)
+    log_ratio = log_probs - old_log_probs
+    if config.importance_ratio == "sequence":
+        sums = torch.zeros(len(batch.lengths), dtype=log_ratio.dtype, device=log_ratio.device)
+        log_ratio = (sums.index_add(0, batch.sequence_ids, log_ratio) / batch.lengths)[batch.sequence_ids]
+    ratio = log_ratio.exp()
     plain = ratio * batch.advantages
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * batch.advantages
     per_token = -torch.minimum(plain, clipped)
-    behaviour = None
+    values = {"clip_fraction": clipped < plain, "ratio_max": ratio.detach()}
     if config.behaviour_correction != "none":
-        behaviour = _behaviour_weights(config, old_log_probs, batch.behaviour_log_probs)
-        per_token = per_token * behaviour.weight
-    kl_reference = None
+        values |= _behaviour_weights(config, old_log_probs, batch.behaviour_log_probs)
+        per_token = per_token * values["behaviour_weight_mean"]
     if reference_log_probs is not None:
         kl_reference = kl_estimate(log_probs, reference_log_probs)
         per_token = per_token + config.kl_coefficient * kl_reference
-        kl_reference = kl_reference.detach()
-    per_token = per_token * normaliser.token_weights(batch.lengths, config.loss_aggregation)
-    return PolicyLoss(per_token.sum(), per_token.detach(), ratio.detach(), clipped < plain, behaviour, kl_reference)
+        values["kl_reference"] = kl_reference.detach()
+    lengths = batch.lengths[batch.sequence_ids] if config.loss_aggregation == "seq_mean_token_mean" else 1
+    weights = torch.ones(len(per_token), device=per_token.device) / (denominator * lengths)
+    return per_token * weights, values

@@ -21,7 +21,7 @@ from drafters.acceptance import RolloutAcceptance, acceptance_rates, rollout_acc
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, DraftLoss, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
-from drafters.losses import acceptances
+from drafters.losses import acceptances, drafter_loss
 
 OPTIMIZER_STATE = "optimizer.pt"
 
@@ -154,7 +154,7 @@ class Distiller:
 
     def _loss(self, batch: DraftBatch) -> DraftLoss:
         target = self._target_weights[batch.policy_version]
-        return self.drafter.loss(self._on_device(batch), target, self._sampling, self._config.objective)
+        return drafter_loss(self.drafter, self._on_device(batch), target, self._sampling, self._config.objective)
 
     def _on_device(self, batch: DraftBatch) -> DraftBatch:
         tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "policy_version"}

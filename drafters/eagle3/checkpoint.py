@@ -6,19 +6,29 @@ layers; SGLang reads those under eagle_config, where id k is the output of layer
 Tensors are named layers.0.*; midlayer.*, the older name, is read as well.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from drafters.base import TargetSpec
+from drafters.base import Shape, TargetSpec
 from drafters.checkpoint import read_tensors
-from drafters.eagle3.layer import Eagle3Shape
 from drafters.files import read_config
 
 UNSUPPORTED_FLAGS = ("norm_before_fc", "norm_output", "attention_bias")
 """Variants that vLLM serves and this drafter does not compute."""
+
+
+@dataclass(frozen=True)
+class Eagle3Shape(Shape):
+    """Heads, MLP, rotation and positions of `sizes` are the drafter's own."""
+
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]  # ascending; id k = Hugging Face hidden_states[k]
+    fc_norm: bool
+    norm_before_residual: bool
 
 
 def to_config(shape: Eagle3Shape) -> dict[str, object]:
@@ -62,56 +72,46 @@ def read_checkpoint(
     ValueError when the drafter is not for this target, or of another variant, or its files are broken.
     """
     config = read_config(folder)
-    shape = _shape(config, _sizes(config, target, folder), target, folder, depth_if_unstated)
-    tensors = {
-        name.replace("midlayer.", "layers.0.", 1): tensor
-        for name, tensor in read_tensors(folder).items()
-        if name != "embed_tokens.weight"
-    }
-    return shape, tensors
-
-
-def _sizes(config: dict[str, Any], target: TargetSpec, source: str | Path) -> TargetSpec:
-    for flag in UNSUPPORTED_FLAGS:
-        if config.get(flag):
-            raise ValueError(f"{source} is an EAGLE-3 variant with {flag}, which is not supported")
-    sizes = TargetSpec.from_config(config, source)
-    if sizes.num_layers != 1:
-        raise ValueError(f"{source} has {sizes.num_layers} layers; only one-layer drafters are supported")
-    for name, theirs, ours in [
-        ("vocabulary", sizes.vocab_size, target.vocab_size),
-        ("hidden size", sizes.hidden_size, target.hidden_size),
-        ("hidden size", config.get("target_hidden_size", sizes.hidden_size), target.hidden_size),
-    ]:
-        if theirs != ours:
-            raise ValueError(f"{source} was made for another target: its {name} is {theirs}, this target's is {ours}")
-    if sizes.rope_type != "default":
-        raise ValueError(
-            f"{source}/config.json has rope_type {sizes.rope_type!r}; this drafter rotates by plain rope_theta, so the "
-            "checkpoint would be trained and scored at other positions than it is served at. Only rope_type 'default' "
-            "is supported"
-        )
-    return replace(sizes, eos_token_ids=target.eos_token_ids, partial_rotary_factor=1.0)
-
-
-def _shape(
-    config: dict[str, Any], sizes: TargetSpec, target: TargetSpec, source: str | Path, depth_if_unstated: int | None
-) -> Eagle3Shape:
+    sizes = TargetSpec.from_config(config, folder)
+    if problems := "; ".join(_problems(config, sizes, target)):
+        raise ValueError(f"{folder}/config.json: {problems}")
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     depth = methods[0].get("speculative_tokens") or depth_if_unstated
     if depth is None:
         raise ValueError(
-            f"{source}/config.json does not say how many draft positions were trained; add "
+            f"{folder}/config.json does not say how many draft positions were trained; add "
             '"speculators_config": {"proposal_methods": [{"speculative_tokens": K}]}'
         )
-    return Eagle3Shape(
-        sizes=sizes,
+    layers = config.get("eagle_aux_hidden_state_layer_ids")
+    shape = Eagle3Shape(
+        sizes=replace(sizes, eos_token_ids=target.eos_token_ids, partial_rotary_factor=1.0),
         trained_depth=depth,
         draft_vocab_size=config.get("draft_vocab_size") or sizes.vocab_size,
-        aux_layers=check_aux_layers(config.get("eagle_aux_hidden_state_layer_ids"), target, f"{source}/config.json"),
-        fc_norm=bool(config.get("fc_norm", False)),
-        norm_before_residual=bool(config.get("norm_before_residual", False)),
+        aux_layers=check_aux_layers(layers, target, f"{folder}/config.json"),
+        fc_norm=bool(config.get("fc_norm")),
+        norm_before_residual=bool(config.get("norm_before_residual")),
     )
+    tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in read_tensors(folder).items()}
+    tensors.pop("embed_tokens.weight", None)
+    return shape, tensors
+
+
+def _problems(config: dict[str, Any], sizes: TargetSpec, target: TargetSpec) -> Iterator[str]:
+    """Yield what keeps this drafter from computing what an engine would, or from fitting the target."""
+    for flag in UNSUPPORTED_FLAGS:
+        if config.get(flag):
+            yield f"this is an EAGLE-3 variant with {flag}, which is not supported"
+    if sizes.num_layers != 1:
+        yield f"the drafter has {sizes.num_layers} layers; only one is supported"
+    for name, theirs, ours in (
+        ("vocabulary", sizes.vocab_size, target.vocab_size),
+        ("hidden size", sizes.hidden_size, target.hidden_size),
+        ("hidden size", config.get("target_hidden_size", sizes.hidden_size), target.hidden_size),
+    ):
+        if theirs != ours:
+            yield f"the drafter was made for another target: its {name} is {theirs}, this target's is {ours}"
+    if sizes.rope_type != "default":
+        yield f"rope_type {sizes.rope_type!r} is not supported; the drafter would be trained at other positions than it is served at"
 
 
 def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, ...]:
@@ -123,14 +123,10 @@ def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, 
     last = target.num_layers - 1
     name = "the default aux layers" if layers is None else "aux layers"
     layers = (2, target.num_layers // 2, last - 2) if layers is None else tuple(layers)
-    if list(layers) != sorted(set(layers)):
-        # vLLM sorts the ids and drops duplicates, so that fc would get fewer or other columns than it was trained on.
+    # vLLM sorts the ids and drops duplicates, so that fc would get fewer or other columns than it was trained on.
+    if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] > last:
         raise ValueError(
-            f"{field}: {name} {list(layers)} must be ascending and different; set three ids between 1 and {last}"
-        )
-    if layers[0] < 1 or layers[-1] > last:
-        raise ValueError(
-            f"{field}: aux layers {list(layers)} are not all between 1 and {last}, the states between the target's "
-            f"{target.num_layers} layers"
+            f"{field}: {name} {list(layers)} are not ascending ids between 1 and {last}, the states between the target's "
+            f"{target.num_layers} layers; set three such ids"
         )
     return layers

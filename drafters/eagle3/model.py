@@ -11,29 +11,50 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.base import Drafter, DraftLoss, Drafts, SamplingParams, ServingSpec, TargetSpec, TargetWeights
-from drafters.config import Eagle3Config, ObjectiveConfig
-from drafters.eagle3.checkpoint import check_aux_layers, read_checkpoint, to_config
-from drafters.eagle3.layer import DecoderLayer, Eagle3Shape
-from drafters.losses import drafter_loss
+from drafters.attention import MLP, Attention, DraftLayer
+from drafters.base import Drafter, ServingSpec, TargetSpec, TargetWeights
+from drafters.config import Eagle3Config
+from drafters.eagle3.checkpoint import Eagle3Shape, check_aux_layers, read_checkpoint, to_config
 from drafters.unroll import unroll
 from drafters.vocabulary import choose_tokens, coverage, to_maps, to_tokens
+
+
+class DecoderLayer(DraftLayer):
+    """The layer of vLLM's llama_eagle3.py: attention reads the normed embedding and hidden state side by side."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        size, eps = shape.sizes.hidden_size, shape.sizes.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.self_attn = Attention(shape.sizes, input_size=2 * size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = MLP(size, shape.sizes.intermediate_size)
+        self.norm_before_residual = shape.norm_before_residual
+
+    def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.hidden_norm(hidden)
+        x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        return x, normed if self.norm_before_residual else hidden
 
 
 class Eagle3Drafter(Drafter):
     """EAGLE-3 with a trainable head. Until `choose_vocabulary` the draft vocabulary is the first V_draft tokens."""
 
+    shape: Eagle3Shape
     d2t: Tensor
     t2d: Tensor
+    read = staticmethod(read_checkpoint)
+    to_config = staticmethod(to_config)
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape)
         size, eps, num_layers = shape.sizes.hidden_size, shape.sizes.rms_norm_eps, len(shape.aux_layers)
         if shape.fc_norm:
-            self.fc_norm = nn.ModuleList([nn.RMSNorm(size, eps=eps) for _ in range(num_layers)])
+            self.fc_norm = nn.ModuleList([nn.RMSNorm(size, eps) for _ in range(num_layers)])
         self.fc = nn.Linear(num_layers * size, size, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(shape)])
-        self.norm = nn.RMSNorm(size, eps=eps)
+        self.norm = nn.RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, shape.draft_vocab_size, bias=False)
         # vLLM has no map to load when the vocabularies are the same.
         self.has_map = shape.draft_vocab_size < shape.sizes.vocab_size
@@ -41,8 +62,6 @@ class Eagle3Drafter(Drafter):
             d2t, t2d = to_maps(torch.arange(shape.draft_vocab_size), shape.sizes.vocab_size)
             self.register_buffer("d2t", d2t)
             self.register_buffer("t2d", t2d)
-
-    read = staticmethod(read_checkpoint)
 
     @classmethod
     def shape_of(cls, config: Eagle3Config, target: TargetSpec) -> Eagle3Shape:
@@ -66,11 +85,7 @@ class Eagle3Drafter(Drafter):
 
     @property
     def draft_to_target(self) -> Tensor:
-        return (
-            to_tokens(self.d2t)
-            if self.has_map
-            else torch.arange(len(self.lm_head.weight), device=self.fc.weight.device)
-        )
+        return to_tokens(self.d2t) if self.has_map else super().draft_to_target
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """First hidden state [R, H] of the drafter, from those of the A aux layers [R, A*H]."""
@@ -84,23 +99,12 @@ class Eagle3Drafter(Drafter):
         if self.has_map and not torch.equal(tensors["t2d"].nonzero().squeeze(1), to_tokens(tensors["d2t"])):
             raise ValueError(f"{source}: d2t and t2d do not name the same ascending token ids")
 
-    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> Drafts:
+    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
+        layer = cast(DecoderLayer, self.layers[0])
         hidden = unroll(
-            self.fuse,
-            cast(DecoderLayer, self.layers[0]),
-            self.norm,
-            batch.aux_hidden,
-            batch,
-            alignment,
-            target.embedding,
-            recycles_normed=False,
+            self.fuse, layer, self.norm, batch.aux_hidden, batch, alignment, target.embedding, recycles_normed=False
         )
-        return Drafts(hidden, self.lm_head.weight, self.draft_to_target, self.shape.sizes.eos_token_ids)
-
-    def loss(
-        self, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, objective: ObjectiveConfig
-    ) -> DraftLoss:
-        return drafter_loss(self, batch, target, sampling, objective)
+        return hidden, self.lm_head.weight
 
     @torch.no_grad()
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
@@ -113,20 +117,13 @@ class Eagle3Drafter(Drafter):
     def state_for_serving(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.state_dict().items() if name != "t2d"}
 
-    def serving_config(self) -> dict[str, object]:
-        return to_config(self.shape)
-
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Normal(0, 0.02) matrices and unit norms, as Llama starts; the head's rows come from the target later on.
+        """The highest aux state passes through fc, behind a norm that keeps its outliers from drowning the rest.
 
-        fc passes the highest aux state through; its norm keeps that state's outliers from drowning the rest.
+        The rows of the head come from the target later on.
         """
-        for parameter in self.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, 0.02, generator=generator)
+        super().initialise(generator)
         self.fc.weight.zero_()
         self.fc.weight[:, -self.shape.sizes.hidden_size :].fill_diagonal_(1.0)
         if self.has_map:

@@ -19,10 +19,11 @@ TRAINED_DEPTH = "trained_draft_positions"
 
 def to_config(shape: Shape) -> dict[str, object]:
     """Return the contents of config.json."""
-    sizes = shape.sizes
+    sizes, head_format = shape.sizes, TARGETS[shape.sizes.model_type]
     rope = {"rope_theta": sizes.rope_theta, "partial_rotary_factor": sizes.partial_rotary_factor}
     return {
-        **TARGETS[sizes.model_type].config,
+        "architectures": [head_format.architecture],
+        "model_type": head_format.model_type,
         NUM_HEADS: 1,
         TRAINED_DEPTH: shape.trained_depth,
         **sizes.layer_config(),

@@ -3,10 +3,8 @@
 In all of them the head's sizes are the target's, because vLLM builds it from the target's configuration.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from drafters.mtp.layer import MiMoHead, MtpHead, Qwen3NextHead
 from drafters.target import TargetSpec
 
 NUM_HEADS = "num_nextn_predict_layers"
@@ -15,35 +13,54 @@ NUM_HEADS = "num_nextn_predict_layers"
 
 @dataclass(frozen=True)
 class HeadFormat:
-    """A row describes how one family of models stores its MTP head."""
+    """A row describes how one family of models stores its MTP head, and what that head computes."""
 
-    prefix: str  # begins the names of the head's tensors in a checkpoint
-    module: Callable[[TargetSpec], MtpHead]
     architecture: str  # by which vLLM knows the drafter's folder, in its config.json
     model_type: str  # likewise
+    tensors: str  # begins the names of all heads of a checkpoint
+    prefix: str  # begins the names of the first head's tensors
+    layer: str  # begins the names of the decoder layer's tensors, behind the prefix
+    names: dict[str, str]  # of the other modules of drafters.mtp.layer.MtpHead, behind the prefix
+    hidden_first: bool  # the hidden state is joined before the embedding, which is left out at position 0
+    gated: bool  # gated attention and zero-centred norms; otherwise attention has biases
     target_overrides: tuple[tuple[str, object], ...] = ()  # see drafters.base.ServingSpec
-    policy_config: tuple[tuple[str, object], ...] = ()  # fields of the policy's config.json once its head is split off
 
-    @property
-    def tensors(self) -> str:
-        """Return the beginning of the names of all heads of a checkpoint."""
-        return self.prefix.removesuffix("0.")
-
-    @property
-    def config(self) -> dict[str, object]:
-        """Return the fields of config.json by which vLLM knows the drafter's folder."""
-        return {"architectures": [self.architecture], "model_type": self.model_type}
+    def path(self, module: str) -> str:
+        """Return the name that a module of MtpHead has in a checkpoint."""
+        return self.prefix + self.names.get(module, self.layer + module)
 
 
 MIMO = HeadFormat(
-    prefix="model.mtp_layers.0.",
-    module=MiMoHead,
     architecture="MiMoForCausalLM",
     model_type="qwen2",
+    tensors="model.mtp_layers.",
+    prefix="model.mtp_layers.0.",
+    layer="",
+    names={
+        "embedding_norm": "token_layernorm",
+        "hidden_norm": "hidden_layernorm",
+        "joining": "input_proj",
+        "output_norm": "final_layernorm",
+    },
+    hidden_first=True,
+    gated=False,
     target_overrides=((NUM_HEADS, 1),),
-    policy_config=(("architectures", ["Qwen2ForCausalLM"]), ("model_type", "qwen2")),
 )
-QWEN3_NEXT = HeadFormat(prefix="mtp.", module=Qwen3NextHead, architecture="Qwen3NextMTP", model_type="qwen3_next")
+QWEN3_NEXT = HeadFormat(
+    architecture="Qwen3NextMTP",
+    model_type="qwen3_next",
+    tensors="mtp.",
+    prefix="mtp.",
+    layer="layers.0.",
+    names={
+        "embedding_norm": "pre_fc_norm_embedding",
+        "hidden_norm": "pre_fc_norm_hidden",
+        "joining": "fc",
+        "output_norm": "norm",
+    },
+    hidden_first=False,
+    gated=True,
+)
 
 NATIVE_ARCHITECTURES = {"MiMoForCausalLM": MIMO, "Qwen3NextForCausalLM": QWEN3_NEXT}
 """Policies that may bring a head, by the architecture in their config.json."""
@@ -54,7 +71,7 @@ TARGETS = {"llama": MIMO, "mistral": MIMO, "qwen2": MIMO, "qwen3": MIMO, "qwen3_
 
 def head_sizes(target: TargetSpec) -> TargetSpec:
     """Return the sizes of the head of a target. Raises ValueError when vLLM cannot serve one beside it."""
-    found = TARGETS.get(target.model_type)
+    found, heads = TARGETS.get(target.model_type), target.num_attention_heads
     if found is None:
         problem = (
             f"there is no checkpoint format of MTP heads for a target of model_type {target.model_type} (there is one "
@@ -62,22 +79,18 @@ def head_sizes(target: TargetSpec) -> TargetSpec:
         )
     elif target.rope_type != "default":
         problem = (
-            'MTP heads rotate as their target does, and only rope_type "default" can be trained, not '
-            f"{target.rope_type!r}"
+            f'an MTP head rotates as its target, but only rope_type "default" can be trained, not {target.rope_type!r}'
         )
-    elif found is MIMO and target.hidden_size % target.num_attention_heads:
-        problem = (
-            f"MTP heads need a hidden size that their {target.num_attention_heads} attention heads divide, the target "
-            f"has {target.hidden_size}"
-        )
-    elif (found is QWEN3_NEXT) != (target.experts is not None):
+    elif found is QWEN3_NEXT and target.experts is not None:
+        return target
+    elif found is QWEN3_NEXT or target.experts is not None:
         has, needs = ("a", "no") if target.experts else ("no", "a")
         problem = (
             f"the target's first layer has {has} mixture of experts, where vLLM's head of this format needs {needs}"
         )
-    elif found is MIMO:
-        # The Qwen2 layer of this format knows no other width of a head.
-        return replace(target, head_dim=target.hidden_size // target.num_attention_heads)
+    elif target.hidden_size % heads:
+        problem = f"an MTP head needs a hidden size that its {heads} attention heads divide, not {target.hidden_size}"
     else:
-        return target
+        # The Qwen2 layer of this format knows no other width of a head.
+        return replace(target, head_dim=target.hidden_size // heads)
     raise ValueError(f'drafter.model.type: {problem}; use type = "eagle3"')

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.checkpoint import read_tensors
+from drafters.config import NATIVE_HEAD_ARCHITECTURES
 from drafters.files import CONFIG, INDEX, WEIGHTS, read_config, safetensors_header, weight_files
 from drafters.mtp.formats import NATIVE_ARCHITECTURES, NUM_HEADS
 
@@ -48,9 +49,10 @@ def split(folder: Path, policy: Path, head: Path) -> None:
     if (folder / INDEX).is_file():
         _write_json(policy / INDEX, {"metadata": {}, "weight_map": weight_map})
     plain = {name: value for name, value in config.items() if name not in (NUM_HEADS, "auto_map")}
-    _write_json(policy / CONFIG, plain | dict(known.policy_config))
+    without_head = NATIVE_HEAD_ARCHITECTURES[config["architectures"][0]]
+    _write_json(policy / CONFIG, plain | {"architectures": [without_head], "model_type": known.model_type})
     save_file(head_tensors, head / WEIGHTS, metadata={"format": "pt"})
-    _write_json(head / CONFIG, config | known.config)
+    _write_json(head / CONFIG, config | {"architectures": [known.architecture], "model_type": known.model_type})
     _write_json(head / WHOLE_CONFIG, config)
 
 

@@ -157,11 +157,8 @@ def _laws(verification: Verification) -> Laws:
     """The engine's weights, rounded as it rounds them, then computed with in float32."""
     from transformers import AutoModelForCausalLM
 
-    from cotrain.policy.log_probs import ResponseLogProbs
-
     dtype = verification.plan.dtype
     model = AutoModelForCausalLM.from_pretrained(verification.setup.model, dtype=getattr(torch, dtype)).float().eval()
-    ResponseLogProbs(model, 1.0, torch.float32).check_head()
     return target_laws(model, verification.drafter.draft_to_target.tolist(), dtype)
 
 

@@ -45,8 +45,7 @@ def parts(whole: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_both_lists_of_architectures_are_one() -> None:
-    without = {n: dict(known.policy_config).get("architectures", [n])[0] for n, known in NATIVE_ARCHITECTURES.items()}
-    assert without == NATIVE_HEAD_ARCHITECTURES
+    assert NATIVE_ARCHITECTURES.keys() == NATIVE_HEAD_ARCHITECTURES.keys()
 
 
 def test_split_and_stitched_is_what_it_was(whole: Path, tmp_path: Path) -> None:

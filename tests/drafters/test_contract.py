@@ -15,7 +15,7 @@ from drafters.alignment import align
 from drafters.base import LARGEST_WEIGHT, SamplingParams, TargetWeights
 from drafters.build import build_drafter, load_drafter, shape_problems
 from drafters.config import ObjectiveConfig
-from drafters.losses import Teacher, acceptances
+from drafters.losses import Teacher, acceptances, drafter_loss
 from tests.drafters.conftest import (
     EAGLE3,
     MIMO,
@@ -62,9 +62,9 @@ def test_roundtrip(kind, dtype, as_configured, tmp_path):
     drafter = kind.make(**config.model_dump()).float()
     drafter.save(tmp_path, dtype)
     loaded = load_drafter(tmp_path, kind.target, config=config)
-    assert (loaded.serving, loaded.max_positions) == (drafter.serving, drafter.max_positions)
+    assert loaded.serving == drafter.serving
     assert loaded.trained_depth == config.trained_depth
-    assert loaded.serving_config() == drafter.serving_config()
+    assert loaded.to_config(loaded.shape) == drafter.to_config(drafter.shape)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == str(dtype).removeprefix("torch.")
     assert_same_state(loaded, drafter.to(dtype).float())
     assert all(parameter.requires_grad for parameter in loaded.parameters())
@@ -118,7 +118,7 @@ def test_other_settings_than_the_checkpoints_are_refused(kind, folder):
 def test_a_drafter_keeps_its_own_position_limit_and_is_refused_where_it_is_too_short(kind, folder, tmp_path):
     edit_config(folder, max_position_embeddings=128)
     drafter = load_drafter(folder, kind.target, num_positions=128)
-    assert drafter.max_positions == 128 < kind.target.max_position_embeddings
+    assert drafter.shape.sizes.max_position_embeddings == 128 < kind.target.max_position_embeddings
     drafter.save(tmp_path / "again", torch.float32)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["max_position_embeddings"] == 128
     with pytest.raises(ValueError, match=r"has 128 positions .* but 129 are needed"):
@@ -267,7 +267,7 @@ def test_the_largest_weights_that_pass_keep_every_number_finite(kind, target_wei
         parameter.fill_(LARGEST_WEIGHT)
     assert drafter.overflowing() == []
     batch, weights = make_batch((4, 8, 0)), []
-    for hidden in drafter.drafts(batch, align(batch, 3), target_weights).hidden:
+    for hidden in drafter.drafts(batch, align(batch, 3), target_weights)[0]:
         assert hidden.isfinite().all()
         weights.append(hidden @ target_weights.head.to(dtype).T)
     assert all(logits.isfinite().all() for logits in weights)
@@ -279,16 +279,16 @@ def test_the_tokens_that_can_be_drafted_ascend(kind, target_weights):
     assert 0 < drafter.choose_vocabulary(counts, target_weights) <= 1
     tokens = drafter.draft_to_target
     assert (tokens.diff() > 0).all() and tokens[0] >= 0 and tokens[-1] < TARGET.vocab_size
-    drafts = drafter.drafts(batch, align(batch, drafter.trained_depth), target_weights)
-    assert torch.equal(drafts.draft_to_target, tokens) and len(drafts.head) == len(tokens)
-    assert torch.equal(drafts.head.detach(), target_weights.head[tokens])
-    assert len(drafts.hidden) == drafter.trained_depth and drafts.eos_token_ids == TARGET.eos_token_ids
+    hidden, head = drafter.drafts(batch, align(batch, drafter.trained_depth), target_weights)
+    assert len(head) == len(tokens)
+    assert torch.equal(head.detach(), target_weights.head[tokens])
+    assert len(hidden) == drafter.trained_depth
 
 
 def test_nothing_is_accepted_behind_the_end_of_sequence(kind, target_weights, sampling):
     batch = make_batch((4, 8, 0), (6, 8, 0))
     batch.token_ids[11] = TARGET.eos_token_ids[0]  # the first rollout's last token
-    acceptance = kind.make().loss(batch, target_weights, sampling, ObjectiveConfig()).acceptance
+    acceptance = drafter_loss(kind.make(), batch, target_weights, sampling, ObjectiveConfig()).acceptance
     predicted = acceptance.offset + 1 + torch.arange(3)[:, None]  # offset of the token that position k drafts
     beyond, generated = predicted > 7, (predicted >= 0) & (predicted <= 7)
     ended, cut = acceptance.rollout == 0, acceptance.rollout == 1
@@ -309,9 +309,8 @@ def test_packing_changes_no_loss(kind, target_weights, sampling):
         rows = together.document_ids == document
         fields = {f.name: getattr(together, f.name) for f in dataclasses.fields(together)}
         part = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
-        alone.append(drafter.loss(dataclasses.replace(together, **part), target_weights, sampling, objective))
-    packed = drafter.loss(together, target_weights, sampling, objective)
-    assert packed.num_tokens == alone[0].num_tokens + alone[1].num_tokens
+        alone.append(drafter_loss(drafter, dataclasses.replace(together, **part), target_weights, sampling, objective))
+    packed = drafter_loss(drafter, together, target_weights, sampling, objective)
     torch.testing.assert_close(packed.per_position, (alone[0].per_position + alone[1].per_position) / 2)
     lengths = [acceptance_length(parts, 3) for parts in ([packed.acceptance], [a.acceptance for a in alone])]
     assert lengths[0] == pytest.approx(lengths[1])
@@ -319,9 +318,9 @@ def test_packing_changes_no_loss(kind, target_weights, sampling):
 
 def test_a_batch_without_supervision_has_zero_loss_and_gradient(kind, target_weights, sampling):
     drafter = kind.make()
-    result = drafter.loss(make_batch((5, 0, 0)), target_weights, sampling, ObjectiveConfig())
+    result = drafter_loss(drafter, make_batch((5, 0, 0)), target_weights, sampling, ObjectiveConfig())
     result.loss.backward()
-    assert result.loss == 0 and result.num_tokens == 0 and acceptance_length([result.acceptance], 3) == 1.0
+    assert result.loss == 0 and acceptance_length([result.acceptance], 3) == 1.0
     gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
     assert gradients and all((gradient == 0).all() for gradient in gradients.values())
 
@@ -333,7 +332,7 @@ def test_every_parameter_gets_a_gradient_and_nothing_of_the_target_does(kind, ta
         embedding=target_weights.embedding.clone().requires_grad_(),
         head=target_weights.head.clone().requires_grad_(),
     )
-    drafter.loss(make_batch((3, 9, 0), (2, 6, 0)), target, sampling, ObjectiveConfig()).loss.backward()
+    drafter_loss(drafter, make_batch((3, 9, 0), (2, 6, 0)), target, sampling, ObjectiveConfig()).loss.backward()
     assert [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.abs().max() > 0] == []
     assert [name for name in ("embedding", "head") if getattr(target, name).grad is not None] == []
 
@@ -353,7 +352,7 @@ def test_the_drafter_learns(kind, sampling):
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     results = []
     for _ in range(100):
-        results.append(drafter.loss(batch, target, sampling, ObjectiveConfig()))
+        results.append(drafter_loss(drafter, batch, target, sampling, ObjectiveConfig()))
         optimizer.zero_grad()
         results[-1].loss.backward()
         optimizer.step()
@@ -371,7 +370,7 @@ def test_drafters_scored_together_score_as_alone(kind, target_weights, monkeypat
     sampling = SamplingParams(temperature, 0.9, 0, "probabilistic")
     drafters = [kind.make(seed=0), kind.make(seed=1), make_drafter(seed=2, draft_vocab_size=40)]
     drafters[1].choose_vocabulary(torch.arange(40.0), target_weights)
-    alone = [drafter.loss(batch, target_weights, sampling, objective).acceptance for drafter in drafters]
+    alone = [drafter_loss(drafter, batch, target_weights, sampling, objective).acceptance for drafter in drafters]
     rows = []
     once = Teacher.processed_logits
     monkeypatch.setattr(

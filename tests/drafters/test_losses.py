@@ -27,7 +27,6 @@ SAMPLERS = [
 
 OBJECTIVES = [
     ObjectiveConfig(type="soft_cross_entropy", depth_weights="decay"),
-    ObjectiveConfig(type="lk_likelihood", depth_weights="decay"),
     ObjectiveConfig(type="lk_hybrid", depth_weights="decay"),
     ObjectiveConfig(type="lk_hybrid", depth_weights="reach"),
 ]
@@ -71,17 +70,16 @@ def slow_loss(hidden, draft_head, batch, target_head, sampling, objective):
         losses[k, s] = {
             "soft_cross_entropy": cross_entropy,
             "lk_hybrid": share * cross_entropy + (1 - share) * (1 - trained),
-            "lk_likelihood": -trained.clamp(min=torch.finfo(torch.float64).eps).log(),
         }[objective.type]
         reach = acceptance[:k, s].nan_to_num(1.0).prod() if objective.depth_weights == "reach" else DEPTH_DECAY**k
         weights[k, s] = reach / int(alignment.supervised[k].sum())
     per_position = torch.stack([row[row.isfinite()].mean() for row in losses])
     loss = (torch.where(alignment.supervised, losses, 0) * weights).sum() / weights.sum()
-    return loss, per_position, acceptance, drawn_accepted
+    return loss, per_position, torch.stack([acceptance, drawn_accepted])
 
 
 def teacher_of(batch, target, sampling):
-    return Teacher(batch.token_ids, batch.final_hidden, target.head, DRAFT_TOKENS, sampling)
+    return Teacher(batch, target, DRAFT_TOKENS, sampling)
 
 
 def fake_hidden(batch, generator):
@@ -103,7 +101,7 @@ def test_loss_acceptance_and_gradients_equal_a_slow_loop(
 
     actual = draft_loss(hidden, draft_head, teacher_of(batch, target_weights, sampling), align(batch, DEPTH), objective)
     expected = slow_loss(hidden, draft_head, batch, target_weights.head, sampling, objective)
-    torch.testing.assert_close(tuple(actual), expected, rtol=1e-9, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
 
     inputs = [draft_head, *hidden]
     torch.testing.assert_close(
@@ -111,17 +109,17 @@ def test_loss_acceptance_and_gradients_equal_a_slow_loop(
     )
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES[:2], ids=lambda objective: objective.type)
+@pytest.mark.parametrize("objective", OBJECTIVES[:1], ids=lambda objective: objective.type)
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_gradients_equal_finite_differences(objective, method, target_weights):
-    """soft_cross_entropy and lk_likelihood are exact gradients; lk_hybrid holds its mixing weight fixed."""
+    """soft_cross_entropy has an exact gradient; lk_hybrid holds its mixing weight fixed."""
     batch = make_batch((3, 6, 0))
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64, requires_grad=True)
     hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
     teacher, alignment = teacher_of(batch, target_weights, SamplingParams(0.8, 1.0, 0, method)), align(batch, DEPTH)
     assert torch.autograd.gradcheck(
-        lambda *inputs: draft_loss(inputs[1:], inputs[0], teacher, alignment, objective).loss, (head, *hidden)
+        lambda *inputs: draft_loss(inputs[1:], inputs[0], teacher, alignment, objective)[0], (head, *hidden)
     )
 
 
@@ -133,10 +131,10 @@ def test_mass_outside_the_draft_vocabulary_is_a_rejection(target_weights, sampli
     p = teacher.of_draft_vocabulary(*teacher.processed_logits(alignment.target_rows(0)))
     assert (p.sum(-1) < 0.999).all()
     perfect = [batch.final_hidden[alignment.target_rows(0)]]
-    losses = draft_loss(perfect, target_weights.head[DRAFT_TOKENS], teacher, alignment, ObjectiveConfig())
-    torch.testing.assert_close(losses.acceptance[0], p.sum(-1))
+    *_, accepted = draft_loss(perfect, target_weights.head[DRAFT_TOKENS], teacher, alignment, ObjectiveConfig())
+    torch.testing.assert_close(accepted[0, 0], p.sum(-1))
     outside = ~torch.isin(batch.token_ids[alignment.target_rows(0) + 1], DRAFT_TOKENS)
-    assert outside.any() and (losses.drawn_accepted[0][outside] == 0).all()
+    assert outside.any() and (accepted[1, 0][outside] == 0).all()
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
@@ -150,7 +148,7 @@ def test_acceptance_is_what_rejection_sampling_accepts(method, target_weights):
     sampling = SamplingParams(1.5, 1.0, 0, method)
     batch = dataclasses.replace(batch, final_hidden=batch.final_hidden * 0.5)
     teacher = teacher_of(batch, target_weights, sampling)
-    acceptance = draft_loss(hidden, draft_head, teacher, alignment, ObjectiveConfig()).acceptance
+    acceptance = draft_loss(hidden, draft_head, teacher, alignment, ObjectiveConfig())[2][0]
 
     p = processed(target_weights.head @ batch.final_hidden[1], sampling)[DRAFT_TOKENS]
     q = (draft_head @ hidden[0][0] / 1.5).softmax(0)
@@ -191,9 +189,9 @@ def test_a_head_that_is_not_trained_gets_no_gradient_and_changes_no_other(object
     hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
     results = []
     for own in (head.clone().requires_grad_(), head):
-        losses = draft_loss(hidden, own, teacher_of(batch, target_weights, sampling), align(batch, DEPTH), objective)
-        losses.loss.backward()
-        results.append([losses.loss.detach(), *(tensor.grad for tensor in hidden)])
+        loss, *_ = draft_loss(hidden, own, teacher_of(batch, target_weights, sampling), align(batch, DEPTH), objective)
+        loss.backward()
+        results.append([loss.detach(), *(tensor.grad for tensor in hidden)])
         for tensor in hidden:
             tensor.grad = None
         assert (own.grad is not None) == own.requires_grad
@@ -217,7 +215,7 @@ def test_no_gradients_are_computed_without_grad_mode(target_weights, sampling):
     with torch.no_grad():
         loss, *_ = draft_loss(*arguments)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, draft_loss(*arguments).loss.detach())
+    torch.testing.assert_close(loss, draft_loss(*arguments)[0].detach())
 
 
 def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target_weights, sampling, monkeypatch):
@@ -230,6 +228,7 @@ def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target
     head = torch.randn(len(DRAFT_TOKENS), 4, dtype=torch.float64, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
-        teacher = Teacher(batch.token_ids, batch.final_hidden, target_weights.head[:, :4], DRAFT_TOKENS, sampling)
+        narrow = dataclasses.replace(target_weights, head=target_weights.head[:, :4])
+        teacher = teacher_of(batch, narrow, sampling)
         draft_loss(hidden, head, teacher, align(batch, DEPTH), ObjectiveConfig())
     assert 0 < max(kept) < num_starts * len(DRAFT_TOKENS) < num_starts * TARGET.vocab_size

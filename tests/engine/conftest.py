@@ -23,6 +23,7 @@ from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config, MtpConfig, ObjectiveConfig
+from drafters.losses import drafter_loss
 from tests.native_models import mimo_model, qwen3_next_model, write_native
 
 AUX_LAYERS = (2, 4, 5)
@@ -203,7 +204,7 @@ def distilled(
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
     objective = ObjectiveConfig(type="soft_cross_entropy")
     for _ in range(60):
-        result = drafter.loss(data, target, SamplingParams(1.0, 1.0, 0, "probabilistic"), objective)
+        result = drafter_loss(drafter, data, target, SamplingParams(1.0, 1.0, 0, "probabilistic"), objective)
         optimizer.zero_grad()
         result.loss.backward()
         optimizer.step()

@@ -23,6 +23,7 @@ from drafters.acceptance import StartAcceptance, acceptance_rates
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetWeights
 from drafters.config import ObjectiveConfig
+from drafters.losses import drafter_loss
 from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, distilled, eagle3, features_of, make_requests
 
 pytestmark = pytest.mark.engine
@@ -71,7 +72,7 @@ def estimated(
 ) -> tuple[str, list[StartAcceptance]]:
     sampling = SamplingParams(1.0, 1.0, 0, request.param)
     with torch.no_grad():
-        results = [deep_drafter.loss(batch, target_weights, sampling, ObjectiveConfig()) for batch in held_out]
+        results = [drafter_loss(deep_drafter, batch, target_weights, sampling, ObjectiveConfig()) for batch in held_out]
     return request.param, [result.acceptance for result in results]
 
 
@@ -131,7 +132,10 @@ def test_expected_acceptance_is_served_where_prompts_are_cached(
     assert batch.speculation is not None
     sampling = SamplingParams(1.0, 1.0, 0, "probabilistic")
     with torch.no_grad():
-        results = [deep_drafter.loss(b, target_weights, sampling, ObjectiveConfig()) for b in batches_of(records, 4096)]
+        results = [
+            drafter_loss(deep_drafter, b, target_weights, sampling, ObjectiveConfig())
+            for b in batches_of(records, 4096)
+        ]
     expected = 1 + sum(acceptance_rates([result.acceptance for result in results], K))
     print(f"expected {expected:.3f}, served {batch.speculation.acceptance_length:.3f}")
     assert expected == pytest.approx(batch.speculation.acceptance_length, rel=TOLERANCE)

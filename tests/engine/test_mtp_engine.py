@@ -28,6 +28,7 @@ from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
 from drafters.config import MtpConfig, ObjectiveConfig
+from drafters.losses import drafter_loss
 from tests.engine.conftest import LiveEngine, distilled, features_of, make_requests, moved, text_of, tokens, weights_of
 
 pytestmark = pytest.mark.engine
@@ -160,7 +161,7 @@ def expected_rates(
     drafter: Drafter, batches: list[DraftBatch], weights: TargetWeights, num_speculative_tokens: int
 ) -> list[float]:
     with torch.no_grad():
-        starts = [drafter.loss(batch, weights, SAMPLING, ObjectiveConfig()).acceptance for batch in batches]
+        starts = [drafter_loss(drafter, batch, weights, SAMPLING, ObjectiveConfig()).acceptance for batch in batches]
     return acceptance_rates(starts, num_speculative_tokens)
 
 

@@ -96,7 +96,7 @@ def test_used_name_is_refused_unless_resumed(build, tmp_path: Path) -> None:
 
 def test_missing_model_is_refused(build, tmp_path: Path) -> None:
     [line] = problems(build(f"policy.model={tmp_path}/nothing"))
-    assert line.startswith("policy.model: no folder")
+    assert line.startswith("policy.model: there is no local folder")
     (tmp_path / "model" / "model.safetensors").unlink()
     [line] = problems(build())
     assert line.startswith("policy.model:") and "no model.safetensors" in line
@@ -113,7 +113,10 @@ def test_dataset_without_the_column_lists_the_columns(build, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("layers", "message"),
-    [("[2, 4, 8]", "drafter.model.aux_layers: aux layers [2, 4, 8] are not all between 1 and 7"), ("[1, 2, 7]", None)],
+    [
+        ("[2, 4, 8]", "drafter.model.aux_layers: aux layers [2, 4, 8] are not ascending ids between 1 and 7"),
+        ("[1, 2, 7]", None),
+    ],
 )
 def test_aux_layers_lie_inside_the_target(build, layers: str, message: str | None) -> None:
     config = build(f"drafter.model.aux_layers={layers}")
@@ -159,7 +162,7 @@ def test_drafter_of_this_target_passes(build, drafter: Path) -> None:
     [
         ({"hidden_size": 64}, "drafter.init: .* made for another target: its hidden size is 32, this target's is 64"),
         ({"vocab_size": 96}, "drafter.init: .* made for another target: its vocabulary is 64, this target's is 96"),
-        ({"num_hidden_layers": 5}, r"drafter.init: .* aux layers \[1, 3, 5\] are not all between 1 and 4"),
+        ({"num_hidden_layers": 5}, r"drafter.init: .* aux layers \[1, 3, 5\] are not ascending ids between 1 and 4"),
     ],
     ids=["hidden size", "vocabulary", "layers"],
 )

@@ -34,9 +34,6 @@ REFUSED = [
     ("policy.micro_batch_tokens=1023", "policy.micro_batch_tokens: 1023 is less than one rollout of full length"),
     ("policy.clip_low=1.0", "policy.clip_low: must be less than 1"),
     ("policy.model=''", "policy.model: String should have at least 1 character"),
-    ("drafter.model.aux_layers=[2, 9, 6]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
-    ("drafter.model.aux_layers=[2, 6, 6]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
-    ("drafter.model.aux_layers=[0, 6, 9]", "drafter.model.aux_layers: must be ascending, different and at least 1"),
     (
         "rollout.prompts_per_step=2",
         "rollout.prompts_per_step: drafters are scored on the 2 prompts x 8 samples",

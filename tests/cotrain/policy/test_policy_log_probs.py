@@ -62,11 +62,3 @@ def test_minibatches_and_shares_hold_every_rollout_once(tiny_model: str) -> None
     assert sorted(id(scored) for share in shares for scored in share) == sorted(map(id, rollouts))
     first, second = (sum(map(num_input_tokens, share)) for share in shares)
     assert abs(first - second) <= max(map(num_input_tokens, rollouts))
-
-
-def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny_model: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    ResponseLogProbs(model, 1.0, torch.float32).check_head()
-    model.lm_head.register_forward_hook(lambda module, inputs, output: output.tanh())
-    with pytest.raises(ValueError, match=r"policy\.model: Qwen3ForCausalLM"):
-        ResponseLogProbs(model, 1.0, torch.float32).check_head()

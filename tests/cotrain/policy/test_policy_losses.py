@@ -7,11 +7,16 @@ from policy_cases import ROLLOUT, make_rollouts
 from torch import Tensor
 
 from cotrain.config.schema import PolicyConfig
-from cotrain.policy.batching import micro_batches
-from cotrain.policy.losses import Normaliser, kl_estimate, policy_loss
+from cotrain.policy.batching import MicroBatch, micro_batches
+from cotrain.policy.losses import kl_estimate, loss_denominator, policy_loss
 from cotrain.records import Rollout, ScoredRollout, Versions
 
 CPU = torch.device("cpu")
+
+
+def denominator(config: PolicyConfig, batch: MicroBatch) -> int:
+    """That of a minibatch of this micro-batch alone."""
+    return loss_denominator(config, batch.lengths.tolist(), ROLLOUT.max_new_tokens)
 
 
 def slow_loss(
@@ -56,30 +61,29 @@ def test_loss_and_gradient_equal_a_slow_loop(tiny_model: str, aggregation: str, 
     generator = torch.Generator().manual_seed(1)
     current = batch.behaviour_log_probs.double() + 0.3 * torch.randn(len(batch.targets), generator=generator)
     reference = current + 0.3 * torch.randn(len(current), generator=generator)
-    normaliser = Normaliser(len(batch.targets), len(batch.rollouts), ROLLOUT.max_new_tokens)
 
     fast_input = current.clone().requires_grad_()
-    result = policy_loss(config, normaliser, batch, fast_input, reference)
-    result.loss.backward()
+    per_token, values = policy_loss(config, denominator(config, batch), batch, fast_input, reference)
+    per_token.sum().backward()
 
     slow_input = current.clone().requires_grad_()
     lengths = batch.lengths.tolist()
     loss = slow_loss(config, batch.rollouts, list(slow_input.split(lengths)), list(reference.split(lengths)))
     loss.backward()
 
-    assert result.clipped.any() and not result.clipped.all()
-    torch.testing.assert_close(result.loss, loss, rtol=1e-5, atol=1e-7)
+    assert values["clip_fraction"].any() and not values["clip_fraction"].all()
+    torch.testing.assert_close(per_token.sum(), loss, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(fast_input.grad, slow_input.grad, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(result.per_token.sum(), result.loss.detach())
 
 
 def test_without_old_log_probs_the_ratio_is_one_and_still_has_a_gradient(tiny_model: str) -> None:
     (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, "packed", CPU)
     log_probs = (batch.behaviour_log_probs - 0.5).requires_grad_()
-    normaliser = Normaliser(len(batch.targets), len(batch.rollouts), ROLLOUT.max_new_tokens)
-    result = policy_loss(PolicyConfig(model="t"), normaliser, replace(batch, old_log_probs=None), log_probs, None)
-    result.loss.backward()
-    assert (result.ratio == 1).all()
+    config = PolicyConfig(model="t")
+    without_old = replace(batch, old_log_probs=None)
+    per_token, values = policy_loss(config, denominator(config, batch), without_old, log_probs, None)
+    per_token.sum().backward()
+    assert (values["ratio_max"] == 1).all()
     torch.testing.assert_close(log_probs.grad, -batch.advantages / len(batch.targets))
 
 
@@ -139,13 +143,12 @@ def test_corrected_loss_and_gradient_equal_a_slow_loop(
     old[3] = batch.behaviour_log_probs[3] + 30.0  # an engine and a learner that know nothing of each other
     current = old.clone() if minibatches == 1 else old + noise(0.1)
     reference = current + noise(0.3)
-    normaliser = Normaliser(len(batch.targets), len(batch.rollouts), ROLLOUT.max_new_tokens)
 
     fast_input = current.clone().requires_grad_()
     # With one minibatch the learner has no log-probs of an earlier forward pass: they are the current ones, detached.
     with_old = replace(batch, old_log_probs=None if minibatches == 1 else old)
-    result = policy_loss(config, normaliser, with_old, fast_input, reference)
-    result.loss.backward()
+    per_token, values = policy_loss(config, denominator(config, batch), with_old, fast_input, reference)
+    per_token.sum().backward()
 
     slow_input = current.clone().requires_grad_()
     lengths = batch.lengths.tolist()
@@ -155,13 +158,15 @@ def test_corrected_loss_and_gradient_equal_a_slow_loop(
     )
     loss.backward()
 
-    torch.testing.assert_close(result.loss, loss, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(per_token.sum(), loss, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(fast_input.grad, slow_input.grad, rtol=1e-5, atol=1e-7)
-    assert result.behaviour is not None and not result.behaviour.weight.requires_grad
-    torch.testing.assert_close(result.behaviour.weight, torch.tensor(weights, dtype=torch.float64), rtol=1e-5, atol=0)
+    weight, ratio = values["behaviour_weight_mean"], values["behaviour_ratio_mean"]
+    assert not weight.requires_grad
+    torch.testing.assert_close(weight, torch.tensor(weights, dtype=torch.float64), rtol=1e-5, atol=0)
     limited = torch.tensor(weights) == (1.3 if correction == "truncate" else 0.0)
-    assert torch.equal(result.behaviour.limited, limited) and limited.any() and not limited.all()
-    torch.testing.assert_close(result.behaviour.ratio[3], torch.tensor(math.exp(20.0), dtype=torch.float64))
+    found = values["behaviour_capped" if correction == "truncate" else "behaviour_masked"]
+    assert torch.equal(found, limited) and limited.any() and not limited.all()
+    torch.testing.assert_close(ratio[3], torch.tensor(math.exp(20.0), dtype=torch.float64))
 
 
 def test_a_correction_takes_away_the_bias_of_another_behaviour_policy() -> None:
@@ -179,13 +184,12 @@ def test_a_correction_takes_away_the_bias_of_another_behaviour_policy() -> None:
         for index, token in enumerate(drawn)
     ]
     (batch,) = micro_batches(rollouts, 100, "packed", CPU)
-    normaliser = Normaliser(4, 4, 1)
 
     def gradient(**fields: object) -> Tensor:
         config = PolicyConfig.model_validate({"model": "tiny", "old_log_probs": "recomputed", **fields})
         logits = policy.clone().requires_grad_()
         log_probs = logits.log_softmax(-1)[batch.targets]
-        policy_loss(config, normaliser, replace(batch, old_log_probs=None), log_probs, None).loss.backward()
+        policy_loss(config, 4, replace(batch, old_log_probs=None), log_probs, None)[0].sum().backward()
         return logits.grad
 
     logits = policy.clone().requires_grad_()
@@ -201,16 +205,17 @@ def test_a_correction_takes_away_the_bias_of_another_behaviour_policy() -> None:
 
 def test_without_a_correction_the_loss_is_what_it_was_to_the_last_bit(tiny_model: str) -> None:
     (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, "packed", CPU)
-    normaliser = Normaliser(len(batch.targets), len(batch.rollouts), ROLLOUT.max_new_tokens)
+    config = PolicyConfig(model="t")
     for old in (batch.behaviour_log_probs, None):
         log_probs = (batch.behaviour_log_probs - 0.1).requires_grad_()
-        result = policy_loss(PolicyConfig(model="t"), normaliser, replace(batch, old_log_probs=old), log_probs, None)
+        with_old = replace(batch, old_log_probs=old)
+        per_token, values = policy_loss(config, denominator(config, batch), with_old, log_probs, None)
         ratio = (log_probs - (log_probs.detach() if old is None else old)).exp()
         surrogate = torch.minimum(ratio * batch.advantages, ratio.clamp(1.0 - 0.2, 1.0 + 0.28) * batch.advantages)
         expected = (-surrogate * (torch.ones(len(ratio)) / len(ratio))).sum()
-        assert result.behaviour is None
-        assert torch.equal(result.loss, expected)
-        assert torch.equal(*(torch.autograd.grad(loss, log_probs)[0] for loss in (result.loss, expected)))
+        assert not [name for name in values if name.startswith("behaviour")]
+        assert torch.equal(per_token.sum(), expected)
+        assert torch.equal(*(torch.autograd.grad(loss, log_probs)[0] for loss in (per_token.sum(), expected)))
 
 
 @pytest.mark.parametrize("correction", ["truncate", "mask"])
@@ -218,10 +223,9 @@ def test_a_broken_log_prob_is_not_masked_away(tiny_model: str, correction: str) 
     config = PolicyConfig(model="t", old_log_probs="recomputed", behaviour_correction=correction)
     (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, "packed", CPU)
     batch.behaviour_log_probs[2] = math.nan
-    normaliser = Normaliser(len(batch.targets), len(batch.rollouts), ROLLOUT.max_new_tokens)
     log_probs = torch.full((len(batch.targets),), -3.0, requires_grad=True)
-    result = policy_loss(config, normaliser, replace(batch, old_log_probs=None), log_probs, None)
-    assert result.per_token.isfinite().logical_not().nonzero().tolist() == [[2]]
+    per_token, _ = policy_loss(config, denominator(config, batch), replace(batch, old_log_probs=None), log_probs, None)
+    assert per_token.isfinite().logical_not().nonzero().tolist() == [[2]]
 
 
 def test_the_kl_estimate_averages_to_the_kl() -> None:

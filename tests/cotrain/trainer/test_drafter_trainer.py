@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cotrain.config.schema import RolloutConfig
+from drafters.losses import drafter_loss
 from tests.cotrain.trainer.conftest import SAMPLING, VOCAB, make_record, payload_of, weights_of
 
 
@@ -169,13 +170,13 @@ def test_each_batch_is_taught_by_the_head_of_its_own_version(new_trainer, target
     heads = {0: target.model.lm_head.weight, 1: other["lm_head.weight"]}
     seen = []
 
-    def loss(batch, weights, *rest):
+    def loss(drafter, batch, weights, *rest):
         assert batch.policy_version == weights.policy_version
         assert torch.equal(weights.head, heads[batch.policy_version])
         seen.append(batch.policy_version)
-        return type(trainer.drafter).loss(trainer.drafter, batch, weights, *rest)
+        return drafter_loss(drafter, batch, weights, *rest)
 
-    monkeypatch.setattr(trainer.drafter, "loss", loss)
+    monkeypatch.setattr("cotrain.trainer.distiller.drafter_loss", loss)
     trainer.train(2)
     assert set(seen) == {0, 1}
 

@@ -123,7 +123,7 @@ def test_targets_without_a_head_that_can_be_served_are_refused(kind, change, mes
 
 def test_sizes_that_vllm_gives_no_head_are_refused():
     (odd,) = shape_problems(MIMO.config, dataclasses.replace(MIMO.target, hidden_size=18))
-    assert "MTP heads need a hidden size that their 4 attention heads divide, the target has 18" in odd
+    assert "an MTP head needs a hidden size that its 4 attention heads divide, not 18" in odd
     assert shape_problems(QWEN3_NEXT.config, dataclasses.replace(QWEN3_NEXT.target, hidden_size=18)) == []
     (dense,) = shape_problems(QWEN3_NEXT.config, dataclasses.replace(QWEN3_NEXT.target, experts=None))
     assert "first layer has no mixture of experts, where vLLM's head of this format needs a" in dense
@@ -153,4 +153,5 @@ def test_depth_is_the_checkpoints_own_unless_it_says_none(kind, folder):
 
 def test_a_checkpoint_without_a_position_limit_has_the_targets(kind, folder):
     edit_config(folder, max_position_embeddings=None)
-    assert load_drafter(folder, kind.target).max_positions == kind.target.max_position_embeddings
+    positions = load_drafter(folder, kind.target).shape.sizes.max_position_embeddings
+    assert positions == kind.target.max_position_embeddings

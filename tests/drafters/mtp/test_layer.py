@@ -60,5 +60,5 @@ def test_layer_is_that_of_transformers(kind, parts, target_weights):
     output = layer(joined, position_embeddings=rotary(joined, positions[None]), attention_mask=unseen)
     expected = norm(output)[0, alignment.starts_in_context]
     assert len(expected) == 11
-    (actual,) = drafter.drafts(batch, alignment, target_weights).hidden
+    (actual,) = drafter.drafts(batch, alignment, target_weights)[0]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # norms and softmax there are in float32

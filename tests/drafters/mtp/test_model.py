@@ -1,5 +1,6 @@
 """What only MTP has: it begins as the target's own state, and borrows the target's head."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -9,6 +10,7 @@ from drafters.alignment import align
 from drafters.base import ServingSpec
 from drafters.build import build_drafter
 from drafters.config import ObjectiveConfig
+from drafters.losses import drafter_loss
 from tests.drafters.conftest import MIMO, MTP_KINDS, QWEN3_NEXT, TARGET, kind_name, make_batch
 
 
@@ -40,28 +42,28 @@ def test_the_vocabulary_is_the_targets(kind, target_weights):
     assert drafter.choose_vocabulary(torch.arange(TARGET.vocab_size), target_weights) == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
     assert drafter.draft_to_target.tolist() == list(range(TARGET.vocab_size))
-    drafts = drafter.drafts(batch, align(batch, 3), target_weights)
-    assert torch.equal(drafts.head, target_weights.head)
+    _, head = drafter.drafts(batch, align(batch, 3), target_weights)
+    assert torch.equal(head, target_weights.head)
 
 
 def test_the_borrowed_head_is_as_it_is_now_and_gets_no_gradient_buffer(kind, target_weights, sampling, monkeypatch):
     drafter, batch = kind.make(), make_batch((3, 8, 0))
     newer = dataclasses.replace(target_weights, head=(2 * target_weights.head).requires_grad_())
     drafter.drafts(batch, align(batch, 3), target_weights)
-    drafts = drafter.drafts(batch, align(batch, 3), newer)
-    assert torch.equal(drafts.head, 2 * target_weights.head)
-    assert not drafts.head.requires_grad and all(state.requires_grad for state in drafts.hidden)
+    hidden, head = drafter.drafts(batch, align(batch, 3), newer)
+    assert torch.equal(head, 2 * target_weights.head)
+    assert not head.requires_grad and all(state.requires_grad for state in hidden)
     sizes = []
     zeros_like = torch.zeros_like
     monkeypatch.setattr(torch, "zeros_like", lambda tensor: sizes.append(tensor.shape) or zeros_like(tensor))
-    drafter.loss(batch, newer, sampling, ObjectiveConfig())
-    assert sizes.count(drafts.hidden[0].shape) == 3 and target_weights.head.shape not in sizes
+    drafter_loss(drafter, batch, newer, sampling, ObjectiveConfig())
+    assert sizes.count(hidden[0].shape) == 3 and target_weights.head.shape not in sizes
 
 
 def test_no_states_of_other_layers_are_needed(kind, target_weights, sampling):
     drafter, batch = kind.make(), make_batch((3, 8, 0), (4, 6, 2))
     narrow = dataclasses.replace(batch, aux_hidden=batch.aux_hidden[:, :0])
-    whole, alone = (drafter.loss(b, target_weights, sampling, ObjectiveConfig()) for b in (batch, narrow))
+    whole, alone = (drafter_loss(drafter, b, target_weights, sampling, ObjectiveConfig()) for b in (batch, narrow))
     assert torch.equal(whole.loss, alone.loss) and alone.loss > 0
 
 
@@ -73,8 +75,17 @@ def test_all_draft_positions_go_through_one_layer(kind, target_weights):
     alignments = [align(batch, depth) for depth in (1, 5)]
     assert torch.equal(alignments[0].start_rows, alignments[1].start_rows)
     first, all_five = (
-        drafter.drafts(batch, alignment, target_weights).hidden
+        drafter.drafts(batch, alignment, target_weights)[0]
         for drafter, alignment in zip((shallow, deep), alignments, strict=True)
     )
     assert len(all_five) == 5
     torch.testing.assert_close(first[0], all_five[0])
+
+
+def test_a_copy_shares_nothing_with_its_original(kind):
+    """torch does not know the head as a module: its parts are registered under the checkpoint's names."""
+    drafter = kind.make()
+    copied = copy.deepcopy(drafter)
+    own = {id(parameter) for parameter in copied.parameters()}
+    assert own == {id(parameter) for parameter in copied.head.parameters()}
+    assert not own & {id(parameter) for parameter in drafter.parameters()}

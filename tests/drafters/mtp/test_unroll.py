@@ -94,10 +94,10 @@ def test_unroll_equals_decoding_with_a_kv_cache(kind, documents, target_weights)
 def test_who_reads_the_token_that_is_fed_at_position_0(kind, is_read, target_weights):
     drafter, batch = kind.make(), make_batch((1, 8, 0), (2, 7, 0))
     alignment = align(batch, drafter.trained_depth)
-    before = torch.stack(drafter.drafts(batch, alignment, target_weights).hidden)
+    before = torch.stack(drafter.drafts(batch, alignment, target_weights)[0])
     # Each rollout's second token is fed at position 0 alone.
     batch.token_ids[[1, 10]] = (batch.token_ids[[1, 10]] + 1) % kind.target.vocab_size
-    after = torch.stack(drafter.drafts(batch, alignment, target_weights).hidden)
+    after = torch.stack(drafter.drafts(batch, alignment, target_weights)[0])
     assert torch.equal(before, after) != is_read
     batch.token_ids[2] = (batch.token_ids[2] + 1) % kind.target.vocab_size
-    assert not torch.equal(after, torch.stack(drafter.drafts(batch, alignment, target_weights).hidden))
+    assert not torch.equal(after, torch.stack(drafter.drafts(batch, alignment, target_weights)[0]))
