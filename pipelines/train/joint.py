@@ -40,7 +40,7 @@ from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.store_uri import tracking_uri, uri_argument
 from cotrain.tasks.base import build_task
-from cotrain.tasks.prompt_order import PromptOrder
+from cotrain.tasks.prompts import PromptOrder
 from pipelines.preflight import tap_note
 
 if TYPE_CHECKING:

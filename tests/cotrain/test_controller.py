@@ -19,7 +19,7 @@ from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
-from cotrain.tasks.prompt_order import PromptOrder
+from cotrain.tasks.prompts import PromptOrder
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
 
 NO_DRAFTS = GainReport(num_steps=40, seconds=1.0, seconds_without=1.0)
@@ -113,19 +113,12 @@ class Tracker:
 
 
 class Encoder:
-    eos_token_id = None
+    def __init__(self) -> None:
+        self.tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda token_ids: "")
+        self.in_flight: dict[str, Prompt] = {}
 
     def encode(self, prompt: Prompt) -> list[int]:
         return [1, 2]
-
-    def decode(self, token_ids: list[int]) -> str:
-        return ""
-
-    def prompt(self, prompt_id: str) -> Prompt:
-        return Prompt(prompt_id, [], None)
-
-    def remember(self, prompt: Prompt) -> None: ...
-    def forget_all(self) -> None: ...
 
 
 @pytest.fixture
