@@ -61,6 +61,7 @@ class Distiller:
         if device == "cpu":
             return_freed_blocks()
         self._config, self._device = config.drafter, device
+        self.serving_dtype: torch.dtype = getattr(torch, rollout.dtype)
         self._target = TargetSpec.from_pretrained(model_path)
         if init_folder is None:
             drafter = build_drafter(self._config.model, self._target, config.seed)

@@ -54,7 +54,6 @@ class DrafterTrainer(Distiller):
         assert drafter is not None
         updates = config.steps // drafter.train_every * drafter.updates_per_step
         super().__init__(config, model_path, init_folder, updates, device)
-        self._dtype = getattr(torch, rollout.dtype)
         self.drafter_version = 0
         """Publications so far."""
         self._rounds = self._published_round = 0
@@ -160,11 +159,11 @@ class DrafterTrainer(Distiller):
 
     def save_checkpoint(self, folder: str | Path, version: int) -> None:
         """Write a publication as the folder that stock vLLM serves, in the engines' number format."""
-        self._published[version].save(folder, self._dtype)
+        self._published[version].save(folder, self.serving_dtype)
 
     def write_payload(self, path: str | Path, version: int) -> WeightPayload:
         """Write a publication for the engines, in their number format."""
-        return write_payload(self._published[version].state_for_serving(), path, self._dtype)
+        return write_payload(self._published[version].state_for_serving(), path, self.serving_dtype)
 
     def save(self, folder: str | Path) -> None:
         """Write everything an exact continuation needs: drafters in float32, optimizer, buffer, target weights."""

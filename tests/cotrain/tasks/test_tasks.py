@@ -183,7 +183,11 @@ def test_users_reward_may_do_without_answers(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "fields", "message"),
     [
-        ([{"text": "a", "label": "b"}], {}, r"task\.prompt_column: no column messages or prompt or question; .* found: text, label"),
+        (
+            [{"text": "a", "label": "b"}],
+            {},
+            r"task\.prompt_column: no column messages or prompt or question; .* found: text, label",
+        ),
         (
             [{"prompt": "a", "label": "b"}],
             {},

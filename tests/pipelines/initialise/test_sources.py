@@ -86,11 +86,11 @@ def test_what_is_too_long_is_left_out_and_said(open_with, dataset):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({}, r"init\.source\.prompt_column: no column prompt, messages or question.*Columns found: body, title"),
-        ({"prompt_column": "text"}, r"init\.source\.prompt_column: no column 'text'. Columns found: body, title"),
+        ({}, r"init\.source\.prompt_column: no column messages or prompt or question; .* found: body, title"),
+        ({"prompt_column": "text"}, r"init\.source\.prompt_column: no column text; .* found: body, title"),
         (
             {"prompt_column": "title", "response_column": "reply"},
-            r"init\.source\.response_column: no column 'reply'. Columns found: body, title",
+            r"init\.source\.response_column: no column reply; .* found: body, title",
         ),
         ({"prompt_column": "title", "response_column": "body"}, r"init\.source\.response_column: row 0 .* None"),
     ],
@@ -107,11 +107,11 @@ def test_a_missing_dataset_names_its_own_field(open_with):
 
 
 def test_recorded_rollouts_of_another_sampling_are_noted(open_with, model, tmp_path):
-    corpus = Corpus(tmp_path / "rollouts")
     sampled = {"temperature": 0.5, "top_p": 1.0, "top_k": 0}
-    corpus.describe({"policy": "tiny:llama", "fingerprints": model_fingerprints(model), "sampling": sampled})
-    corpus.append([StoredRollout("p", 0, [5, 6], [7] * 9, "stop"), StoredRollout("q", 0, [5, 7], [7] * 99, "length")])
+    about = {"policy": "tiny:llama", "fingerprints": model_fingerprints(model), "sampling": sampled}
+    with Corpus(tmp_path, about) as corpus:
+        corpus.append([StoredRollout("p", 0, [5, 6], [7] * 9), StoredRollout("q", 0, [5, 7], [7] * 99)])
     source = open_with({"type": "rollouts", "path": str(tmp_path)}, max_new_tokens=50)
     assert [r.prompt_id for r in source.rollouts] == ["p"]
-    assert source.notes[0] == "the rollouts were sampled with temperature 0.5, now 1.0"
+    assert source.notes[0].startswith("the rollouts were sampled with {'temperature': 0.5, ")
     assert source.notes[1].startswith("1 of 2 are over")
