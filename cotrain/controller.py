@@ -83,7 +83,7 @@ class Controller:
     def __init__(
         self, config: RunConfig, run_dir: RunDir, roles: Roles, prompts: Prompts, records: Records, state: RunState
     ):
-        """state: where the run stands; the roles and the order of prompts are there already."""
+        """state: where the run stands; the roles are there already."""
         self.config, self.run_dir, self.roles, self.prompts, self.records = config, run_dir, roles, prompts, records
         self.step, self.versions, self._fingerprints = state.step, state.versions, state.fingerprints
         self.run_seconds = state.seconds
@@ -150,7 +150,7 @@ class Controller:
         seeded = self.config.rollout.draft_sample_method == "greedy"
         requests, encoder = [], self.prompts.encoder
         encoder.in_flight.clear()
-        for index in self.prompts.order.next():
+        for index in self.prompts.order.step(step):
             prompt = self.prompts.task.prompt(index)
             token_ids = encoder.encode(prompt)
             encoder.in_flight[prompt.id] = prompt
@@ -278,7 +278,7 @@ class Controller:
         state = RunState(
             step=self.step,
             versions=self.versions,
-            task_position=self.prompts.order.state(),
+            task_position=None,
             config=self.config.model_dump(mode="json"),
             fingerprints=self._fingerprints,
             tracking_run_id=self.records.tracker.run_id,

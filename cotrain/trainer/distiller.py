@@ -138,6 +138,17 @@ class Distiller:
         """[K] for each drafter: what each rollout adds to its acceptance length at draft lengths 1 to K."""
         return [rollout_acceptances(starts, self._served_depth) for starts in self._acceptances(drafters, records)]
 
+    @torch.no_grad()
+    def _acceptances(
+        self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]
+    ) -> list[list[StartAcceptance]]:
+        """For each drafter, the acceptance at every start of each batch."""
+        parts, objective = [], self._config.objective
+        for batch in batches_of(records, self._config.batch_tokens):
+            target = self._target_weights[batch.policy_version]
+            parts.append(acceptances(drafters, self._on_device(batch), target, self._sampling, objective))
+        return [[part[i] for part in parts] for i in range(len(drafters))]
+
     def check_publishable(self, version: int) -> None:
         """Raise TrainingDiverged when a weight is not finite, or so large that an engine's numbers would not be."""
         if problems := self.drafter.overflowing():
@@ -158,18 +169,6 @@ class Distiller:
         state = torch.load(Path(folder) / OPTIMIZER_STATE, map_location="cpu", weights_only=True)
         self._optimizer.load_state_dict(state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
-
-    @torch.no_grad()
-    def _acceptances(
-        self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]
-    ) -> list[list[StartAcceptance]]:
-        """For each drafter, the acceptance at every start of each batch."""
-        parts = []
-        for batch in batches_of(records, self._config.batch_tokens):
-            target = self._target_weights[batch.policy_version]
-            objective = self._config.objective
-            parts.append(acceptances(drafters, self._on_device(batch), target, self._sampling, objective))
-        return [[part[i] for part in parts] for i in range(len(drafters))]
 
     def _on_device(self, batch: DraftBatch) -> DraftBatch:
         tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "policy_version"}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ a tenth of its time and decide little better."""
 STATE = "trainer.pt"
 PLAIN_STATE = ("drafter_version", "_rounds", "_published_round", "_needs_vocabulary", "_buffer", "_target_weights")
 """Attributes of a trainer that a checkpoint holds as they are."""
-STATE_CLASSES = [FeatureBuffer, FeatureRecord, SamplingParams, TargetWeights]
+STATE_CLASSES: list[Any] = [FeatureBuffer, FeatureRecord, SamplingParams, TargetWeights]
 """Classes that a checkpoint may hold; torch.load refuses all others."""
 
 

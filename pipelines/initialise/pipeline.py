@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from cotrain.process.cluster import place
 from cotrain.process.engine_output import engine_output_to
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
-from cotrain.records import Versions
+from cotrain.records import SpeculationCounts, Versions
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.spec import EngineSpec
 from cotrain.run.checkpoint import (
@@ -82,28 +82,22 @@ def initialise(config: RunConfig, resume: bool) -> int:
         console = Console(stack.enter_context(engine_output_to(log)))
         stop = stack.enter_context(two_stage_stop(console.say, "part"))
         console.say(f"run {run_dir.path}; the engine's log is {run_dir.logs}/engine.log")
-        for note in source.notes:
-            console.say(f"note: {note}")
         run = Initialisation(config, run_dir, model, corpus, console, stop)
         if not asyncio.run(run.run(source)):
             console.say(f"Stopped; everything up to here is saved. Go on with: cotrain init {run_dir.resume}")
     return 0
 
 
+@dataclass(frozen=True)
 class Initialisation:
     """One run of the command."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_dir: RunDir,
-        model: Path,
-        corpus: Corpus,
-        console: Console,
-        stop_requested: Callable[[], bool],
-    ) -> None:
-        self.config, self.run_dir, self.model, self.corpus = config, run_dir, model, corpus
-        self.say, self.phase, self.stop_requested = console.say, console.phase, stop_requested
+    config: RunConfig
+    run_dir: RunDir
+    model: Path
+    corpus: Corpus
+    console: Console
+    stop_requested: Callable[[], bool]
 
     async def run(self, source: Source) -> bool:
         """All stages; False when it was asked to stop early."""
@@ -112,10 +106,10 @@ class Initialisation:
             scratch = stack.enter_context(scratch_folder(self.config.name))
             engine = RolloutEngine(self._engine_spec(scratch))
             stack.push_async_callback(engine.shutdown)
-            with self.phase("rollout engine"):
+            with self.console.phase("rollout engine"):
                 await engine.start()
             await engine.set_num_speculative_tokens(0)
-            if not await collect(engine, self.corpus, source, self.config, self.say, self.stop_requested):
+            if not await collect(engine, self.corpus, source, self.config, self.console.say, self.stop_requested):
                 return False
             tracker, record = self._records(stack)
             split = split_prompts(self.corpus.rollouts, self.config.init.holdout, self.config.seed)
@@ -124,11 +118,11 @@ class Initialisation:
                 tracker.finish("KILLED")
                 return False
             training.use_best()
-            figures = self._figures(training)
-            figures["served"], counts = await self._serve(engine, scratch, training)
-            figures |= self._register(tracker, figures, counts) | {"seconds": time.monotonic() - started}
+            served = await self._serve(engine, scratch, training)
+            figures = self._figures(training, served)
+            figures |= self._register(tracker, figures, served) | {"seconds": time.monotonic() - started}
             write_json(self.run_dir.path / "init.json", figures)
-            self.say(summary(figures, self.config, training.best_folder))
+            self.console.say(summary(figures, self.config, training.best_folder))
         return True
 
     def _trainer(self, total_updates: int) -> Distiller:
@@ -161,9 +155,9 @@ class Initialisation:
         discard_newer(self.run_dir, state.step, 0)
         metrics = RowFile(self.run_dir.metrics, resumed_step=state.step)
         stack.enter_context(metrics)
-        with self.phase("MLflow"):
+        with self.console.phase("MLflow"):
             history = read_rows(self.run_dir.metrics)
-            tracker = Tracker(self.config, run_id=state.tracking_run_id, history=history, say=self.say)
+            tracker = Tracker(self.config, run_id=state.tracking_run_id, history=history, say=self.console.say)
         stack.enter_context(tracker)
 
         def log(update: int, row: Mapping[str, float]) -> None:
@@ -171,7 +165,7 @@ class Initialisation:
             tracker.log_step(update, row)
 
         state = replace(state, tracking_run_id=tracker.run_id)
-        return tracker, RunRecord(self.config, self.run_dir, state, self.say, log, self.stop_requested)
+        return tracker, RunRecord(self.config, self.run_dir, state, self.console.say, log, self.stop_requested)
 
     def _training(
         self, record: RunRecord, split: tuple[list[StoredRollout], list[StoredRollout]], features: Any
@@ -184,7 +178,7 @@ class Initialisation:
         if self.config.drafter.init is None and native_head(self.model) is None:
             pairs = ((torch.tensor(r.prompt_token_ids), torch.tensor(r.token_ids)) for r in rollouts)
             trainer.choose_vocabulary(pairs, policy_version=0)
-        self.say(f"{len(rollouts):,} rollouts to train on, {len(holdout):,} held out")
+        self.console.say(f"{len(rollouts):,} rollouts to train on, {len(holdout):,} held out")
         return Training(record, trainer, plan, split, features)
 
     async def _features(self, engine: RolloutEngine, rollouts: Sequence[StoredRollout]) -> list[FeatureRecord]:
@@ -196,25 +190,21 @@ class Initialisation:
             for shard in await engine.tap_sequences(sequences):
                 records += read_shard(shard.path)
                 os.unlink(shard.path)
-            self.say(f"features of {len(records):,}/{len(rollouts):,} rollouts")
+            self.console.say(f"features of {len(records):,}/{len(rollouts):,} rollouts")
         return records
 
-    async def _serve(
-        self, engine: RolloutEngine, scratch: Path, training: Training
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Figures of the drafter on the engine, on prompts that it was not trained on, and its counts as metrics."""
+    async def _serve(self, engine: RolloutEngine, scratch: Path, training: Training) -> SpeculationCounts:
+        """Serve the drafter on prompts that it was not trained on."""
         trainer = training.trainer
         trainer.check_publishable(DRAFTER_VERSION)
         state = trainer.drafter.state_for_serving()
-        await serve(
-            engine, write_payload(state, scratch / "drafter.safetensors", trainer.serving_dtype), DRAFTER_VERSION
-        )
-        with self.phase("the drafter, served on held-out prompts, with and without speculation"):
-            counts, served = await measure_served(engine, served_requests(training.split[1], self.config))
-        return served, metrics_of(counts)
+        payload = write_payload(state, scratch / "drafter.safetensors", trainer.serving_dtype)
+        await serve(engine, payload, DRAFTER_VERSION)
+        with self.console.phase("the drafter, served on held-out prompts"):
+            return await measure_served(engine, served_requests(training.split[1], self.config))
 
-    def _figures(self, training: Training) -> dict[str, Any]:
-        """What init.json says of the data and of the training."""
+    def _figures(self, training: Training, served: SpeculationCounts) -> dict[str, Any]:
+        """What init.json says of the data, the training and the drafter as served."""
         rollouts, holdout = training.split
         progress, rollout = training.progress, self.config.rollout
         tokens = torch.tensor([token for rollout in holdout for token in rollout.token_ids])
@@ -234,16 +224,21 @@ class Initialisation:
             "expected_acceptance_rates": [v for name, v in progress.best.items() if "acceptance_rate_pos" in name],
             "num_speculative_tokens": rollout.num_speculative_tokens,
             "draft_sample_method": rollout.draft_sample_method,
+            "served": {
+                "acceptance_length": served.acceptance_length,
+                "acceptance_rates": [accepted / served.num_drafts for accepted in served.accepted_per_position],
+                "num_drafts": served.num_drafts,
+            },
         }
 
-    def _register(self, tracker: Tracker, figures: dict[str, Any], counts: dict[str, float]) -> dict[str, Any]:
+    def _register(self, tracker: Tracker, figures: dict[str, Any], served: SpeculationCounts) -> dict[str, Any]:
         """Register the drafter in MLflow, and return its name and version there."""
         step = max(1, figures["updates"])
         metrics = {name: figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
         tags = {"init": figures["source"]["type"], "data_fingerprint": figures["data_fingerprint"]}
         folder, versions = self.run_dir.path / "drafter", Versions(0, DRAFTER_VERSION)
         registered = tracker.log_drafter(folder, versions, step, metrics, tags)
-        tracker.log_served(DRAFTER_VERSION, counts, step)
+        tracker.log_served(DRAFTER_VERSION, metrics_of(served), step)
         tracker.finish()
         version = registered.result() if registered.done() else None  # MLflow may be away
         return {"registered_model": tracker.registered_model, "registered_version": version}

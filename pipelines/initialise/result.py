@@ -11,7 +11,6 @@ from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from pipelines.initialise.rollouts import StoredRollout
 
-WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
 SERVED_ROLLOUTS = 128
 """Most rollouts of the served evaluation."""
 
@@ -35,41 +34,22 @@ def served_requests(holdout: Sequence[StoredRollout], config: RunConfig) -> list
     ]
 
 
-async def measure_served(
-    engine: RolloutEngine, requests: Sequence[RolloutRequest]
-) -> tuple[SpeculationCounts, dict[str, Any]]:
-    """Generate with the sampling of [rollout], once with its draft length and once without speculation.
-
-    Returns the counts of the drafts, and what init.json says of both.
-    """
+async def measure_served(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> SpeculationCounts:
+    """Generate with the sampling and the draft length of [rollout]."""
     rollout = engine.spec.rollout
     if rollout.draft_sample_method == "probabilistic":
         requests = [replace(request, seed=None) for request in requests]  # vLLM has no seeds for such drafts
-    batches = []
-    for num_speculative_tokens in (rollout.num_speculative_tokens, 0):
-        await engine.set_num_speculative_tokens(num_speculative_tokens)
-        await engine.generate(list(requests[:WARM_UP_REQUESTS]), tap=False, max_tokens=WARM_UP_TOKENS)
-        await engine.reset_prefix_cache()
-        batches.append(await engine.generate(list(requests), tap=False))
-    counts = batches[0].speculation
+    await engine.set_num_speculative_tokens(rollout.num_speculative_tokens)
+    await engine.reset_prefix_cache()  # what was cached without speculation has no drafter KV
+    counts = (await engine.generate(list(requests), tap=False)).speculation
     if counts is None or not counts.num_drafts:
         raise RuntimeError("the engine drafted nothing; every response ended with its first token")
-    drafted, plain = (batch.num_generated_tokens / batch.seconds for batch in batches)
-    return counts, {
-        "acceptance_length": counts.acceptance_length,
-        "acceptance_rates": [accepted / counts.num_drafts for accepted in counts.accepted_per_position],
-        "num_drafts": counts.num_drafts,
-        "num_rollouts": len(requests),
-        "tokens_per_s": drafted,
-        "tokens_per_s_without": plain,
-    }
+    return counts
 
 
 def summary(figures: dict[str, Any], config: RunConfig, folder: Path) -> str:
     """What init.json holds, for somebody who has not seen one before."""
     served, k = figures["served"], config.rollout.num_speculative_tokens
-    speed, plain = served["tokens_per_s"], served["tokens_per_s_without"]
-    at_once = min(config.rollout.rollouts_per_step, served["num_rollouts"])
     expected_rates, served_rates = (
         "  ".join(f"{position}: {rate:.3f}" for position, rate in enumerate(rates, start=1))
         for rates in (figures["expected_acceptance_rates"], served["acceptance_rates"])
@@ -87,11 +67,9 @@ Done: a drafter for {config.policy.model} from {figures["response_tokens"]:,} re
 (tokens per verification step at k = {k}, {config.rollout.draft_sample_method}; 1 is no gain, {k + 1} the most)
   expected     {expected_rates}   (share of steps that accept draft position 1 to k)
   served       {served_rates}
-  speed        {speed:,.0f} tok/s, {plain:,.0f} without speculation: {speed / plain:.2f} times, {at_once} requests at \
-once, one run each; `cotrain bench` measures it well
 
   drafter      {folder}; serves in stock vLLM as it is
-  registered   {registered if figures["registered_version"] is not None else "not, see the messages above"}
+  registered   {registered if figures["registered_version"] is not None else "no, MLflow has not answered yet"}
 
 Next:
   train with it       cotrain train CONFIG drafter.init={folder}

@@ -33,7 +33,6 @@ class PromptStream:
     """Index -> (prompt id, token ids)."""
     samples_per_prompt: int
     seed: int
-    notes: tuple[str, ...] = ()
 
     async def next_part(self, engine: RolloutEngine, done: int, count: int) -> list[StoredRollout]:
         """Generate about `count` rollouts after the first `done` ones."""
@@ -44,10 +43,9 @@ class PromptStream:
     def requests(self, first: int, count: int) -> list[RolloutRequest]:
         """All samples of the prompts number first to first + count - 1 of the series."""
         order = PromptOrder(self.num_prompts, 1, self.seed)
-        order.restore({"epoch": first // self.num_prompts, "position": first % self.num_prompts})
         requests = []
         for number in range(first, first + count):
-            prompt_id, token_ids = self.encode(order.next()[0])
+            prompt_id, token_ids = self.encode(order.step(number + 1)[0])
             for i in range(self.samples_per_prompt):
                 sample = number // self.num_prompts * self.samples_per_prompt + i
                 seed = request_seed(self.seed, 0, prompt_id, sample)
@@ -60,7 +58,6 @@ class GivenRollouts:
     """Responses that need not be generated."""
 
     rollouts: list[StoredRollout]
-    notes: tuple[str, ...] = ()
 
     async def next_part(self, engine: RolloutEngine, done: int, count: int) -> list[StoredRollout]:
         """As PromptStream's; empty when there are no more."""
@@ -71,7 +68,7 @@ Source = PromptStream | GivenRollouts
 
 
 def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) -> Source:
-    """The source of [init.source], read and checked. Raises ValueError naming its field."""
+    """The source of [init.source], read and checked, with notes on the console. Raises ValueError naming its field."""
     source = config.init.source
     if isinstance(source, PolicyRollouts):
         task = build_task(config.task, config.seed)
@@ -86,18 +83,16 @@ def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) ->
         if isinstance(source, DatasetRollouts):
             return _from_dataset(source, config, AutoTokenizer.from_pretrained(model))
         rollouts, about = read_recorded(source.path, fingerprints)
-        kept, notes = _fitting(rollouts, config, source.path)
+        if about["sampling"] != sampling(config):
+            print(f"note: the rollouts were sampled with {about['sampling']}, [rollout] has {sampling(config)}")
+        return GivenRollouts(_fitting(rollouts, config, source.path))
     except ValueError as error:
         raise ValueError(str(error).replace("task.", "init.source.")) from error
-    if about["sampling"] != sampling(config):
-        notes = (f"the rollouts were sampled with {about['sampling']}, [rollout] has {sampling(config)}", *notes)
-    return GivenRollouts(kept, notes)
 
 
 def sampling(config: RunConfig) -> dict[str, float]:
     """How responses are drawn, as the corpus records it."""
-    rollout = config.rollout
-    return {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    return config.rollout.model_dump(include={"temperature", "top_p", "top_k"})
 
 
 async def collect(
@@ -145,26 +140,24 @@ def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) ->
         if given is not None:
             response = _response(messages, prompt, last_message if given == column else row[given], tokenizer, where)
         examples.append(StoredRollout(f"{Path(source.path).stem}-{index}", 0, prompt, response))
-    kept, notes = _fitting(examples, config, source.path)
+    kept = _fitting(examples, config, source.path)
     if given is not None:
         random.Random(config.seed).shuffle(kept)
-        return GivenRollouts(kept, notes)
+        return GivenRollouts(kept)
     prompts = [(example.prompt_id, example.prompt_token_ids) for example in kept]
-    return PromptStream(len(prompts), prompts.__getitem__, config.rollout.samples_per_prompt, config.seed, notes)
+    return PromptStream(len(prompts), prompts.__getitem__, config.rollout.samples_per_prompt, config.seed)
 
 
-def _fitting(
-    rollouts: list[StoredRollout], config: RunConfig, path: str
-) -> tuple[list[StoredRollout], tuple[str, ...]]:
-    """The rollouts within the bounds of [rollout], and a note where there are others."""
+def _fitting(rollouts: list[StoredRollout], config: RunConfig, path: str) -> list[StoredRollout]:
+    """The rollouts within the bounds of [rollout]; a note says how many others there are."""
     limit, longest = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
     kept = [r for r in rollouts if len(r.prompt_token_ids) <= limit and len(r.token_ids) <= longest]
     if not kept:
         raise ValueError(f"task.path: {path} has nothing within rollout.max_prompt_tokens and max_new_tokens")
-    if len(kept) == len(rollouts):
-        return kept, ()
-    left_out = len(rollouts) - len(kept)
-    return kept, (f"{left_out} of {len(rollouts)} are over rollout.max_prompt_tokens or max_new_tokens and left out",)
+    if left_out := len(rollouts) - len(kept):
+        bounds = "rollout.max_prompt_tokens or max_new_tokens"
+        print(f"note: {left_out} of {len(rollouts)} are over {bounds} and left out")
+    return kept
 
 
 def _response(messages: Messages, prompt: list[int], response: Any, tokenizer: Any, where: str) -> list[int]:

@@ -8,7 +8,6 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -87,8 +86,6 @@ def train(config: RunConfig, resume: bool) -> int:
             start_up.ready("Ray")
             task = build_task(config.task, config.seed)
             order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
-            state = replace(state, task_position=state.task_position or order.state())
-            order.restore(state.task_position)
             tracking = _start_tracking(config, run_dir, state, console, stack)
             from cotrain.controller import Controller, Prompts, Records
             from pipelines.train.roles import start_roles

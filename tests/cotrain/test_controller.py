@@ -141,7 +141,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         checkpoint = latest_checkpoint(run_dir)
         state = load_state(checkpoint) if checkpoint else None
         order = PromptOrder(PROMPTS, PROMPTS, 0)
-        state = state or RunState(0, Versions(0, 0), order.state(), {}, {})
+        state = state or RunState(0, Versions(0, 0), None, {}, {})
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None), score=lambda prompt, text: 0.0)
         publisher = Publisher(config, world, world, tmp_path, None, state.versions)
         roles: Any = Roles(Engines(world), Policy(), Drafter(world), publisher, tmp_path)  # type: ignore[arg-type]
