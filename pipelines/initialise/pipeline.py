@@ -117,7 +117,6 @@ class Initialisation:
             if not await training.train():
                 tracker.finish("KILLED")
                 return False
-            training.use_best()
             served = await self._serve(engine, scratch, training)
             figures = self._figures(training, served)
             figures |= self._register(tracker, figures, served) | {"seconds": time.monotonic() - started}

@@ -15,7 +15,6 @@ from typing import Any
 from cotrain.run.rows import RowFile, read_rows
 
 FILE = "rollouts.jsonl"
-DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,10 @@ class Corpus(RowFile):
         """Open the file of a run folder; `about` becomes its first row when it is new."""
         rows = read_rows(folder / FILE)
         super().__init__(folder / FILE, resumed_step=len(rows))
-        self.about = rows[0] if rows else about
-        self.rollouts = _rollouts(rows)
-        self.num_rows = len(rows)
         if not rows:
-            self._append(about)
+            self.write(0, about)
+        self.about, *parts = rows or [about]
+        self.rollouts, self.num_parts = _rollouts(parts), len(parts)
 
     @property
     def num_response_tokens(self) -> int:
@@ -54,16 +52,13 @@ class Corpus(RowFile):
 
     def append(self, rollouts: Sequence[StoredRollout]) -> None:
         """Write one more part. Raises OSError when the disk is full; the parts before it are then as they were."""
-        self._append({"rollouts": [asdict(rollout) for rollout in rollouts]})
+        self.write(self.num_parts + 1, {"rollouts": [asdict(rollout) for rollout in rollouts]})
         self.rollouts += rollouts
-
-    def _append(self, row: dict[str, Any]) -> None:
-        self.write(self.num_rows, row)
-        self.num_rows += 1
+        self.num_parts += 1
 
 
-def _rollouts(rows: Sequence[dict[str, Any]]) -> list[StoredRollout]:
-    return [StoredRollout(**rollout) for row in rows[1:] for rollout in row["rollouts"]]
+def _rollouts(parts: Sequence[dict[str, Any]]) -> list[StoredRollout]:
+    return [StoredRollout(**rollout) for part in parts for rollout in part["rollouts"]]
 
 
 def read_recorded(run: str, fingerprints: dict[str, str]) -> tuple[list[StoredRollout], dict[str, Any]]:
@@ -77,13 +72,12 @@ def read_recorded(run: str, fingerprints: dict[str, str]) -> tuple[list[StoredRo
             f"init.source.path: {run} is no run folder of a `cotrain init` with a complete part of {FILE}; finish that "
             'run with --resume, or collect rollouts with init.source.type = "policy"'
         )
-    for kind, theirs in about["fingerprints"].items():
-        if theirs != fingerprints[kind]:
-            raise ValueError(
-                f"init.source.path: {run}: rollouts of another policy (its {kind} differs from policy.model; they were "
-                f"made with {about['policy']}); set policy.model to that one, or collect new rollouts"
-            )
-    return _rollouts([about, *parts]), about
+    if about["fingerprints"] != fingerprints:
+        raise ValueError(
+            f"init.source.path: {run}: rollouts of another policy or tokenizer (they were made with {about['policy']}); "
+            "set policy.model to that one, or collect new rollouts"
+        )
+    return _rollouts(parts), about
 
 
 def split_prompts(
@@ -107,7 +101,5 @@ def split_prompts(
 
 def data_fingerprint(rollouts: Iterable[StoredRollout]) -> str:
     """blake2b over the token ids of all rollouts, in order."""
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for rollout in rollouts:
-        digest.update(json.dumps([rollout.prompt_token_ids, rollout.token_ids]).encode())
-    return digest.hexdigest()
+    token_ids = [[rollout.prompt_token_ids, rollout.token_ids] for rollout in rollouts]
+    return hashlib.blake2b(json.dumps(token_ids).encode(), digest_size=8).hexdigest()

@@ -31,25 +31,23 @@ class PromptStream:
     num_prompts: int
     encode: Callable[[int], tuple[str, list[int]]]
     """Index -> (prompt id, token ids)."""
-    samples_per_prompt: int
-    seed: int
+    config: RunConfig
 
     async def next_part(self, engine: RolloutEngine, done: int, count: int) -> list[StoredRollout]:
         """Generate about `count` rollouts after the first `done` ones."""
-        samples = self.samples_per_prompt
+        samples = self.config.rollout.samples_per_prompt
         batch = await engine.generate(self.requests(done // samples, max(1, round(count / samples))), tap=False)
         return [StoredRollout(r.prompt_id, r.sample_index, r.prompt_token_ids, r.token_ids) for r in batch.rollouts]
 
     def requests(self, first: int, count: int) -> list[RolloutRequest]:
         """All samples of the prompts number first to first + count - 1 of the series."""
-        order = PromptOrder(self.num_prompts, 1, self.seed)
-        requests = []
+        seed, samples = self.config.seed, self.config.rollout.samples_per_prompt
+        order, requests = PromptOrder(self.num_prompts, 1, seed), []
         for number in range(first, first + count):
             prompt_id, token_ids = self.encode(order.step(number + 1)[0])
-            for i in range(self.samples_per_prompt):
-                sample = number // self.num_prompts * self.samples_per_prompt + i
-                seed = request_seed(self.seed, 0, prompt_id, sample)
-                requests.append(RolloutRequest(prompt_id, sample, token_ids, seed))
+            first_sample = number // self.num_prompts * samples
+            for sample in range(first_sample, first_sample + samples):
+                requests.append(RolloutRequest(prompt_id, sample, token_ids, request_seed(seed, 0, prompt_id, sample)))
         return requests
 
 
@@ -78,7 +76,7 @@ def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) ->
             prompt = task.prompt(index)
             return prompt.id, encoder.encode(prompt)
 
-        return PromptStream(len(task), encode, config.rollout.samples_per_prompt, config.seed)
+        return PromptStream(len(task), encode, config)
     try:
         if isinstance(source, DatasetRollouts):
             return _from_dataset(source, config, AutoTokenizer.from_pretrained(model))
@@ -145,7 +143,7 @@ def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) ->
         random.Random(config.seed).shuffle(kept)
         return GivenRollouts(kept)
     prompts = [(example.prompt_id, example.prompt_token_ids) for example in kept]
-    return PromptStream(len(prompts), prompts.__getitem__, config.rollout.samples_per_prompt, config.seed)
+    return PromptStream(len(prompts), prompts.__getitem__, config)
 
 
 def _fitting(rollouts: list[StoredRollout], config: RunConfig, path: str) -> list[StoredRollout]:

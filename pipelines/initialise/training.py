@@ -98,7 +98,7 @@ class Training:
         return self.progress.update == len(self.plan) or len(since_best) >= PATIENCE
 
     async def train(self) -> bool:
-        """Train. Returns False when it was asked to stop early; the state is saved either way."""
+        """Train, and end with the best weights. Returns False when it was asked to stop early, after saving."""
         if not self.finished:
             self._holdout = await self.features(self.split[1])
         if not self.progress.best and not self.run.stop_requested():
@@ -111,11 +111,8 @@ class Training:
                 self._save()
                 return False
             self._update([self._loaded[i] for i in batch])
-        return True
-
-    def use_best(self) -> None:
-        """Give the drafter the best weights seen."""
         self.trainer.drafter.load(self.best_folder)
+        return True
 
     async def _load_features(self) -> None:
         """Compute features of the coming updates: as many as the bound holds beside the hold-out, of one at least."""

@@ -38,8 +38,11 @@ class EchoEngine:
         return RolloutBatch(rollouts, [], None, 1.0, 0)
 
 
-def stream(num_prompts: int, samples: int = 2) -> PromptStream:
-    return PromptStream(num_prompts, lambda i: (f"p{i}", [3 + i % 4, i]), samples, seed=7)
+@pytest.fixture
+def stream(run_config):
+    """A stream of so many prompts, two samples of each."""
+    config = run_config(seed=7, rollout={"samples_per_prompt": 2})
+    return lambda num_prompts: PromptStream(num_prompts, lambda i: (f"p{i}", [3 + i % 4, i]), config)
 
 
 @pytest.fixture
@@ -99,16 +102,16 @@ def test_the_fingerprint_is_of_the_tokens():
     assert data_fingerprint([stored(1), stored(2)]) != data_fingerprint([stored(2), stored(1)])
 
 
-def test_collecting_stops_at_the_tokens_asked_for_and_goes_on_where_it_was_stopped(run_collect, tmp_path):
+def test_collecting_stops_at_the_tokens_asked_for_and_goes_on_where_it_was_stopped(run_collect, stream, tmp_path):
     straight, done, said = run_collect(tmp_path / "straight", stream(50), tokens=2000)
     assert done and 2000 <= straight.num_response_tokens < 2000 + 2 * 6
-    assert straight.num_rows > 3 and f"{straight.num_response_tokens:,}/2,000 tokens" in said[-1]
+    assert straight.num_parts > 2 and f"{straight.num_response_tokens:,}/2,000 tokens" in said[-1]
     assert not run_collect(tmp_path / "halves", stream(50), tokens=2000, stop_after=1)[1]
     resumed, done, _ = run_collect(tmp_path / "halves", stream(50), tokens=2000)
     assert done and resumed.rollouts == straight.rollouts
 
 
-def test_used_up_prompts_come_again_with_new_samples(run_collect, tmp_path):
+def test_used_up_prompts_come_again_with_new_samples(run_collect, stream, tmp_path):
     corpus, _, _ = run_collect(tmp_path / "rollouts", stream(4), tokens=60)
     keys = [(r.prompt_id, r.sample_index) for r in corpus.rollouts]
     assert len(set(keys)) == len(keys) > 8
