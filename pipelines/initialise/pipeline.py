@@ -47,9 +47,9 @@ from cotrain.trainer.distiller import EXPECTED, Distiller
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
 from pipelines.initialise.result import measure_served, serve, served_requests, summary
-from pipelines.initialise.rollouts import Corpus, StoredRollout, data_fingerprint, split_prompts
+from pipelines.initialise.rollouts import Corpus, Split, StoredRollout, data_fingerprint, split_prompts
 from pipelines.initialise.sources import Source, collect, open_source, sampling
-from pipelines.initialise.training import RunRecord, Training, plan_updates
+from pipelines.initialise.training import Features, RunRecord, Training, plan_updates
 from pipelines.preflight import check_init
 
 DRAFTER_VERSION = 1
@@ -65,17 +65,16 @@ def initialise(config: RunConfig, resume: bool) -> int:
     with ExitStack() as stack:
         run_dir = RunDir.open(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
         stack.enter_context(run_dir)
+        if not resume:
+            write_config(config, run_dir.config)
         about = {"policy": config.policy.model, "fingerprints": fingerprints, "sampling": sampling(config)}
         corpus = Corpus(run_dir.path, about)
         stack.enter_context(corpus)
-        if resume:
-            saved = read_config(run_dir.config).model_dump(mode="json")
-            check_resume(config, fingerprints, RunState(0, Versions(0, 0), None, saved, corpus.about["fingerprints"]))
-            if (run_dir.path / "init.json").exists():
-                print(f"{run_dir.path} is finished: its drafter is {run_dir.path}/drafter, its figures are init.json")
-                return 0
-        else:
-            write_config(config, run_dir.config)
+        saved = read_config(run_dir.config).model_dump(mode="json")
+        check_resume(config, fingerprints, RunState(0, Versions(0, 0), None, saved, corpus.about["fingerprints"]))
+        if (run_dir.path / "init.json").exists():
+            print(f"{run_dir.path} is finished: its drafter is {run_dir.path}/drafter, its figures are init.json")
+            return 0
         log = run_dir.start_attempt() / "engine.log"
         write_provenance(run_dir)
         os.environ.update(threads.engine_environment(threads.num_cores()))
@@ -166,9 +165,7 @@ class Initialisation:
         state = replace(state, tracking_run_id=tracker.run_id)
         return tracker, RunRecord(self.config, self.run_dir, state, self.console.say, log, self.stop_requested)
 
-    def _training(
-        self, record: RunRecord, split: tuple[list[StoredRollout], list[StoredRollout]], features: Any
-    ) -> Training:
+    def _training(self, record: RunRecord, split: Split, features: Features) -> Training:
         rollouts, holdout = split
         plan = plan_updates(self.config, [rollout.num_tokens for rollout in rollouts])
         trainer = self._trainer(len(plan))

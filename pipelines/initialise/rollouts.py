@@ -33,6 +33,10 @@ class StoredRollout:
         return len(self.prompt_token_ids) + len(self.token_ids)
 
 
+Split = tuple[list[StoredRollout], list[StoredRollout]]
+"""Rollouts to train on, and those held out."""
+
+
 class Corpus(RowFile):
     """rollouts.jsonl of one run, to which parts are appended."""
 
@@ -80,10 +84,8 @@ def read_recorded(run: str, fingerprints: dict[str, str]) -> tuple[list[StoredRo
     return _rollouts(parts), about
 
 
-def split_prompts(
-    rollouts: Sequence[StoredRollout], share: float, seed: int
-) -> tuple[list[StoredRollout], list[StoredRollout]]:
-    """(training, hold-out), by whole prompts; about `share` of the prompts, and at least one, is held out.
+def split_prompts(rollouts: Sequence[StoredRollout], share: float, seed: int) -> Split:
+    """Split by whole prompts; about `share` of the prompts, and at least one, is held out.
 
     Prompts are told apart by their tokens. Raises ValueError naming init.holdout when none is left to train on.
     """

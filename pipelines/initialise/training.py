@@ -14,7 +14,7 @@ from cotrain.run.run_dir import RunDir
 from cotrain.trainer.buffer import pack
 from cotrain.trainer.distiller import EXPECTED, Distiller
 from cotrain.transport.features import FeatureRecord
-from pipelines.initialise.rollouts import StoredRollout
+from pipelines.initialise.rollouts import Split, StoredRollout
 
 EVALUATIONS_PER_EPOCH = 2
 PATIENCE = 2
@@ -69,14 +69,9 @@ class Training:
     """Trains one drafter to the end of its plan, or until the hold-out no longer improves."""
 
     def __init__(
-        self,
-        run: RunRecord,
-        trainer: Distiller,
-        plan: Sequence[list[int]],
-        split: tuple[list[StoredRollout], list[StoredRollout]],
-        features: Features,
+        self, run: RunRecord, trainer: Distiller, plan: Sequence[list[int]], split: Split, features: Features
     ) -> None:
-        """The trainer has its target weights and vocabulary. split: the rollouts to train on, and the hold-out."""
+        """The trainer has its target weights and vocabulary."""
         self.run, self.trainer, self.plan, self.split, self.features = run, trainer, plan, split, features
         evaluations = run.config.init.epochs * EVALUATIONS_PER_EPOCH
         self.evaluate_after = {ceil(len(plan) * i / evaluations) for i in range(1, evaluations + 1)}
