@@ -39,8 +39,7 @@ from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from cotrain.tasks.base import Task
-from cotrain.tasks.prompt_order import PromptOrder
-from cotrain.tasks.prompts import PromptEncoder, write_samples
+from cotrain.tasks.prompts import PromptEncoder, PromptOrder, write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from drafters.base import SamplingParams
 
@@ -84,7 +83,7 @@ class Controller:
     def __init__(
         self, config: RunConfig, run_dir: RunDir, roles: Roles, prompts: Prompts, records: Records, state: RunState
     ):
-        """state: where the run stands; the roles and the order of prompts are there already."""
+        """state: where the run stands; the roles are there already."""
         self.config, self.run_dir, self.roles, self.prompts, self.records = config, run_dir, roles, prompts, records
         self.step, self.versions, self._fingerprints = state.step, state.versions, state.fingerprints
         self.run_seconds = state.seconds
@@ -149,11 +148,11 @@ class Controller:
     def _requests(self, step: int) -> list[RolloutRequest]:
         seeded = self.config.rollout.draft_sample_method == "greedy"
         requests, encoder = [], self.prompts.encoder
-        encoder.forget_all()
-        for index in self.prompts.order.next():
+        encoder.in_flight.clear()
+        for index in self.prompts.order.step(step):
             prompt = self.prompts.task.prompt(index)
             token_ids = encoder.encode(prompt)
-            encoder.remember(prompt)
+            encoder.in_flight[prompt.id] = prompt
             for sample in range(self.config.rollout.samples_per_prompt):
                 seed = request_seed(self.config.seed, step, prompt.id, sample) if seeded else None
                 requests.append(RolloutRequest(prompt.id, sample, token_ids, seed))
@@ -161,7 +160,7 @@ class Controller:
 
     def _score(self, batch: RolloutBatch) -> list[ScoredRollout]:
         task, encoder = self.prompts.task, self.prompts.encoder
-        rewards = [task.score(encoder.prompt(r.prompt_id), r.text) for r in batch.rollouts]
+        rewards = [task.score(encoder.in_flight[r.prompt_id], r.text) for r in batch.rollouts]
         prompt_ids = [r.prompt_id for r in batch.rollouts]
         advantages = group_advantages(prompt_ids, rewards, self.config.policy.advantage)
         return [ScoredRollout(*fields) for fields in zip(batch.rollouts, rewards, advantages, strict=True)]
@@ -170,7 +169,7 @@ class Controller:
         rollout = self.config.rollout
         with self._timed("self_check"):
             error = check_features(batch, partial(self.roles.policy.call_first, "hidden_states"), rollout.dtype)
-            check_records(batch, None if rollout.ignore_eos else self.prompts.encoder.eos_token_id)
+            check_records(batch, None if rollout.ignore_eos else self.prompts.encoder.tokenizer.eos_token_id)
         self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
     def _check_log_probs(self, row: dict[str, float]) -> None:
@@ -269,7 +268,7 @@ class Controller:
         state = RunState(
             step=self.step,
             versions=self.versions,
-            task_position=self.prompts.order.state(),
+            task_position=None,
             config=self.config.model_dump(mode="json"),
             fingerprints=self._fingerprints,
             tracking_run_id=self.records.tracker.run_id,

@@ -293,7 +293,7 @@ class RecordedRollouts(Section):
     """Kind of source."""
 
     path: str
-    """Run folder of that `cotrain init`, or its rollouts/ folder."""
+    """Run folder of that `cotrain init`."""
 
 
 class DatasetRollouts(DatasetSource):

@@ -39,7 +39,7 @@ class RunState:
     step: int
     versions: Versions
     task_position: Any
-    """Where the task's sampling order stands, as the task reports it."""
+    """Where a training of `cotrain init` stands; None for a run of steps, whose prompts follow from the step."""
     config: dict[str, Any]
     """The configuration, as RunConfig.model_dump(mode="json") gives it."""
     fingerprints: dict[str, str]

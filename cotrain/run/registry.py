@@ -96,7 +96,8 @@ def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
             raise ValueError(f"{model} came with no MTP head; give a drafter's folder")
         return head
     if spec.startswith("models:/"):
-        pull_drafter(absolute_uri(uri), spec, folder)
+        if not folder.exists():  # a resumed run has pulled it
+            pull_drafter(absolute_uri(uri), spec, folder)
         return folder
     if missing := [name for name in FILES if not (Path(spec) / name).is_file()]:
         raise ValueError(f"{spec} has no {' and no '.join(missing)}; give a drafter checkpoint folder")

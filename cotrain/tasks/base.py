@@ -1,24 +1,11 @@
-"""The protocol of a task, and the one place that builds the task a configuration asks for."""
-
-from typing import Protocol
+"""The task that a configuration asks for."""
 
 from cotrain.config.schema import DatasetTask, ReasoningGymTask
-from cotrain.records import Prompt
 from cotrain.tasks.datasets import DatasetProblems
 from cotrain.tasks.reasoning import ReasoningGymProblems
 
-
-class Task(Protocol):
-    """A fixed list of prompts and a way to score responses to them."""
-
-    def __len__(self) -> int:
-        """Count the prompts."""
-
-    def prompt(self, index: int) -> Prompt:
-        """Return the prompt of index 0 <= index < len(self); the same one at every call and in every process."""
-
-    def score(self, prompt: Prompt, response: str) -> float:
-        """Return the reward of a response to prompt, a finite number."""
+Task = ReasoningGymProblems | DatasetProblems
+"""A fixed list of prompts, which are the same at every call and in every process, and a score of responses to them."""
 
 
 def build_task(config: ReasoningGymTask | DatasetTask, seed: int) -> Task:

@@ -9,6 +9,7 @@
 Other column names come from task.prompt_column and task.answer_column. A prompt is a string or chat messages.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,19 @@ class DatasetProblems:
         """Raises ValueError naming the field of [task] and, for columns, what the dataset has."""
         self._reward = load_reward(config.reward)
         rows = load_rows(config)
-        prompt_column = find_prompt_column(config, rows.column_names)
-        answer_column = _answer_column(config, prompt_column, rows.column_names)
-        self._prompts = [_read_prompt(config, i, row, prompt_column, answer_column) for i, row in enumerate(rows)]
+        column = find_prompt_column(config, rows.column_names)
+        answer_column = _answer_column(config, column, rows.column_names)
+        self._prompts: list[Prompt] = []
+        for index, row in enumerate(rows):
+            where = f"row {index} of {config.path}"
+            question, last_message = split_question(row[column], column, where)
+            answer = last_message if answer_column is None else _read_answer(row[answer_column])
+            if config.reward in REWARDS and (not isinstance(answer, str) or not answer):
+                raise ValueError(
+                    f"task.answer_column: {where} has the answer {answer!r}; task.reward = '{config.reward}' needs a text"
+                )
+            messages = chat_messages(question, config.instruction, config.system_prompt)
+            self._prompts.append(Prompt(f"{Path(config.path).stem}-{index}", messages, answer))
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -49,7 +60,8 @@ def load_rows(config: DatasetSource) -> Any:
     import datasets
 
     path = Path(config.path).expanduser()
-    if not path.exists() and (path.suffix in FILE_TYPES or config.path.startswith((".", "/", "~"))):
+    is_local = path.suffix in FILE_TYPES or config.path.startswith((".", "/", "~"))
+    if is_local and not path.exists():
         raise ValueError(f"task.path: no file or folder '{config.path}' in {Path.cwd()}")
     if path.is_file() and path.suffix not in FILE_TYPES:
         raise ValueError(f"task.path: {config.path} must end in {', '.join(FILE_TYPES)}")
@@ -61,9 +73,8 @@ def load_rows(config: DatasetSource) -> Any:
             return datasets.load_from_disk(str(path))
         if path.is_dir():
             return datasets.load_dataset(str(path), split=config.split)
-        # OWNER/NAME of the hub, or OWNER/NAME/CONFIGURATION.
-        owner_and_name, configuration = config.path.split("/")[:2], config.path.split("/")[2:]
-        return datasets.load_dataset("/".join(owner_and_name), *configuration, split=config.split)
+        owner, name, *configuration = config.path.split("/")
+        return datasets.load_dataset(f"{owner}/{name}", *configuration, split=config.split)
     except Exception as error:  # datasets, pyarrow and the hub each have types of their own
         raise ValueError(
             f"task.path or task.split: cannot read {config.path}: {error.__cause__ or error}. Give a json, jsonl or "
@@ -73,52 +84,29 @@ def load_rows(config: DatasetSource) -> Any:
 
 def find_prompt_column(config: DatasetSource, columns: list[str]) -> str:
     """Return prompt_column, or the first of the schemas' names. Raises ValueError listing the columns found."""
-    if config.prompt_column is not None:
-        return existing_column(config.prompt_column, "task.prompt_column", columns)
     names = ("prompt", "messages") if "reward_model" in columns else ("messages", "prompt", "question")
-    for name in names:
-        if name in columns:
-            return name
-    raise ValueError(
-        "task.prompt_column: no column prompt, messages or question; name the prompt's column. "
-        f"Columns found: {', '.join(columns)}"
-    )
+    return find_column("prompt_column", config.prompt_column, names, columns)
 
 
 def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) -> str | None:
     """Return None where answers come from the last message, or where a user's reward may do without."""
-    if config.answer_column is not None:
-        return existing_column(config.answer_column, "task.answer_column", columns)
-    for name in ("reward_model", "answer"):
-        if name in columns and name != prompt_column:
-            return name
-    if prompt_column == "messages" or config.reward not in REWARDS:
+    names = [name for name in ("reward_model", "answer") if name != prompt_column]
+    needed = prompt_column != "messages" and config.reward in REWARDS
+    if config.answer_column is None and not needed and not set(names) & set(columns):
         return None
-    raise ValueError(
-        f"task.answer_column: no column answer or reward_model, which task.reward = '{config.reward}' needs; name the "
-        f"answer's column. Columns found: {', '.join(columns)}"
-    )
+    return find_column("answer_column", config.answer_column, names, columns)
 
 
-def existing_column(column: str, field: str, columns: list[str]) -> str:
-    """Return `column` if it is there. Raises ValueError naming `field` and the columns found."""
-    if column not in columns:
-        raise ValueError(f"{field}: no column '{column}'. Columns found: {', '.join(columns)}")
-    return column
+def find_column(field: str, given: str | None, names: Sequence[str], columns: list[str]) -> str:
+    """Return the column `given` in a field of [task], or else the first of `names` that is there.
 
-
-def _read_prompt(
-    config: DatasetTask, index: int, row: dict[str, Any], prompt_column: str, answer_column: str | None
-) -> Prompt:
-    where = f"row {index} of {config.path}"
-    question, last_message = split_question(row[prompt_column], prompt_column, where)
-    answer = last_message if answer_column is None else _read_answer(row[answer_column])
-    if config.reward in REWARDS and (not isinstance(answer, str) or not answer):
-        raise ValueError(
-            f"task.answer_column: {where} has the answer {answer!r}; task.reward = '{config.reward}' needs a text"
-        )
-    messages = chat_messages(question, config.instruction, config.system_prompt)
-    return Prompt(id=f"{Path(config.path).stem}-{index}", messages=messages, answer=answer)
+    Raises ValueError naming the field and the columns found.
+    """
+    wanted = names if given is None else [given]
+    for name in wanted:
+        if name in columns:
+            return name
+    raise ValueError(f"task.{field}: no column {' or '.join(wanted)}; name one of those found: {', '.join(columns)}")
 
 
 def split_question(question: str | Messages, column: str, where: str) -> tuple[str | Messages, str | None]:

@@ -1,6 +1,7 @@
-"""From a question to token ids (chat messages, template, length limit), the prompts in flight, and samples to read."""
+"""From a question to token ids (chat messages, template, length limit), the order of prompts, and samples to read."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -26,46 +27,55 @@ def chat_messages(question: str | Messages, instruction: str, system_prompt: str
 
 
 class PromptEncoder:
-    """Applies the policy's chat template, and remembers prompts until their rollouts are scored."""
+    """Applies the policy's chat template, and holds the prompts of a step until their rollouts are scored."""
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self.in_flight: dict[str, Prompt] = {}
+        """Prompts of the step, by id."""
         self._max_prompt_tokens = max_prompt_tokens
-        self._prompts: dict[str, Prompt] = {}
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """Return the token that ends a response."""
-        token: int | None = self._tokenizer.eos_token_id
-        return token
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return token ids with the assistant's turn opened. Raises ValueError for a prompt over the limit."""
-        token_ids = self._tokenizer.apply_chat_template(
-            prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        token_ids = apply_template(self.tokenizer, prompt.messages)
         if len(token_ids) > self._max_prompt_tokens:
             raise ValueError(
                 f"prompt {prompt.id} has {len(token_ids)} tokens, rollout.max_prompt_tokens is "
                 f"{self._max_prompt_tokens}: raise it, or leave such prompts out of the task"
             )
-        return list(token_ids)
+        return token_ids
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of token ids, special tokens shown."""
-        return self._tokenizer.decode(token_ids)
 
-    def remember(self, prompt: Prompt) -> None:
-        """Keep a prompt for scoring."""
-        self._prompts[prompt.id] = prompt
+def apply_template(tokenizer: Any, messages: Messages, open_turn: bool = True) -> list[int]:
+    """Return the token ids of chat messages. open_turn: the assistant's turn is opened behind them."""
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=open_turn, tokenize=True, return_dict=False)
+    )
 
-    def prompt(self, prompt_id: str) -> Prompt:
-        """Return a remembered prompt."""
-        return self._prompts[prompt_id]
 
-    def forget_all(self) -> None:
-        """Drop the prompts of the last step."""
-        self._prompts.clear()
+class PromptOrder:
+    """Which prompts each step takes: a function of the seed and the step alone, so that a resume needs no state.
+
+    The prompts are reshuffled each epoch, and none comes twice in one. An epoch's last num_prompts % prompts_per_step
+    prompts are left out, so that no step mixes two epochs and holds one prompt twice.
+    """
+
+    def __init__(self, num_prompts: int, prompts_per_step: int, seed: int) -> None:
+        if prompts_per_step > num_prompts:
+            raise ValueError(
+                f"rollout.prompts_per_step = {prompts_per_step} is more than the {num_prompts} prompts of the task; "
+                "lower it, or raise task.size"
+            )
+        self._num_prompts, self._prompts_per_step, self._seed = num_prompts, prompts_per_step, seed
+        self._epoch, self._order = -1, list[int]()
+
+    def step(self, step: int) -> list[int]:
+        """Return the indices of the prompts of a step, counted from 1."""
+        epoch, batch = divmod(step - 1, self._num_prompts // self._prompts_per_step)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(self._num_prompts))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        return self._order[batch * self._prompts_per_step : (batch + 1) * self._prompts_per_step]
 
 
 def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: PromptEncoder) -> None:
@@ -74,9 +84,9 @@ def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: PromptEnco
     with path.open("w") as file:
         for scored in rollouts[:SAMPLES_PER_STEP]:
             rollout = scored.rollout
-            answer = prompts.prompt(rollout.prompt_id).answer
+            answer = prompts.in_flight[rollout.prompt_id].answer
             row = {
-                "prompt": prompts.decode(rollout.prompt_token_ids),
+                "prompt": prompts.tokenizer.decode(rollout.prompt_token_ids),
                 "response": rollout.text,
                 "answer": answer.get("answer", answer) if isinstance(answer, dict) else answer,
                 "reward": scored.reward,

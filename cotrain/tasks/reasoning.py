@@ -9,7 +9,7 @@ from typing import Any
 from cotrain.config.schema import ReasoningGymTask
 from cotrain.records import Prompt
 from cotrain.tasks.prompts import chat_messages
-from cotrain.tasks.rewards import extract_answer, extract_number, is_number
+from cotrain.tasks.rewards import NUMBER, extract_answer, extract_number
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +19,7 @@ class ReasoningGymProblems:
 
     def __init__(self, config: ReasoningGymTask, seed: int) -> None:
         """Raises ValueError naming task.name or task.parameters, with what is possible there."""
-        self._config = config
-        self._dataset = _create_dataset(config, seed)
+        self._config, self._dataset = config, _create_dataset(config, seed)
         self.prompt(0)
 
     def __len__(self) -> int:
@@ -35,7 +34,7 @@ class ReasoningGymProblems:
     def score(self, prompt: Prompt, response: str) -> float:
         """Return the verifier's score of the final answer in the response (cotrain.tasks.rewards has the rule)."""
         expected = prompt.answer["answer"]
-        extract = extract_number if isinstance(expected, str) and is_number(expected) else extract_answer
+        extract = extract_number if isinstance(expected, str) and NUMBER.fullmatch(expected.strip()) else extract_answer
         answer = extract(response)
         try:
             return float(self._dataset.score_answer(answer, prompt.answer))

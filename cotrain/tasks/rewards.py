@@ -35,20 +35,14 @@ NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\
 def extract_answer(response: str) -> str:
     """Return the final answer of a response by the module's rule; "" for an empty response."""
     marked = _marked_answer(response)
-    if marked is not None:
-        return marked
-    lines = response.split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return response.strip().rpartition("\n")[2].strip() if marked is None else marked
 
 
 def extract_number(response: str) -> str:
     """Return the final number of a response by the module's rule, without thousands commas; "" where there is none."""
     marked = _marked_answer(response)
-    text = response if marked is None else marked
-    numbers = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    if not numbers:
-        return ""
-    return (numbers[-1] if marked is None else numbers[0]).replace(",", "")
+    numbers = NUMBER.findall((response if marked is None else marked).replace("\N{MINUS SIGN}", "-")) or [""]
+    return str(numbers[-1 if marked is None else 0]).replace(",", "")
 
 
 def _marked_answer(response: str) -> str | None:
@@ -62,14 +56,10 @@ def _marked_answer(response: str) -> str | None:
     return rest_of_line.strip(" \t*:") or below.strip()
 
 
-def is_number(text: str) -> bool:
-    """Say whether the whole text is one number."""
-    return NUMBER.fullmatch(text.strip()) is not None
-
-
 def exact(prompt: Messages, response: str, answer: Any) -> float:
     """Return 1 when the final answer is the answer, up to blanks and a final full stop."""
-    return float(_normalised(extract_answer(response)) == _normalised(str(answer)))
+    found, expected = (" ".join(text.split()).removesuffix(".") for text in (extract_answer(response), str(answer)))
+    return float(found == expected)
 
 
 def numeric(prompt: Messages, response: str, answer: Any) -> float:
@@ -110,10 +100,9 @@ def load_reward(name: str) -> Reward:
         function = pkgutil.resolve_name(name)
         inspect.signature(function).bind([], "", "")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        known = ", ".join(REWARDS)
         raise ValueError(
-            f"task.reward: {name} is neither {known} nor a function (prompt, response, answer) that can be imported as "
-            f"package.module:function ({error})"
+            f"task.reward: {name} is neither {', '.join(REWARDS)} nor a function (prompt, response, answer) that can "
+            f"be imported as package.module:function ({error})"
         ) from error
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"task.reward: {name} is async; it must return the number itself")
@@ -122,14 +111,10 @@ def load_reward(name: str) -> Reward:
         value = function(prompt, response, answer)
         try:
             number = float(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"task.reward: {name} must return a number, got {value!r}") from error
+        except (TypeError, ValueError):
+            number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"task.reward: {name} returned {number} for response {response[:80]!r}")
+            raise ValueError(f"task.reward: {name} must return a finite number, got {value!r} for {response[:80]!r}")
         return number
 
     return reward
-
-
-def _normalised(text: str) -> str:
-    return " ".join(text.split()).removesuffix(".")

@@ -5,33 +5,14 @@ without replacement until all have been used (an epoch), the newest version firs
 before older ones are seen again.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
 from math import ceil
-from typing import Any
 
 import torch
 
 from cotrain.transport.features import FeatureRecord
 from drafters.alignment import DraftBatch
-from drafters.base import SamplingParams
-
-
-@dataclass
-class BufferStats:
-    """Rollouts that left or never entered, since the start of the run."""
-
-    dropped_for_bytes: int = 0
-    dropped_for_age: int = 0
-    untrainable: int = 0
-    """Without a single draft position to supervise (too short, or nothing but holes)."""
-
-
-@dataclass
-class _Entry:
-    record: FeatureRecord
-    used: bool = False  # in this epoch
 
 
 class FeatureBuffer:
@@ -39,44 +20,30 @@ class FeatureBuffer:
 
     def __init__(self, max_bytes: int, max_age: int):
         """max_age: oldest policy version kept, counted back from the newest that was added; 0 keeps only the newest."""
-        self.max_bytes = max_bytes
-        self.max_age = max_age
-        self.stats = BufferStats()
-        self._entries: deque[_Entry] = deque()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def records(self) -> list[FeatureRecord]:
+        self.max_bytes, self.max_age = max_bytes, max_age
+        self.records: list[FeatureRecord] = []
         """Oldest first."""
-        return [entry.record for entry in self._entries]
+        self._used: set[FeatureRecord] = set()  # in this epoch
+        self._dropped_for_bytes = self._dropped_for_age = self._untrainable = 0
 
     @property
-    def num_bytes(self) -> int:
-        return sum(record.num_bytes for record in self.records)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(record.num_tokens for record in self.records)
-
-    @property
-    def policy_versions(self) -> tuple[int, ...]:
-        """Versions held, ascending."""
-        return tuple(sorted({record.policy_version for record in self.records}))
+    def policy_versions(self) -> set[int]:
+        """Versions held."""
+        return {record.policy_version for record in self.records}
 
     def add(self, records: Sequence[FeatureRecord]) -> None:
         """Take in rollouts, then drop what is too old or too much, oldest first."""
-        trainable = [_Entry(record) for record in records if record.is_trainable]
-        self.stats.untrainable += len(records) - len(trainable)
-        entries = [*self._entries, *trainable]
-        oldest_kept = max((entry.record.policy_version for entry in entries), default=0) - self.max_age
-        self._entries = deque(entry for entry in entries if entry.record.policy_version >= oldest_kept)
-        self.stats.dropped_for_age += len(entries) - len(self._entries)
-        surplus = self.num_bytes - self.max_bytes
+        trainable = [record for record in records if record.is_trainable]
+        self._untrainable += len(records) - len(trainable)
+        held = [*self.records, *trainable]
+        oldest_kept = max((record.policy_version for record in held), default=0) - self.max_age
+        self.records = [record for record in held if record.policy_version >= oldest_kept]
+        self._dropped_for_age += len(held) - len(self.records)
+        surplus = sum(record.num_bytes for record in self.records) - self.max_bytes
         while surplus > 0:
-            surplus -= self._entries.popleft().record.num_bytes
-            self.stats.dropped_for_bytes += 1
+            surplus -= self.records.pop(0).num_bytes
+            self._dropped_for_bytes += 1
+        self._used &= set(self.records)
 
     def sample(self, batch_tokens: int, rng: torch.Generator) -> DraftBatch:
         """Whole rollouts of one policy version, at most batch_tokens together; a longer rollout comes alone.
@@ -84,37 +51,35 @@ class FeatureBuffer:
         What is left of a version in this epoch is split evenly, so that no batch is a small remainder. The buffer must
         not be empty.
         """
-        if all(entry.used for entry in self._entries):
-            for entry in self._entries:
-                entry.used = False
-        newest = max(entry.record.policy_version for entry in self._entries if not entry.used)
-        unused = [e for e in self._entries if not e.used and e.record.policy_version == newest]
-        tokens_left = sum(entry.record.num_tokens for entry in unused)
+        if len(self._used) == len(self.records):
+            self._used.clear()
+        unused = [record for record in self.records if record not in self._used]
+        newest = max(record.policy_version for record in unused)
+        unused = [record for record in unused if record.policy_version == newest]
+        tokens_left = sum(record.num_tokens for record in unused)
         share = tokens_left / ceil(tokens_left / batch_tokens)
         chosen: list[FeatureRecord] = []
         num_tokens = 0
         for index in torch.randperm(len(unused), generator=rng).tolist():
-            entry = unused[index]
-            if chosen and num_tokens + entry.record.num_tokens > batch_tokens:
+            if chosen and (num_tokens >= share or num_tokens + unused[index].num_tokens > batch_tokens):
                 break
-            entry.used = True
-            chosen.append(entry.record)
-            num_tokens += entry.record.num_tokens
-            if num_tokens >= share:
-                break
+            chosen.append(unused[index])
+            num_tokens += unused[index].num_tokens
+        self._used.update(chosen)
         return pack(chosen)
 
-    def state(self) -> dict[str, Any]:
-        """All rollouts, the state of the epoch, and the counts of BufferStats, for torch.save."""
-        rows = [{f.name: getattr(record, f.name) for f in fields(record)} for record in self.records]
-        rows = [row | {"sampling": astuple(row["sampling"])} for row in rows]
-        return {"rows": rows, "used": [entry.used for entry in self._entries], "stats": asdict(self.stats)}
+    def metrics(self) -> dict[str, float]:
+        """What is held, and the rollouts since the start of the run that left or never entered.
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Become the buffer that was saved; the bounds stay."""
-        records = [FeatureRecord(**row | {"sampling": SamplingParams(*row["sampling"])}) for row in state["rows"]]
-        self._entries = deque(_Entry(*entry) for entry in zip(records, state["used"], strict=True))
-        self.stats = BufferStats(**state["stats"])
+        An untrainable rollout has no draft position to supervise: it is too short, or has nothing but holes.
+        """
+        return {
+            "drafter/buffer_tokens": sum(record.num_tokens for record in self.records),
+            "drafter/buffer_bytes": sum(record.num_bytes for record in self.records),
+            "drafter/buffer_dropped_for_bytes": self._dropped_for_bytes,
+            "drafter/buffer_dropped_for_age": self._dropped_for_age,
+            "drafter/untrainable_rollouts": self._untrainable,
+        }
 
 
 def spread_over_prompts(records: Sequence[FeatureRecord], most: int) -> list[FeatureRecord]:

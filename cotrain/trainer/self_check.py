@@ -26,35 +26,32 @@ LOG_PROB_GAP = {"float32": 0.05, "bfloat16": 0.5}
 MAX_POSITIONS = 256
 
 
-HiddenStates = Callable[[list[int], tuple[int, ...]], tuple[Tensor, Tensor]]
-"""(token ids, layers) -> (aux [T, A*H], final [T, H]) of the policy learner's own forward."""
-
-
-def check_features(batch: RolloutBatch, hidden_states: HiddenStates, engine_dtype: str) -> float:
+def check_features(
+    batch: RolloutBatch, hidden_states: Callable[[list[int], tuple[int, ...]], tuple[Tensor, Tensor]], engine_dtype: str
+) -> float:
     """Compare one tapped rollout with the learner's own forward. Returns the largest relative error.
 
+    hidden_states: (token ids, layers) -> (aux [T, A*H], final [T, H]) of the policy learner's own forward.
     Each aux layer must also be closer to the policy's layer of that id than to its neighbours: where layers change
     little, an off-by-one can hide below the tolerance. Raises SelfCheckFailed naming the layers.
     """
     if not batch.features:
         raise SelfCheckFailed("no rollout of the first step was tapped; raise rollout.features.max_bytes")
     record = read_shard(batch.features[0].path)[0]
-    layers = record.aux_layers
-    keep = record.feature_mask.nonzero().flatten()[:MAX_POSITIONS]
+    layers, keep = record.aux_layers, record.feature_mask.nonzero().flatten()[:MAX_POSITIONS]
     # The layer above the top one may be the model's last, which is normed: a shift upwards shows in the others.
     near = sorted({n for layer in layers for n in (layer - 1, layer, layer + 1) if 0 <= n <= layers[-1]})
     aux, final = hidden_states(record.token_ids.tolist(), tuple(near))
-    states = _by_layer(near, aux[keep])
-    errors, nearest = {"final norm": relative_error(record.final_hidden[keep], final[keep])}, []
-    for layer, tapped in _by_layer(layers, record.aux_hidden[keep]).items():
-        distances = {candidate: relative_error(tapped, state) for candidate, state in states.items()}
-        errors[f"aux layer {layer}"] = distances[layer]
-        nearest.append(min(distances, key=lambda candidate: distances[candidate]))
+    states, tapped = _by_layer(near, aux[keep]), _by_layer(layers, record.aux_hidden[keep])
+    distances = {layer: {n: relative_error(tapped[layer], states[n]) for n in near} for layer in layers}
+    nearest = [min(near, key=distances[layer].__getitem__) for layer in layers]
     if nearest != list(layers):
         raise SelfCheckFailed(
             f"the engine's hidden states are not those of the configured layers: configured {list(layers)}, they look "
             f"like layers {nearest}; check drafter.model.aux_layers"
         )
+    errors = {f"aux layer {layer}": distances[layer][layer] for layer in layers}
+    errors["final norm"] = relative_error(record.final_hidden[keep], final[keep])
     worst = max(errors, key=lambda name: errors[name])
     if errors[worst] > TOLERANCE[engine_dtype]:
         raise SelfCheckFailed(

@@ -6,9 +6,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cotrain.models.loading import weight_files
 from drafters.base import TargetSpec, TargetWeights
-from drafters.files import read_config
+from drafters.files import read_config, weight_files
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -22,25 +21,21 @@ def read_target_weights(
     Raises ValueError when a file is unreadable, there is no embedding, or it is of another target.
     """
     path = Path(path)
-    found: dict[str, list[str]] = {EMBEDDING: [], HEAD: []}
-    matrices: dict[str, Tensor] = {}
+    # The head in the folder of a tied model is a leftover copy, which no engine loads.
+    tied = path.is_dir() and read_config(path).get("tie_word_embeddings")
+    found: dict[str, Tensor] = {}
     try:
         for part in weight_files(path) if path.is_dir() else [path]:
             with safe_open(part, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    for suffix in filter(name.endswith, found):
-                        found[suffix].append(name)
-                        matrices[suffix] = file.get_tensor(name).to(device, copy=True)
+                wanted = (name for name in file.keys() if name.endswith(EMBEDDING if tied else (EMBEDDING, HEAD)))  # noqa: SIM118
+                found |= {name: file.get_tensor(name).to(device, copy=True) for name in wanted}
     except (SafetensorError, FileNotFoundError) as error:
         raise ValueError(f"target weights {path} cannot be read: {error}") from error
-    if len(found[EMBEDDING]) != 1 or len(found[HEAD]) > 1:
-        raise ValueError(f"{path} has {found[EMBEDDING]} and {found[HEAD]}; expected one embedding, at most one head")
-    if path.is_dir() and read_config(path).get("tie_word_embeddings"):
-        matrices.pop(HEAD, None)  # a leftover copy, which no engine loads
-    for suffix, matrix in matrices.items():
-        if tuple(matrix.shape) != (target.vocab_size, target.hidden_size):
-            raise ValueError(
-                f"{found[suffix][0]} in {path} is {tuple(matrix.shape)}, the target's is "
-                f"{(target.vocab_size, target.hidden_size)}"
-            )
-    return TargetWeights(matrices[EMBEDDING], matrices.get(HEAD, matrices[EMBEDDING]), policy_version)
+    embeddings, heads = ([name for name in found if name.endswith(suffix)] for suffix in (EMBEDDING, HEAD))
+    if len(embeddings) != 1 or len(heads) > 1:
+        raise ValueError(f"{path} has {embeddings} and {heads}; expected one embedding, at most one head")
+    expected = (target.vocab_size, target.hidden_size)
+    for name, matrix in found.items():
+        if tuple(matrix.shape) != expected:
+            raise ValueError(f"{name} in {path} is {tuple(matrix.shape)}, the target's is {expected}")
+    return TargetWeights(found[embeddings[0]], found[[*heads, *embeddings][0]], policy_version)

@@ -6,7 +6,7 @@ All random choices come from its own generator, so that a run that is saved and 
 import copy
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,21 @@ import torch
 from cotrain.config.schema import RunConfig
 from cotrain.records import FeatureShard, WeightPayload
 from cotrain.trainer.buffer import FeatureBuffer, spread_over_prompts
-from cotrain.trainer.distiller import Distiller, vocabulary_counts
+from cotrain.trainer.distiller import Distiller
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
 from drafters.acceptance import RolloutAcceptance
-from drafters.base import Drafter, ServingSpec, TargetWeights
+from drafters.base import Drafter, SamplingParams, ServingSpec, TargetWeights
 
 MAX_ROLLOUTS = 32
 """Most rollouts of a step that drafters are scored on, spread over its prompts: scoring all of a large step would cost
 a tenth of its time and decide little better."""
 
 STATE = "trainer.pt"
-PLAIN_STATE = ("drafter_version", "_rounds", "_published_round", "_newest_features", "_needs_vocabulary")
+PLAIN_STATE = ("drafter_version", "_rounds", "_published_round", "_needs_vocabulary", "_buffer", "_target_weights")
 """Attributes of a trainer that a checkpoint holds as they are."""
+STATE_CLASSES: list[Any] = [FeatureBuffer, FeatureRecord, SamplingParams, TargetWeights]
+"""Classes that a checkpoint may hold; torch.load refuses all others."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,6 @@ class DrafterTrainer(Distiller):
         assert drafter is not None
         updates = config.steps // drafter.train_every * drafter.updates_per_step
         super().__init__(config, model_path, init_folder, updates, device)
-        self._dtype = getattr(torch, rollout.dtype)
         self.drafter_version = 0
         """Publications so far."""
         self._rounds = self._published_round = 0
@@ -61,7 +62,6 @@ class DrafterTrainer(Distiller):
         max_bytes = (drafter.buffer.max_age + 1) * rollout.num_engines * rollout.features.max_bytes
         self._buffer = FeatureBuffer(max_bytes, drafter.buffer.max_age)
         self._fresh: list[FeatureRecord] = []
-        self._newest_features = -1  # newest policy version whose features were seen
         self._needs_vocabulary = init_folder is None and drafter.train
         self._rng = torch.Generator().manual_seed(config.seed)
 
@@ -69,10 +69,11 @@ class DrafterTrainer(Distiller):
         """How engines serve the drafter."""
         return self.drafter.serving
 
-    def set_target_weights(self, payload_path: str, policy_version: int) -> None:
+    def set_target_weights(self, payload_path: str | Path, policy_version: int) -> None:
         """As Distiller's; versions that no held feature needs are forgotten."""
         super().set_target_weights(payload_path, policy_version)
-        self._forget_target_weights()
+        needed = {policy_version, *self._buffer.policy_versions}
+        self._target_weights = {v: weights for v, weights in self._target_weights.items() if v in needed}
 
     def add_features(self, shards: list[FeatureShard]) -> dict[str, float]:
         """Read and delete the shards' files and keep their rollouts.
@@ -86,13 +87,12 @@ class DrafterTrainer(Distiller):
             Path(shard.path).unlink()
         self._fresh = [record for record in records if record.is_trainable]
         metrics: dict[str, float] = {}
-        if records:
-            self._newest_features = max(self._newest_features, *(record.policy_version for record in records))
-            if self._needs_vocabulary:
-                metrics["drafter/vocabulary_coverage"] = self._choose_vocabulary(records)
-            self._buffer.add(records)
-            self._forget_target_weights()
-        return metrics | self._buffer_metrics()
+        if records and self._needs_vocabulary:
+            self._needs_vocabulary = False
+            rollouts = ((r.token_ids[: r.prompt_length], r.token_ids[r.prompt_length :]) for r in records)
+            metrics["drafter/vocabulary_coverage"] = self.choose_vocabulary(rollouts, records[-1].policy_version)
+        self._buffer.add(records)
+        return metrics | self._buffer.metrics()
 
     def take_in(
         self, shards: list[FeatureShard], serving: int, keep: Collection[int]
@@ -122,27 +122,26 @@ class DrafterTrainer(Distiller):
     def train(self, step: int) -> dict[str, float]:
         """One training round: updates_per_step optimizer steps on the buffer.
 
-        Metrics are those of `update` and lag_versions (newest policy version seen minus the one trained on), as means
+        Metrics are those of `update` and lag_versions (newest policy version held minus the one trained on), as means
         over the updates. Raises ValueError when there is nothing to train on.
         """
-        if not len(self._buffer):
+        if not self._buffer.records:
             raise ValueError(
                 f"step {step}: no features to train the drafter on: every rollout was dropped or has only holes; "
                 "raise rollout.features.max_bytes"
             )
-        started = time.perf_counter()
-        updates = []
+        started, newest, updates = time.perf_counter(), max(self._buffer.policy_versions), []
         for _ in range(self._config.updates_per_step):
             batch = self._buffer.sample(self._config.batch_tokens, self._rng)
             updates.append(self.update(batch, step))
-            updates[-1]["lag_versions"] = float(self._newest_features - batch.policy_version)
+            updates[-1]["lag_versions"] = float(newest - batch.policy_version)
         seconds = time.perf_counter() - started
         self._rounds += 1
         num_tokens = sum(update.pop("num_tokens") for update in updates)
         metrics = {f"drafter/{name}": sum(u[name] for u in updates) / len(updates) for name in updates[0]}
         metrics["drafter/learning_rate"] = updates[-1]["learning_rate"]
         metrics |= {"drafter/tokens_per_s": num_tokens / seconds, "drafter/train_s": seconds}
-        return metrics | self._buffer_metrics()
+        return metrics | self._buffer.metrics()
 
     def publish(self, weights_of: int | None = None) -> int:
         """Give the current weights, or those of an earlier publication, the next drafter version.
@@ -161,33 +160,33 @@ class DrafterTrainer(Distiller):
 
     def save_checkpoint(self, folder: str | Path, version: int) -> None:
         """Write a publication as the folder that stock vLLM serves, in the engines' number format."""
-        self._published[version].save(folder, self._dtype)
+        self._published[version].save(folder, self.serving_dtype)
 
     def write_payload(self, path: str | Path, version: int) -> WeightPayload:
         """Write a publication for the engines, in their number format."""
-        return write_payload(self._published[version].state_for_serving(), path, self._dtype)
+        return write_payload(self._published[version].state_for_serving(), path, self.serving_dtype)
 
     def save(self, folder: str | Path) -> None:
         """Write everything an exact continuation needs: drafters in float32, optimizer, buffer, target weights."""
-        self.save_without_features(folder)
+        super().save(folder)
         state = {name: getattr(self, name) for name in PLAIN_STATE}
         state["published"] = {version: drafter.state_dict() for version, drafter in self._published.items()}
-        state["target_weights"] = {v: (w.embedding, w.head) for v, w in self._target_weights.items()}
-        torch.save(state | {"buffer": self._buffer.state(), "rng": self._rng.get_state()}, Path(folder) / STATE)
+        torch.save(state | {"rng": self._rng.get_state()}, Path(folder) / STATE)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by `save`. Raises ValueError when its drafter does not fit this one."""
-        self.load_without_features(folder)
-        state = torch.load(Path(folder) / STATE, map_location="cpu", weights_only=True)
+        super().load(folder)
+        with torch.serialization.safe_globals(STATE_CLASSES):
+            state = torch.load(Path(folder) / STATE, map_location="cpu", weights_only=True)
         for name in PLAIN_STATE:
             setattr(self, name, state[name])
+        for version, w in self._target_weights.items():
+            on_device = replace(w, embedding=w.embedding.to(self._device), head=w.head.to(self._device))
+            self._target_weights[version] = on_device
         self._published = {}
         for version, weights in state["published"].items():
             self._published[version] = self._frozen_copy()
             self._published[version].load_state_dict(weights)
-        for version, (embedding, head) in state["target_weights"].items():
-            self._target_weights[version] = TargetWeights(embedding.to(self._device), head.to(self._device), version)
-        self._buffer.load_state(state["buffer"])
         self._rng.set_state(state["rng"])
 
     def _frozen_copy(self) -> Drafter:
@@ -196,35 +195,13 @@ class DrafterTrainer(Distiller):
     def _read(self, shard: FeatureShard) -> list[FeatureRecord]:
         records = read_shard(shard.path)
         first = records[0]
-        wanted: dict[str, tuple[Any, list[Any]]] = {
-            "policy version": (first.policy_version, sorted(self._target_weights)),
-            "sampling": (first.sampling, [self._sampling]),
-            "aux layers": (first.aux_layers, [self.drafter.serving.aux_layers]),
-        }
-        for name, (theirs, known) in wanted.items():
+        for name, theirs, known in (
+            ("policy version", first.policy_version, sorted(self._target_weights)),
+            ("sampling", first.sampling, [self._sampling]),
+            ("aux layers", first.aux_layers, [self.drafter.serving.aux_layers]),
+        ):
             if theirs not in known:
                 raise ValueError(
                     f"features that cannot be trained on: {shard.path} has {name} {theirs}, the trainer knows {known}"
                 )
         return records
-
-    def _choose_vocabulary(self, records: list[FeatureRecord]) -> float:
-        self._needs_vocabulary = False
-        rollouts = ((r.token_ids[: r.prompt_length], r.token_ids[r.prompt_length :]) for r in records)
-        counts = vocabulary_counts(rollouts, self._target.vocab_size)
-        return self.choose_vocabulary(counts, records[-1].policy_version)
-
-    def _forget_target_weights(self) -> None:
-        needed = {*self._buffer.policy_versions, *(record.policy_version for record in self._fresh)}
-        known = self._target_weights
-        self._target_weights = {v: w for v, w in known.items() if v in needed or v > self._newest_features}
-
-    def _buffer_metrics(self) -> dict[str, float]:
-        stats = self._buffer.stats
-        return {
-            "drafter/buffer_tokens": self._buffer.num_tokens,
-            "drafter/buffer_bytes": self._buffer.num_bytes,
-            "drafter/buffer_dropped_for_bytes": stats.dropped_for_bytes,
-            "drafter/buffer_dropped_for_age": stats.dropped_for_age,
-            "drafter/untrainable_rollouts": stats.untrainable,
-        }

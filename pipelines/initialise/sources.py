@@ -8,18 +8,17 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from cotrain.config.schema import DatasetRollouts, PolicyRollouts, RunConfig
 from cotrain.controller import request_seed
 from cotrain.records import RolloutRequest
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from cotrain.tasks.base import build_task
-from cotrain.tasks.datasets import existing_column, find_prompt_column, load_rows, split_question
-from cotrain.tasks.prompt_order import PromptOrder
-from cotrain.tasks.prompts import PromptEncoder, chat_messages
+from cotrain.tasks.datasets import find_column, find_prompt_column, load_rows, split_question
+from cotrain.tasks.prompts import Messages, PromptEncoder, PromptOrder, apply_template, chat_messages
 from pipelines.initialise.rollouts import Corpus, StoredRollout, read_recorded
-
-Messages = list[dict[str, str]]
 
 PART_ROLLOUTS = 128
 """Most rollouts of one part on disk, which is what a crash can lose."""
@@ -32,21 +31,23 @@ class PromptStream:
     num_prompts: int
     encode: Callable[[int], tuple[str, list[int]]]
     """Index -> (prompt id, token ids)."""
-    samples_per_prompt: int
-    seed: int
-    notes: tuple[str, ...] = ()
+    config: RunConfig
+
+    async def next_part(self, engine: RolloutEngine, done: int, count: int) -> list[StoredRollout]:
+        """Generate about `count` rollouts after the first `done` ones."""
+        samples = self.config.rollout.samples_per_prompt
+        batch = await engine.generate(self.requests(done // samples, max(1, round(count / samples))), tap=False)
+        return [StoredRollout(r.prompt_id, r.sample_index, r.prompt_token_ids, r.token_ids) for r in batch.rollouts]
 
     def requests(self, first: int, count: int) -> list[RolloutRequest]:
         """All samples of the prompts number first to first + count - 1 of the series."""
-        order = PromptOrder(self.num_prompts, 1, self.seed)
-        requests = []
+        seed, samples = self.config.seed, self.config.rollout.samples_per_prompt
+        order, requests = PromptOrder(self.num_prompts, 1, seed), []
         for number in range(first, first + count):
-            epoch, position = divmod(number, self.num_prompts)
-            order.restore({"epoch": epoch, "position": position})
-            prompt_id, token_ids = self.encode(order.next()[0])
-            for sample in range(epoch * self.samples_per_prompt, (epoch + 1) * self.samples_per_prompt):
-                seed = request_seed(self.seed, 0, prompt_id, sample)
-                requests.append(RolloutRequest(prompt_id, sample, token_ids, seed))
+            prompt_id, token_ids = self.encode(order.step(number + 1)[0])
+            first_sample = number // self.num_prompts * samples
+            for sample in range(first_sample, first_sample + samples):
+                requests.append(RolloutRequest(prompt_id, sample, token_ids, request_seed(seed, 0, prompt_id, sample)))
         return requests
 
 
@@ -55,50 +56,41 @@ class GivenRollouts:
     """Responses that need not be generated."""
 
     rollouts: list[StoredRollout]
-    notes: tuple[str, ...] = ()
+
+    async def next_part(self, engine: RolloutEngine, done: int, count: int) -> list[StoredRollout]:
+        """As PromptStream's; empty when there are no more."""
+        return self.rollouts[done : done + count]
 
 
 Source = PromptStream | GivenRollouts
 
 
 def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) -> Source:
-    """The source of [init.source], read and checked. Raises ValueError naming its field."""
+    """The source of [init.source], read and checked, with notes on the console. Raises ValueError naming its field."""
     source = config.init.source
     if isinstance(source, PolicyRollouts):
         task = build_task(config.task, config.seed)
-        encoder = PromptEncoder(_tokenizer(model), config.rollout.max_prompt_tokens)
+        encoder = PromptEncoder(AutoTokenizer.from_pretrained(model), config.rollout.max_prompt_tokens)
 
         def encode(index: int) -> tuple[str, list[int]]:
             prompt = task.prompt(index)
             return prompt.id, encoder.encode(prompt)
 
-        return PromptStream(len(task), encode, config.rollout.samples_per_prompt, config.seed)
+        return PromptStream(len(task), encode, config)
     try:
         if isinstance(source, DatasetRollouts):
-            return _from_dataset(source, config, _tokenizer(model))
+            return _from_dataset(source, config, AutoTokenizer.from_pretrained(model))
         rollouts, about = read_recorded(source.path, fingerprints)
-        kept, notes = _fitting(rollouts, config, source.path)
+        if about["sampling"] != sampling(config):
+            print(f"note: the rollouts were sampled with {about['sampling']}, [rollout] has {sampling(config)}")
+        return GivenRollouts(_fitting(rollouts, config, source.path))
     except ValueError as error:
         raise ValueError(str(error).replace("task.", "init.source.")) from error
-    ours = sampling(config)
-    differing = [
-        f"{name} {value}, now {ours[name]}" for name, value in about["sampling"].items() if value != ours[name]
-    ]
-    if differing:
-        notes = (f"the rollouts were sampled with {'; '.join(differing)}", *notes)
-    return GivenRollouts(kept, notes)
 
 
 def sampling(config: RunConfig) -> dict[str, float]:
-    """How responses are drawn, as corpus.json records it."""
-    rollout = config.rollout
-    return {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
-
-
-def _tokenizer(model: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)
+    """How responses are drawn, as the corpus records it."""
+    return config.rollout.model_dump(include={"temperature", "top_p", "top_k"})
 
 
 async def collect(
@@ -114,78 +106,63 @@ async def collect(
     The next part depends on the corpus alone, so that an interrupted collection ends as any other.
     """
     wanted, before, started = config.init.tokens, corpus.num_response_tokens, time.monotonic()
-    while (have := corpus.num_response_tokens) < wanted:
-        if stop_requested():
-            return False
-        done = len(corpus.rollouts)
+    while not stop_requested():
+        have, done = corpus.num_response_tokens, len(corpus.rollouts)
+        if have >= wanted:
+            return True
         mean_length = have / done if done else config.rollout.max_new_tokens
-        part = await _next_part(engine, source, done, min(PART_ROLLOUTS, ceil((wanted - have) / mean_length)))
+        part = await source.next_part(engine, done, min(PART_ROLLOUTS, ceil((wanted - have) / mean_length)))
         if not part:
             say(f"note: init.source has no more than {have:,} response tokens; init.tokens asks for {wanted:,}")
-            break
+            return True
         corpus.append(part)
-        have, done = corpus.num_response_tokens, len(corpus.rollouts)
+        have = corpus.num_response_tokens
         rate = (have - before) / (time.monotonic() - started)
         eta = duration(max(0, wanted - have) / rate, decimals=0)
-        say(f"rollouts {done:,}  {have:,}/{wanted:,} tokens  {rate:,.0f} tok/s  eta {eta}")
-    return not stop_requested()
-
-
-async def _next_part(engine: RolloutEngine, source: Source, done: int, count: int) -> list[StoredRollout]:
-    """About `count` rollouts after the first `done` ones."""
-    if isinstance(source, GivenRollouts):
-        return source.rollouts[done : done + count]
-    samples = source.samples_per_prompt
-    batch = await engine.generate(source.requests(done // samples, max(1, round(count / samples))), tap=False)
-    return [
-        StoredRollout(r.prompt_id, r.sample_index, r.prompt_token_ids, r.token_ids, r.finish_reason)
-        for r in batch.rollouts
-    ]
+        say(f"rollouts {len(corpus.rollouts):,}  {have:,}/{wanted:,} tokens  {rate:,.0f} tok/s  eta {eta}")
+    return False
 
 
 def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) -> Source:
     rows = load_rows(source)
     column = find_prompt_column(source, rows.column_names)
-    if source.response_column is not None:
-        existing_column(source.response_column, "task.response_column", rows.column_names)
+    given = source.response_column
+    if given is not None:
+        find_column("response_column", given, (), rows.column_names)
     examples = []
     for index, row in enumerate(rows):
         where = f"row {index} of {source.path}"
         question, last_message = split_question(row[column], column, where)
         messages = chat_messages(question, "", "")
-        prompt = _template(tokenizer, messages, add_generation_prompt=True)
-        response: list[int] = []
-        if source.response_column is not None:
-            text = last_message if source.response_column == column else row[source.response_column]
-            response = _response_tokens(messages, prompt, text, tokenizer, where)
-        examples.append(StoredRollout(f"{Path(source.path).stem}-{index}", 0, prompt, response, "stop"))
-    kept, notes = _fitting(examples, config, source.path)
-    if source.response_column is not None:
+        prompt, response = apply_template(tokenizer, messages), list[int]()
+        if given is not None:
+            response = _response(messages, prompt, last_message if given == column else row[given], tokenizer, where)
+        examples.append(StoredRollout(f"{Path(source.path).stem}-{index}", 0, prompt, response))
+    kept = _fitting(examples, config, source.path)
+    if given is not None:
         random.Random(config.seed).shuffle(kept)
-        return GivenRollouts(kept, notes)
+        return GivenRollouts(kept)
     prompts = [(example.prompt_id, example.prompt_token_ids) for example in kept]
-    return PromptStream(len(prompts), prompts.__getitem__, config.rollout.samples_per_prompt, config.seed, notes)
+    return PromptStream(len(prompts), prompts.__getitem__, config)
 
 
-def _fitting(
-    rollouts: list[StoredRollout], config: RunConfig, path: str
-) -> tuple[list[StoredRollout], tuple[str, ...]]:
-    """The rollouts within the bounds of [rollout], and a note where there are others."""
+def _fitting(rollouts: list[StoredRollout], config: RunConfig, path: str) -> list[StoredRollout]:
+    """The rollouts within the bounds of [rollout]; a note says how many others there are."""
     limit, longest = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
     kept = [r for r in rollouts if len(r.prompt_token_ids) <= limit and len(r.token_ids) <= longest]
     if not kept:
         raise ValueError(f"task.path: {path} has nothing within rollout.max_prompt_tokens and max_new_tokens")
-    if len(kept) == len(rollouts):
-        return kept, ()
-    left_out = len(rollouts) - len(kept)
-    return kept, (f"{left_out} of {len(rollouts)} are over rollout.max_prompt_tokens or max_new_tokens and left out",)
+    if left_out := len(rollouts) - len(kept):
+        bounds = "rollout.max_prompt_tokens or max_new_tokens"
+        print(f"note: {left_out} of {len(rollouts)} are over {bounds} and left out")
+    return kept
 
 
-def _response_tokens(messages: Messages, prompt: list[int], response: Any, tokenizer: Any, where: str) -> list[int]:
+def _response(messages: Messages, prompt: list[int], response: Any, tokenizer: Any, where: str) -> list[int]:
     """A response as the policy would have written it: from the opened turn to the end-of-sequence token."""
     if not isinstance(response, str) or not response:
         raise ValueError(f"task.response_column: {where} has the response {response!r}; it must be a text")
-    whole = _template(tokenizer, [*messages, {"role": "assistant", "content": response}], add_generation_prompt=False)
+    whole = apply_template(tokenizer, [*messages, {"role": "assistant", "content": response}], open_turn=False)
     if whole[: len(prompt)] != prompt:
         raise ValueError(
             f"task.response_column: {where}: the chat template of policy.model rewrites the prompt when a response "
@@ -195,10 +172,3 @@ def _response_tokens(messages: Messages, prompt: list[int], response: Any, token
     if tokenizer.eos_token_id in token_ids:  # templates go on with a line break, which no policy writes
         token_ids = token_ids[: token_ids.index(tokenizer.eos_token_id) + 1]
     return token_ids
-
-
-def _template(tokenizer: Any, messages: Messages, add_generation_prompt: bool) -> list[int]:
-    ids = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
-    )
-    return list(ids)

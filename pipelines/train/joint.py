@@ -38,7 +38,7 @@ from cotrain.run.provenance import write_provenance
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import build_task
-from cotrain.tasks.prompt_order import PromptOrder
+from cotrain.tasks.prompts import PromptOrder
 
 if TYPE_CHECKING:
     from cotrain.controller import Controller
@@ -78,8 +78,6 @@ def train(config: RunConfig, resume: bool) -> int:
             ready("Ray")
             task = build_task(config.task, config.seed)
             order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
-            if state.task_position is not None:
-                order.restore(state.task_position)
             tracking = _start_tracking(config, run_dir, state, console, stack)
             from cotrain.controller import Controller, Prompts, Records
             from pipelines.train.roles import start_roles

@@ -19,7 +19,7 @@ from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
-from cotrain.tasks.prompt_order import PromptOrder
+from cotrain.tasks.prompts import PromptOrder
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
 
 NO_DRAFTS = GainReport(num_steps=40, seconds=1.0, seconds_without=1.0)
@@ -112,19 +112,12 @@ class Tracker:
 
 
 class Encoder:
-    eos_token_id = None
+    def __init__(self) -> None:
+        self.tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda token_ids: "")
+        self.in_flight: dict[str, Prompt] = {}
 
     def encode(self, prompt: Prompt) -> list[int]:
         return [1, 2]
-
-    def decode(self, token_ids: list[int]) -> str:
-        return ""
-
-    def prompt(self, prompt_id: str) -> Prompt:
-        return Prompt(prompt_id, [], None)
-
-    def remember(self, prompt: Prompt) -> None: ...
-    def forget_all(self) -> None: ...
 
 
 @pytest.fixture
@@ -147,7 +140,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         checkpoint = latest_checkpoint(run_dir)
         state = load_state(checkpoint) if checkpoint else None
         order = PromptOrder(PROMPTS, PROMPTS, 0)
-        state = state or RunState(0, Versions(0, 0), order.state(), {}, {})
+        state = state or RunState(0, Versions(0, 0), None, {}, {})
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None), score=lambda prompt, text: 0.0)
         publisher = Publisher(config, world, world, tmp_path, None, state.versions)
         roles: Any = Roles(Engines(world), Policy(), Drafter(world), publisher, tmp_path)  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters
@@ -101,7 +100,7 @@ def stopped_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 def test_ctrl_c_keeps_the_parts_and_a_resume_finishes(stopped_and_resumed: tuple[Path, str, str]) -> None:
     run, stopped, resumed = stopped_and_resumed
     assert "stopping after this part" in stopped and "cotrain init --resume first" in stopped
-    corpus = Corpus(run / "rollouts")
+    corpus = Corpus(run, {})
     assert 1000 <= corpus.num_response_tokens < 1100
     assert len({(r.prompt_id, r.sample_index) for r in corpus.rollouts}) == len(corpus.rollouts)
     assert re.search(r"epoch 2/2  update \d+/\d+  loss .*expected acceptance length .*tok/s  eta 0s", resumed)
@@ -110,15 +109,12 @@ def test_ctrl_c_keeps_the_parts_and_a_resume_finishes(stopped_and_resumed: tuple
     assert "WARNING" not in resumed
 
 
-def test_the_drafter_is_better_served_as_saved_and_registered(stopped_and_resumed: tuple[Path, str, str]) -> None:
+def test_the_drafter_is_better_served_and_registered(stopped_and_resumed: tuple[Path, str, str]) -> None:
     run, _, resumed = stopped_and_resumed
     figures = json.loads((run / "init.json").read_text())
     before = re.search(r"before training: expected acceptance length (\S+)", resumed)
     assert before and figures["expected_acceptance_length"] > float(before[1]) + 0.05
     assert figures["served"]["acceptance_length"] > 1.05 and len(figures["served"]["acceptance_rates"]) == 3
-    saved = load_file(run / "drafter" / "model.safetensors")
-    (best,) = (run / "checkpoints").glob("step_*/best/model.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in load_file(best).items())
     (row,) = list_drafters(absolute_uri(f"sqlite:///{run.parent}/mlflow.db"))
     assert float(row.tags["acceptance_length"]) == pytest.approx(figures["served"]["acceptance_length"], abs=1e-4)
     assert figures["registered_version"] == int(row.version) and row.aliases == ["best", "serving"]

@@ -17,7 +17,8 @@ def scored(i: int, speculation: SpeculationCounts | None = None) -> ScoredRollou
 
 def prompts(answer) -> SimpleNamespace:
     """A PromptEncoder, as far as samples need it."""
-    return SimpleNamespace(decode=lambda ids: f"prompt {ids}", prompt=lambda name: Prompt(name, [], answer))
+    in_flight = {f"p{i}": Prompt(f"p{i}", [], answer) for i in range(6)}
+    return SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: f"prompt {ids}"), in_flight=in_flight)
 
 
 def rows(path) -> list[dict]:

@@ -45,5 +45,6 @@ def test_a_folder_without_an_embedding_is_refused(read, target, tmp_path):
     tensors = load_file(target.folder / "model.safetensors")
     del tensors["model.embed_tokens.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="expected one embedding"):
         read(tmp_path)

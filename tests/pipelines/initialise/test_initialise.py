@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.records import SpeculationCounts
 from pipelines.cli import main
-from pipelines.initialise.result import SERVED_ROLLOUTS, Served, served_requests, summary
+from pipelines.initialise.result import SERVED_ROLLOUTS, served_requests, summary
 from pipelines.initialise.rollouts import StoredRollout
 
 SMOKE = "configs/smoke.toml"
@@ -26,7 +25,10 @@ def test_a_dry_run_prints_the_configuration(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["drafter=none"], "drafter: `cotrain init` trains a drafter; add [drafter.model]"),
-        (["init.source.type=rollouts", "init.source.path=/nowhere"], "init.source.path: /nowhere: no such folder"),
+        (
+            ["init.source.type=rollouts", "init.source.path=/nowhere"],
+            "init.source.path: /nowhere is no run folder of a `cotrain init`",
+        ),
         (["init.source.type=dataset", "init.source.path=/no.jsonl"], "init.source.path: no file or folder"),
         (["init.holdout=1"], "init.holdout:"),
         (["drafter.init=/nowhere"], "drafter.init: /nowhere has no config.json"),
@@ -51,28 +53,27 @@ def test_resuming_a_run_that_does_not_exist(tmp_path, capsys):
 
 @pytest.mark.parametrize(("prompts", "samples", "expected"), [(3, 8, 24), (80, 8, 80), (200, 8, SERVED_ROLLOUTS)])
 def test_the_served_evaluation_is_bounded(run_config, prompts, samples, expected):
-    holdout = [StoredRollout(f"p{i}", s, [i, 1], [2], "stop") for i in range(prompts) for s in range(samples)]
+    holdout = [StoredRollout(f"p{i}", s, [i, 1], [2]) for i in range(prompts) for s in range(samples)]
     requests = served_requests(holdout, run_config(rollout={"samples_per_prompt": samples}))
     assert len(requests) == expected
     assert len({r.seed for r in requests}) == expected
 
 
 def test_the_summary_says_what_came_out_and_what_to_do_next(run_config):
-    served = Served(SpeculationCounts((0, 1000), ((0, 0), (600, 300))), 64, 120.0, 80.0)
+    served = {"acceptance_length": 1.9, "acceptance_rates": [0.6, 0.3]}
     figures = {
         "source": {"type": "policy"}, "data_fingerprint": "abc", "training_rollouts": 90, "holdout_rollouts": 10,
         "response_tokens": 5000, "vocabulary_coverage": 0.987, "updates": 30, "planned_updates": 40, "best_update": 20,
-        "expected_acceptance_length": 1.88, "expected_acceptance_rates": [0.58, 0.3], "served": served.to_json(),
+        "expected_acceptance_length": 1.88, "expected_acceptance_rates": [0.58, 0.3], "served": served,
         "seconds": 130.0, "registered_model": "tiny-drafter", "registered_version": 3,
     }  # fmt: skip
     config = run_config(policy={"model": "tiny:llama"}, rollout={"num_speculative_tokens": 2})
-    text = "\n".join(summary(figures, config, Path("runs/x/drafter")))
+    text = summary(figures, config, Path("runs/x/drafter"))
     for part in [
         "5,000 response tokens in 2m",
         "covers 98.70%",
         "expected 1.880, served 1.900",
         "1: 0.600  2: 0.300",
-        "120 tok/s, 80 without speculation: 1.50 times",
         "models:/tiny-drafter/3",
         "drafter.init=runs/x/drafter",
         "cotrain bench --model tiny:llama --drafter runs/x/drafter",

@@ -1,27 +1,25 @@
 """Rollouts on disk: parts, the split by prompt, and what is refused."""
 
 import asyncio
-import json
 from dataclasses import dataclass, field
 
 import pytest
 
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Versions
-from pipelines.initialise import rollouts as rollouts_module
-from pipelines.initialise.rollouts import Corpus, StoredRollout, data_fingerprint, read_recorded, split_prompts
+from cotrain.run.rows import read_rows
+from pipelines.initialise.rollouts import FILE, Corpus, StoredRollout, data_fingerprint, read_recorded, split_prompts
 from pipelines.initialise.sources import GivenRollouts, PromptStream, collect
 
 FINGERPRINTS = {"model": "m", "tokenizer": "t"}
 
 
 def stored(prompt: int, sample: int = 0, length: int = 5) -> StoredRollout:
-    return StoredRollout(f"p{prompt}", sample, [prompt, 1, 2], list(range(length)), "stop")
+    return StoredRollout(f"p{prompt}", sample, [prompt, 1, 2], list(range(length)))
 
 
 def new_corpus(folder) -> Corpus:
-    corpus = Corpus(folder)
-    corpus.describe({"policy": "tiny", "fingerprints": FINGERPRINTS, "sampling": {}})
-    return corpus
+    folder.mkdir(exist_ok=True)
+    return Corpus(folder, {"policy": "tiny", "fingerprints": FINGERPRINTS, "sampling": {}})
 
 
 @dataclass
@@ -40,8 +38,11 @@ class EchoEngine:
         return RolloutBatch(rollouts, [], None, 1.0, 0)
 
 
-def stream(num_prompts: int, samples: int = 2) -> PromptStream:
-    return PromptStream(num_prompts, lambda i: (f"p{i}", [3 + i % 4, i]), samples, seed=7)
+@pytest.fixture
+def stream(run_config):
+    """A stream of so many prompts, two samples of each."""
+    config = run_config(seed=7, rollout={"samples_per_prompt": 2})
+    return lambda num_prompts: PromptStream(num_prompts, lambda i: (f"p{i}", [3 + i % 4, i]), config)
 
 
 @pytest.fixture
@@ -58,33 +59,21 @@ def run_collect(run_config):
 
 
 def test_parts_are_read_back_and_half_written_ones_are_not(tmp_path):
-    corpus = new_corpus(tmp_path / "rollouts")
+    corpus = new_corpus(tmp_path)
     corpus.append([stored(1), stored(2)])
     corpus.append([stored(3)])
-    (tmp_path / "rollouts" / "part_00002.partial").write_text('{"prompt_id": "p')
-    again = Corpus(tmp_path / "rollouts")
-    assert again.rollouts == [stored(1), stored(2), stored(3)]
-    assert again.num_parts == 2 and again.num_response_tokens == 15
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step": 3, "rollouts": [{"prompt_id": "p')
+    again = new_corpus(tmp_path)
+    assert again.rollouts == [stored(1), stored(2), stored(3)] and again.num_response_tokens == 15
+    again.append([stored(4)])
+    assert [row["step"] for row in read_rows(tmp_path / FILE)] == [0, 1, 2, 3]
 
 
-def test_a_damaged_part_is_named(tmp_path):
-    new_corpus(tmp_path / "rollouts").append([stored(1)])
-    (tmp_path / "rollouts" / "part_00000.jsonl").write_text("{")
-    with pytest.raises(ValueError, match=r"part_00000\.jsonl is damaged"):
-        Corpus(tmp_path / "rollouts")
-
-
-def test_a_full_disk_keeps_the_parts_before(tmp_path, monkeypatch):
-    corpus = new_corpus(tmp_path / "rollouts")
-    corpus.append([stored(1)])
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(rollouts_module.os, "fsync", full)
-    with pytest.raises(OSError, match=r"disk full while writing rollouts.*--resume"):
-        corpus.append([stored(2)])
-    assert Corpus(tmp_path / "rollouts").rollouts == corpus.rollouts == [stored(1)]
+def test_a_new_corpus_keeps_what_the_first_run_said_of_its_rollouts(tmp_path):
+    new_corpus(tmp_path)
+    again = Corpus(tmp_path, {"fingerprints": {"model": "other"}})
+    assert again.about["fingerprints"] == FINGERPRINTS
 
 
 def test_whole_prompts_are_held_out():
@@ -96,12 +85,12 @@ def test_whole_prompts_are_held_out():
 
 
 def test_equal_prompts_of_other_names_stay_together():
-    twins = [stored(1), StoredRollout("twin", 0, [1, 1, 2], [9], "stop")]
+    twins = [stored(1), StoredRollout("twin", 0, [1, 1, 2], [9])]
     training, holdout = split_prompts([*twins, stored(2)], share=0.5, seed=0)
     assert twins in (training, holdout)
 
 
-@pytest.mark.parametrize(("prompts", "share", "message"), [(1, 0.5, "raise init.tokens"), (4, 0.9, "leaves none")])
+@pytest.mark.parametrize(("prompts", "share", "message"), [(1, 0.5, "1 of 1 prompts"), (4, 0.9, "4 of 4 prompts")])
 def test_a_split_with_an_empty_side_is_refused(prompts, share, message):
     with pytest.raises(ValueError, match=f"init.holdout: .*{message}"):
         split_prompts([stored(prompt) for prompt in range(prompts)], share, seed=0)
@@ -113,7 +102,7 @@ def test_the_fingerprint_is_of_the_tokens():
     assert data_fingerprint([stored(1), stored(2)]) != data_fingerprint([stored(2), stored(1)])
 
 
-def test_collecting_stops_at_the_tokens_asked_for_and_goes_on_where_it_was_stopped(run_collect, tmp_path):
+def test_collecting_stops_at_the_tokens_asked_for_and_goes_on_where_it_was_stopped(run_collect, stream, tmp_path):
     straight, done, said = run_collect(tmp_path / "straight", stream(50), tokens=2000)
     assert done and 2000 <= straight.num_response_tokens < 2000 + 2 * 6
     assert straight.num_parts > 2 and f"{straight.num_response_tokens:,}/2,000 tokens" in said[-1]
@@ -122,7 +111,7 @@ def test_collecting_stops_at_the_tokens_asked_for_and_goes_on_where_it_was_stopp
     assert done and resumed.rollouts == straight.rollouts
 
 
-def test_used_up_prompts_come_again_with_new_samples(run_collect, tmp_path):
+def test_used_up_prompts_come_again_with_new_samples(run_collect, stream, tmp_path):
     corpus, _, _ = run_collect(tmp_path / "rollouts", stream(4), tokens=60)
     keys = [(r.prompt_id, r.sample_index) for r in corpus.rollouts]
     assert len(set(keys)) == len(keys) > 8
@@ -139,24 +128,13 @@ def test_given_rollouts_end_when_they_end(run_collect, tmp_path):
     assert said[-1] == "note: init.source has no more than 1,000 response tokens; init.tokens asks for 5,000"
 
 
-def test_recorded_rollouts_are_read_from_the_run_folder_or_their_own(tmp_path):
-    new_corpus_folder = tmp_path / "run" / "rollouts"
-    new_corpus_folder.parent.mkdir()
-    new_corpus(new_corpus_folder).append([stored(1)])
-    for path in (tmp_path / "run", new_corpus_folder):
-        assert read_recorded(str(path), FINGERPRINTS)[0] == [stored(1)]
-
-
 def test_recorded_rollouts_that_cannot_be_used(tmp_path):
-    with pytest.raises(ValueError, match=r"init\.source\.path: .*no such folder"):
+    with pytest.raises(ValueError, match=r"init\.source\.path: .*nowhere is no run folder"):
         read_recorded(str(tmp_path / "nowhere"), FINGERPRINTS)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"init\.source\.path: .*no rollouts folder"):
-        read_recorded(str(tmp_path / "empty"), FINGERPRINTS)
-    corpus = new_corpus(tmp_path / "rollouts")
-    with pytest.raises(ValueError, match="no complete part"):
-        read_recorded(str(tmp_path / "rollouts"), FINGERPRINTS)
+    corpus = new_corpus(tmp_path)
+    with pytest.raises(ValueError, match="with a complete part"):
+        read_recorded(str(tmp_path), FINGERPRINTS)
     corpus.append([stored(1)])
+    assert read_recorded(str(tmp_path), FINGERPRINTS)[0] == [stored(1)]
     with pytest.raises(ValueError, match=r"rollouts of another policy .*made with tiny"):
-        read_recorded(str(tmp_path / "rollouts"), FINGERPRINTS | {"model": "other"})
-    assert json.loads((tmp_path / "rollouts" / "corpus.json").read_text())["fingerprints"] == FINGERPRINTS
+        read_recorded(str(tmp_path), FINGERPRINTS | {"model": "other"})

@@ -72,13 +72,14 @@ def test_the_last_message_can_be_the_response(open_with, dataset):
     assert answered.requests(0, 1)[0].prompt_token_ids == source.rollouts[0].prompt_token_ids
 
 
-def test_what_is_too_long_is_left_out_and_said(open_with, dataset):
+def test_what_is_too_long_is_left_out_and_said(open_with, dataset, capsys):
     path = dataset([{"prompt": "short", "reply": "x"}, {"prompt": "long " * 100, "reply": "x"}])
     source = open_with({"type": "dataset", "path": path}, max_prompt_tokens=200)
     assert source.num_prompts == 1
-    assert source.notes == ("1 of 2 are over rollout.max_prompt_tokens or max_new_tokens and left out",)
+    note = "note: 1 of 2 are over rollout.max_prompt_tokens or max_new_tokens and left out"
+    assert note in capsys.readouterr().out
     given = open_with({"type": "dataset", "path": path, "response_column": "reply"}, max_prompt_tokens=200)
-    assert len(given.rollouts) == 1 and "1 of 2 are over" in given.notes[0]
+    assert len(given.rollouts) == 1 and note in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"init\.source\.path: .*has nothing within"):
         open_with({"type": "dataset", "path": path}, max_prompt_tokens=8)
 
@@ -86,11 +87,11 @@ def test_what_is_too_long_is_left_out_and_said(open_with, dataset):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({}, r"init\.source\.prompt_column: no column prompt, messages or question.*Columns found: body, title"),
-        ({"prompt_column": "text"}, r"init\.source\.prompt_column: no column 'text'. Columns found: body, title"),
+        ({}, r"init\.source\.prompt_column: no column messages or prompt or question; .* found: body, title"),
+        ({"prompt_column": "text"}, r"init\.source\.prompt_column: no column text; .* found: body, title"),
         (
             {"prompt_column": "title", "response_column": "reply"},
-            r"init\.source\.response_column: no column 'reply'. Columns found: body, title",
+            r"init\.source\.response_column: no column reply; .* found: body, title",
         ),
         ({"prompt_column": "title", "response_column": "body"}, r"init\.source\.response_column: row 0 .* None"),
     ],
@@ -106,12 +107,12 @@ def test_a_missing_dataset_names_its_own_field(open_with):
         open_with({"type": "dataset", "path": "/nowhere.jsonl"})
 
 
-def test_recorded_rollouts_of_another_sampling_are_noted(open_with, model, tmp_path):
-    corpus = Corpus(tmp_path / "rollouts")
+def test_recorded_rollouts_of_another_sampling_are_noted(open_with, model, tmp_path, capsys):
     sampled = {"temperature": 0.5, "top_p": 1.0, "top_k": 0}
-    corpus.describe({"policy": "tiny:llama", "fingerprints": model_fingerprints(model), "sampling": sampled})
-    corpus.append([StoredRollout("p", 0, [5, 6], [7] * 9, "stop"), StoredRollout("q", 0, [5, 7], [7] * 99, "length")])
+    about = {"policy": "tiny:llama", "fingerprints": model_fingerprints(model), "sampling": sampled}
+    corpus = Corpus(tmp_path, about)
+    corpus.append([StoredRollout("p", 0, [5, 6], [7] * 9), StoredRollout("q", 0, [5, 7], [7] * 99)])
     source = open_with({"type": "rollouts", "path": str(tmp_path)}, max_new_tokens=50)
     assert [r.prompt_id for r in source.rollouts] == ["p"]
-    assert source.notes[0] == "the rollouts were sampled with temperature 0.5, now 1.0"
-    assert source.notes[1].startswith("1 of 2 are over")
+    said = capsys.readouterr().out
+    assert "note: the rollouts were sampled with {'temperature': 0.5, " in said and "note: 1 of 2 are over" in said

@@ -1,0 +1,238 @@
+"""A drafter trained on the policy's own rollouts before RL. One process beside the engine's, no Ray.
+
+collect rollouts --> hold out prompts, choose the draft vocabulary --> train on features --> serve --> register
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cotrain.config.files import write_json
+from cotrain.config.load import read_config, write_config
+from cotrain.config.schema import RunConfig
+from cotrain.models.loading import native_head
+from cotrain.process import threads
+from cotrain.process.cluster import place
+from cotrain.process.engine_output import engine_output_to
+from cotrain.process.scratch import scratch_folder
+from cotrain.process.stop_signal import two_stage_stop
+from cotrain.records import SpeculationCounts, Versions
+from cotrain.rollout.engine import RolloutEngine
+from cotrain.rollout.spec import EngineSpec
+from cotrain.run.checkpoint import (
+    RunState,
+    check_resume,
+    discard_newer,
+    latest_checkpoint,
+    load_state,
+    model_fingerprints,
+)
+from cotrain.run.console import Console
+from cotrain.run.metrics import metrics_of
+from cotrain.run.mlflow_store import tracking_uri
+from cotrain.run.provenance import machine, write_provenance
+from cotrain.run.registry import first_drafter
+from cotrain.run.rows import RowFile, read_rows
+from cotrain.run.run_dir import RunDir
+from cotrain.run.tracking import Tracker
+from cotrain.trainer.distiller import EXPECTED, Distiller
+from cotrain.transport.features import FeatureRecord, read_shard
+from cotrain.transport.payload import write_payload
+from pipelines.initialise.result import measure_served, serve, served_requests, summary
+from pipelines.initialise.rollouts import Corpus, Split, StoredRollout, data_fingerprint, split_prompts
+from pipelines.initialise.sources import Source, collect, open_source, sampling
+from pipelines.initialise.training import Features, RunRecord, Training, plan_updates
+from pipelines.preflight import check_run
+
+DRAFTER_VERSION = 1
+FEATURE_ROLLOUTS = 256
+"""Most rollouts whose features are computed between two chances to stop."""
+
+
+def initialise(config: RunConfig, resume: bool) -> int:
+    """Run to the end, or until asked to stop. Returns the exit status."""
+    model = check_run(config, resume, "init")
+    fingerprints = model_fingerprints(model)
+    source = open_source(config, model, fingerprints)
+    with ExitStack() as stack:
+        run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
+        stack.enter_context(run_dir)
+        if not resume:
+            write_config(config, run_dir.config)
+        about = {"policy": config.policy.model, "fingerprints": fingerprints, "sampling": sampling(config)}
+        corpus = Corpus(run_dir.path, about)
+        saved = read_config(run_dir.config).model_dump(mode="json")
+        check_resume(config, fingerprints, RunState(0, Versions(0, 0), None, saved, corpus.about["fingerprints"]))
+        if (run_dir.path / "init.json").exists():
+            print(f"{run_dir.path} is finished: its drafter is {run_dir.path}/drafter, its figures are init.json")
+            return 0
+        log = run_dir.start_attempt() / "engine.log"
+        write_provenance(run_dir)
+        os.environ.update(threads.engine_environment(threads.num_cores()))
+        console = Console(stack.enter_context(engine_output_to(log)))
+        stop = stack.enter_context(two_stage_stop(console.say, "part"))
+        console.say(f"run {run_dir.path}; the engine's log is {run_dir.logs}/engine.log")
+        run = Initialisation(config, run_dir, model, corpus, console, stop)
+        if not asyncio.run(run.run(source)):
+            console.say(f"Stopped; everything up to here is saved. Go on with: cotrain init {run_dir.resume}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Initialisation:
+    """One run of the command."""
+
+    config: RunConfig
+    run_dir: RunDir
+    model: Path
+    corpus: Corpus
+    console: Console
+    stop_requested: Callable[[], bool]
+
+    async def run(self, source: Source) -> bool:
+        """All stages; False when it was asked to stop early."""
+        started = time.monotonic()
+        async with AsyncExitStack() as stack:
+            scratch = stack.enter_context(scratch_folder(self.config.name))
+            engine = RolloutEngine(self._engine_spec(scratch))
+            stack.push_async_callback(engine.shutdown)
+            with self.console.phase("rollout engine"):
+                await engine.start()
+            await engine.set_num_speculative_tokens(0)
+            if not await collect(engine, self.corpus, source, self.config, self.console.say, self.stop_requested):
+                return False
+            tracker, record = self._records(stack)
+            split = split_prompts(self.corpus.rollouts, self.config.init.holdout, self.config.seed)
+            training = self._training(record, split, partial(self._features, engine))
+            if not await training.train():
+                tracker.finish("KILLED")
+                return False
+            served = await self._serve(engine, scratch, training)
+            figures = self._figures(training, served)
+            figures |= self._register(tracker, figures, served) | {"seconds": time.monotonic() - started}
+            write_json(self.run_dir.path / "init.json", figures)
+            self.console.say(summary(figures, self.config, training.best_folder))
+        return True
+
+    def _trainer(self, total_updates: int) -> Distiller:
+        """A trainer that begins with drafter.init, or with random weights."""
+        torch.set_num_threads(threads.num_cores())
+        assert self.config.drafter is not None
+        init, folder = self.config.drafter.init, self.run_dir.path / "drafter_init"
+        first = first_drafter(tracking_uri(self.config), init, self.model, folder)
+        device = place(self.config, len(machine()["gpus"])).device
+        return Distiller(self.config, self.model, first, total_updates, device)
+
+    def _engine_spec(self, scratch: Path) -> EngineSpec:
+        """The engine starts on an untrained drafter: with none it would tap nothing, and could not be sent one."""
+        trainer, folder = self._trainer(total_updates=1), scratch / "untrained"
+        trainer.drafter.save(folder, trainer.serving_dtype)
+        return EngineSpec(
+            rollout=self.config.rollout,
+            model_path=str(self.model),
+            drafter_folder=str(folder),
+            serving=trainer.drafter.serving,
+            seed=self.config.seed,
+            scratch=str(scratch / "engine"),
+        )
+
+    def _records(self, stack: AsyncExitStack) -> tuple[Tracker, RunRecord]:
+        """MLflow and metrics.jsonl as they stood at the checkpoint, and where training goes on from there."""
+        config, fingerprints = self.config.model_dump(mode="json"), self.corpus.about["fingerprints"]
+        checkpoint = latest_checkpoint(self.run_dir)
+        state = load_state(checkpoint) if checkpoint else RunState(0, Versions(0, 0), None, config, fingerprints)
+        discard_newer(self.run_dir, state.step, 0)
+        metrics = RowFile(self.run_dir.metrics, resumed_step=state.step)
+        with self.console.phase("MLflow"):
+            history = read_rows(self.run_dir.metrics)
+            tracker = Tracker(self.config, run_id=state.tracking_run_id, history=history, say=self.console.say)
+        stack.enter_context(tracker)
+
+        def log(update: int, row: Mapping[str, float]) -> None:
+            metrics.write(update, row)
+            tracker.log_step(update, row)
+
+        state = replace(state, tracking_run_id=tracker.run_id)
+        return tracker, RunRecord(self.config, self.run_dir, state, self.console.say, log, self.stop_requested)
+
+    def _training(self, record: RunRecord, split: Split, features: Features) -> Training:
+        rollouts, holdout = split
+        plan = plan_updates(self.config, [rollout.num_tokens for rollout in rollouts])
+        trainer = self._trainer(len(plan))
+        trainer.set_target_weights(self.model, policy_version=0)
+        assert self.config.drafter is not None
+        if self.config.drafter.init is None and native_head(self.model) is None:
+            pairs = ((torch.tensor(r.prompt_token_ids), torch.tensor(r.token_ids)) for r in rollouts)
+            trainer.choose_vocabulary(pairs, policy_version=0)
+        self.console.say(f"{len(rollouts):,} rollouts to train on, {len(holdout):,} held out")
+        return Training(record, trainer, plan, split, features)
+
+    async def _features(self, engine: RolloutEngine, rollouts: Sequence[StoredRollout]) -> list[FeatureRecord]:
+        """One record for each rollout, from a prefill of prompt and response; fewer when asked to stop."""
+        records: list[FeatureRecord] = []
+        while len(records) < len(rollouts) and not self.stop_requested():
+            group = rollouts[len(records) : len(records) + FEATURE_ROLLOUTS]
+            sequences = [(r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids)) for r in group]
+            for shard in await engine.tap_sequences(sequences):
+                records += read_shard(shard.path)
+                os.unlink(shard.path)
+            self.console.say(f"features of {len(records):,}/{len(rollouts):,} rollouts")
+        return records
+
+    async def _serve(self, engine: RolloutEngine, scratch: Path, training: Training) -> SpeculationCounts:
+        """Serve the drafter on prompts that it was not trained on."""
+        trainer = training.trainer
+        trainer.check_publishable(DRAFTER_VERSION)
+        state = trainer.drafter.state_for_serving()
+        payload = write_payload(state, scratch / "drafter.safetensors", trainer.serving_dtype)
+        await serve(engine, payload, DRAFTER_VERSION)
+        with self.console.phase("the drafter, served on held-out prompts"):
+            return await measure_served(engine, served_requests(training.split[1], self.config))
+
+    def _figures(self, training: Training, served: SpeculationCounts) -> dict[str, Any]:
+        """What init.json says of the data, the training and the drafter as served."""
+        rollouts, holdout = training.split
+        progress, rollout = training.progress, self.config.rollout
+        tokens = torch.tensor([token for rollout in holdout for token in rollout.token_ids])
+        vocabulary = training.trainer.drafter.draft_to_target.cpu()
+        return {
+            "policy": self.config.policy.model,
+            "source": self.config.init.source.model_dump(mode="json"),
+            "data_fingerprint": data_fingerprint([*rollouts, *holdout]),
+            "training_rollouts": len(rollouts),
+            "holdout_rollouts": len(holdout),
+            "response_tokens": sum(len(r.token_ids) for r in [*rollouts, *holdout]),
+            "vocabulary_coverage": float(torch.isin(tokens, vocabulary).double().mean()),
+            "updates": progress.update,
+            "planned_updates": len(training.plan),
+            "best_update": progress.best_update,
+            "expected_acceptance_length": progress.best[EXPECTED],
+            "expected_acceptance_rates": [v for name, v in progress.best.items() if "acceptance_rate_pos" in name],
+            "num_speculative_tokens": rollout.num_speculative_tokens,
+            "draft_sample_method": rollout.draft_sample_method,
+            "served": {
+                "acceptance_length": served.acceptance_length,
+                "acceptance_rates": [accepted / served.num_drafts for accepted in served.accepted_per_position],
+                "num_drafts": served.num_drafts,
+            },
+        }
+
+    def _register(self, tracker: Tracker, figures: dict[str, Any], served: SpeculationCounts) -> dict[str, Any]:
+        """Register the drafter in MLflow, and return its name and version there."""
+        step = max(1, figures["updates"])
+        metrics = {name: figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
+        tags = {"init": figures["source"]["type"], "data_fingerprint": figures["data_fingerprint"]}
+        folder, versions = self.run_dir.path / "drafter", Versions(0, DRAFTER_VERSION)
+        registered = tracker.log_drafter(folder, versions, step, metrics, tags)
+        tracker.log_step(step + 1, {"versions/drafter": DRAFTER_VERSION} | metrics_of(served))
+        tracker.finish()
+        version = registered.result() if registered.done() else None  # MLflow may be away
+        return {"registered_model": tracker.registered_model, "registered_version": version}
