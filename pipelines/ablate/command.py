@@ -8,30 +8,17 @@ A study can be stopped and started again at any point: what is finished is not r
 import argparse
 import shlex
 import shutil
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 from filelock import FileLock, Timeout
 
 from cotrain.config.errors import ConfigError, did_you_mean
-from cotrain.config.schema import RunConfig
+from cotrain.process.stop_signal import two_stage_stop
 from cotrain.run.console import duration
-from pipelines.ablate.jobs import PROGRAM, Ended, Job, Stop, last_error, run_jobs
-from pipelines.ablate.plan import Study, load_study
-from pipelines.ablate.record import Arm, ArmRun, Status
-from pipelines.ablate.state import (
-    Action,
-    check_same_settings,
-    clear,
-    is_made,
-    next_action,
-    next_init_action,
-    steps_done,
-    study_record,
-)
+from pipelines.ablate.jobs import last_error, run_jobs
+from pipelines.ablate.plan import Arm, Run, Study, load_study, runs_of
+from pipelines.ablate.state import is_complete, next_action, restore_state, save_state
 
 EPILOG = """\
   cotrain ablate configs/studies/initialisation/study.toml --dry-run
@@ -41,18 +28,17 @@ The same command goes on with a study that was stopped. docs/studies.md explains
 """
 
 
-def main(arguments: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the command. Raises ValueError for what the user can mend, before anything runs.
 
-    `program` runs the subcommands train and init. Exit status: 0 all selected runs are finished, 1 some failed,
-    130 stopped by the user.
+    Exit status: 0 all selected runs are finished, 1 some failed, 130 stopped by the user.
     """
     parsed = _parser().parse_intermixed_args(arguments)
     if parsed.parallel < 1:
         raise ValueError(f"--parallel: must be at least 1, got {parsed.parallel}")
     study = load_study(parsed.study, parsed.overrides)
     arms = _selected(study, parsed.only)
-    check_same_settings(study)
+    restore_state(study)
     print("\n".join(_plan(study, arms, parsed.parallel)), flush=True)
     if parsed.dry_run:
         from pipelines.preflight import quick_problems
@@ -61,14 +47,13 @@ def main(arguments: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
             raise ConfigError(problems)
         print("no problem found; models, data and drafters are checked when the study starts")
         return 0
-    _check(study, arms)
+    _check(arms)
     study.folder.mkdir(parents=True, exist_ok=True)
     try:
-        lock = FileLock(study.folder / "study.lock").acquire(timeout=0)
+        with FileLock(study.folder / "study.lock", timeout=0):
+            status = _run_study(study, arms, parsed.parallel)
     except Timeout:
         raise ValueError(f"folder: {study.folder} is being run by another process; wait, or set name=...") from None
-    with lock:
-        status = _Ablation(study, arms, parsed.parallel, program).run()
     if status:
         print(f"the same command goes on:\n  cotrain ablate {shlex.join(arguments)}")
     return status
@@ -89,153 +74,97 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _selected(study: Study, only: Sequence[str]) -> list[str]:
-    """Names of the arms to run."""
+def _selected(study: Study, only: Sequence[str]) -> list[Arm]:
     names = [arm.name for arm in study.arms]
     for name in only:
         if name not in names:
             raise ValueError(f"--only: there is no arm {name!r}{did_you_mean(name, names) or f'; arms: {names}'}")
-    return list(only) or names
+    return [arm for arm in study.arms if arm.name in (only or names)]
 
 
-def _plan(study: Study, selected: Sequence[str], parallel: int) -> Iterator[str]:
+def _plan(study: Study, arms: Sequence[Arm], parallel: int) -> Iterator[str]:
     """What would run, with what is done already."""
-    arms = [arm for arm in study_record(study).arms if arm.name in selected]
     yield f"study {study.config.name} in {study.folder}: {len(arms)} arms x {len(study.config.seeds)} seeds"
-    for name in _needed_inits(study, arms):
-        yield f"  init   {name}: {next_init_action(study.inits[name])}, {study.inits[name].init.tokens:,} tokens"
+    for run in _needed_inits(arms):
+        yield f"  init   {run.config.name}: {next_action(run)}, {run.config.init.tokens:,} tokens"
     for arm in arms:
-        what = (
-            f"init {arm.init}, k {arm.num_speculative_tokens}, {arm.objective}" if arm.speculation else "no speculation"
-        )
-        actions = (f"seed {run.seed} {next_action(study.run_config(arm, run), run.status)}" for run in arm.runs)
-        yield f"  arm    {arm.name} ({what}): {', '.join(actions)}"
+        about = arm.fields()
+        what = f"init {arm.init}, k {about['num_speculative_tokens']}, {about['objective']}"
+        actions = (f"seed {run.config.seed} {next_action(run)}" for run in arm.runs)
+        yield f"  arm    {arm.name} ({what if about['speculation'] else 'no speculation'}): {', '.join(actions)}"
     if parallel > 1:
         yield f"  {parallel} runs at a time share memory and cores; speeds of such runs are not comparable"
 
 
-def _needed_inits(study: Study, arms: Sequence[Arm]) -> list[str]:
-    return [name for name in study.inits if any(arm.init == name for arm in arms)]
+def _needed_inits(arms: Sequence[Arm]) -> list[Run]:
+    return list(dict.fromkeys(arm.made_by for arm in arms if arm.made_by))
 
 
-def _check(study: Study, selected: Sequence[str]) -> None:
+def _check(arms: Sequence[Arm]) -> None:
     """What can be checked before a model loads; a drafter given by the user is checked by the runs themselves."""
     from pipelines.preflight import check_run
 
-    problems: dict[str, str] = {}
-    for name in selected:
+    for arm in arms:
         try:
-            check_run(study.arm_configs[name], resume=True)  # an arm is never run under a name of its own
+            check_run(arm.config, resume=True)  # an arm is never run under a name of its own
         except ConfigError as error:
-            for line in error.problems:
-                problems.setdefault(line, name)
-    if problems:
-        raise ConfigError([f"{line} (in arm {name!r})" for line, name in problems.items()])
+            raise ConfigError([f"{line} (in arm {arm.name!r})" for line in error.problems]) from None
 
 
-class _Ablation:
-    """One run of the command on a locked study folder."""
+def _run_study(study: Study, arms: Sequence[Arm], parallel: int) -> int:
+    """Run what is not finished in the locked folder of the study, and report. Returns the exit status."""
+    from pipelines.ablate.report import write_study_report
+    from pipelines.ablate.tracking import close_study_run, open_study_run
 
-    def __init__(self, study: Study, selected: Sequence[str], parallel: int, program: Sequence[str]) -> None:
-        from pipelines.ablate.tracking import StudyRun
-
-        for name in ("configs", "logs", "runs", "inits"):
-            (study.folder / name).mkdir(exist_ok=True)
-        self.study, self.parallel, self.program = study, parallel, program
-        self.record = study_record(study)
-        self.arms = [arm for arm in self.record.arms if arm.name in selected]
-        self.parent = StudyRun(study)
-        self.stop = Stop()
-        self.init_errors: dict[str, str] = {}
-        self.left = 0
-        self.seconds: list[float] = []
-        self.record.write(study.folder)
-
-    def run(self) -> int:
-        """Returns the exit status of the command."""
-        started = time.monotonic()
-        with ExitStack() as stack:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                stack.callback(signal.signal, number, signal.signal(number, self.stop))
-            run_jobs(list(self._init_jobs()), self.parallel, self.stop, self.program)
-            if not self.stop.requested:
-                jobs = list(self._train_jobs())
-                self.left = len(jobs)
-                run_jobs(jobs, self.parallel, self.stop, self.program)
-        self._report()
-        failed = [(arm, run) for arm, run in self._runs if run.status == "failed"]
-        for arm, run in failed:
-            print(f"  {arm.name}, seed {run.seed}: {run.error}")
-        took = duration(time.monotonic() - started)
-        if self.stop.requested:
-            print(f"stopped after {took}; everything finished is kept")
-            return 130
-        print(f"{len(failed)} runs failed, in {took}" if failed else f"all runs finished, in {took}")
-        return 1 if failed else 0
-
-    @property
-    def _runs(self) -> list[tuple[Arm, ArmRun]]:
-        return [(arm, run) for arm in self.arms for run in arm.runs]
-
-    def _init_jobs(self) -> Iterator[tuple[Job, Ended]]:
-        for name in _needed_inits(self.study, self.arms):
-            config = self.study.inits[name]
-            if (action := next_init_action(config)) != "finished":
-                yield self._job(f"init {name}", "init", config, action), self._init_ended
-
-    def _train_jobs(self) -> Iterator[tuple[Job, Ended]]:
-        # Seeds outside, arms inside: a study that is stopped early has whole comparisons of fewer seeds.
-        for arm, run in sorted(self._runs, key=lambda pair: self.record.seeds.index(pair[1].seed)):
-            if arm.init in self.init_errors:
-                self._set_status(run, "failed", f"its initialisation {arm.init} failed: {self.init_errors[arm.init]}")
+    started = time.monotonic()
+    for name in ("logs", "runs", "inits"):
+        (study.folder / name).mkdir(exist_ok=True)
+    client, parent = open_study_run(study)
+    save_state(study)
+    with two_stage_stop(print, "step of each run") as stopped:
+        _run_all(study, _needed_inits(arms), parallel, stopped, parent)
+        ready = []
+        for arm in arms:
+            if arm.made_by is None or arm.made_by.status != "failed":
+                ready.append(arm)
                 continue
-            config = self.study.run_config(arm, run)
-            if (action := next_action(config, run.status)) != "finished":
-                yield self._job(f"{arm.name}, seed {run.seed}", "train", config, action), partial(self._arm_ended, run)
+            for run in arm.runs:
+                run.status, run.error = "failed", f"its initialisation {arm.init} failed: {arm.made_by.error}"
+        _run_all(study, runs_of(ready), parallel, stopped, parent)
+    save_state(study)
+    page = write_study_report(study.folder)
+    close_study_run(client, parent, study)
+    print(f"\n{page.with_name('table.md').read_text()}\nreport: {page}")
+    failed = [run for run in runs_of(arms) if run.status == "failed"]
+    for run in failed:
+        print(f"  {run.title}: {run.error}")
+    took = duration(time.monotonic() - started)
+    if stopped():
+        print(f"stopped after {took}; everything finished is kept")
+        return 130
+    print(f"{len(failed)} runs failed, in {took}" if failed else f"all runs finished, in {took}")
+    return 1 if failed else 0
 
-    def _job(self, title: str, command: str, config: RunConfig, action: Action) -> Job:
-        if action == "start over":
-            clear(config)
-        file = f"{command}-{config.name}"
-        config_file, log = (self.study.folder / path for path in (f"configs/{file}.toml", f"logs/{file}.log"))
-        return Job(title, command, config, action == "resume", config_file, log, self.parent.run_id)
 
-    def _init_ended(self, job: Job, status: int, seconds: float) -> None:
-        if is_made(job.config):
-            print(f"{job.title}: made in {duration(seconds)}", flush=True)
-        elif not self.stop.requested:
-            self.init_errors[job.config.name] = f"{last_error(job.log, status)} (log: {job.log})"
-            print(f"{job.title}: FAILED: {self.init_errors[job.config.name]}", flush=True)
-
-    def _arm_ended(self, run: ArmRun, job: Job, status: int, seconds: float) -> None:
-        self.left -= 1
-        total, done = len(self._runs), steps_done(job.config)
-        if status == 0 and done == job.config.steps:
-            self._set_status(run, "finished")
-            if not self.study.config.keep_checkpoints:  # gigabytes that nothing reads any more
-                shutil.rmtree(job.config.run_root / job.config.name / "checkpoints", ignore_errors=True)
-            self.seconds.append(seconds)
-            eta = self.left * sum(self.seconds) / len(self.seconds) / self.parallel
-            text = f"finished in {duration(seconds)}, eta {duration(eta)}"
-        elif self.stop.requested:
-            self._set_status(run, "missing")
-            text = f"stopped after step {done}"
+def _run_all(study: Study, runs: Sequence[Run], parallel: int, stopped: Callable[[], bool], parent: str) -> None:
+    """Run those that are not finished, and keep in study.json how each of them ends."""
+    waiting = [run for run in runs if next_action(run) != "finished"]
+    seconds: list[float] = []
+    for number, (run, status, took) in enumerate(
+        run_jobs(waiting, parallel, stopped, parent), len(runs) - len(waiting) + 1
+    ):
+        if status == 0 and is_complete(run):
+            run.status, run.error = "finished", None
+            if not study.config.keep_checkpoints:  # gigabytes that nothing reads any more
+                shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+            seconds.append(took)
+            eta = (len(runs) - number) * sum(seconds) / len(seconds) / parallel
+            text = f"finished in {duration(took)}, eta {duration(eta)}"
+        elif stopped():
+            run.status, run.error, text = "missing", None, "stopped"
         else:
-            why = f"somebody stopped it after step {done}" if status == 0 else last_error(job.log, status)
-            self._set_status(run, "failed", f"{why} (log: {job.log})")
+            why = "somebody stopped it" if status == 0 else last_error(run.log, status)
+            run.status, run.error = "failed", f"{why} (log: {run.log})"
             text = f"FAILED: {run.error}"
-        print(f"[{total - self.left}/{total}] {job.title}: {text}", flush=True)
-
-    def _set_status(self, run: ArmRun, status: Status, error: str | None = None) -> None:
-        run.status, run.error = status, error
-        self.record.write(self.study.folder)
-
-    def _report(self) -> None:
-        from pipelines.ablate.report import write_study_report
-
-        page = write_study_report(self.study.folder)
-        table = page.with_name("table.md")
-        finished = all(run.status == "finished" for arm in self.record.arms for run in arm.runs)
-        if error := self.parent.finish(finished, table, page):
-            print(f"MLflow did not take the table ({error}); it is in {table}")
-        print(f"\n{table.read_text()}\nreport: {page}")
+        save_state(study)
+        print(f"[{number}/{len(runs)}] {run.title}: {text}", flush=True)

@@ -3,91 +3,74 @@
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 
 from cotrain.config.load import to_toml
-from cotrain.config.schema import RunConfig
 from cotrain.process.orphans import die_with_parent
 from cotrain.run.store_uri import PARENT_RUN_VARIABLE
+from pipelines.ablate.plan import Run
+from pipelines.ablate.state import next_action
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
 POLL_S = 0.05
 MESSAGE_LENGTH = 300
 
 
-@dataclass(frozen=True)
-class Job:
-    """One `cotrain train` or `cotrain init`."""
+def run_jobs(
+    runs: Sequence[Run], parallel: int, stopped: Callable[[], bool], parent: str
+) -> Iterator[tuple[Run, int, float]]:
+    """Run all in order, `parallel` at a time; yields each that has ended, with its exit status and its seconds.
 
-    title: str
-    command: str
-    """train or init."""
-    config: RunConfig
-    resume: bool
-    config_file: Path
-    log: Path
-    parent_run: str
-    """MLflow run of the study."""
-
-
-Ended = Callable[[Job, int, float], None]
-"""Called at the end of a job with the job, its exit status and its seconds."""
-
-
-class Stop:
-    """A handler of SIGINT and SIGTERM, which hands them on: a run finishes its step and saves at the first, ends at the
-    second."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self.running: list[subprocess.Popen] = []
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if not self.requested:
-            print("stopping: each run finishes its step and saves; once more to stop at once", flush=True)
-        self.requested = True
-        for process in self.running:
-            process.send_signal(signal.SIGINT)
+    Once `stopped` says so, none is started, and running ones are told to save, and waited for. `parent` is the MLflow run
+    under which theirs are nested.
+    """
+    waiting, told = deque(runs), False
+    running: dict[subprocess.Popen, tuple[Run, float]] = {}
+    try:
+        while running or (waiting and not stopped()):
+            while waiting and len(running) < parallel and not stopped():
+                run = waiting.popleft()
+                running[_start(run, parent)] = run, time.monotonic()
+            if stopped() and not told:
+                told = True
+                _interrupt(running)
+            for process in [process for process in running if process.poll() is not None]:
+                run, started = running.pop(process)
+                yield run, process.returncode, time.monotonic() - started
+            time.sleep(POLL_S)
+    finally:  # a second Ctrl-C ends them
+        _interrupt(running)
+        for process in running:
+            process.wait()
 
 
-def run_jobs(jobs: Sequence[tuple[Job, Ended]], parallel: int, stop: Stop, program: Sequence[str] = PROGRAM) -> None:
-    """Run all jobs in order, `parallel` at a time. After a stop none is started, and running ones are waited for."""
-    waiting = deque(jobs)
-    running: dict[subprocess.Popen, tuple[Job, Ended, float]] = {}
-    while running or (waiting and not stop.requested):
-        while waiting and len(running) < parallel and not stop.requested:
-            job, ended = waiting.popleft()
-            process = _start(job, program)
-            running[process] = (job, ended, time.monotonic())
-            stop.running.append(process)
-            if stop.requested:  # the signal came before the process was in the list
-                process.send_signal(signal.SIGINT)
-        for process in [process for process in running if process.poll() is not None]:
-            stop.running.remove(process)
-            job, ended, started = running.pop(process)
-            ended(job, process.returncode, time.monotonic() - started)
-        time.sleep(POLL_S)
+def _interrupt(processes: Iterable[subprocess.Popen]) -> None:
+    for process in processes:
+        process.send_signal(signal.SIGINT)
 
 
-def _start(job: Job, program: Sequence[str]) -> subprocess.Popen:
-    job.config_file.write_text(to_toml(job.config), encoding="utf-8")
-    resume = ["--resume", job.config.name] if job.resume else []
-    with job.log.open("ab") as log:
+def _start(run: Run, parent: str) -> subprocess.Popen:
+    action = next_action(run)
+    if action == "start over":
+        shutil.rmtree(run.folder)
+    config_file = run.log.with_suffix(".toml")
+    config_file.write_text(to_toml(run.config), encoding="utf-8")
+    resume = ["--resume", run.config.name] if action == "resume" else []
+    with run.log.open("ab") as log:
         # In a session of its own: Ctrl-C in the terminal reaches this process alone, which hands it on once.
         return subprocess.Popen(
-            [*program, job.command, str(job.config_file), *resume],
+            [*PROGRAM, run.command, str(config_file), *resume],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1", PARENT_RUN_VARIABLE: job.parent_run},
+            env=os.environ | {"PYTHONUNBUFFERED": "1", PARENT_RUN_VARIABLE: parent},
             start_new_session=True,
             preexec_fn=die_with_parent,
         )

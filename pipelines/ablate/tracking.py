@@ -1,45 +1,37 @@
-"""The MLflow run of a study: parent of the runs of its arms, and where the table is kept."""
+"""The MLflow run of a study: parent of its runs, and where the table is kept."""
 
 import hashlib
-from pathlib import Path
 
-from cotrain.run.mlflow_store import (  # first of MLflow: sets its environment
-    MlflowException,
-    connect,
-    experiment_id,
-    first_line,
-)
+from cotrain.run import mlflow_store  # first of MLflow: sets its environment
 from cotrain.run.store_uri import tracking_uri
-from pipelines.ablate.plan import Study
+from pipelines.ablate.plan import Study, runs_of
+from pipelines.page.folders import STUDY
 
 FOLDER_TAG = "cotrain.study_folder"
 
 
-class StudyRun:
-    """The parent run; one for each study folder, however often the study is continued."""
+def open_study_run(study: Study) -> tuple[mlflow_store.MlflowClient, str]:
+    """A client and the id of the run; there is one for each study folder, however often the study is continued.
 
-    def __init__(self, study: Study) -> None:
-        """Raises ValueError naming tracking.uri when the store does not answer."""
-        config, uri = study.shared, tracking_uri(study.shared)
-        self._client = connect(uri)
-        experiment = experiment_id(self._client, uri)
-        folder = hashlib.blake2b(str(study.folder.resolve()).encode(), digest_size=6).hexdigest()
-        known = self._client.search_runs([experiment], f"tags.`{FOLDER_TAG}` = '{folder}'", max_results=1)
-        if known:
-            self.run_id: str = known[0].info.run_id
-            self._client.update_run(self.run_id, status="RUNNING")
-        else:
-            run = self._client.create_run(experiment, tags={FOLDER_TAG: folder}, run_name=study.config.name)
-            self.run_id = run.info.run_id
-        arms = {arm.name: arm.model_dump(exclude={"name", "runs"}) for arm in study.arms}
-        self._client.log_dict(self.run_id, {"steps": config.steps, "arms": arms}, "arms.json")
+    Raises ValueError naming tracking.uri when the store does not answer.
+    """
+    uri = tracking_uri(study.shared)
+    client = mlflow_store.connect(uri)
+    experiment = mlflow_store.experiment_id(client, uri)
+    folder = hashlib.blake2b(str(study.folder.resolve()).encode(), digest_size=6).hexdigest()
+    if known := client.search_runs([experiment], f"tags.`{FOLDER_TAG}` = '{folder}'", max_results=1):
+        client.update_run(known[0].info.run_id, status="RUNNING")
+        return client, known[0].info.run_id
+    run = client.create_run(experiment, tags={FOLDER_TAG: folder}, run_name=study.config.name)
+    return client, run.info.run_id
 
-    def finish(self, finished: bool, *files: Path) -> str | None:
-        """Store the files and set the status. Returns why it could not; the files stay where they are."""
-        try:
-            for file in files:
-                self._client.log_artifact(self.run_id, str(file))
-            self._client.set_terminated(self.run_id, "FINISHED" if finished else "KILLED")
-        except (MlflowException, OSError) as error:
-            return first_line(error)
-        return None
+
+def close_study_run(client: mlflow_store.MlflowClient, run_id: str, study: Study) -> None:
+    """Store study.json and the report, and set the status. The files stay in the study's folder if that fails."""
+    finished = all(run.status == "finished" for run in runs_of(study.arms))
+    try:
+        for file in (STUDY, "report/table.md", "report/report.html"):
+            client.log_artifact(run_id, str(study.folder / file))
+        client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
+    except (mlflow_store.MlflowException, OSError) as error:
+        print(f"MLflow did not take the table ({mlflow_store.first_line(error)}); it is in {study.folder}/report")
