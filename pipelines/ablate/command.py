@@ -16,9 +16,8 @@ from filelock import FileLock, Timeout
 from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.process.stop_signal import two_stage_stop
 from cotrain.run.console import duration
-from pipelines.ablate.jobs import last_error, run_jobs
+from pipelines.ablate.jobs import is_complete, last_error, next_action, restore_state, run_jobs, save_state
 from pipelines.ablate.plan import Arm, Run, Study, load_study, runs_of
-from pipelines.ablate.state import is_complete, next_action, restore_state, save_state
 
 EPILOG = """\
   cotrain ablate configs/studies/initialisation/study.toml --dry-run

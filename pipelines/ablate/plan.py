@@ -127,11 +127,7 @@ def _collect(problems: list[str], where: str) -> Iterator[None]:
 
 
 def _shared_config(config: StudyConfig, here: Path) -> RunConfig:
-    try:
-        shared = load_config([here / file for file in config.config])
-    except ConfigError as error:
-        raise ConfigError([f"config: {line}" for line in error.problems]) from None
-    folder = config.folder / config.name
+    shared, folder = load_config([here / file for file in config.config]), config.folder / config.name
     own: Table = {"run_root": str(folder / "runs")}
     if shared.tracking.uri is None:  # one store for inits/ and runs/, so that all are nested under one run
         own["tracking"] = {"uri": f"sqlite:///{folder / 'mlflow.db'}"}
@@ -191,12 +187,9 @@ def _init_source(study: Study, init: str) -> str | None:
     if (folder := study.here / Path(init).expanduser()).is_dir():
         return str(folder)
     known = [*study.config.inits, NO_INIT]
-    raise ConfigError(
-        [
-            f"init: {init!r} is none of {', '.join(known)}, and {folder} is no folder; give one of these names, a "
-            f"checkpoint folder relative to the study file, or models:/NAME@serving{did_you_mean(init, known)}"
-        ]
-    )
+    fix = "give one of these names, a checkpoint folder relative to the study file, or models:/NAME@serving"
+    hint = did_you_mean(init, known)
+    raise ConfigError([f"init: {init!r} is none of {', '.join(known)}, and {folder} is no folder; {fix}{hint}"])
 
 
 def _init_config(study: Study, name: str, given: Table) -> RunConfig:

@@ -3,6 +3,7 @@
 The numbers of an arm are means over the last third of the steps, then over seeds, with (lowest..highest).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,34 +155,24 @@ def study_page(study: StudyRecord, measured: pd.DataFrame) -> Page:
     )
 
 
-def _gaps_closed(arms: pd.DataFrame, lengths: pd.Series, title: str) -> list[Fact]:
+def _gaps_closed(arms: pd.DataFrame, lengths: pd.Series, title: str) -> Iterator[Fact]:
     """(generic co-trained - generic frozen) / (in-domain frozen - generic frozen), over seeds that have all three."""
-    facts = []
     frozen = {arm.init: arm.Index for arm in arms.itertuples() if not arm.online}
     for online in arms[arms["online"] & (arms["init"] == GENERIC)].itertuples():
-        value, note = NONE, "no seed has finished all three arms"
-        if missing := [init for init in (GENERIC, IN_DOMAIN) if init not in frozen]:
-            note = f"the study has no frozen {missing[0]} arm to compare with"
-        else:
-            names = [frozen[GENERIC], online.Index, frozen[IN_DOMAIN]]
-            compared = lengths.unstack("arm").reindex(columns=names).dropna()
-            if len(compared):
-                value, note = _gap_closed(*(compared[name] for name in names))
-        facts.append(Fact(f"Gap closed, {title}, {online.objective}", value, note))
-    return facts
-
-
-def _gap_closed(low: pd.Series, value: pd.Series, high: pd.Series) -> tuple[str, str]:
-    """By seed: generic frozen, co-trained, and in-domain frozen."""
-    note = (
-        f"acceptance length {low.mean():.2f} generic frozen, {value.mean():.2f} co-trained, {high.mean():.2f} in-domain"
-    )
-    if (high <= low).any():
-        return NONE, f"there is no gap to close for every seed: {note}"
-    shares = 100 * (value - low) / (high - low)
-    # The mean is a ratio of means: a seed with a small gap would outweigh the others in a mean of ratios.
-    share = 100 * (value - low).mean() / (high - low).mean()
-    return f"{share:.0f} % ({shares.min():.0f}..{shares.max():.0f})", f"{note}; {len(shares)} seeds"
+        names = [frozen.get(GENERIC), online.Index, frozen.get(IN_DOMAIN)]
+        low, value, high = lengths.unstack("arm").reindex(columns=names).dropna().to_numpy().T
+        shown, note = NONE, "no seed has finished this arm and both frozen ones, generic and in-domain"
+        if value.size:
+            note = f"acceptance length {low.mean():.2f} generic frozen, {value.mean():.2f} co-trained, "
+            note += f"{high.mean():.2f} in-domain; {value.size} seeds"
+        if (high <= low).any():
+            note = f"there is no gap to close for every seed: {note}"
+        elif value.size:
+            shares = 100 * (value - low) / (high - low)
+            # The mean is a ratio of means: a seed with a small gap would outweigh the others in a mean of ratios.
+            share = 100 * (value - low).mean() / (high - low).mean()
+            shown = f"{share:.0f} % ({shares.min():.0f}..{shares.max():.0f})"
+        yield Fact(f"Gap closed, {title}, {online.objective}", shown, note)
 
 
 def _group_plots(study: StudyRecord, measured: pd.DataFrame, policy: str, k: int) -> list[Plot]:

@@ -8,8 +8,8 @@ from cotrain.config.errors import ConfigError
 from cotrain.config.load import write_config
 from cotrain.run.checkpoint import SCHEMA
 from cotrain.run.run_dir import RunDir
+from pipelines.ablate.jobs import next_action, restore_state, save_state
 from pipelines.ablate.plan import load_study, runs_of
-from pipelines.ablate.state import next_action, restore_state, save_state
 
 
 @pytest.fixture

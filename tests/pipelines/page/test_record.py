@@ -75,9 +75,7 @@ def test_a_run_without_metrics_is_refused(tmp_path: Path, rows: list | None) -> 
     ("file", "content", "message"),
     [
         ("config.json", "{", r"config.json: not valid JSON"),
-        ("config.json", "[]", r"config.json: holds a list, not an object"),
         ("metrics.jsonl", '{"step": 1}\n{"step\n', r"metrics.jsonl: a line is not valid JSON"),
-        ("metrics.jsonl", '{"policy/reward": 1}\n', r"metrics.jsonl: a line has no 'step'"),
         ("provenance.json", "{", r"provenance.json: not valid JSON"),
     ],
 )
@@ -91,4 +89,4 @@ def test_damaged_files_are_named(tmp_path: Path, file: str, content: str, messag
 def test_a_configuration_of_another_version_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "old", [row(1)])
     (folder / "config.json").write_text(json.dumps({"name": "old", "field_of_the_past": 1}))
-    assert read_run(folder).setting("policy.model") is None
+    assert "policy.model" not in read_run(folder).settings

@@ -88,7 +88,7 @@ def test_the_gap_uses_only_seeds_with_all_three_arms(tmp_path: Path) -> None:
 def test_the_gap_compares_arms_of_one_policy_and_k(tmp_path: Path) -> None:
     arms = [GENERIC_FROZEN, GENERIC_ONLINE, IN_DOMAIN | {"num_speculative_tokens": 1}]
     fact = gap(write_study(tmp_path / "s", arms, LENGTHS))
-    assert (fact.value, fact.note) == ("-", "the study has no frozen in-domain arm to compare with")
+    assert fact.value == "-" and fact.note.startswith("no seed has finished this arm and both frozen ones")
 
 
 def test_an_in_domain_drafter_that_is_no_better_leaves_no_gap(tmp_path: Path) -> None:
