@@ -202,8 +202,6 @@ def _init_config(study: Study, name: str, given: Table) -> RunConfig:
     ]
     if name == NO_INIT:
         problems.append(f"{NO_INIT!r} means random weights; choose another name")
-    if study.shared.drafter is None:
-        problems.append("the shared config has no [drafter]; add one")
     source = fields.get("init.source.path")
     if isinstance(source, str):  # relative to the study file, or a hub id
         file = study.here / Path(source).expanduser()

@@ -37,7 +37,9 @@ from pipelines.engines import (
 if TYPE_CHECKING:
     from cotrain.rollout.engine import RolloutEngine
 
-DRAFTED = ("greedy", "probabilistic", ADAPTIVE)
+DRAFTED = {"greedy": "greedy", "probabilistic": "probabilistic", ADAPTIVE: "probabilistic"}
+"""How the drafter's tokens are sampled, by method. Probabilistic drafts are greedy ones at temperature 0."""
+
 DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
 GPU_SHARE = 0.9
 """Share of a GPU's memory for all engines together."""
@@ -65,12 +67,6 @@ class Bench:
             RolloutRequest(f"prompt-{first + i}", first + i, prompts[(first + i) % len(prompts)], None, length)
             for i, length in enumerate(lengths)
         ]
-
-    def draft_sample_method(self, arm: Arm) -> str:
-        """How the drafter's tokens are sampled; the adaptive arm drafts as well as it can."""
-        if arm.method == ADAPTIVE:
-            return "probabilistic" if self.options.temperature > 0 else "greedy"
-        return arm.method
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,11 +168,10 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
             setup = bench.setup if name == "drafter" else stock
             start = one_engine(setup, bench.options.seed, bench.options.threads, ngram=name == "ngram")
             engines[name] = await stack.enter_async_context(start)
-        adaptive = next((arm for arm in bench.arms if arm.method == ADAPTIVE), None)
-        if adaptive is None:
+        if not any(arm.method == ADAPTIVE for arm in bench.arms):
             return await take_turns(bench, engines, say), []
         engine = engines["drafter"]
-        await engine.set_draft_sample_method(bench.draft_sample_method(adaptive))
+        await engine.set_draft_sample_method(DRAFTED[ADAPTIVE])
         say(f"timed draft lengths: {await engine.time_draft_lengths(bench.setup.prompts)} timings")
         turns = await take_turns(bench, engines, say)
         await engine.set_num_speculative_tokens(None)  # the last arm may have fixed it
@@ -202,7 +197,7 @@ async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, 
     if arm != NO_SPECULATION:
         await engine.set_num_speculative_tokens(None if arm.method == ADAPTIVE else arm.num_speculative_tokens)
     if arm.method in DRAFTED:
-        await engine.set_draft_sample_method(bench.draft_sample_method(arm))
+        await engine.set_draft_sample_method(DRAFTED[arm.method])
     await engine.reset_prefix_cache()
     generated, timed = [], []
     for group in range(bench.options.groups):

@@ -70,7 +70,10 @@ def line_figure(
             axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (2, 3)), label=floor)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
-        _add_legend(figure, axes)
+        handles, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
+            columns = 3 if max(map(len, labels)) <= 18 else 2
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     return figure
 
 
@@ -95,10 +98,3 @@ def svg_uri(figure: Figure) -> str:
     with rc_context(STYLE):
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(stream.getvalue()).decode()
-
-
-def _add_legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        columns = 3 if max(map(len, labels)) <= 18 else 2
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
