@@ -6,19 +6,24 @@ A study can be stopped and started again at any point: what is finished is not r
 """
 
 import argparse
+import hashlib
 import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.process.stop_signal import two_stage_stop
 from cotrain.run.console import duration
-from pipelines.ablate.jobs import is_complete, last_error, next_action, restore_state, run_jobs, save_state
-from pipelines.ablate.plan import Arm, Run, Study, load_study, runs_of
+from cotrain.run.store_uri import tracking_uri
+from pipelines.ablate.jobs import execute, is_complete, last_error, next_action, restore_state, save_state
+from pipelines.ablate.plan import Arm, Run, Status, Study, load_study, runs_of
+from pipelines.page.folders import STUDY
 
+FOLDER_TAG = "cotrain.study_folder"
 EPILOG = """\
   cotrain ablate configs/studies/initialisation/study.toml --dry-run
   cotrain ablate configs/studies/initialisation/study.toml --only "generic, frozen" "generic, co-trained" seeds=[0]
@@ -33,12 +38,10 @@ def main(arguments: Sequence[str]) -> int:
     Exit status: 0 all selected runs are finished, 1 some failed, 130 stopped by the user.
     """
     parsed = _parser().parse_intermixed_args(arguments)
-    if parsed.parallel < 1:
-        raise ValueError(f"--parallel: must be at least 1, got {parsed.parallel}")
     study = load_study(parsed.study, parsed.overrides)
     arms = _selected(study, parsed.only)
     restore_state(study)
-    print("\n".join(_plan(study, arms, parsed.parallel)), flush=True)
+    print("\n".join(_plan(study, arms)), flush=True)
     if parsed.dry_run:
         from pipelines.preflight import quick_problems
 
@@ -50,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     study.folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(study.folder / "study.lock", timeout=0):
-            status = _run_study(study, arms, parsed.parallel)
+            status = _run_study(study, arms)
     except Timeout:
         raise ValueError(f"folder: {study.folder} is being run by another process; wait, or set name=...") from None
     if status:
@@ -69,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of the study, for example seeds=[0]")
     parser.add_argument("--dry-run", action="store_true", help="check, show what would run, and stop")
     parser.add_argument("--only", nargs="+", metavar="ARM", default=[], help="names of the arms to run (default: all)")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time (default %(default)s)")
     return parser
 
 
@@ -81,7 +83,7 @@ def _selected(study: Study, only: Sequence[str]) -> list[Arm]:
     return [arm for arm in study.arms if arm.name in (only or names)]
 
 
-def _plan(study: Study, arms: Sequence[Arm], parallel: int) -> Iterator[str]:
+def _plan(study: Study, arms: Sequence[Arm]) -> Iterator[str]:
     """What would run, with what is done already."""
     yield f"study {study.config.name} in {study.folder}: {len(arms)} arms x {len(study.config.seeds)} seeds"
     for run in _needed_inits(arms):
@@ -91,12 +93,10 @@ def _plan(study: Study, arms: Sequence[Arm], parallel: int) -> Iterator[str]:
         what = f"init {arm.init}, k {about['num_speculative_tokens']}, {about['objective']}"
         actions = (f"seed {run.config.seed} {next_action(run)}" for run in arm.runs)
         yield f"  arm    {arm.name} ({what if about['speculation'] else 'no speculation'}): {', '.join(actions)}"
-    if parallel > 1:
-        yield f"  {parallel} runs at a time share memory and cores; speeds of such runs are not comparable"
 
 
 def _needed_inits(arms: Sequence[Arm]) -> list[Run]:
-    return list(dict.fromkeys(arm.made_by for arm in arms if arm.made_by))
+    return list(dict.fromkeys(run.needs for run in runs_of(arms) if run.needs))
 
 
 def _check(arms: Sequence[Arm]) -> None:
@@ -110,29 +110,19 @@ def _check(arms: Sequence[Arm]) -> None:
             raise ConfigError([f"{line} (in arm {arm.name!r})" for line in error.problems]) from None
 
 
-def _run_study(study: Study, arms: Sequence[Arm], parallel: int) -> int:
+def _run_study(study: Study, arms: Sequence[Arm]) -> int:
     """Run what is not finished in the locked folder of the study, and report. Returns the exit status."""
     from pipelines.ablate.report import write_study_report
-    from pipelines.ablate.tracking import close_study_run, open_study_run
 
     started = time.monotonic()
     for name in ("logs", "runs", "inits"):
         (study.folder / name).mkdir(exist_ok=True)
-    client, parent = open_study_run(study)
+    client, parent = _open_mlflow_run(study)
     save_state(study)
-    with two_stage_stop(print, "step of each run") as stopped:
-        _run_all(study, _needed_inits(arms), parallel, stopped, parent)
-        ready = []
-        for arm in arms:
-            if arm.made_by is None or arm.made_by.status != "failed":
-                ready.append(arm)
-                continue
-            for run in arm.runs:
-                run.status, run.error = "failed", f"its initialisation {arm.init} failed: {arm.made_by.error}"
-        _run_all(study, runs_of(ready), parallel, stopped, parent)
-    save_state(study)
+    with two_stage_stop(print, "step") as stopped:
+        _run_all(study, [*_needed_inits(arms), *runs_of(arms)], stopped, parent)
     page = write_study_report(study.folder)
-    close_study_run(client, parent, study)
+    _close_mlflow_run(client, parent, study)
     print(f"\n{page.with_name('table.md').read_text()}\nreport: {page}")
     failed = [run for run in runs_of(arms) if run.status == "failed"]
     for run in failed:
@@ -145,25 +135,60 @@ def _run_study(study: Study, arms: Sequence[Arm], parallel: int) -> int:
     return 1 if failed else 0
 
 
-def _run_all(study: Study, runs: Sequence[Run], parallel: int, stopped: Callable[[], bool], parent: str) -> None:
+def _run_all(study: Study, runs: Sequence[Run], stopped: Callable[[], bool], parent: str) -> None:
     """Run those that are not finished, and keep in study.json how each of them ends."""
-    waiting = [run for run in runs if next_action(run) != "finished"]
-    seconds: list[float] = []
-    for number, (run, status, took) in enumerate(
-        run_jobs(waiting, parallel, stopped, parent), len(runs) - len(waiting) + 1
-    ):
-        if status == 0 and is_complete(run):
-            run.status, run.error = "finished", None
-            if not study.config.keep_checkpoints:  # gigabytes that nothing reads any more
-                shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
-            seconds.append(took)
-            eta = (len(runs) - number) * sum(seconds) / len(seconds) / parallel
-            text = f"finished in {duration(took)}, eta {duration(eta)}"
-        elif stopped():
-            run.status, run.error, text = "missing", None, "stopped"
-        else:
-            why = "somebody stopped it" if status == 0 else last_error(run.log, status)
-            run.status, run.error = "failed", f"{why} (log: {run.log})"
-            text = f"FAILED: {run.error}"
+    waiting, started = [run for run in runs if next_action(run) != "finished"], time.monotonic()
+    for number, run in enumerate(waiting, 1):
+        if stopped():
+            return
+        run.status, run.error = _ended(run, study.config.keep_checkpoints, stopped, parent)
         save_state(study)
-        print(f"[{number}/{len(runs)}] {run.title}: {text}", flush=True)
+        text = {"finished": "finished", "failed": f"FAILED: {run.error}", "missing": "stopped"}[run.status]
+        left = (time.monotonic() - started) / number * (len(waiting) - number)
+        print(f"[{number}/{len(waiting)}] {run.title}: {text}, eta {duration(left)}", flush=True)
+
+
+def _ended(run: Run, keep_checkpoints: bool, stopped: Callable[[], bool], parent: str) -> tuple[Status, str | None]:
+    """Execute a run. Returns how it ended, and why if it failed."""
+    if run.needs and run.needs.status == "failed":
+        return "failed", f"its initialisation {run.needs.config.name} failed: {run.needs.error}"
+    exit_status = execute(run, stopped, parent)
+    if exit_status == 0 and is_complete(run):
+        if not keep_checkpoints:  # gigabytes that nothing reads any more
+            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+        return "finished", None
+    if stopped():
+        return "missing", None
+    why = "somebody stopped it" if exit_status == 0 else last_error(run.log, exit_status)
+    return "failed", f"{why} (log: {run.log})"
+
+
+def _open_mlflow_run(study: Study) -> tuple[Any, str]:
+    """A client and the id of the parent of all runs; there is one for each study folder, however often it is continued.
+
+    Raises ValueError naming tracking.uri when the store does not answer.
+    """
+    from cotrain.run.mlflow_store import connect, experiment_id
+
+    uri = tracking_uri(study.shared)
+    client = connect(uri)
+    experiment = experiment_id(client, uri)
+    folder = hashlib.blake2b(str(study.folder.resolve()).encode(), digest_size=6).hexdigest()
+    if known := client.search_runs([experiment], f"tags.`{FOLDER_TAG}` = '{folder}'", max_results=1):
+        client.update_run(known[0].info.run_id, status="RUNNING")
+        return client, known[0].info.run_id
+    run = client.create_run(experiment, tags={FOLDER_TAG: folder}, run_name=study.config.name)
+    return client, run.info.run_id
+
+
+def _close_mlflow_run(client: Any, run_id: str, study: Study) -> None:
+    """Store study.json and the report, and set the status. The files stay in the study's folder if that fails."""
+    from cotrain.run.mlflow_store import MlflowException, first_line
+
+    finished = all(run.status == "finished" for run in runs_of(study.arms))
+    try:
+        for file in (STUDY, "report/table.md", "report/report.html"):
+            client.log_artifact(run_id, str(study.folder / file))
+        client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
+    except (MlflowException, OSError) as error:
+        print(f"MLflow did not take the table ({first_line(error)}); it is in {study.folder}/report")

@@ -16,8 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +34,6 @@ from pipelines.page.folders import STUDY, read_object
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
 POLL_S = 0.05
-MESSAGE_LENGTH = 300
 
 Action = Literal["finished", "resume", "start", "start over"]
 
@@ -101,37 +99,23 @@ def is_complete(run: Run) -> bool:
     return bool(rows) and rows[-1]["step"] == run.config.steps
 
 
-def run_jobs(
-    runs: Sequence[Run], parallel: int, stopped: Callable[[], bool], parent: str
-) -> Iterator[tuple[Run, int, float]]:
-    """Run all in order, `parallel` at a time; yields each that has ended, with its exit status and its seconds.
+def execute(run: Run, stopped: Callable[[], bool], parent: str) -> int:
+    """Run to the end; returns the exit status. `parent` is the MLflow run under which its own is nested.
 
-    Once `stopped` says so, none is started, and running ones are told to save, and waited for. `parent` is the MLflow run
-    under which theirs are nested.
+    Once `stopped` says so it is told to save, and a second Ctrl-C ends it.
     """
-    waiting, told = deque(runs), False
-    running: dict[subprocess.Popen, tuple[Run, float]] = {}
+    process, told = _start(run, parent), False
     try:
-        while running or (waiting and not stopped()):
-            while waiting and len(running) < parallel and not stopped():
-                run = waiting.popleft()
-                running[_start(run, parent)] = run, time.monotonic()
+        while process.poll() is None:
             if stopped() and not told:
+                process.send_signal(signal.SIGINT)
                 told = True
-                _interrupt(running)
-            for process in [process for process in running if process.poll() is not None]:
-                run, started = running.pop(process)
-                yield run, process.returncode, time.monotonic() - started
             time.sleep(POLL_S)
-    finally:  # a second Ctrl-C ends them
-        _interrupt(running)
-        for process in running:
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
             process.wait()
-
-
-def _interrupt(processes: Iterable[subprocess.Popen]) -> None:
-    for process in processes:
-        process.send_signal(signal.SIGINT)
+    return process.returncode
 
 
 def _start(run: Run, parent: str) -> subprocess.Popen:
@@ -163,6 +147,5 @@ def last_error(log: Path, status: int) -> str:
     for i, line in reversed(list(enumerate(lines))):
         if re.match(r"cotrain: |[\w.]*(Error|Exception|Interrupt)\b", line) or "DIFFERS" in line:
             indented = itertools.takewhile(lambda more: more[0].isspace(), lines[i + 1 :])
-            text = " ".join([line.removeprefix("cotrain: "), *(more.strip() for more in indented)])
-            return text[:MESSAGE_LENGTH]
+            return " ".join([line.removeprefix("cotrain: "), *(more.strip() for more in indented)])
     return lines[-1] if lines else f"exit status {status} without output"

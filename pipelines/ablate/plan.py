@@ -28,6 +28,8 @@ class Run:
     command: Literal["init", "train"]
     title: str
     config: RunConfig
+    needs: "Run | None" = None
+    """The initialisation it starts from."""
     status: Status = "missing"
     error: str | None = None
 
@@ -48,8 +50,6 @@ class Arm:
     name: str
     init: str
     """none (random), a name of the study's [inits] such as generic or in-domain, or the checkpoint given."""
-    made_by: Run | None
-    """The initialisation of this name."""
     config: RunConfig
     """The configuration of its runs, but for name and seed."""
     runs: list[Run]
@@ -138,19 +138,19 @@ def _arm(study: Study, given: ArmConfig) -> Arm:
     """Raises ConfigError naming the field when the arm is wrong, alone or beside those before it."""
     config = _arm_config(study, given)
     init = given.init or (config.drafter and config.drafter.init) or NO_INIT
-    arm = Arm(given.name, init, study.inits.get(init), config, [])
+    arm, made_by = Arm(given.name, init, config, []), study.inits.get(init)
     for other in study.arms:
         if arm.slug == other.slug:
             raise ConfigError([f"would share run folders {arm.slug}-s* with {other.name!r}; rename one"])
         if config == other.config:
             raise ConfigError([f"is the same as {other.name!r}; change or remove one"])
-    if (made := arm.made_by and arm.made_by.config.drafter) and config.drafter and made.model != config.drafter.model:
+    if (made := made_by and made_by.config.drafter) and config.drafter and made.model != config.drafter.model:
         ours, theirs = (model.model_dump(exclude_none=True) for model in (config.drafter.model, made.model))
         fix = "give both the same drafter.model"
         raise ConfigError([f"init: inits.{init} makes a drafter with {theirs}, the arm has {ours}; {fix}"])
     for seed in study.config.seeds:
         own = config.model_copy(update={"name": f"{arm.slug}-s{seed}", "seed": seed})
-        arm.runs.append(Run("train", f"{arm.name}, seed {seed}", own))
+        arm.runs.append(Run("train", f"{arm.name}, seed {seed}", own, made_by))
     return arm
 
 
