@@ -108,9 +108,9 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, EngineSetup]:
     num_orders = 2 if len(setup.drafter.draft_to_target) < setup.target.vocab_size else 1
     settings = standard_settings(args.k, samplings)
     num_checks = args.k + 1 + sum(setting.num_checks(num_orders) for setting in settings)
-    tokens = tokens_for_distance(args.distance, args.alpha / num_checks)
-    size = (args.k, args.tokens, tokens)
-    return Plan(settings, setup.prompts, *size, args.dtype, args.seed, args.alpha, args.repeat), setup
+    size = tokens_for_distance(args.distance, args.alpha / num_checks)
+    plan = Plan(settings, setup.prompts, args.k, args.tokens, size, args.dtype, args.seed, args.alpha, args.repeat)
+    return plan, setup
 
 
 async def _verify(plan: Plan, setup: EngineSetup, threads: int, say: Callable[[str], None]) -> list[Verdict]:
