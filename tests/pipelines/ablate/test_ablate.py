@@ -123,22 +123,30 @@ def test_a_dry_run_writes_nothing(study_file, calls, tmp_path, capsys):
     )
 
 
-def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(
-    study_file, calls, store, no_page, tmp_path, capsys, monkeypatch
-):
+@pytest.fixture
+def interrupt(tmp_path, monkeypatch):
+    """Interrupts this process once an arm that waits for it has made its first step."""
     monkeypatch.setenv("SLOW", "random-co-trained-s0")
-    metrics = tmp_path / "studies/first/runs/random-co-trained-s0/metrics.jsonl"
+    folder = tmp_path / "studies/first"
+    metrics = folder / "runs/random-co-trained-s0/metrics.jsonl"
 
-    def interrupt() -> None:
+    def interrupt_when_slow() -> None:
         deadline = time.monotonic() + 30
         while (not metrics.exists() or not metrics.read_text()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(int(os.environ.get("SIGNALS", "1"))):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    return threading.Thread(target=interrupt_when_slow)
+
+
+def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(
+    study_file, calls, store, no_page, tmp_path, capsys, monkeypatch, interrupt
+):
+    interrupt.start()
     assert main([str(study_file), "seeds=[0]"]) == 130
-    thread.join()
+    interrupt.join()
     output = capsys.readouterr().out
     assert "random, co-trained, seed 0: stopped" in output and "the same command goes on:\n  cotrain ablate" in output
     assert list(statuses(tmp_path).values()) == ["finished", "missing", "missing"]
@@ -147,6 +155,18 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(
     assert main([str(study_file), "seeds=[0]"]) == 0
     assert calls() == ["train random-co-trained-s0 --resume random-co-trained-s0", "train no-speculation-s0"]
     assert set(statuses(tmp_path).values()) == {"finished"}
+
+
+def test_a_second_ctrl_c_ends_the_run_and_the_study(
+    study_file, calls, store, no_page, tmp_path, monkeypatch, interrupt
+):
+    monkeypatch.setenv("SIGNALS", "2")
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        main([str(study_file), "seeds=[0]"])
+    interrupt.join()
+    assert (tmp_path / "studies/first/runs/random-co-trained-s0/checkpoints/step_000001/COMPLETE").exists()
+    assert list(statuses(tmp_path).values()) == ["finished", "missing", "missing"]
 
 
 @pytest.mark.parametrize(
