@@ -44,13 +44,6 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(settings, table, attempts, read_rows(folder / "decisions.jsonl"))
 
 
-def from_to(values: pd.Series, parts: int) -> tuple[float, float] | None:
-    """Means over the first and the last of `parts` equal parts of the measured values; None without any."""
-    measured = values.dropna()
-    span = max(1, len(measured) // parts)
-    return (measured[:span].mean(), measured[-span:].mean()) if len(measured) else None
-
-
 def drafter_marks(run: RunRecord) -> dict[str, pd.Series]:
     """What happened to the drafter, true in the steps where it did."""
     rolled_back = run.column("drafter/rolled_back") > 0

@@ -8,7 +8,7 @@ import pandas as pd
 
 from cotrain.run.console import duration
 from pipelines.page.page import Fact, Page, Plot, Section, line_plot, write_page
-from pipelines.page.record import RunRecord, drafter_age, drafter_marks, from_to, read_run
+from pipelines.page.record import RunRecord, drafter_age, drafter_marks, read_run
 
 MOST_DECISIONS = 50
 LEAST_SHARE = 0.005
@@ -103,8 +103,11 @@ def _facts(run: RunRecord) -> list[Fact]:
 
 
 def _change(run: RunRecord, label: str, metric: str, parts: int, note: str) -> Fact:
-    found = from_to(run.column(metric), parts)
-    return Fact(label, f"{found[0]:.2f} -> {found[1]:.2f}" if found else "not measured", note)
+    """Means over the first and the last of `parts` equal parts of the measured values."""
+    measured = run.column(metric).dropna()
+    span = max(1, len(measured) // parts)
+    first, last = measured[:span].mean(), measured[-span:].mean()
+    return Fact(label, f"{first:.2f} -> {last:.2f}" if len(measured) else "not measured", note)
 
 
 def _agreement(run: RunRecord) -> Fact:

@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
-from pipelines.page.record import RunRecord, drafter_age, drafter_marks, from_to, read_run
+from pipelines.page.record import RunRecord, drafter_age, drafter_marks, read_run
 from tests.pipelines.page.conftest import row, write_run
 
 
@@ -41,18 +40,6 @@ def test_a_drafter_that_was_taken_back_is_no_new_one(tmp_path: Path) -> None:
 def test_the_age_of_a_drafter_counts_from_its_first_step(tmp_path: Path) -> None:
     run = run_with(tmp_path, versions__drafter=[0, 0, 1, None, 1, 2], versions__policy=[0, 1, 2, 3, 4, 5])
     assert drafter_age(run).tolist() == [0, 1, 0, 1, 2, 0]
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([None, 1.0, 2.0, None, 4.0, 5.0, 7.0, 9.0], (1.5, 8.0)),
-        ([3.0], (3.0, 3.0)),
-        ([None, None], None),
-    ],
-)
-def test_from_to_is_over_measured_steps(values: list[float | None], expected: tuple[float, float] | None) -> None:
-    assert from_to(pd.Series(values, dtype=float), 3) == expected
 
 
 def test_a_run_that_was_killed_while_writing_is_read(tmp_path: Path) -> None:
