@@ -5,6 +5,7 @@ The numbers of an arm are means over the last third of the steps, then over seed
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class StudyRecord:
     steps: pd.DataFrame
     """The metrics of each finished run, by arm, seed and step."""
 
+    @cached_property
     def measured(self) -> pd.DataFrame:
         """Means over the last third of the steps, and two ratios of speeds, by arm and seed."""
         before = self.about["steps"] - max(1, self.about["steps"] // 3)
@@ -68,11 +70,9 @@ def write_study_report(folder: Path) -> Path:
     Raises ValueError when the folder is no study or its study.json is damaged. Arms that failed are named in it.
     """
     study = read_study(folder)
-    measured = study.measured()
-    path = write_page(folder, study_page(study, measured))
-    table = comparison(study, measured)
+    path, table = write_page(folder, study_page(study)), comparison(study)
     path.with_name("table.md").write_text(table.to_markdown(index=False, disable_numparse=True) + "\n")
-    spreads = measured.groupby("arm").agg(["mean", "min", "max"])
+    spreads = study.measured.groupby("arm").agg(["mean", "min", "max"])
     spreads.columns = [" ".join(names) for names in spreads.columns]
     study.arms.assign(seeds=table["seeds"].to_numpy()).join(spreads).to_csv(path.with_name("table.csv"))
     return path
@@ -105,22 +105,22 @@ def _linked(folder: Path, run: str) -> str:
     return Markup('<a href="../{}">{}</a>').format(page, run) if (folder / page).is_file() else run
 
 
-def comparison(study: StudyRecord, measured: pd.DataFrame) -> pd.DataFrame:
+def comparison(study: StudyRecord) -> pd.DataFrame:
     """A row of text for each arm: initialisation x online x k x objective x policy, and what it measured."""
     arms, plain = study.arms, ~study.arms["speculation"]
     trained = arms["online"].map({True: " co-trained", False: " frozen"})
     table = pd.DataFrame(
         {
             "initialisation": arms["init"].mask(plain, NONE),
-            "drafter": (arms["model"] + trained).mask(plain, "no speculation"),
+            "drafter": (arms.get("model", "") + trained).str.strip().mask(plain, "no speculation"),
             "k": arms["num_speculative_tokens"].astype(str).mask(plain, NONE),
             "objective": arms["objective"].mask(plain, NONE),
             "policy": arms["policy"],
         }
     )
     for name, column in COMPARED.items():
-        table[name] = measured[column].groupby("arm").agg(_spread)
-    finished = measured.groupby("arm").size().reindex(arms.index, fill_value=0)
+        table[name] = study.measured[column].groupby("arm").agg(_spread)
+    finished = study.measured.groupby("arm").size().reindex(arms.index, fill_value=0)
     table["seeds"] = finished.astype(str) + f"/{len(study.about['seeds'])}"
     return table.fillna(NONE).rename_axis("arm").reset_index()
 
@@ -133,23 +133,23 @@ def _spread(values: pd.Series) -> str:
     return f"{values.mean():.2f}" + (f" ({low}..{high})" if low != high else "")
 
 
-def study_page(study: StudyRecord, measured: pd.DataFrame) -> Page:
+def study_page(study: StudyRecord) -> Page:
     """The page of a study; arms may be unfinished. Arms of one policy and k are compared with each other."""
     about, arms = study.about, study.arms
     unfinished = int((study.runs["outcome"] != "finished").sum())
     facts = [Fact("Runs that failed or are missing", f"{unfinished} of {len(study.runs)}", "they are in no number")]
     plots: list[Plot] = []
     for (policy, k), group in arms[arms["speculation"]].groupby(["policy", "num_speculative_tokens"], sort=False):
-        facts += _gaps_closed(group, measured[LENGTH], f"{policy} policy, k = {k}")
-        plots += _group_plots(study, measured.loc[measured.index.isin(group.index, level="arm")], policy, k)
+        facts += _gaps_closed(group, study.measured[LENGTH], f"{policy} policy, k = {k}")
+        plots += _group_plots(study, group, policy, k)
     return Page(
         title=about["name"],
         kind="cotrain study",
         subtitle=f"arms: {len(arms)}, seeds: {len(about['seeds'])}, steps of each run: {about['steps']}",
         facts=facts,
         sections=[
-            Section("Comparison", [HOW_TO_READ], comparison(study, measured)),
-            Section("Acceptance and speed", plots=[*plots, _gain_plot(measured)]),
+            Section("Comparison", [HOW_TO_READ], comparison(study)),
+            Section("Acceptance and speed", plots=[*plots, _gain_plot(study.measured[GAIN])]),
             Section("Runs", table=study.runs, folded=not unfinished),
         ],
     )
@@ -175,11 +175,11 @@ def _gaps_closed(arms: pd.DataFrame, lengths: pd.Series, title: str) -> Iterator
         yield Fact(f"Gap closed, {title}, {online.objective}", shown, note)
 
 
-def _group_plots(study: StudyRecord, measured: pd.DataFrame, policy: str, k: int) -> list[Plot]:
+def _group_plots(study: StudyRecord, arms: pd.DataFrame, policy: str, k: int) -> list[Plot]:
     slug, title = f"{policy}_policy_k{k}", f"{policy} policy, k = {k}"
     spreads = study.steps[LENGTH].groupby(["arm", "step"]).agg(["mean", "min", "max"])
-    finished = {name: spreads.loc[name] for name in measured.index.unique("arm")}
-    positions = measured.reindex(columns=[f"{POSITION}{i}" for i in range(1, k + 1)]).groupby("arm").mean()
+    finished = {name: spreads.loc[name] for name in study.measured.index.unique("arm") if name in arms.index}
+    positions = study.measured.reindex(columns=[f"{POSITION}{i}" for i in range(1, k + 1)]).groupby("arm").mean()
     positions.columns = range(1, k + 1)
     return [
         line_plot(
@@ -197,9 +197,9 @@ def _group_plots(study: StudyRecord, measured: pd.DataFrame, policy: str, k: int
     ]  # fmt: skip
 
 
-def _gain_plot(measured: pd.DataFrame) -> Plot:
+def _gain_plot(gains_by_run: pd.Series) -> Plot:
     title = "Generation speed against no speculation"
-    gains = measured[GAIN].groupby("arm", sort=False).agg(["mean", "min", "max"]).dropna()
+    gains = gains_by_run.groupby("arm", sort=False).agg(["mean", "min", "max"]).dropna()
     if gains.empty:
         return Plot("net_gain", title, None, NOT_MEASURED)
     text = "A dot at the mean over seeds, a bar from the lowest seed to the highest. Below 1, speculation costs time."

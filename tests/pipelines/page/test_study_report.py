@@ -30,13 +30,11 @@ def failed(one: dict[str, Any], seed: int, error: str) -> dict[str, Any]:
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
-    study = read_study(folder)
-    return comparison(study, study.measured()).to_dict("records")
+    return comparison(read_study(folder)).to_dict("records")
 
 
 def page_of(folder: Path) -> Page:
-    study = read_study(folder)
-    return study_page(study, study.measured())
+    return study_page(read_study(folder))
 
 
 def gap(folder: Path) -> Fact:
@@ -134,7 +132,7 @@ def test_what_drafters_cost_is_in_the_table(whole: Path) -> None:
     path = whole / "runs" / "generic-online-s0" / "metrics.jsonl"
     rows = [json.loads(line) | {"drafter/train_s": 7.25} for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    costs = read_study(whole).measured()["drafter/train_s"]
+    costs = read_study(whole).measured["drafter/train_s"]
     assert costs["generic-online", 0] == 7.25 and costs.count() == 1
 
 
