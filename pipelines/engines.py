@@ -3,10 +3,12 @@
 import argparse
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig
 from cotrain.models.linear_attention import serving_problems
 from cotrain.models.loading import resolve_model
 from cotrain.process import threads
+from cotrain.process.engine_output import engine_output_to
 from cotrain.process.scratch import scratch_folder
 from cotrain.run.provenance import machine, package_versions
 from drafters.base import Drafter, TargetSpec
@@ -55,12 +58,23 @@ def at_least(least: int) -> Callable[[str], int]:
     return whole_number
 
 
-def new_folder(out: Path | None, command: str) -> Path:
-    """The folder for a command's results, which is made later. Raises ValueError when it holds something already."""
-    out = out or Path("runs") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
+@contextmanager
+def prepared_command(
+    command: str, args: argparse.Namespace, prepare: Callable[[argparse.Namespace, Path], Any]
+) -> Iterator[tuple[Path, Any, Callable[[str], None]]]:
+    """A new folder for a command's results, what `prepare` makes of its options, and a way to print to the console.
+
+    `prepare` also gets a path that a drafter of the registry is copied to. The folder is made once it has returned;
+    from there on all other output goes to engine.log. Raises ValueError when the folder holds something already.
+    """
+    out = args.out or Path("runs") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} is not empty; give a new folder")
-    return out
+    with tempfile.TemporaryDirectory() as pulled:
+        prepared = prepare(args, Path(pulled) / "drafter")
+        out.mkdir(parents=True, exist_ok=True)
+        with engine_output_to(out / "engine.log") as console:
+            yield out, prepared, partial(print, file=console)
 
 
 def provenance(args: argparse.Namespace) -> dict[str, Any]:
@@ -84,6 +98,14 @@ class EngineSetup:
     rollout: RolloutConfig
     drafter: Drafter | None
     drafter_folder: Path | None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know before the start."""
+        longest = self.rollout.num_speculative_tokens
+        if self.drafter is None or longest <= (depth := self.drafter.trained_depth):
+            return []
+        return [f"k = {longest} is beyond the {depth} draft positions the drafter was trained for"]
 
 
 def prepare_engine(
@@ -123,7 +145,10 @@ def prepare_engine(
         **rollout,
     )
     folder, drafter = _drafter(args, model, target, positions, pulled) if args.drafter else (None, None)
-    return EngineSetup(model, target, prompts, config, drafter, folder)
+    setup = EngineSetup(model, target, prompts, config, drafter, folder)
+    for note in setup.notes:
+        print(f"note: {note}")
+    return setup
 
 
 def _kv_bytes(target: TargetSpec, dtype: str, batch: int, positions: int) -> int:

@@ -13,7 +13,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.tasks.base import build_task
 from drafters.config import Section
 from pipelines.ablate.config import ArmConfig, StudyConfig
-from pipelines.ablate.plan import load_study
+from pipelines.ablate.plan import load_study, runs_of
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(ROOT.glob("configs/**/*.toml"))
@@ -61,8 +61,8 @@ def test_the_reward_of_the_study_of_drift_pays_for_different_words(monkeypatch: 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_study_loads_with_all_its_runs(path: Path) -> None:
     study = load_study(path)
-    runs = [study.run_config(arm, run) for arm in study.arms for run in arm.runs]
-    assert len({run.name for run in runs}) == len(runs) > 1
+    runs = runs_of(study.arms)
+    assert len({run.config.name for run in runs}) == len(runs) > 1
 
 
 @pytest.mark.parametrize("section", [ArmConfig, StudyConfig])

@@ -101,7 +101,7 @@ class Distiller:
         TrainingDiverged before the optimizer moves when a loss or gradient is not finite.
         """
         target = self._target_weights[batch.policy_version]
-        result = self.drafter.loss(self._on_device(batch), target, self._sampling, self._config.objective)
+        result = drafter_loss(self.drafter, self._on_device(batch), target, self._sampling, self._config.objective)
         self._optimizer.zero_grad()
         result.loss.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)

@@ -3,6 +3,7 @@
 An arm can set nothing but what is ablated, so that two arms never differ by accident.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -78,13 +79,11 @@ class StudyConfig(Section):
 def read_study(path: Path, overrides: Sequence[str]) -> StudyConfig:
     """The file with overrides such as "seeds=[0]". Raises ConfigError listing what is wrong outside of its arms."""
     problems: list[str] = []
-    table: Table = {}
-    for part in (read_toml(path, problems), *(read_override(text, problems) for text in overrides)):
-        table = merge(table, part)
+    tables = [read_toml(path, problems), *(read_override(text, problems) for text in overrides)]
     if problems:
         raise ConfigError(problems)
     try:
-        config = StudyConfig.model_validate(table)
+        config = StudyConfig.model_validate(functools.reduce(merge, tables))
     except ValidationError as error:
         raise ConfigError(readable_problems(error, StudyConfig)) from None
     if len(set(config.seeds)) < len(config.seeds):
@@ -106,10 +105,9 @@ def _grid_arms(grid: dict[str, list[Any]]) -> Iterator[Table]:
     """Every combination but frozen random drafters, named by its values; one that all arms share is not in the name."""
     for combination in itertools.product(*grid.values()) if grid else ():
         fields = dict(zip(grid, combination, strict=True))
-        if (fields.get("init"), fields.get("online")) == (NO_INIT, False):
-            continue
-        words = [_word(name, value) for name, value in fields.items() if len(grid[name]) > 1 or name == "init"]
-        yield fields | {"name": ", ".join(words) or "grid"}
+        if (fields.get("init"), fields.get("online")) != (NO_INIT, False):
+            words = [_word(name, value) for name, value in fields.items() if len(grid[name]) > 1 or name == "init"]
+            yield fields | {"name": ", ".join(words) or "grid"}
 
 
 def _word(name: str, value: Any) -> str:

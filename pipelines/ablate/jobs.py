@@ -1,93 +1,138 @@
-"""Runs of a study as subprocesses: a few at a time, stopped together, and what each of them said at the end."""
+"""How far the runs of a study are, what to do with each, and the subprocesses that do it.
+
+<folder>/<name>/
+  study.json     arms, and for every run finished, failed or missing; rewritten after each run
+  logs/          the output of each run, beside the configuration it got
+  inits/NAME/    made by `cotrain init`
+  runs/NAME/     made by `cotrain train`
+"""
 
 import itertools
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from typing import Literal
 
+from cotrain.config.errors import ConfigError
+from cotrain.config.files import write_json
 from cotrain.config.load import to_toml
-from cotrain.config.schema import RunConfig
 from cotrain.process.orphans import die_with_parent
+from cotrain.run.checkpoint import latest_checkpoint
 from cotrain.run.mlflow_store import PARENT_RUN_VARIABLE
+from cotrain.run.provenance import FREE_FIELDS, flatten
+from cotrain.run.rows import read_rows
+from cotrain.run.run_dir import RunDir
+from pipelines.ablate.plan import Run, Study, runs_of
+from pipelines.page.folders import STUDY, read_object
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
 POLL_S = 0.05
-MESSAGE_LENGTH = 300
+
+Action = Literal["finished", "resume", "start", "start over"]
 
 
-@dataclass(frozen=True)
-class Job:
-    """One `cotrain train` or `cotrain init`."""
-
-    title: str
-    command: str
-    """train or init."""
-    config: RunConfig
-    resume: bool
-    config_file: Path
-    log: Path
-    parent_run: str
-    """MLflow run of the study."""
+def save_state(study: Study) -> None:
+    """Write study.json."""
+    arms = []
+    for arm in study.arms:
+        runs = [
+            {"seed": run.config.seed, "folder": f"runs/{run.config.name}", "status": run.status, "error": run.error}
+            for run in arm.runs
+        ]
+        arms.append(arm.fields() | {"runs": runs})
+    head = {"name": study.config.name, "steps": study.shared.steps, "seeds": list(study.config.seeds)}
+    write_json(study.folder / STUDY, head | {"arms": arms})
 
 
-Ended = Callable[[Job, int, float], None]
-"""Called at the end of a job with the job, its exit status and its seconds."""
+def restore_state(study: Study) -> None:
+    """Set how the runs ended that study.json knows.
+
+    Raises ConfigError when runs in the study's folder were made with other settings, naming each. Arms,
+    initialisations and seeds may be added.
+    """
+    runs, changes = runs_of(study.arms), dict[str, str]()
+    for run in (*study.inits.values(), *runs):
+        if not (path := run.folder / "config.json").is_file():
+            continue
+        old, new = flatten(json.loads(path.read_text())), flatten(run.config.model_dump(mode="json"))
+        for field in sorted(old | new):
+            decisive = field == "steps" or field.split(".")[0] not in FREE_FIELDS
+            if decisive and old.get(field) != new.get(field):
+                changes.setdefault(f"{field}: {old.get(field)!r} -> {new.get(field)!r}", run.config.name)
+    if changes:
+        problems = [f"{change} (in {name})" for change, name in changes.items()]
+        raise ConfigError([*problems, f"folder: {study.folder} holds runs with the settings above; set name=..."])
+    if (study.folder / STUDY).is_file():
+        known = {run["folder"]: run for arm in read_object(study.folder / STUDY)["arms"] for run in arm["runs"]}
+        for run in runs:
+            ended = known.get(f"runs/{run.config.name}", {})
+            run.status, run.error = ended.get("status", "missing"), ended.get("error")
 
 
-class Stop:
-    """A handler of SIGINT and SIGTERM, which hands them on: a run finishes its step and saves at the first, ends at the
-    second."""
+def next_action(run: Run) -> Action:
+    """What to do with a run on the way to a finished study. Raises ValueError while another process runs it."""
+    if not run.folder.exists():
+        return "start"
+    complete = is_complete(run)
+    if complete and (run.command == "init" or run.status == "finished"):
+        return "finished"
+    if complete and run.status == "failed":
+        return "start over"  # its own last check failed, which a resume would not repeat
+    if not all((run.folder / file).is_file() for file in ("run.lock", "config.json")):
+        return "start over"  # killed while the folder was made
+    with RunDir(run.config.run_root, run.config.name) as run_dir:
+        return "resume" if run.command == "init" or latest_checkpoint(run_dir) else "start over"
 
-    def __init__(self) -> None:
-        self.requested = False
-        self.running: list[subprocess.Popen] = []
 
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if not self.requested:
-            print("stopping: each run finishes its step and saves; once more to stop at once", flush=True)
-        self.requested = True
-        for process in self.running:
-            process.send_signal(signal.SIGINT)
+def is_complete(run: Run) -> bool:
+    """Whether `cotrain init` has made its drafter, or `cotrain train` its last step."""
+    if run.command == "init":
+        return (run.folder / "init.json").is_file()
+    rows = read_rows(run.folder / "metrics.jsonl")
+    return bool(rows) and rows[-1]["step"] == run.config.steps
 
 
-def run_jobs(jobs: Sequence[tuple[Job, Ended]], parallel: int, stop: Stop, program: Sequence[str] = PROGRAM) -> None:
-    """Run all jobs in order, `parallel` at a time. After a stop none is started, and running ones are waited for."""
-    waiting = deque(jobs)
-    running: dict[subprocess.Popen, tuple[Job, Ended, float]] = {}
-    while running or (waiting and not stop.requested):
-        while waiting and len(running) < parallel and not stop.requested:
-            job, ended = waiting.popleft()
-            process = _start(job, program)
-            running[process] = (job, ended, time.monotonic())
-            stop.running.append(process)
-            if stop.requested:  # the signal came before the process was in the list
+def execute(run: Run, stopped: Callable[[], bool], parent: str) -> int:
+    """Run to the end; returns the exit status. `parent` is the MLflow run under which its own is nested.
+
+    Once `stopped` says so it is told to save, and a second Ctrl-C ends it.
+    """
+    process, told = _start(run, parent), False
+    try:
+        while process.poll() is None:
+            if stopped() and not told:
                 process.send_signal(signal.SIGINT)
-        for process in [process for process in running if process.poll() is not None]:
-            stop.running.remove(process)
-            job, ended, started = running.pop(process)
-            ended(job, process.returncode, time.monotonic() - started)
-        time.sleep(POLL_S)
+                told = True
+            time.sleep(POLL_S)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+    return process.returncode
 
 
-def _start(job: Job, program: Sequence[str]) -> subprocess.Popen:
-    job.config_file.write_text(to_toml(job.config), encoding="utf-8")
-    resume = ["--resume", job.config.name] if job.resume else []
-    with job.log.open("ab") as log:
+def _start(run: Run, parent: str) -> subprocess.Popen:
+    action = next_action(run)
+    if action == "start over":
+        shutil.rmtree(run.folder)
+    config_file = run.log.with_suffix(".toml")
+    config_file.write_text(to_toml(run.config), encoding="utf-8")
+    resume = ["--resume", run.config.name] if action == "resume" else []
+    with run.log.open("ab") as log:
         # In a session of its own: Ctrl-C in the terminal reaches this process alone, which hands it on once.
         return subprocess.Popen(
-            [*program, job.command, str(job.config_file), *resume],
+            [*PROGRAM, run.command, str(config_file), *resume],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1", PARENT_RUN_VARIABLE: job.parent_run},
+            env=os.environ | {"PYTHONUNBUFFERED": "1", PARENT_RUN_VARIABLE: parent},
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
@@ -102,6 +147,5 @@ def last_error(log: Path, status: int) -> str:
     for i, line in reversed(list(enumerate(lines))):
         if re.match(r"cotrain: |[\w.]*(Error|Exception|Interrupt)\b", line) or "DIFFERS" in line:
             indented = itertools.takewhile(lambda more: more[0].isspace(), lines[i + 1 :])
-            text = " ".join([line.removeprefix("cotrain: "), *(more.strip() for more in indented)])
-            return text[:MESSAGE_LENGTH]
+            return " ".join([line.removeprefix("cotrain: "), *(more.strip() for more in indented)])
     return lines[-1] if lines else f"exit status {status} without output"

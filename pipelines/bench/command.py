@@ -9,38 +9,37 @@ arm, so that a machine that slows down slows all of them alike.
 import argparse
 import asyncio
 import os
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
-from cotrain.config.files import write_json
 from cotrain.config.load import load_config
-from cotrain.process.engine_output import engine_output_to
 from cotrain.records import RolloutRequest
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.run.console import duration
 from cotrain.run.provenance import machine
-from pipelines.bench.report import ADAPTIVE, METHODS, NO_SPECULATION, Arm, Turn, markdown, results
+from pipelines.bench.report import ADAPTIVE, METHODS, NO_SPECULATION, Arm, Turn, write_results
 from pipelines.engines import (
     DEFAULT_TASK,
     EngineSetup,
     add_engine_options,
     at_least,
-    new_folder,
     one_engine,
     prepare_engine,
+    prepared_command,
     provenance,
 )
 
 if TYPE_CHECKING:
     from cotrain.rollout.engine import RolloutEngine
 
-DRAFTED = ("greedy", "probabilistic", ADAPTIVE)
+DRAFTED = {"greedy": "greedy", "probabilistic": "probabilistic", ADAPTIVE: "probabilistic"}
+"""How the drafter's tokens are sampled, by method. Probabilistic drafts are greedy ones at temperature 0."""
+
 DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
 GPU_SHARE = 0.9
 """Share of a GPU's memory for all engines together."""
@@ -53,7 +52,6 @@ class Bench:
     options: argparse.Namespace
     arms: list[Arm]
     setup: EngineSetup
-    notes: list[str]
 
     def requests(self, batch: int, round_: int, group: int) -> list[RolloutRequest]:
         """The same prompts and lengths for all arms of a round, new ones in each round.
@@ -69,16 +67,6 @@ class Bench:
             RolloutRequest(f"prompt-{first + i}", first + i, prompts[(first + i) % len(prompts)], None, length)
             for i, length in enumerate(lengths)
         ]
-
-
-def engine_of(arm: Arm) -> str:
-    """Which engine serves an arm."""
-    return {"none": "stock", "ngram": "ngram"}.get(arm.method, "drafter")
-
-
-def engines_of(arms: Sequence[Arm]) -> list[str]:
-    """The engines that are needed."""
-    return list(dict.fromkeys(map(engine_of, arms)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,29 +103,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="cotrain bench", description=DESCRIPTION)
     add_arguments(parser)
     options = parser.parse_args(argv)
-    out = new_folder(options.out, "bench")
-    about = provenance(options) | {"load": round(os.getloadavg()[0], 2)}
-    with tempfile.TemporaryDirectory() as pulled:
-        bench = prepare(options, Path(pulled) / "drafter")
-        out.mkdir(parents=True, exist_ok=True)
-        with engine_output_to(out / "engine.log") as console:
-            turns = asyncio.run(_run(bench, console))
-            write_results(out, about | {"notes": bench.notes}, turns)
-            print(f"\n{(out / 'bench.md').read_text()}\nwritten to {out}/", file=console)
+    load = round(os.getloadavg()[0], 2)
+    with prepared_command("bench", options, prepare) as (out, bench, say):
+        turns, notes = asyncio.run(_run(bench, say))
+        about = provenance(options) | {"load": load, "notes": [*bench.setup.notes, *notes]}
+        write_results(out, about, turns)
+        say(f"\n{(out / 'bench.md').read_text()}\nwritten to {out}/")
     return 0
-
-
-def write_results(out: Path, about: dict[str, Any], turns: list[Turn]) -> None:
-    """Write bench.json, bench.md and bench.png."""
-    from pipelines.page.figures import range_figure
-
-    found = results(turns)
-    arms = [
-        {"name": name, **row} for name, row in found.astype(object).where(found.notna(), None).to_dict("index").items()
-    ]
-    write_json(out / "bench.json", about | {"arms": arms, "turns": [asdict(turn) for turn in turns]})
-    (out / "bench.md").write_text(markdown(about, found))
-    range_figure(found, "tokens/s, ratio to no speculation").savefig(out / "bench.png", dpi=120)
 
 
 def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
@@ -153,7 +125,8 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
         raise ValueError("--drain: gives every response its length, --stop-at-eos lets the model end it; leave one out")
     arms = choose_arms(options.methods, sorted(set(options.k)), options.drafter is not None, options.temperature)
     task = load_config([options.prompts]).task if options.prompts else DEFAULT_TASK
-    batch, most = max(options.batch), max(options.k)
+    batch = max(options.batch)
+    share = GPU_SHARE / len({arm.engine for arm in arms})
     setup = prepare_engine(
         options,
         task,
@@ -162,14 +135,11 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
         pulled,
         temperature=options.temperature,
         ignore_eos=not options.stop_at_eos,
-        num_speculative_tokens=most,
+        num_speculative_tokens=max(options.k),
         synchronous_batches=True,
-        vllm={"gpu_memory_utilization": GPU_SHARE / len(engines_of(arms))} if machine()["gpus"] else {},
+        vllm={"gpu_memory_utilization": share} if machine()["gpus"] else {},
     )
-    notes = []
-    if setup.drafter is not None and most > (depth := setup.drafter.trained_depth):
-        notes.append(f"k = {most} is beyond the {depth} draft positions the drafter was trained for")
-    return Bench(options, arms, setup, notes)
+    return Bench(options, arms, setup)
 
 
 def choose_arms(
@@ -188,37 +158,27 @@ def choose_arms(
     return [NO_SPECULATION, *fixed, *([Arm(ADAPTIVE, max(draft_lengths))] if ADAPTIVE in methods else [])]
 
 
-async def _run(bench: Bench, console: TextIO) -> list[Turn]:
-    """Start the engines, warm up, and take turns."""
-    for note in bench.notes:
-        print(f"note: {note}", file=console)
+async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], list[str]]:
+    """Start the engines, warm up, and take turns. Returns the turns, and what the adaptive arm has come to."""
     engines: dict[str, RolloutEngine] = {}
     stock = replace(bench.setup, drafter=None, drafter_folder=None)
     async with AsyncExitStack() as stack:
-        for name in engines_of(bench.arms):
-            print(f"starting an engine: {name}", file=console)
+        for name in dict.fromkeys(arm.engine for arm in bench.arms):
+            say(f"starting an engine: {name}")
             setup = bench.setup if name == "drafter" else stock
             start = one_engine(setup, bench.options.seed, bench.options.threads, ngram=name == "ngram")
             engines[name] = await stack.enter_async_context(start)
         if not any(arm.method == ADAPTIVE for arm in bench.arms):
-            return await take_turns(bench, engines, console)
+            return await take_turns(bench, engines, say), []
         engine = engines["drafter"]
-        await engine.set_draft_sample_method(_draft_sample_method(bench, ADAPTIVE))
-        print(f"timed draft lengths: {await engine.time_draft_lengths(bench.setup.prompts)} timings", file=console)
-        turns = await take_turns(bench, engines, console)
+        await engine.set_draft_sample_method(DRAFTED[ADAPTIVE])
+        say(f"timed draft lengths: {await engine.time_draft_lengths(bench.setup.prompts)} timings")
+        turns = await take_turns(bench, engines, say)
         await engine.set_num_speculative_tokens(None)  # the last arm may have fixed it
-        bench.notes.append(f"adaptive, at the end: {await engine.describe_speculation()}")
-        return turns
+        return turns, [f"adaptive, at the end: {await engine.describe_speculation()}"]
 
 
-def _draft_sample_method(bench: Bench, method: str) -> str:
-    """How the drafter's tokens are sampled; the adaptive arm drafts as well as it can."""
-    if method == ADAPTIVE:
-        return "probabilistic" if bench.options.temperature > 0 else "greedy"
-    return method
-
-
-async def take_turns(bench: Bench, engines: dict[str, "RolloutEngine"], console: TextIO) -> list[Turn]:
+async def take_turns(bench: Bench, engines: dict[str, "RolloutEngine"], say: Callable[[str], None]) -> list[Turn]:
     """Every arm at every batch size in every round, after one round that is not counted."""
     turns: list[Turn] = []
     rounds, started = bench.options.rounds, time.monotonic()
@@ -226,11 +186,10 @@ async def take_turns(bench: Bench, engines: dict[str, "RolloutEngine"], console:
         shift = max(round_, 0) % len(bench.arms)
         for batch in sorted(set(bench.options.batch)):
             for arm in bench.arms[shift:] + bench.arms[:shift]:
-                turn = await _measure(engines[engine_of(arm)], bench, arm, batch, round_)
+                turn = await _measure(engines[arm.engine], bench, arm, batch, round_)
                 turns += [turn] if round_ >= 0 else []
         left = (time.monotonic() - started) / (round_ + 2) * (rounds - 1 - round_)
-        name = f"round {round_ + 1}/{rounds}" if round_ >= 0 else "warm-up"
-        print(f"{name}: about {duration(left, 0)} left", file=console)
+        say(f"{f'round {round_ + 1}/{rounds}' if round_ >= 0 else 'warm-up'}: about {duration(left, 0)} left")
     return turns
 
 
@@ -238,29 +197,24 @@ async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, 
     if arm != NO_SPECULATION:
         await engine.set_num_speculative_tokens(None if arm.method == ADAPTIVE else arm.num_speculative_tokens)
     if arm.method in DRAFTED:
-        await engine.set_draft_sample_method(_draft_sample_method(bench, arm.method))
+        await engine.set_draft_sample_method(DRAFTED[arm.method])
     await engine.reset_prefix_cache()
-    num_tokens, decode_seconds, full_tokens, full_seconds = 0, 0.0, 0, 0.0
-    drafted = []
+    generated, timed = [], []
     for group in range(bench.options.groups):
-        generated = await engine.generate(bench.requests(batch, max(round_, 0), group), tap=False)
-        num_tokens += generated.num_generated_tokens - batch
-        decode_seconds += engine.decode_seconds
-        if not (bench.options.drain or bench.options.stop_at_eos):
-            tokens, seconds = engine.decoded.get(batch, (0, 0.0))
-            full_tokens, full_seconds = full_tokens + tokens, full_seconds + seconds
-        drafted.append(generated.speculation)
+        generated.append(await engine.generate(bench.requests(batch, max(round_, 0), group), tap=False))
+        whole = (generated[-1].num_generated_tokens - batch, engine.decode_seconds)
+        equal_lengths = not (bench.options.drain or bench.options.stop_at_eos)
+        timed.append(engine.decoded.get(batch, whole) if equal_lengths else whole)
+    num_tokens = sum(result.num_generated_tokens - batch for result in generated)
     if not num_tokens:
         raise ValueError("--groups: every response of a turn ended with its first token; give more")
-    counts = total_counts(drafted)
+    counts = total_counts(result.speculation for result in generated)
     return Turn(
         arm=str(arm),
         batch=batch,
         round=round_,
         num_tokens=num_tokens,
-        decode_seconds=decode_seconds,
+        tokens_per_second=sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed),
         num_drafts=counts.num_drafts if counts else 0,
         accepted_per_position=counts.accepted_per_position[: arm.num_speculative_tokens] if counts else (),
-        full_tokens=full_tokens,
-        full_seconds=full_seconds,
     )

@@ -1,10 +1,14 @@
 """From measured turns to the numbers of `cotrain bench`: ratios within a round, and the table of arms."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+
+from cotrain.config.files import write_json
+from pipelines.page.figures import range_figure
 
 ADAPTIVE = "adaptive"
 METHODS = ("none", "ngram", "greedy", "probabilistic", ADAPTIVE)
@@ -18,6 +22,11 @@ class Arm:
     """One of METHODS."""
     num_speculative_tokens: int
     """Draft tokens of every step; the most of any step when adaptive."""
+
+    @property
+    def engine(self) -> str:
+        """Which engine serves it."""
+        return {"none": "stock", "ngram": "ngram"}.get(self.method, "drafter")
 
     def __str__(self) -> str:
         if self.method == "none":
@@ -37,26 +46,12 @@ class Turn:
     round: int
     num_tokens: int
     """Tokens decoded, without the first of each response, which comes from prefilling the prompt."""
-    decode_seconds: float
-    """Time from when every response had its first token until the last token."""
+    tokens_per_second: float
+    """Decoding speed while the whole batch runs; of the whole turn where responses end one after another."""
     num_drafts: int = 0
     """Verification steps with draft tokens, summed over requests."""
     accepted_per_position: tuple[int, ...] = ()
     """Verification steps that accepted a draft position and all before it."""
-    full_tokens: int = 0
-    """Tokens of the engine steps in which the whole batch decoded; 0 where the turn as a whole is asked for."""
-    full_seconds: float = 0.0
-    """Time of these steps."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Decoding speed while the whole batch runs, or where that was not measured, until the last token."""
-        return self.full_tokens / self.full_seconds if self.full_seconds else self.tokens_per_second_to_the_end
-
-    @property
-    def tokens_per_second_to_the_end(self) -> float:
-        """Decoding speed until the last token: where lengths of steps differ, some responses wait for the slowest."""
-        return self.num_tokens / self.decode_seconds
 
     @property
     def num_steps(self) -> int:
@@ -70,29 +65,33 @@ def results(turns: list[Turn]) -> pd.DataFrame:
     Ratios are to no speculation in the same round: geometric mean, its standard error by the scatter of the rounds (NaN
     with a single round), smallest and largest.
     """
-    plain = {(turn.batch, turn.round): turn for turn in turns if turn.arm == str(NO_SPECULATION)}
+    plain = {(turn.batch, turn.round): turn.tokens_per_second for turn in turns if turn.arm == str(NO_SPECULATION)}
     rows = {}
     for batch, arm in sorted(dict.fromkeys((turn.batch, turn.arm) for turn in turns), key=lambda pair: pair[0]):
         own = [turn for turn in turns if (turn.batch, turn.arm) == (batch, arm)]
-        base = [plain[batch, turn.round] for turn in own]
-        speeds, to_the_end = (
-            pd.Series([getattr(turn, name) / getattr(other, name) for turn, other in zip(own, base, strict=True)])
-            for name in ("tokens_per_second", "tokens_per_second_to_the_end")
-        )
-        mean = np.exp(np.log(speeds).mean())
+        ratios = pd.Series([turn.tokens_per_second / plain[batch, turn.round] for turn in own])
+        mean = np.exp(np.log(ratios).mean())
         drafts = sum(turn.num_drafts for turn in own)
         accepted = [sum(c) for c in zip(*(turn.accepted_per_position for turn in own if turn.num_drafts), strict=True)]
         rows[f"batch {batch}, {arm}"] = {
             "tokens_per_second": float(np.median([turn.tokens_per_second for turn in own])),
             "mean": mean,
-            "error": mean * np.log(speeds).sem(),
-            "min": speeds.min(),
-            "max": speeds.max(),
-            "to_the_end": np.exp(np.log(to_the_end).mean()),
+            "error": mean * np.log(ratios).sem(),
+            "min": ratios.min(),
+            "max": ratios.max(),
             "acceptance_length": 1 + sum(accepted) / sum(turn.num_steps for turn in own),
             "accepted": [count / drafts for count in accepted],
         }
     return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def write_results(out: Path, about: dict[str, Any], turns: list[Turn]) -> None:
+    """Write bench.json, bench.md and bench.png."""
+    found = results(turns)
+    arms = found.astype(object).where(found.notna(), None).rename_axis("name").reset_index().to_dict("records")
+    write_json(out / "bench.json", about | {"arms": arms, "turns": [asdict(turn) for turn in turns]})
+    (out / "bench.md").write_text(markdown(about, found))
+    range_figure(found, "tokens/s, ratio to no speculation").savefig(out / "bench.png", dpi=120)
 
 
 def markdown(about: dict[str, Any], found: pd.DataFrame) -> str:
@@ -100,13 +99,12 @@ def markdown(about: dict[str, Any], found: pd.DataFrame) -> str:
     options, host = about["options"], about["machine"]
     each = "at most " if options["stop_at_eos"] or options["drain"] else ""
     speed = "of the whole turn" if each else "while the whole batch runs"
+    errors = found["error"].map(" +- {:.3f}".format).replace(" +- nan", "")
     table = pd.DataFrame(
         {
             "tokens/s": found["tokens_per_second"].map("{:.1f}".format),
-            "ratio": found["mean"].map("{:.3f}".format)
-            + found["error"].map(" +- {:.3f}".format).replace(" +- nan", ""),
+            "ratio": found["mean"].map("{:.3f}".format) + errors,
             "min..max": found["min"].map("{:.2f}".format) + found["max"].map("..{:.2f}".format),
-            "to the end": found["to_the_end"].map("{:.3f}".format),
             "acceptance length": found["acceptance_length"].map("{:.2f}".format),
             "accepted at 1, 2, ...": found["accepted"].map(lambda rates: " ".join(f"{rate:.2f}" for rate in rates)),
         }
@@ -122,8 +120,7 @@ def markdown(about: dict[str, Any], found: pd.DataFrame) -> str:
         table.to_markdown(disable_numparse=True),
         "",
         f"tokens/s: decoding {speed}, median over rounds. ratio: to no speculation in the same round, geometric mean "
-        "with its standard error by the scatter of the rounds, and range. to the end: the same of the time until the "
-        "last response has ended. acceptance length: tokens per verification step. accepted: share of drafts whose "
-        "position was accepted.",
+        "with its standard error by the scatter of the rounds, and range. acceptance length: tokens per verification "
+        "step. accepted: share of drafts whose position was accepted.",
     ]
     return "\n".join(lines) + "\n"

@@ -22,8 +22,6 @@ COLOURS = ("#0b62a8", "#c2410c", "#0f7b55", "#8a3ea8", "#8a6200", "#b0215c", "#4
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1)), (0, (1, 3)))
 MARKERS = ("o", "s", "D", "v", "P", "X", "<")
 MARKS = ("^", "x", "|")
-FEW = 15
-"""Points of a line up to which its markers are large."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,
@@ -57,8 +55,7 @@ def line_figure(
     """
     with _styled_axes(3.2 + 0.1 * len(lines)) as (figure, axes):
         for label, values in lines.items():
-            size = 5 if len(values) <= FEW else 2
-            [line] = axes.plot(values.index, values, label=label, linewidth=1.8, markersize=size)
+            [line] = axes.plot(values.index, values, label=label, linewidth=1.8, markersize=3.5)
             if bands and label in bands:
                 axes.fill_between(values.index, *bands[label], color=line.get_color(), alpha=0.16, linewidth=0)
         first = next(iter(lines.values()))
@@ -70,7 +67,10 @@ def line_figure(
             axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (2, 3)), label=floor)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
-        _add_legend(figure, axes)
+        handles, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
+            columns = 3 if max(map(len, labels)) <= 18 else 2
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     return figure
 
 
@@ -95,10 +95,3 @@ def svg_uri(figure: Figure) -> str:
     with rc_context(STYLE):
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(stream.getvalue()).decode()
-
-
-def _add_legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        columns = 3 if max(map(len, labels)) <= 18 else 2
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns)

@@ -26,9 +26,6 @@ def read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give the folder of a run or a study")
     try:
-        content = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error}); restore it or run again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__}, not an object; restore it or run again")
-    return content

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from cotrain.run.provenance import flatten
 from cotrain.run.rows import read_rows
 from pipelines.page.folders import read_object
 
@@ -14,9 +15,8 @@ from pipelines.page.folders import read_object
 class RunRecord:
     """One run as its folder tells it."""
 
-    folder: Path
-    config: dict[str, Any]
-    """config.json as it is: runs of other versions, with other fields, can be reported too."""
+    settings: dict[str, Any]
+    """config.json as {"policy.model": ...}: runs of other versions, with other fields, can be reported too."""
     metrics: pd.DataFrame
     """A row for each step, a column for each metric, NaN where it was not measured. The index is the step."""
     attempts: list[dict[str, Any]]
@@ -24,47 +24,24 @@ class RunRecord:
     decisions: list[dict[str, Any]]
     """Events of the drafter, see cotrain/run/decisions.py."""
 
-    @property
-    def name(self) -> str:
-        return str(self.config.get("name") or self.folder.name)
-
     def column(self, metric: str) -> pd.Series:
         """One value a step, all NaN when no step measured it."""
-        if metric in self.metrics:
-            return self.metrics[metric]
-        return pd.Series(float("nan"), index=self.metrics.index)
-
-    def setting(self, path: str) -> Any:
-        """Value of a field such as "policy.model"; None when it is not set."""
-        value: Any = self.config
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
+        return self.metrics.get(metric, pd.Series(float("nan"), index=self.metrics.index))
 
 
 def read_run(folder: Path) -> RunRecord:
     """Raises ValueError naming the file that is missing, empty or damaged, and what to do."""
-    config = read_object(folder / "config.json")
-    metrics = folder / "metrics.jsonl"
+    settings, metrics = flatten(read_object(folder / "config.json")), folder / "metrics.jsonl"
     try:
-        rows = read_rows(metrics) if metrics.is_file() else []
+        rows = read_rows(metrics)
     except ValueError as error:
         raise ValueError(f"{metrics}: a line is not valid JSON ({error}); remove that line") from None
     if not rows:
         raise ValueError(f"{metrics}: no metrics yet; a report needs one finished step")
-    if any(not isinstance(row, dict) or not isinstance(row.get("step"), int) for row in rows):
-        raise ValueError(f"{metrics}: a line has no 'step'; remove that line")
     provenance = folder / "provenance.json"
-    attempts = read_object(provenance).get("attempts", []) if provenance.is_file() else []
+    attempts = read_object(provenance)["attempts"] if provenance.is_file() else []
     table = pd.DataFrame(rows).set_index("step").sort_index().astype(float)
-    return RunRecord(folder, config, table, attempts, read_rows(folder / "decisions.jsonl"))
-
-
-def from_to(values: pd.Series, parts: int) -> tuple[float, float] | None:
-    """Means over the first and the last of `parts` equal parts of the measured values; None without any."""
-    measured = values.dropna()
-    span = max(1, len(measured) // parts)
-    return (measured[:span].mean(), measured[-span:].mean()) if len(measured) else None
+    return RunRecord(settings, table, attempts, read_rows(folder / "decisions.jsonl"))
 
 
 def drafter_marks(run: RunRecord) -> dict[str, pd.Series]:

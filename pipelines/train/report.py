@@ -8,7 +8,7 @@ import pandas as pd
 
 from cotrain.run.console import duration
 from pipelines.page.page import Fact, Page, Plot, Section, line_plot, write_page
-from pipelines.page.record import RunRecord, drafter_age, drafter_marks, from_to, read_run
+from pipelines.page.record import RunRecord, drafter_age, drafter_marks, read_run
 
 MOST_DECISIONS = 50
 LEAST_SHARE = 0.005
@@ -22,6 +22,8 @@ STAGES = {
     "learn": "policy and drafter training",
     "swap_policy": "policy swap",
 }
+DRAFTER, LONGEST = "drafter.model.type", "rollout.num_speculative_tokens"
+SERVED, EXPECTED = "rollout/acceptance_length", "rollout/expected_acceptance_length"
 SPEEDUP = "rollout/speedup_vs_no_speculation"
 CURVES = {
     "reward": ("Reward", "policy/reward", "mean reward", "Mean reward of each step's rollouts."),
@@ -50,36 +52,30 @@ def write_run_report(folder: Path) -> Path:
 
 def run_page(run: RunRecord) -> Page:
     """The page of a run with at least one step."""
-    if run.setting("drafter"):
-        speculation = Section("Speculation", plots=_speculation(run))
-    else:
-        speculation = Section("Speculation", ["This run has no drafter: its rollouts were generated without one."])
+    sections = [
+        _speculation(run),
+        *_decisions(run),
+        Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]),
+        Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s")]),
+    ]
+    if run.attempts:
+        about = {"attempts": len(run.attempts)} | run.attempts[-1]
+        sections.append(Section("What it ran on", table=_table(about), folded=True))
     return Page(
-        title=run.name,
+        title=run.settings["name"],
         kind="cotrain run",
         subtitle=_subtitle(run),
         facts=_facts(run),
-        sections=[
-            speculation,
-            *_decisions(run),
-            Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]),
-            Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s")]),
-            *_provenance(run),
-            Section("Configuration", table=_table(run.config), folded=True),
-        ],
+        sections=[*sections, Section("Configuration", table=_table(run.settings), folded=True)],
     )
 
 
 def _subtitle(run: RunRecord) -> str:
-    task = run.setting("task.name") or run.setting("task.path")
-    parts = [run.setting("policy.model"), task, f"seed {run.setting('seed')}"]
-    if run.setting("drafter"):
-        method = run.setting("rollout.draft_sample_method")
-        parts.append(
-            f"{run.setting('drafter.model.type')}, k = {run.setting('rollout.num_speculative_tokens')}, {method} drafts"
-        )
-    parts += [str(attempt["date"])[:10] for attempt in run.attempts[:1] if "date" in attempt]
-    return ", ".join(str(part) for part in parts if part)
+    get = run.settings.get
+    parts = [get("policy.model"), get("task.name") or get("task.path"), f"seed {get('seed')}"]
+    if drafter := get(DRAFTER):
+        parts += [f"{drafter}, k = {get(LONGEST)}, {get('rollout.draft_sample_method')} drafts"]
+    return ", ".join(str(part) for part in [*parts, *(attempt["date"][:10] for attempt in run.attempts[:1])] if part)
 
 
 def _facts(run: RunRecord) -> list[Fact]:
@@ -88,36 +84,34 @@ def _facts(run: RunRecord) -> list[Fact]:
     facts = [
         _change(run, "Reward", "policy/reward", 3, "means of the first and the last third; higher is better"),
         _change(run, "Response length", "rollout/response_length", 3, "tokens; first and last third"),
-        Fact("Time", duration(run.column("time/step_s").sum()), f"{steps} of {run.setting('steps')} steps"),
+        Fact("Time", duration(run.column("time/step_s").sum()), f"{steps} of {run.settings.get('steps')} steps"),
         Fact("Tokens generated", f"{tokens:,.0f}", f"{speed:,.0f} a second of generation" if speed > 0 else ""),
     ]
-    if not run.setting("drafter"):
+    if DRAFTER not in run.settings:
         return [*facts, Fact("Drafter", "none", "rollouts without speculation")]
     swaps, judged = int(run.column("drafter/published").sum()), run.column("gate/publish").count()
-    most = 1 + int(run.setting("rollout.num_speculative_tokens") or 0)
-    how = "frozen" if run.setting("drafter.train") is False else "trained beside the policy"
+    how = "frozen" if run.settings.get("drafter.train") is False else "trained beside the policy"
+    length = f"tokens a verification step; 1 is no gain, {1 + run.settings[LONGEST]} the most; first and last tenth"
+    speedup = "times the speed of decoding, by step times measured in this run; first and last tenth"
     return [
         *facts,
         Fact("Drafter", how, f"{swaps} put into the running engine, {judged} candidates judged by the gate"),
-        _change(
-            run, "Acceptance length", "rollout/acceptance_length", 10,
-            f"tokens a verification step; 1 is no gain, {most} the most; first and last tenth",
-        ),
+        _change(run, "Acceptance length", SERVED, 10, length),
         _agreement(run),
-        _change(
-            run, "Against no speculation", SPEEDUP, 10,
-            "times the speed of decoding, by step times measured in this run; first and last tenth",
-        ),
-    ]  # fmt: skip
+        _change(run, "Against no speculation", SPEEDUP, 10, speedup),
+    ]
 
 
 def _change(run: RunRecord, label: str, metric: str, parts: int, note: str) -> Fact:
-    found = from_to(run.column(metric), parts)
-    return Fact(label, f"{found[0]:.2f} -> {found[1]:.2f}" if found else "not measured", note)
+    """Means over the first and the last of `parts` equal parts of the measured values."""
+    measured = run.column(metric).dropna()
+    span = max(1, len(measured) // parts)
+    first, last = measured[:span].mean(), measured[-span:].mean()
+    return Fact(label, f"{first:.2f} -> {last:.2f}" if len(measured) else "not measured", note)
 
 
 def _agreement(run: RunRecord) -> Fact:
-    served, expected = run.column("rollout/acceptance_length"), run.column("rollout/expected_acceptance_length")
+    served, expected = run.column(SERVED), run.column(EXPECTED)
     both = served.notna() & expected.notna()
     if not both.any():
         return Fact("Expected against served", "not measured", "no step has both acceptance lengths")
@@ -126,15 +120,13 @@ def _agreement(run: RunRecord) -> Fact:
     return Fact("Expected against served", f"{error:+.1f} %", note)
 
 
-def _speculation(run: RunRecord) -> list[Plot]:
-    positions = range(1, 1 + (run.setting("rollout.num_speculative_tokens") or 0))
-    return [
+def _speculation(run: RunRecord) -> Section:
+    if DRAFTER not in run.settings:
+        return Section("Speculation", ["This run has no drafter: its rollouts were generated without one."])
+    plots = [
         line_plot(
             "acceptance_length", "Acceptance length, served and expected",
-            {
-                "served": run.column("rollout/acceptance_length"),
-                "expected on unseen rollouts": run.column("rollout/expected_acceptance_length"),
-            },
+            {"served": run.column(SERVED), "expected on unseen rollouts": run.column(EXPECTED)},
             "acceptance length",
             "Tokens that a verification step of the engine emits, and what the trainer computed for the same drafter "
             "on the same rollouts before it was trained on them.",
@@ -142,7 +134,10 @@ def _speculation(run: RunRecord) -> list[Plot]:
         ),
         line_plot(
             "acceptance_by_position", "Acceptance by draft position",
-            {f"token {i}": run.column(f"rollout/acceptance_rate_pos_{i}") for i in positions},
+            {
+                f"token {i}": run.column(f"rollout/acceptance_rate_pos_{i}")
+                for i in range(1, 1 + run.settings[LONGEST])
+            },
             "accepted share", "Share of verification steps that accepted all draft tokens up to this position.",
         ),
         _curve(run, "speedup"),
@@ -155,6 +150,7 @@ def _speculation(run: RunRecord) -> list[Plot]:
         ),
         _curve(run, "drafter_loss"),
     ]  # fmt: skip
+    return Section("Speculation", plots=plots)
 
 
 def _curve(run: RunRecord, name: str) -> Plot:
@@ -178,13 +174,6 @@ def _decisions(run: RunRecord) -> list[Section]:
     table = pd.DataFrame(run.decisions[-MOST_DECISIONS:])[["step", "kind", "version", "reason"]]
     table.columns = ["step", "decision", "drafter that serves next", "why"]
     return [Section("What was decided about the drafter", table=table)]
-
-
-def _provenance(run: RunRecord) -> list[Section]:
-    """Code, packages and machine of the last attempt; nothing when they were not recorded."""
-    if not run.attempts:
-        return []
-    return [Section("What it ran on", table=_table({"attempts": len(run.attempts)} | run.attempts[-1]), folded=True)]
 
 
 def _table(fields: dict[str, Any]) -> pd.DataFrame:

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,12 @@ from torch import Tensor
 from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
 from cotrain.lossless.draws import Draws, members_first
 from cotrain.lossless.emitted import response_draws
-from cotrain.lossless.family import CheckResult
+from cotrain.lossless.family import CheckResult, Verdict, judge
 from cotrain.lossless.greedy import compare_greedy
 from cotrain.lossless.setting import GREEDY, Setting
 from cotrain.records import Rollout, RolloutRequest, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.run.console import duration
 from cotrain.transport.payload import write_payload
 from drafters.base import Drafter, SamplingParams
 
@@ -39,34 +40,19 @@ PERTURBATION = 0.5
 class Plan:
     """What is generated and how it is judged; everything is fixed before the first token."""
 
-    settings: tuple[Setting, ...]
+    settings: Sequence[Setting]
+    prompts: list[list[int]]
     num_speculative_tokens: int
     """The longest draft."""
-    prompts: list[list[int]]
     response_tokens: int
     tokens: int
     """Fewest of a sampled setting."""
     dtype: str
     seed: int
-
-    @property
-    def num_requests(self) -> int:
-        """Requests of each sampled setting."""
-        return math.ceil(self.tokens / self.response_tokens)
-
-
-class Progress:
-    """Says which part is done, what it found, and how much time is left."""
-
-    def __init__(self, parts: int, say: Callable[[str], None]):
-        self._parts, self._say, self._done, self._started = parts, say, 0, time.perf_counter()
-
-    def done(self, what: str, results: Sequence[CheckResult] = ()) -> None:
-        """One part of the plan is finished."""
-        self._done += 1
-        left = round((time.perf_counter() - self._started) * (self._parts / self._done - 1))
-        found = f", smallest p {min(result.p for result in results):.2g}" if results else ""
-        self._say(f"{self._done}/{self._parts} {what}{found}, about {left // 60}:{left % 60:02d} left")
+    alpha: float
+    """False-alarm rate of all checks together."""
+    repeats: int
+    """The sampled settings are generated and judged so often."""
 
 
 def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws:
@@ -88,12 +74,9 @@ def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws
 
 def two_drafters(drafter: Drafter, plan: Plan, scratch: Path) -> list[WeightPayload]:
     """The drafter, and another one that takes turns with it, in the folder `scratch`."""
-    state, dtype = drafter.state_for_serving(), getattr(torch, plan.dtype)
-    other = perturbed(state, plan.seed)
-    return [
-        write_payload(state, scratch / "one.safetensors", dtype),
-        write_payload(other, scratch / "other.safetensors", dtype),
-    ]
+    state = drafter.state_for_serving()
+    files = {"one.safetensors": state, "other.safetensors": perturbed(state, plan.seed)}
+    return [write_payload(tensors, scratch / file, getattr(torch, plan.dtype)) for file, tensors in files.items()]
 
 
 def perturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -108,41 +91,68 @@ def perturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     return {name: moved(tensor) for name, tensor in state.items()}
 
 
+@dataclass
 class Verifier:
     """Generates on one engine what a plan asks for, and turns the texts into checks."""
 
-    def __init__(
-        self, engine: "RolloutEngine", plan: Plan, laws: Laws, drafters: Sequence[WeightPayload], progress: Progress
-    ):
-        """The engine serves the first of the drafters; they take turns where drafters are swapped."""
-        self._engine, self._plan, self._laws, self._drafters, self._progress = engine, plan, laws, drafters, progress
+    engine: "RolloutEngine"
+    plan: Plan
+    laws: Laws
+    drafters: Sequence[WeightPayload]
+    """The engine serves the first; they take turns where drafters are swapped."""
+    say: Callable[[str], None]
+    parts_done: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    async def verdicts(self) -> list[Verdict]:
+        """The verdict of each repeat: its sampled checks are judged together with the greedy ones, which are made once."""
+        greedy, verdicts, repeats = await self.greedy(), list[Verdict](), self.plan.repeats
+        for repeat in range(repeats):
+            verdicts.append(judge([*greedy, *await self.sampled(repeat)], self.plan.alpha))
+            if repeats > 1:
+                self.say(f"repeat {repeat + 1}/{repeats}: {verdicts[-1]}")
+        return verdicts
 
     async def greedy(self) -> list[CheckResult]:
         """Token identity with no speculation, for every draft length and while the drafters take turns."""
-        number, longest = len(self._plan.prompts), self._plan.num_speculative_tokens
-        settings = [Setting(k, "greedy", (GREEDY,)) for k in range(longest + 1)]
-        plain = await self.generate(settings[0], number)
-        self._progress.done("greedy, no speculation")
+        number, longest = len(self.plan.prompts), self.plan.num_speculative_tokens
+        plain, *steady = [Setting(k, "greedy", (GREEDY,)) for k in range(longest + 1)]
+        expected = await self.generate(plain, number)
+        self._part_done("greedy, no speculation")
         results = []
-        for setting in settings[1:]:
-            results.append(
-                self._identity(plain, await self.generate(setting, number), f"k={setting.num_speculative_tokens}")
-            )
-        speculated, swaps = await self._disturbed(self.generate(settings[-1], number), [longest])
+        for setting in steady:
+            found = await self.generate(setting, number)
+            results.append(self._identity(expected, found, f"k={setting.num_speculative_tokens}"))
+        found, swaps = await self._disturbed(self.generate(steady[-1], number), [longest])
         name = f"k={longest}, {swaps} drafter swaps in mid-generation"
-        return [*results, self._identity(plain, speculated, name)]
+        return [*results, self._identity(expected, found, name)]
+
+    def _identity(self, plain: list[Rollout], speculated: list[Rollout], name: str) -> CheckResult:
+        result = compare_greedy(plain, speculated, self.plan.dtype).result(f"greedy, {name}")
+        self._part_done(result.setting, [result])
+        return result
 
     async def sampled(self, repeat: int = 0) -> list[CheckResult]:
         """Every setting against the target's laws."""
-        rng, results = np.random.default_rng([self._plan.seed, repeat]), []
-        for number, setting in enumerate(self._plan.settings):
+        rng, logit_error = np.random.default_rng([self.plan.seed, repeat]), LOGIT_ERROR[self.plan.dtype]
+        results: list[CheckResult] = []
+        for number, setting in enumerate(self.plan.settings):
             rollouts = await self._sample(setting, [repeat, number])
             samplings = [setting.sampling(i) for i in range(len(rollouts))]
-            draws = [self._laws(rollout, sampling) for rollout, sampling in zip(rollouts, samplings, strict=True)]
-            logit_error = LOGIT_ERROR[self._plan.dtype]
-            results.append(setting_checks(rollouts, samplings, draws, str(setting), rng, logit_error))
-            self._progress.done(str(setting), results[-1])
-        return [result for found in results for result in found]
+            draws = [self.laws(rollout, sampling) for rollout, sampling in zip(rollouts, samplings, strict=True)]
+            found = setting_checks(rollouts, samplings, draws, str(setting), rng, logit_error)
+            self._part_done(str(setting), found)
+            results += found
+        return results
+
+    async def _sample(self, setting: Setting, seeds: Sequence[int]) -> list[Rollout]:
+        number, longest = math.ceil(self.plan.tokens / self.plan.response_tokens), setting.num_speculative_tokens
+        generating = self.generate(setting, number, seeds)
+        if not setting.unsteady:
+            return await generating
+        rollouts, _ = await self._disturbed(generating, [*range(longest, -1, -1), *range(1, longest)])
+        # Steps with a draft length of 0 are not recorded, so the others do not tell a token's place.
+        return [replace(rollout, verification_steps=()) for rollout in rollouts]
 
     async def generate(self, setting: Setting, number: int, seeds: Sequence[int] = ()) -> list[Rollout]:
         """One rollout for each of so many requests; all run side by side, whatever their sampling.
@@ -150,7 +160,7 @@ class Verifier:
         seeds: what tells this call from others, whose requests must have other seeds.
         Raises RuntimeError when the engine did not speculate as asked, for then nothing would be verified.
         """
-        engine, plan, num = self._engine, self._plan, len(setting.samplings)
+        engine, plan, num = self.engine, self.plan, len(setting.samplings)
         await engine.set_num_speculative_tokens(setting.num_speculative_tokens)
         if setting.num_speculative_tokens:
             await engine.set_draft_sample_method(setting.method)
@@ -174,14 +184,6 @@ class Verifier:
             raise RuntimeError(f"asked for {setting}, the engine verified {num_drafts} drafts: nothing is verified")
         return rollouts
 
-    async def _sample(self, setting: Setting, seeds: Sequence[int]) -> list[Rollout]:
-        generating, longest = self.generate(setting, self._plan.num_requests, seeds), setting.num_speculative_tokens
-        if not setting.unsteady:
-            return await generating
-        rollouts, _ = await self._disturbed(generating, [*range(longest, -1, -1), *range(1, longest)])
-        # Steps with a draft length of 0 are not recorded, so the others do not tell a token's place.
-        return [replace(rollout, verification_steps=()) for rollout in rollouts]
-
     async def _disturbed(
         self, coroutine: Coroutine[Any, Any, list[Rollout]], lengths: Sequence[int]
     ) -> tuple[list[Rollout], int]:
@@ -189,22 +191,25 @@ class Verifier:
 
         Returns the rollouts and the number of swaps.
         """
-        engine, swaps, generating = self._engine, 0, asyncio.create_task(coroutine)
+        engine, swaps, generating = self.engine, 0, asyncio.create_task(coroutine)
         try:
             while not generating.done():
                 await asyncio.sleep(SECONDS_BETWEEN_SWAPS)
                 swaps += 1
                 await engine.set_num_speculative_tokens(lengths[swaps % len(lengths)])
-                await engine.update_drafter(self._drafters[swaps % len(self._drafters)], engine.versions.drafter + 1)
+                await engine.update_drafter(self.drafters[swaps % len(self.drafters)], engine.versions.drafter + 1)
         finally:
             generating.cancel()  # without effect once it is done
-        await engine.update_drafter(self._drafters[0], engine.versions.drafter + 1)
+        await engine.update_drafter(self.drafters[0], engine.versions.drafter + 1)
         return await generating, swaps
 
-    def _identity(self, plain: list[Rollout], speculated: list[Rollout], name: str) -> CheckResult:
-        result = compare_greedy(plain, speculated, self._plan.dtype).result(f"greedy, {name}")
-        self._progress.done(result.setting, [result])
-        return result
+    def _part_done(self, what: str, results: Sequence[CheckResult] = ()) -> None:
+        """Say which part of the plan is done, what it found, and how much time is left."""
+        self.parts_done += 1
+        parts = self.plan.num_speculative_tokens + 2 + self.plan.repeats * len(self.plan.settings)
+        left = (time.perf_counter() - self.started) * (parts / self.parts_done - 1)
+        found = f", smallest p {min(result.p for result in results):.2g}" if results else ""
+        self.say(f"{self.parts_done}/{parts} {what}{found}, about {duration(left, 0)} left")
 
 
 def _parameters(sampling: SamplingParams) -> dict[str, Any]:

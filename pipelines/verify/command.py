@@ -7,50 +7,33 @@ lossless.
 
 import argparse
 import asyncio
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
 
 import torch
 
 from cotrain.config.files import write_json
 from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
-from cotrain.lossless.family import judge, tokens_for_distance
+from cotrain.lossless.family import Verdict, tokens_for_distance
 from cotrain.lossless.setting import STANDARD_SAMPLINGS, standard_settings
-from cotrain.process.engine_output import engine_output_to
-from drafters.base import Drafter, SamplingParams
+from drafters.base import SamplingParams
 from pipelines.engines import (
     DEFAULT_TASK,
     EngineSetup,
     add_engine_options,
     at_least,
-    new_folder,
     one_engine,
     prepare_engine,
+    prepared_command,
     provenance,
 )
-from pipelines.verify.checks import Laws, Plan, Progress, Verifier, target_laws, two_drafters
-from pipelines.verify.report import Outcome, markdown, to_json
-
-if TYPE_CHECKING:
-    from cotrain.rollout.engine import RolloutEngine
+from pipelines.verify.checks import Plan, Verifier, target_laws, two_drafters
+from pipelines.verify.report import markdown, outcome
 
 DESCRIPTION = "Is speculation on this engine lossless? Greedy identity and statistical tests of sampled tokens."
 
 NUM_PROMPTS = 64
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What is verified, with everything checked that can be without an engine."""
-
-    plan: Plan
-    setup: EngineSetup
-    drafter: Drafter
-    notes: list[str]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,31 +65,25 @@ def share(text: str) -> float:
 def main(argv: Sequence[str]) -> int:
     """Run the command. Raises ValueError for what the user can mend, before an engine starts."""
     args = build_parser().parse_args(argv)
-    out = new_folder(args.out, "verify")
-    with tempfile.TemporaryDirectory() as pulled:
-        verification = prepare(args, Path(pulled) / "drafter")
-        out.mkdir(parents=True, exist_ok=True)
-        with engine_output_to(out / "engine.log") as console:
-            for note in verification.notes:
-                print(f"note: {note}", file=console)
-            outcome = asyncio.run(_run(args, verification, console))
-            about = provenance(args) | {
-                "settings": [str(setting) for setting in verification.plan.settings],
-                "tokens_per_setting": verification.plan.tokens,
-                "notes": verification.notes,
-            }
-            write_json(out / "verify.json", about | to_json(outcome))
-            (out / "verify.md").write_text(markdown(about, outcome))
-            for result in outcome.shown.failures:
-                print(f"FAIL {result.check}, {result.setting}: p {result.p:.2g}", file=console)
-            print(f"{outcome}\nwritten to {out}/: verify.json, verify.md, engine.log", file=console)
-    return 0 if outcome.passed else 1
+    with prepared_command("verify", args, prepare) as (out, (plan, setup), say):
+        verdicts = asyncio.run(_verify(plan, setup, args.threads, say))
+        settings = [str(setting) for setting in plan.settings]
+        about = {"settings": settings, "tokens_per_setting": plan.tokens, "notes": setup.notes}
+        report = provenance(args) | about | outcome(verdicts)
+        write_json(out / "verify.json", report)
+        (out / "verify.md").write_text(markdown(report))
+        for check in report["checks"]:
+            if check["failed"]:
+                say(f"FAIL {check['check']}, {check['setting']}: p {check['p']:.2g}")
+        say(f"{report['verdict']}\nwritten to {out}/: verify.json, verify.md, engine.log")
+    return 0 if report["passed"] else 1
 
 
-def prepare(args: argparse.Namespace, pulled: Path) -> Verification:
+def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, EngineSetup]:
     """Check the options, load the drafter, encode the prompts. A registry's drafter is copied to `pulled`.
 
-    Options that were not given are set to the configuration's. Raises ValueError naming the option and the fix.
+    Options that were not given are set to the configuration's. There are tokens enough that each setting finds
+    --distance with probability POWER at the family's strictest level. Raises ValueError naming the option and the fix.
     """
     config = load_config([args.config]) if args.config else None
     asked = config.rollout if config else RolloutConfig()
@@ -127,56 +104,24 @@ def prepare(args: argparse.Namespace, pulled: Path) -> Verification:
         ignore_eos=True,
         vllm=asked.vllm,
     )
-    drafter, notes = setup.drafter, []
-    assert drafter is not None
-    if args.k > drafter.trained_depth:
-        notes.append(f"k = {args.k} is beyond the {drafter.trained_depth} draft positions the drafter was trained for")
-    num_orders = 2 if len(drafter.draft_to_target) < setup.target.vocab_size else 1
-    return Verification(plan_of(args, samplings, setup.prompts, num_orders), setup, drafter, notes)
-
-
-def plan_of(
-    args: argparse.Namespace, samplings: tuple[SamplingParams, ...], prompts: list[list[int]], num_orders: int
-) -> Plan:
-    """Settings, and tokens enough that each finds --distance with probability POWER at the family's strictest level."""
+    assert setup.drafter is not None
+    num_orders = 2 if len(setup.drafter.draft_to_target) < setup.target.vocab_size else 1
     settings = standard_settings(args.k, samplings)
     num_checks = args.k + 1 + sum(setting.num_checks(num_orders) for setting in settings)
-    tokens = tokens_for_distance(args.distance, args.alpha / num_checks)
-    return Plan(tuple(settings), args.k, prompts, args.tokens, tokens, args.dtype, args.seed)
+    size = tokens_for_distance(args.distance, args.alpha / num_checks)
+    plan = Plan(settings, setup.prompts, args.k, args.tokens, size, args.dtype, args.seed, args.alpha, args.repeat)
+    return plan, setup
 
 
-async def _run(args: argparse.Namespace, verification: Verification, console: TextIO) -> Outcome:
+async def _verify(plan: Plan, setup: EngineSetup, threads: int, say: Callable[[str], None]) -> list[Verdict]:
     """Load the target for the laws, start the engine, generate, judge."""
-    laws = _laws(verification)
-    print("starting the engine", file=console)
-    async with one_engine(verification.setup, args.seed, args.threads) as engine:
-        return await verify_engine(engine, args, verification, laws, console)
-
-
-def _laws(verification: Verification) -> Laws:
-    """The engine's weights, rounded as it rounds them, then computed with in float32."""
     from transformers import AutoModelForCausalLM
 
-    dtype = verification.plan.dtype
-    model = AutoModelForCausalLM.from_pretrained(verification.setup.model, dtype=getattr(torch, dtype)).float().eval()
-    return target_laws(model, verification.drafter.draft_to_target.tolist(), dtype)
-
-
-async def verify_engine(
-    engine: "RolloutEngine", args: argparse.Namespace, verification: Verification, laws: Laws, console: TextIO
-) -> Outcome:
-    """Greedy checks once, sampled ones as often as asked; each repeat is judged together with the greedy checks."""
-    plan = verification.plan
-    progress = Progress(
-        plan.num_speculative_tokens + 2 + args.repeat * len(plan.settings), lambda line: print(line, file=console)
-    )
-    verifier = Verifier(
-        engine, plan, laws, two_drafters(verification.drafter, plan, Path(engine.spec.scratch)), progress
-    )
-    greedy = await verifier.greedy()
-    verdicts = []
-    for repeat in range(args.repeat):
-        verdicts.append(judge([*greedy, *await verifier.sampled(repeat)], args.alpha))
-        if args.repeat > 1:
-            print(f"repeat {repeat + 1}/{args.repeat}: {verdicts[-1]}", file=console)
-    return Outcome(tuple(verdicts))
+    assert setup.drafter is not None
+    model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, plan.dtype))
+    model = model.float().eval()  # the engine's weights, rounded as it rounds them
+    laws = target_laws(model, setup.drafter.draft_to_target.tolist(), plan.dtype)
+    say("starting the engine")
+    async with one_engine(setup, plan.seed, threads) as engine:
+        drafters = two_drafters(setup.drafter, plan, Path(engine.spec.scratch))
+        return await Verifier(engine, plan, laws, drafters, say).verdicts()

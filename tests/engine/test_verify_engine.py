@@ -24,7 +24,7 @@ from cotrain.rollout.spec import EngineSpec
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, TargetWeights
 from drafters.vocabulary import to_tokens
-from pipelines.verify.checks import Laws, Plan, Progress, Verifier, perturbed, target_laws
+from pipelines.verify.checks import Laws, Plan, Verifier, perturbed, target_laws
 from tests.engine import planted_bugs
 from tests.engine.conftest import SERVING, LiveEngine, distilled, eagle3, make_requests
 from tests.engine.planted_bugs import WHERE, K
@@ -87,8 +87,8 @@ def verifier_of(
     live: LiveEngine, laws: Laws, drafters: list[WeightPayload], *settings: Setting, tokens: int = TOKENS
 ) -> Verifier:
     prompts = [request.prompt_token_ids for request in make_requests(32)]
-    plan = Plan(settings, K, prompts, 48, tokens, "float32", seed=1)
-    return Verifier(live.engine, plan, laws, drafters, Progress(100, lambda line: None))
+    plan = Plan(settings, prompts, K, 48, tokens, "float32", seed=1, alpha=ALPHA, repeats=1)
+    return Verifier(live.engine, plan, laws, drafters, lambda line: None)
 
 
 def verdict(

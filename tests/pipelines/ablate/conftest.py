@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PROGRAM = (sys.executable, str(Path(__file__).parent / "stand_in.py"))
-
 STUDY = """
 name = "first"
 config = ["base.toml"]
@@ -34,6 +32,7 @@ online = true
 [[arms]]
 name = "no speculation"
 speculation = false
+policy = "frozen"
 """
 
 
@@ -51,17 +50,18 @@ def study_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What the stand-in was asked to do since the last look, as `command name [options]`."""
+    """Runs are stand-ins. Returns what they were asked to do since the last call, as `command name [options]`."""
     file = tmp_path / "calls"
+    monkeypatch.setattr("pipelines.ablate.jobs.PROGRAM", (sys.executable, str(Path(__file__).parent / "stand_in.py")))
     monkeypatch.setenv("CALLS", str(file))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def look() -> list[str]:
+    def new_calls() -> list[str]:
         lines = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)
         return lines
 
-    return look
+    return new_calls
 
 
 @pytest.fixture

@@ -36,12 +36,12 @@ def main() -> int:
 
 
 def train(config: dict, folder: Path) -> int:
-    """Until the last step, or one step and a checkpoint when SLOW=NAME and SIGINT ends it."""
-    stopped = False
+    """Until the last step, or one step and a checkpoint when SLOW=NAME and SIGINT ends it, or SIGNALS of them."""
+    left = int(os.environ.get("SIGNALS", "1"))
 
     def stop(*_: object) -> None:
-        nonlocal stopped
-        stopped = True
+        nonlocal left
+        left -= 1
 
     signal.signal(signal.SIGINT, stop)
     (folder / "checkpoints").mkdir(exist_ok=True)
@@ -53,9 +53,9 @@ def train(config: dict, folder: Path) -> int:
             row |= {"rollout/acceptance_length": 1.0 + step / 10, "versions/drafter": step, "rollout/num_drafts": 5}
         with metrics.open("a") as rows:
             rows.write(json.dumps(row) + "\n")
-        while os.environ.get("SLOW") == config["name"] and not stopped:
+        while os.environ.get("SLOW") == config["name"] and left > 0:
             time.sleep(0.01)
-        if stopped:
+        if left <= 0:
             checkpoint = folder / "checkpoints" / f"step_{step:06d}"
             checkpoint.mkdir()
             (checkpoint / "COMPLETE").write_text(json.dumps({"schema": SCHEMA, "files": {}}))

@@ -16,7 +16,6 @@ from pipelines.ablate.command import _check as check_arms
 from pipelines.ablate.command import main
 from pipelines.ablate.jobs import last_error
 from pipelines.ablate.plan import load_study
-from tests.pipelines.ablate.conftest import PROGRAM
 
 SEED_0 = ["train generic-frozen-s0", "train random-co-trained-s0", "train no-speculation-s0"]
 SEED_1 = [call.replace("-s0", "-s1") for call in SEED_0]
@@ -25,7 +24,7 @@ SEED_1 = [call.replace("-s0", "-s1") for call in SEED_0]
 @pytest.fixture(autouse=True)
 def no_preflight(monkeypatch):
     """Model and task are not what is tested here, and take seconds."""
-    monkeypatch.setattr("pipelines.ablate.command._check", lambda study, selected: None)
+    monkeypatch.setattr("pipelines.ablate.command._check", lambda arms: None)
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def statuses(tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, tmp_path, capsys):
-    assert main([str(study_file)], PROGRAM) == 0
+    assert main([str(study_file)]) == 0
     assert calls() == ["init generic", *SEED_0, *SEED_1]
     folder = tmp_path / "studies/first"
     state = json.loads((folder / "study.json").read_text())
@@ -60,7 +59,7 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, t
         ],
     }  # fmt: skip
     output = capsys.readouterr().out
-    assert "[1/6] generic, frozen, seed 0: finished in" in output and "eta" in output
+    assert "[2/7] generic, frozen, seed 0: finished, eta" in output
     assert "| no speculation" in output
     assert "report.html" in output
     config = json.loads((folder / "runs/generic-frozen-s1/config.json").read_text())
@@ -69,9 +68,9 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, t
     parent = client.get_run((folder / "runs/generic-frozen-s1/parent_run").read_text())
     assert parent.info.run_name == "first" and parent.info.status == "FINISHED"
     artifacts = {file.path for file in client.list_artifacts(parent.info.run_id)}
-    assert artifacts == {"arms.json", "table.md", "report.html"}
+    assert artifacts == {"study.json", "table.md", "report.html"}
 
-    assert main([str(study_file)], PROGRAM) == 0
+    assert main([str(study_file)]) == 0
     assert calls() == []
 
 
@@ -79,7 +78,7 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, t
 def test_checkpoints_of_finished_runs_are_kept_only_when_asked_for(study_file, calls, no_page, tmp_path, keep):
     folder = tmp_path / "studies/first/runs/no-speculation-s0/checkpoints"
     arguments = [str(study_file), "seeds=[0]", f"keep_checkpoints={str(keep).lower()}", "--only", "no speculation"]
-    assert main(arguments, PROGRAM) == 0
+    assert main(arguments) == 0
     assert folder.exists() == keep
 
 
@@ -87,21 +86,21 @@ def test_a_failing_arm_does_not_stop_the_others_and_is_run_again(
     study_file, calls, store, no_page, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("FAIL", "random-co-trained-s0")
-    assert main([str(study_file)], PROGRAM) == 1
+    assert main([str(study_file)]) == 1
     assert calls() == ["init generic", *SEED_0, *SEED_1]
     assert "random, co-trained, seed 0: RuntimeError: the engine died" in capsys.readouterr().out
     assert [name for name, status in statuses(tmp_path).items() if status == "failed"] == ["runs/random-co-trained-s0"]
     monkeypatch.delenv("FAIL")
-    assert main([str(study_file), "--only", "no speculation"], PROGRAM) == 0
+    assert main([str(study_file), "--only", "no speculation"]) == 0
     assert calls() == []
-    assert main([str(study_file)], PROGRAM) == 0
+    assert main([str(study_file)]) == 0
     assert calls() == ["train random-co-trained-s0"]
     assert set(statuses(tmp_path).values()) == {"finished"}
 
 
 def test_a_failed_initialisation_fails_its_arms_alone(study_file, calls, store, no_page, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FAIL", "generic")
-    assert main([str(study_file), "seeds=[0]"], PROGRAM) == 1
+    assert main([str(study_file), "seeds=[0]"]) == 1
     assert calls() == ["init generic", *SEED_0[1:]]
     error = "its initialisation generic failed: RuntimeError: the engine died"
     state = json.loads((tmp_path / "studies/first/study.json").read_text())
@@ -109,13 +108,13 @@ def test_a_failed_initialisation_fails_its_arms_alone(study_file, calls, store, 
 
 
 def test_only_the_arms_asked_for_and_what_they_need(study_file, calls, store, no_page, tmp_path):
-    assert main([str(study_file), "--only", "random, co-trained", "--parallel", "2"], PROGRAM) == 0
-    assert sorted(calls()) == ["train random-co-trained-s0", "train random-co-trained-s1"]
+    assert main([str(study_file), "--only", "random, co-trained"]) == 0
+    assert calls() == ["train random-co-trained-s0", "train random-co-trained-s1"]
     assert list(statuses(tmp_path).values()).count("missing") == 4
 
 
 def test_a_dry_run_writes_nothing(study_file, calls, tmp_path, capsys):
-    assert main([str(study_file), "--dry-run"], PROGRAM) == 0
+    assert main([str(study_file), "--dry-run"]) == 0
     assert calls() == [] and not (tmp_path / "studies").exists()
     output = capsys.readouterr().out
     assert (
@@ -124,33 +123,50 @@ def test_a_dry_run_writes_nothing(study_file, calls, tmp_path, capsys):
     )
 
 
-def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(
-    study_file, calls, store, no_page, tmp_path, capsys, monkeypatch
-):
+@pytest.fixture
+def interrupt(tmp_path, monkeypatch):
+    """Interrupts this process once an arm that waits for it has made its first step."""
     monkeypatch.setenv("SLOW", "random-co-trained-s0")
-    metrics = tmp_path / "studies/first/runs/random-co-trained-s0/metrics.jsonl"
+    folder = tmp_path / "studies/first"
+    metrics = folder / "runs/random-co-trained-s0/metrics.jsonl"
 
-    def interrupt() -> None:
+    def interrupt_when_slow() -> None:
         deadline = time.monotonic() + 30
         while (not metrics.exists() or not metrics.read_text()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(int(os.environ.get("SIGNALS", "1"))):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert main([str(study_file), "seeds=[0]"], PROGRAM) == 130
-    thread.join()
+    return threading.Thread(target=interrupt_when_slow)
+
+
+def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(
+    study_file, calls, store, no_page, tmp_path, capsys, monkeypatch, interrupt
+):
+    interrupt.start()
+    assert main([str(study_file), "seeds=[0]"]) == 130
+    interrupt.join()
     output = capsys.readouterr().out
-    assert (
-        "random, co-trained, seed 0: stopped after step 1" in output
-        and "the same command goes on:\n  cotrain ablate" in output
-    )
+    assert "random, co-trained, seed 0: stopped" in output and "the same command goes on:\n  cotrain ablate" in output
     assert list(statuses(tmp_path).values()) == ["finished", "missing", "missing"]
     calls()
     monkeypatch.delenv("SLOW")
-    assert main([str(study_file), "seeds=[0]"], PROGRAM) == 0
+    assert main([str(study_file), "seeds=[0]"]) == 0
     assert calls() == ["train random-co-trained-s0 --resume random-co-trained-s0", "train no-speculation-s0"]
     assert set(statuses(tmp_path).values()) == {"finished"}
+
+
+def test_a_second_ctrl_c_ends_the_run_and_the_study(
+    study_file, calls, store, no_page, tmp_path, monkeypatch, interrupt
+):
+    monkeypatch.setenv("SIGNALS", "2")
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        main([str(study_file), "seeds=[0]"])
+    interrupt.join()
+    assert (tmp_path / "studies/first/runs/random-co-trained-s0/checkpoints/step_000001/COMPLETE").exists()
+    assert list(statuses(tmp_path).values()) == ["finished", "missing", "missing"]
 
 
 @pytest.mark.parametrize(
@@ -168,11 +184,6 @@ def test_the_error_of_a_run_is_the_line_that_says_why(tmp_path, text, error):
     assert last_error(tmp_path / "log", -9) == "killed by SIGKILL (out of memory?)"
 
 
-def test_parallel_needs_a_number(study_file):
-    with pytest.raises(ValueError, match="--parallel: must be at least 1, got 0"):
-        main([str(study_file), "--parallel", "0"])
-
-
 def test_an_unknown_arm_is_refused(study_file):
     with pytest.raises(ValueError, match="there is no arm 'no speculatio'; did you mean no speculation"):
         main([str(study_file), "--only", "no speculatio"])
@@ -184,26 +195,27 @@ def test_two_processes_cannot_run_one_study(study_file, tmp_path):
         FileLock(tmp_path / "studies/first/study.lock"),
         pytest.raises(ValueError, match="is being run by another process"),
     ):
-        main([str(study_file)], PROGRAM)
+        main([str(study_file)])
 
 
 def test_a_folder_of_another_study_is_refused(study_file, calls, store, no_page, tmp_path):
     arguments = [str(study_file), "seeds=[0]", "--only", "no speculation"]
-    assert main(arguments, PROGRAM) == 0
+    assert main(arguments) == 0
     calls()
     base = study_file.with_name("base.toml")
     base.write_text(base.read_text().replace("steps = 3", "steps = 4"))
     with pytest.raises(ConfigError, match="steps: 3 -> 4"):
-        main(arguments, PROGRAM)
+        main(arguments)
     assert calls() == []
 
 
-def test_what_is_wrong_with_all_arms_is_said_once(study_file, monkeypatch):
+def test_what_is_wrong_with_an_arm_is_said_before_anything_runs(study_file, monkeypatch):
     monkeypatch.setattr("pipelines.preflight.check_run", refuse)
     with pytest.raises(ConfigError) as error:
-        check_arms(load_study(study_file), ["generic, frozen", "no speculation"])
-    assert error.value.problems == ["no disk (in arm 'generic, frozen')", "no drafter (in arm 'no speculation')"]
+        check_arms(load_study(study_file).arms)
+    assert error.value.problems == ["no drafter (in arm 'no speculation')"]
 
 
 def refuse(config, resume):
-    raise ConfigError(["no disk", *([] if config.drafter else ["no drafter"])])
+    if config.drafter is None:
+        raise ConfigError(["no drafter"])

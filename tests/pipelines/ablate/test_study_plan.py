@@ -22,7 +22,7 @@ def test_arms_differ_from_the_shared_configuration_only_in_what_they_set(study_f
     study = load_study(
         study_file, [arms("name='x', init='generic', online=false, policy='frozen', num_speculative_tokens=2")]
     )
-    config = study.run_config(study.arms[0], study.arms[0].runs[1])
+    config = study.arms[0].runs[1].config
     expected = study.shared.model_dump(mode="json")
     expected |= {"name": "x-s1", "seed": 1, "run_root": str(study.folder / "runs")}
     expected["policy"]["train"] = False
@@ -33,18 +33,14 @@ def test_arms_differ_from_the_shared_configuration_only_in_what_they_set(study_f
 
 def test_without_speculation_there_is_no_drafter(study_file):
     study = load_study(study_file, [arms("name='x', speculation=false, policy='frozen'")])
-    [arm], config = study.arms, study.arm_configs["x"]
-    assert config.drafter is None and (arm.num_speculative_tokens, arm.init, arm.model, arm.objective) == (
-        0,
-        "none",
-        "none",
-        "none",
-    )
+    [arm], config = study.arms, study.arms[0].config
+    fields = {"init": "none", "model": "none", "online": False, "num_speculative_tokens": 0, "objective": "none"}
+    assert config.drafter is None and arm.fields() == fields | {"name": "x", "policy": "frozen", "speculation": False}
     assert config.policy.model_dump() == study.shared.policy.model_dump() | {"train": False}
 
 
 def test_an_initialisation_overrides_the_shared_configuration(study_file):
-    init = load_study(study_file).inits["generic"]
+    init = load_study(study_file).inits["generic"].config
     assert init.init.tokens == 500 and init.init.source.path == str(study_file.with_name("prompts.jsonl"))
     assert (init.name, init.run_root.name) == ("generic", "inits")
 
@@ -95,13 +91,18 @@ def test_all_problems_are_found_in_one_pass(study_file):
 
 def test_an_arm_may_have_another_drafter_and_then_needs_one_of_its_kind(study_file):
     mtp = "name='mtp', model={type='mtp'}, init='none'"
-    study = load_study(study_file, [arms(mtp)])
-    assert study.arms[0].model == "mtp" and study.arm_configs["mtp"].drafter.model.type == "mtp"
-    study = load_study(study_file, [arms("name='x', model={draft_vocab_size=64}, init='none'")])
-    assert study.arms[0].model == "eagle3"
-    assert study.arm_configs["x"].drafter.model.trained_depth == 3
+    [arm] = load_study(study_file, [arms(mtp)]).arms
+    assert arm.fields()["model"] == "mtp" and arm.config.drafter.model.type == "mtp"
+    [arm] = load_study(study_file, [arms("name='x', model={draft_vocab_size=64}, init='none'")]).arms
+    assert arm.fields()["model"] == "eagle3"
+    assert arm.config.drafter.model.trained_depth == 3
     [line] = problems(study_file, arms("name='mtp', model={type='mtp'}, init='generic'"))
     assert line.startswith("arm 'mtp': init: inits.generic makes a drafter with {'type': 'eagle3', 'draft_vocab_size'")
     fitting = "inits.other={'init.source.type'='policy', 'drafter.model.type'='mtp'}"
     study = load_study(study_file, [arms("name='mtp', model={type='mtp'}, init='other'"), fitting])
-    assert study.inits["other"].drafter.model == study.arm_configs["mtp"].drafter.model
+    assert study.inits["other"].config.drafter.model == study.arms[0].config.drafter.model
+
+
+def test_the_type_of_a_source_may_come_after_its_fields(study_file):
+    later = "inits.later={'init.source.path'='prompts.jsonl', 'init.source.type'='dataset'}"
+    assert load_study(study_file, [later]).inits["later"].config.init.source.path.endswith("prompts.jsonl")

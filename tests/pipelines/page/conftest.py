@@ -58,7 +58,7 @@ def write_run(folder: Path, rows: Sequence[Row], **changes: Any) -> Path:
 def arm(name: str, init: str, online: bool, **changes: Any) -> dict[str, Any]:
     """An arm of study.json whose seeds 0 and 1 are finished."""
     return {
-        "name": name, "init": init, "online": online, "policy": "moving", "num_speculative_tokens": 2, "speculation": True,
+        "name": name, "init": init, "model": "eagle3", "online": online, "policy": "moving", "num_speculative_tokens": 2, "speculation": True,
         "objective": "soft_cross_entropy",
         "runs": [{"seed": seed, "folder": f"runs/{name}-s{seed}", "status": "finished", "error": None} for seed in (0, 1)],
     } | changes  # fmt: skip

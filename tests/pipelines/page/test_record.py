@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
-from pipelines.page.record import RunRecord, drafter_age, drafter_marks, from_to, read_run
+from pipelines.page.record import RunRecord, drafter_age, drafter_marks, read_run
 from tests.pipelines.page.conftest import row, write_run
 
 
@@ -43,18 +42,6 @@ def test_the_age_of_a_drafter_counts_from_its_first_step(tmp_path: Path) -> None
     assert drafter_age(run).tolist() == [0, 1, 0, 1, 2, 0]
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([None, 1.0, 2.0, None, 4.0, 5.0, 7.0, 9.0], (1.5, 8.0)),
-        ([3.0], (3.0, 3.0)),
-        ([None, None], None),
-    ],
-)
-def test_from_to_is_over_measured_steps(values: list[float | None], expected: tuple[float, float] | None) -> None:
-    assert from_to(pd.Series(values, dtype=float), 3) == expected
-
-
 def test_a_run_that_was_killed_while_writing_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "killed", [row(1), row(2)])
     with (folder / "metrics.jsonl").open("a") as file:
@@ -75,9 +62,7 @@ def test_a_run_without_metrics_is_refused(tmp_path: Path, rows: list | None) -> 
     ("file", "content", "message"),
     [
         ("config.json", "{", r"config.json: not valid JSON"),
-        ("config.json", "[]", r"config.json: holds a list, not an object"),
         ("metrics.jsonl", '{"step": 1}\n{"step\n', r"metrics.jsonl: a line is not valid JSON"),
-        ("metrics.jsonl", '{"policy/reward": 1}\n', r"metrics.jsonl: a line has no 'step'"),
         ("provenance.json", "{", r"provenance.json: not valid JSON"),
     ],
 )
@@ -91,4 +76,4 @@ def test_damaged_files_are_named(tmp_path: Path, file: str, content: str, messag
 def test_a_configuration_of_another_version_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "old", [row(1)])
     (folder / "config.json").write_text(json.dumps({"name": "old", "field_of_the_past": 1}))
-    assert read_run(folder).setting("policy.model") is None
+    assert "policy.model" not in read_run(folder).settings

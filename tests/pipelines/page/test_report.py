@@ -30,7 +30,7 @@ def test_a_run_by_name_or_folder(root: Path, name: str, capsys: pytest.CaptureFi
 
 
 def test_a_study(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_study(root / "study", [arm("generic", "generic", True, runs=[])], {"generic": ()})
+    write_study(root / "study", [arm("generic", "generic", True)], {})
     assert main(["report", "study"]) == 0
     assert "cotrain study" in Path(capsys.readouterr().out.strip()).read_text()
     assert (root / "study" / REPORT / "table.csv").is_file()

@@ -38,6 +38,19 @@ def test_headline_facts(full: Path) -> None:
     assert "12 steps" in found["Expected against served"].note
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([None, 1.0, 2.0, None, 4.0, 5.0, 7.0, 9.0], "1.50 -> 8.00"),
+        ([3.0], "3.00 -> 3.00"),
+        ([None, None], "not measured"),
+    ],
+)
+def test_a_change_is_over_measured_steps(tmp_path: Path, values: list[float | None], expected: str) -> None:
+    rows = [row(step, policy__reward=value) for step, value in enumerate(values, 1)]
+    assert facts(write_run(tmp_path / "run", rows))["Reward"].value == expected
+
+
 def test_a_speed_that_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
     rows = [row(step, rollout__speedup_vs_no_speculation=None) for step in range(1, 5)]
     folder = write_run(tmp_path / "run", rows)

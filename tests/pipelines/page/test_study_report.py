@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from pipelines.ablate.report import COMPARED, comparison, measures, read_study, study_page, write_study_report
-from pipelines.page.page import Fact
+from pipelines.ablate.report import COMPARED, comparison, read_study, study_page, write_study_report
+from pipelines.page.page import Fact, Page
 from tests.pipelines.page.conftest import arm, images, words, write_study
 
 PLAIN = arm("plain", "none", False, speculation=False, num_speculative_tokens=0, objective="none")
@@ -30,12 +30,15 @@ def failed(one: dict[str, Any], seed: int, error: str) -> dict[str, Any]:
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
-    study = read_study(folder)
-    return comparison(study, measures(study)).to_dict("records")
+    return comparison(read_study(folder)).to_dict("records")
+
+
+def page_of(folder: Path) -> Page:
+    return study_page(read_study(folder))
 
 
 def gap(folder: Path) -> Fact:
-    [fact] = [fact for fact in study_page(read_study(folder)).facts if fact.label.startswith("Gap closed")]
+    [fact] = [fact for fact in page_of(folder).facts if fact.label.startswith("Gap closed")]
     return fact
 
 
@@ -48,7 +51,7 @@ def test_the_table_has_the_last_third_over_seeds(whole: Path) -> None:
     rows = rows_of(whole)
     assert (rows[0]["drafter"], rows[0]["initialisation"], rows[0][GAIN]) == ("no speculation", "-", "1.00")
     online = rows[2]
-    assert (online["initialisation"], online["drafter"], online["k"]) == ("generic", "co-trained", "2")
+    assert (online["initialisation"], online["drafter"], online["k"]) == ("generic", "eagle3 co-trained", "2")
     assert online[LENGTH] == online[GAIN] == "1.75 (1.70..1.80)"
     assert online[STEP_GAIN] == "1.00"  # the steps of all arms take 30 s for 1000 tokens
     assert online["seeds"] == "2/2"
@@ -83,7 +86,7 @@ def test_the_gap_uses_only_seeds_with_all_three_arms(tmp_path: Path) -> None:
 def test_the_gap_compares_arms_of_one_policy_and_k(tmp_path: Path) -> None:
     arms = [GENERIC_FROZEN, GENERIC_ONLINE, IN_DOMAIN | {"num_speculative_tokens": 1}]
     fact = gap(write_study(tmp_path / "s", arms, LENGTHS))
-    assert (fact.value, fact.note) == ("-", "the study has no frozen in-domain arm to compare with")
+    assert fact.value == "-" and fact.note.startswith("no seed has finished this arm and both frozen ones")
 
 
 def test_an_in_domain_drafter_that_is_no_better_leaves_no_gap(tmp_path: Path) -> None:
@@ -108,13 +111,15 @@ def test_the_report_shows_arms_with_the_table_in_files(whole: Path) -> None:
     assert set(markdown[1]) <= set("|-: ")
     assert "1.75 (1.70..1.80)" in markdown[4]
     table = pd.read_csv(whole / "report" / "table.csv").set_index("name")
-    assert table[f"{LENGTH} min"]["generic-online"] == pytest.approx(1.7)
+    assert table["rollout/acceptance_length min"]["generic-online"] == pytest.approx(1.7)
     assert table["seeds"]["generic-online"] == "2/2"
-    assert table["accepted at 1 mean"]["generic-online"] == pytest.approx(0.44)  # steps 5 and 6: 0.40 and 0.48
+    assert table["rollout/acceptance_rate_pos_1 mean"]["generic-online"] == pytest.approx(
+        0.44
+    )  # steps 5 and 6: 0.40 and 0.48
 
 
 def test_arms_differ_without_colour(whole: Path) -> None:
-    plots = [plot for section in study_page(read_study(whole)).sections for plot in section.plots]
+    plots = [plot for section in page_of(whole).sections for plot in section.plots]
     figure = next(plot.figure for plot in plots if plot.name.startswith("acceptance_length"))
     assert figure is not None
     axes = figure.axes[0]
@@ -127,7 +132,7 @@ def test_what_drafters_cost_is_in_the_table(whole: Path) -> None:
     path = whole / "runs" / "generic-online-s0" / "metrics.jsonl"
     rows = [json.loads(line) | {"drafter/train_s": 7.25} for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    costs = measures(read_study(whole))["training, s a step"]
+    costs = read_study(whole).measured["drafter/train_s"]
     assert costs["generic-online", 0] == 7.25 and costs.count() == 1
 
 
@@ -136,7 +141,7 @@ def test_failed_and_missing_runs_are_named(tmp_path: Path) -> None:
     missing["runs"] = [run | {"status": "missing"} for run in missing["runs"]]
     arms = [PLAIN, failed(GENERIC_ONLINE, 1, "engine died: out of memory"), missing]
     folder = write_study(tmp_path / "s", arms, LENGTHS)
-    text = words(study_page(read_study(folder)))
+    text = words(page_of(folder))
     assert "engine died: out of memory" in text
     assert "missing" in text
     assert "3 of 6" in text
@@ -145,7 +150,7 @@ def test_failed_and_missing_runs_are_named(tmp_path: Path) -> None:
 
 def test_a_finished_run_that_cannot_be_read_is_a_problem_of_its_arm(whole: Path) -> None:
     (whole / "runs" / "generic-online-s1" / "metrics.jsonl").write_text("")
-    text = words(study_page(read_study(whole)))
+    text = words(page_of(whole))
     assert "finished, but" in text and "no metrics yet" in text
 
 
@@ -162,21 +167,6 @@ def test_runs_link_to_their_own_reports(whole: Path) -> None:
     (report / "report.html").write_text("")
     links = re.findall(r'<a href="([^"]*)">', write_study_report(whole).read_text())
     assert links == ["../runs/plain-s0/report/report.html"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"arms": [{"name": "x"}]}, r"study.json: not a study \(arms.0.init: Field required;"),
-        ({"steps": 0}, r"steps: Input should be greater than 0"),
-        ({"arms": [GENERIC_ONLINE | {"policy": "still"}]}, r"arms.0.policy: Input should be 'moving' or 'frozen'"),
-    ],
-)
-def test_a_broken_study_names_the_field(whole: Path, change: dict[str, Any], message: str) -> None:
-    path = whole / "study.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=message):
-        write_study_report(whole)
 
 
 def test_a_study_that_is_no_json_is_refused(whole: Path) -> None:
