@@ -27,8 +27,6 @@ SHARDED = (
 )
 OTHER_SPECULATION = "is another way to set speculative_config; set [drafter], rollout.num_speculative_tokens and rollout.draft_sample_method"
 COTRAINS_OWN = "is set by cotrain, whose scheduler and worker depend on it; leave it out"
-DRAFT_DEPENDENT = "lets the drawn draft tokens decide how many are verified, which biases the output; leave it out"
-LOSSY_ACCEPTANCE = "accepts draft tokens by a rule that is not the target's distribution; leave it out"
 UNCORRECTED = "runs a model runner in which cotrain's corrections of vLLM's sampling have no effect; set it to 0"
 PLUGIN = "loads code that can replace any part of sampling; set it to an empty string"
 
@@ -50,12 +48,6 @@ ENGINE = _refused(
         COTRAINS_OWN: "additional_config worker_cls",
     }
 )
-SPECULATIVE = _refused(
-    {
-        LOSSY_ACCEPTANCE: "rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length",
-        DRAFT_DEPENDENT: "enable_adaptive_verification",
-    }
-)
 ENVIRONMENT = _refused(
     {
         UNCORRECTED: "VLLM_USE_V2_MODEL_RUNNER",
@@ -68,7 +60,6 @@ ENVIRONMENT = _refused(
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto", "bfloat16", "float16"),  # a plain cast gives a token the same entry in every batch
     "load_format": ("auto", "safetensors"),
-    "rejection_sample_method": ("standard",),
     **dict.fromkeys((name for name in ENGINE if name.endswith("_parallel_size")), (1,)),
 }
 """Values with which a setting passes, beside those that switch it off: empty, false, or "0" in the environment."""
@@ -79,11 +70,6 @@ def engine_problems(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     tables = {name: value for name, value in arguments.items() if isinstance(value, Mapping)}
     nested = {f"{table}.{name}": value for table in tables for name, value in tables[table].items()}
     yield from _problems({**arguments, **nested}, ENGINE)
-
-
-def speculative_problems(speculative_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The same for the keys of vLLM's speculative_config."""
-    yield from _problems(speculative_config, SPECULATIVE)
 
 
 def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -43,9 +43,9 @@ class RolloutEngines:
         """Begin to load the models; `wait_until_started` waits for it."""
         return [actor.start.remote(spec) for actor, spec in zip(self._actors, specs, strict=True)]
 
-    def wait_until_started(self, started: Any) -> list[dict[str, Any]]:
-        """What each worker reports of itself."""
-        return self._cluster.get(started)
+    def wait_until_started(self, started: Any) -> None:
+        """Wait until all models are loaded."""
+        self._cluster.get(started)
 
     def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
         """One response to each request, in the order given. A prompt's samples go to one engine, for its cache."""

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.lossless_guard import speculative_problems
 from cotrain.models.linear_attention import has_linear_attention
 from cotrain.rollout.spec import EngineSpec
 
@@ -23,8 +22,6 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     our scheduler, which chooses a draft length for each step, extends the synchronous one, and with the asynchronous one
     requests that are preempted while they speculate, as every policy update does, read memory that is not theirs
     (https://github.com/vllm-project/vllm/issues/49620). The price is that a GPU waits for the scheduler in each step.
-
-    Raises ValueError for a setting of speculation that is not known to be lossless.
     """
     from vllm.platforms import current_platform
 
@@ -63,22 +60,13 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
     """vLLM's speculative_config; None when nothing proposes draft tokens."""
-    k = spec.rollout.num_speculative_tokens
-    config: dict[str, Any]
+    config = {"num_speculative_tokens": spec.rollout.num_speculative_tokens}
     if spec.speculation == "ngram":
-        config = {"method": "ngram", "num_speculative_tokens": k, **PROMPT_LOOKUP}
-    elif spec.drafter_folder is not None and spec.serving is not None:
-        config = {
-            "method": spec.serving.method,
-            "model": spec.drafter_folder,
-            "num_speculative_tokens": k,
-            "draft_sample_method": spec.rollout.draft_sample_method,
-        }
-    else:
+        return {"method": "ngram", **config, **PROMPT_LOOKUP}
+    if spec.drafter_folder is None or spec.serving is None:
         return None
-    for name, reason in speculative_problems(config):
-        raise ValueError(f"speculative_config.{name}: {reason}")
-    return config
+    method, draws = spec.serving.method, spec.rollout.draft_sample_method
+    return {"method": method, "model": spec.drafter_folder, "draft_sample_method": draws, **config}
 
 
 def graph_sizes(max_num_seqs: int, num_speculative_tokens: int) -> list[int]:

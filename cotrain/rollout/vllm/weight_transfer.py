@@ -28,7 +28,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from cotrain.models.loading import weight_files
 from cotrain.rollout.vllm import weights as vllm_weights
-from cotrain.transport.payload import Manifest, WeightsUnknown, WeightUpdateRefused, read_manifest, read_payload
+from cotrain.transport.payload import (
+    WEIGHTS_UNKNOWN,
+    Manifest,
+    WeightUpdateRefused,
+    read_manifest,
+    read_payload,
+)
 
 BACKEND = "cotrain"
 
@@ -83,7 +89,7 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Apply one whole update. Raises WeightUpdateRefused; the engine then serves what it served before.
 
-        Raises WeightsUnknown when it could not be brought back to that.
+        Raises RuntimeError with WEIGHTS_UNKNOWN when it could not be brought back to that.
         """
         if update_info.action == "undo":
             self._undo()
@@ -91,7 +97,8 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         tensors = read_payload(update_info.path, update_info.digests, self._expected())
         if update_info.action == "check":
             return
-        kept, before, link = self._good_states()
+        kept = self._kept()
+        link = kept.with_suffix(".new")
         link.unlink(missing_ok=True)
         os.link(update_info.path, link)  # it can fail, so it comes before the model is touched
         try:
@@ -101,7 +108,7 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._restore()
             raise WeightUpdateRefused(f"update undone: {error}") from error
         if self._is_draft() and kept.exists():
-            os.replace(kept, before)
+            os.replace(kept, kept.with_suffix(".before"))
         os.replace(link, kept)
 
     def _serve(self, tensors: dict[str, torch.Tensor], columns: int | None = None, turn: int = 0) -> None:
@@ -113,9 +120,6 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _is_draft(self) -> bool:
         return self.model is not self._default_model
 
-    def _checkpoint_folder(self) -> Path:
-        return Path(self.model_config.model)
-
     def _expected(self) -> Manifest:
         """What an update must carry: the tensors of the checkpoint the engine started from, less the shared ones."""
         shared = ["rotary_emb.inv_freq"]
@@ -123,37 +127,32 @@ class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             shared += ["t2d", *vllm_weights.modules_shared_with_target(self.model, self._default_model)]
         elif getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             shared += ["lm_head.weight"]
-        return read_manifest(self._checkpoint_folder(), self.model_config.dtype, without=shared)
+        return read_manifest(self.model_config.model, self.model_config.dtype, without=shared)
 
-    def _good_states(self) -> tuple[Path, Path, Path]:
-        """Links to the state that is served, to the one before, and to the one that is about to be served."""
-        kept = self.keep_folder / ("drafter.safetensors" if self._is_draft() else "target.safetensors")
-        return kept, kept.with_suffix(".before"), kept.with_suffix(".new")
+    def _kept(self) -> Path:
+        """The state that is served, once there was an update; `.before` is the one before, `.new` the next."""
+        return self.keep_folder / ("drafter.safetensors" if self._is_draft() else "target.safetensors")
 
     def _undo(self) -> None:
-        if not self._is_draft():
-            raise WeightUpdateRefused("only a drafter update can be undone; send the policy's earlier weights instead")
-        kept, before, _ = self._good_states()
+        kept = self._kept()
         kept.unlink()
-        if before.exists():
-            os.replace(before, kept)
+        if kept.with_suffix(".before").exists():
+            os.replace(kept.with_suffix(".before"), kept)
         self._restore()
 
     def _restore(self) -> None:
         """Serve the last good state: the kept one, or the checkpoint that the engine started from.
 
-        Raises WeightsUnknown when that fails, or when something else is served then.
+        Raises RuntimeError when that fails, or when something else is served then.
         """
         try:
-            kept, expected = self._good_states()[0], self._expected()
-            files = [kept] if kept.exists() else weight_files(self._checkpoint_folder())
+            kept, expected = self._kept(), self._expected()
+            files = [kept] if kept.exists() else weight_files(Path(self.model_config.model))
             found = {name: tensor for file in files for name, tensor in load_file(file).items()}
             self._serve({name: found[name].to(dtype) for name, (_, dtype) in expected.items()})
         except Exception as error:
-            raise WeightsUnknown(error) from error
+            message = f"{WEIGHTS_UNKNOWN}: the last good ones could not be served again ({error})"
+            raise RuntimeError(message) from error
 
 
-def register() -> None:
-    """Make the backend known to vLLM in this process."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, TransactionalWeightTransfer)
+WeightTransferEngineFactory.register_engine(BACKEND, TransactionalWeightTransfer)

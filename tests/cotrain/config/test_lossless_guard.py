@@ -52,25 +52,6 @@ def test_all_problems_are_told() -> None:
     assert len(list(guard.engine_problems({"quantization": "fp8", "enable_lora": True, "max_num_seqs": 1}))) == 2
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"rejection_sample_method": "synthetic"}, "not the target's distribution"),
-        ({"rejection_sample_method": "fly"}, "or use 'standard'"),
-        ({"synthetic_acceptance_length": 3.0}, "not the target's distribution"),
-        ({"enable_adaptive_verification": True}, "biases"),
-    ],
-)
-def test_lossy_speculation_is_refused(config: dict, words: str) -> None:
-    [(_, message)] = guard.speculative_problems(config)
-    assert words in message
-
-
-def test_speculation_as_cotrain_sets_it_passes() -> None:
-    eagle = {"method": "eagle3", "model": "d", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
-    assert list(guard.speculative_problems(eagle | {"rejection_sample_method": "standard"})) == []
-
-
 def test_environment_of_cotrains_engines_passes_and_what_changes_logits_does_not() -> None:
     harmless = {"HOME": "/root", "VLLM_PLUGINS": "", "VLLM_CPU_INT4_W4A8": "0", "VLLM_FROM_THE_FUTURE": "1"}
     assert list(guard.environment_problems(engine_environment(2) | harmless)) == []
