@@ -51,7 +51,7 @@ class RolloutEngine:
         self._engine: Any = None
         self._chooses = False  # is the draft length chosen by the engine's speculation controller?
         self._batches = 0
-        self._drafter_before = spec.versions.drafter
+        self._before = spec.versions  # before the last update of the drafter
 
     async def start(self) -> None:
         """Load the model. Drafts rollout.num_speculative_tokens in every step until `time_draft_lengths`.
@@ -62,15 +62,11 @@ class RolloutEngine:
         if self.speculates:
             _check_environment()
 
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec)))
-        await self._engine.init_weight_transfer_engine(
-            WeightTransferInitRequest(init_info={"keep_folder": f"{self.spec.scratch}/kept"})
-        )
-        await self._call("cotrain_start", self.spec.drafter_folder is not None)
+        await self._call("cotrain_start", f"{self.spec.scratch}/kept", self.spec.drafter_folder is not None)
 
     @property
     def speculates(self) -> bool:
@@ -271,7 +267,7 @@ class RolloutEngine:
     ) -> tuple[list[FeatureShard], dict[str, float]]:
         """sequences: name of a tapped request -> (prompt and response, prompt length)."""
         rollout, serving = self.spec.rollout, self.spec.serving
-        shared = {
+        shared: dict[str, Any] = {
             "policy_version": self.versions.policy,
             "sampling": {field.name: getattr(rollout, field.name) for field in fields(SamplingParams)},
             "aux_layers": list(serving.aux_layers) if serving else [],
@@ -297,8 +293,8 @@ class RolloutEngine:
         async with death_in_words(self._engine):
             await self._engine.pause_generation(mode="keep", clear_cache=True)
             try:
-                served = Versions(policy_version, self.versions.drafter)
-                await self._update(served, payload, draft=False, readback_turn=policy_version)
+                await self._weights(False, "update", payload.path, payload.digests, policy_version)
+                self.versions = Versions(policy_version, self.versions.drafter)
             finally:
                 await self._engine.resume_generation()
         return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
@@ -314,44 +310,32 @@ class RolloutEngine:
         """
         if drafter_version < self.versions.drafter:
             raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")
-        started, before = time.perf_counter(), self.versions.drafter
-        await self._update_drafter(drafter_version, payload)
-        self._drafter_before = before
+        started = time.perf_counter()
+        await self._weights(True, "update", payload.path, payload.digests)
+        self._before, self.versions = self.versions, Versions(self.versions.policy, drafter_version)
         await self._speculation("new_drafter", None if expected_rates is None else list(expected_rates))
         return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
 
     async def check_drafter(self, payload: WeightPayload) -> None:
         """Would `update_drafter` take these weights? Raises WeightUpdateRefused if not; serves what it did."""
-        await self._update_drafter(self.versions.drafter, payload, action="check")
+        await self._weights(True, "check", payload.path, payload.digests)
 
     async def undo_drafter_update(self) -> None:
         """Serve the drafter weights and version from before the last `update_drafter`; once after each."""
-        await self._update_drafter(self._drafter_before, action="undo")
+        await self._weights(True, "undo")
+        self.versions = Versions(self.versions.policy, self._before.drafter)
         await self._speculation("new_drafter")
 
-    async def _update_drafter(self, version: int, payload: WeightPayload | None = None, **options: Any) -> None:
-        async with death_in_words(self._engine):
-            await self._update(Versions(self.versions.policy, version), payload, draft=True, **options)
-
-    async def _update(self, served: Versions, payload: WeightPayload | None, draft: bool, **options: Any) -> None:
-        """Run one of vLLM's update sessions. options: fields of UpdateInfo in weight_transfer.py."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        engine = self._engine
-        if payload is not None:
-            options |= {"path": payload.path, "digests": payload.digests}
-        await (engine.start_draft_weight_update() if draft else engine.start_weight_update())
+    async def _weights(self, draft: bool, action: str, *args: Any) -> None:
+        """Call a method of the worker's ServedWeights."""
         try:
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=options))
-        except EngineDeadError:
+            await self._call("cotrain_weights", draft, action, *args)
+        except RunFailure:
             raise
         except Exception as error:  # vLLM sends a worker's exception as text in a bare Exception
             if WEIGHTS_UNKNOWN in str(error):
                 raise RunFailure(f"a weight update failed, and {error}") from error
             raise WeightUpdateRefused(str(error)) from error
-        await engine.finish_weight_update(str(served))
-        self.versions = served
 
     async def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Checksums of the named tensors as the worker serves them, read back whole."""

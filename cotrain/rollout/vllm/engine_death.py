@@ -17,7 +17,7 @@ MESSAGE = "vLLM's engine process has died: killed from outside, or out of memory
 
 @contextlib.asynccontextmanager
 async def death_in_words(engine: Any, poll_seconds: float = POLL_SECONDS) -> AsyncIterator[None]:
-    """Raises RunFailure when the engine process dies while the body waits for it. Not to be nested.
+    """Raises RunFailure when the engine process dies while the body waits for it.
 
     engine: vLLM's AsyncLLM. What waits is cancelled within two polls of the death.
     """

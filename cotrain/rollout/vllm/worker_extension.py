@@ -3,15 +3,17 @@
 Methods are called through collective_rpc and carry the prefix `cotrain_`, since vLLM mixes this class into its own.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 
-import cotrain.rollout.vllm.weight_transfer  # noqa: F401 (registers itself with vLLM)
 from cotrain.process.orphans import die_with_parent, leave_terminal_group
 from cotrain.rollout.tap_admission import TapRequest
 from cotrain.rollout.vllm import cpu, weights
 from cotrain.rollout.vllm.hooks import DraftingHook
+from cotrain.rollout.vllm.weight_transfer import ServedWeights
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.payload import digest
 from drafters.base import SamplingParams
@@ -23,13 +25,28 @@ class CotrainWorker:
     """Mixed into vLLM's worker: feature tap, drafting switches, proof of what is served."""
 
     _cotrain_hook: DraftingHook
+    _cotrain_weights: dict[bool, ServedWeights]
+    """Of the drafter (True) and of the policy."""
 
-    def cotrain_start(self, has_drafter: bool) -> None:
-        """Hook into drafting where there is a drafter to hook into."""
+    def cotrain_start(self, keep_folder: str, has_drafter: bool) -> None:
+        """Get ready for updates, and hook into drafting where there is a drafter.
+
+        keep_folder: where the last good weights are kept, on the file system that updates are sent over.
+        """
         die_with_parent()
         leave_terminal_group()
+        worker: Any = self
+        target, kept = worker.get_model(), Path(keep_folder)
+        self._cotrain_weights = {False: ServedWeights(target, worker.model_config, kept / "target")}
         if has_drafter:
-            self._cotrain_hook = DraftingHook(self.model_runner)  # type: ignore[attr-defined]
+            self._cotrain_hook = DraftingHook(worker.model_runner)
+            config = worker.speculative_config.draft_model_config
+            self._cotrain_weights[True] = ServedWeights(worker.get_draft_model(), config, kept / "drafter", target)
+
+    def cotrain_weights(self, draft: bool, action: str, *args: Any) -> None:
+        """Check, update or undo: see ServedWeights."""
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            getattr(self._cotrain_weights[draft], action)(*args)
 
     def cotrain_start_tapping(self, requests: dict[str, tuple[str, int, int]]) -> None:
         """Start a step of the tap, until the features are taken. requests: request id -> fields of its TapRequest."""
@@ -83,5 +100,5 @@ class CotrainWorker:
 
     def cotrain_served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Checksums of the named tensors exactly as served (packed matrices are read back whole)."""
-        model = self.get_draft_model() if draft else self.get_model()  # type: ignore[attr-defined]
+        model = self._cotrain_weights[draft].model
         return {name: digest(tensor) for name, tensor in weights.served_tensors(model, names).items()}
