@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from cotrain.process import threads
@@ -47,10 +46,7 @@ def measure_stages(model: Path, scratch: Path, rounds: int) -> list[dict[str, Ti
     from cotrain.transport.payload import write_payload
 
     state, (served, config) = learner_state(model), served_model(model, scratch)
-    transfer = weight_transfer.TransactionalWeightTransfer(
-        SimpleNamespace(backend=weight_transfer.BACKEND), config, torch.device("cpu"), served
-    )
-    transfer.init_transfer_engine(weight_transfer.InitInfo(keep_folder=str(scratch / "kept")))
+    weights = weight_transfer.ServedWeights(served, config.model_config, scratch / "kept" / "target")
     row: dict[str, Times] = {}
     for stage, function in STAGES.items():
         owner = weight_transfer if function in vars(weight_transfer) else vllm_weights
@@ -60,8 +56,7 @@ def measure_stages(model: Path, scratch: Path, rounds: int) -> list[dict[str, Ti
         row.clear()
         move(state)
         payload = timed(write_payload, "write", row)(state, scratch / "sent.safetensors", torch.bfloat16)
-        update = weight_transfer.UpdateInfo(payload.path, payload.digests, readback_turn=version)
-        timed(transfer.receive_weights, "all in the engine", row)(update)
+        timed(weights.update, "all in the engine", row)(payload.path, payload.digests, version)
         rows.append(dict(row))
     return rows
 

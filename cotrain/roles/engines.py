@@ -27,12 +27,12 @@ class EngineActor:
         """Import vLLM, which takes seconds, while nobody waits for it."""
         import vllm.v1.engine.async_llm  # noqa: F401
 
-    async def start(self, spec: EngineSpec) -> dict[str, Any]:
+    async def start(self, spec: EngineSpec) -> None:
         """See RolloutEngine.start."""
         from cotrain.rollout.engine import RolloutEngine
 
         self._engine = RolloutEngine(spec)
-        return await self._engine.start()
+        await self._engine.start()
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the engine; calls may overlap."""

@@ -6,13 +6,6 @@ from typing import Any
 from cotrain.records import SpeculationCounts
 
 
-def counts_of_request(metrics: Any) -> SpeculationCounts | None:
-    """metrics: vLLM's RequestSpecDecodeMetrics of one finished request with every step recorded, or None."""
-    if metrics is None:
-        return None
-    return counts_of_steps(verification_steps(metrics), metrics.num_spec_tokens)
-
-
 def counts_of_steps(steps: Iterable[tuple[int, int]], most: int) -> SpeculationCounts:
     """Counts of verification steps, (draft tokens, accepted ones) each, of at most `most` draft tokens."""
     num_steps, accepted = [0] * most, [[0] * most for _ in range(most)]
@@ -25,7 +18,10 @@ def counts_of_steps(steps: Iterable[tuple[int, int]], most: int) -> SpeculationC
 
 
 def verification_steps(metrics: Any) -> tuple[tuple[int, int], ...]:
-    """(draft tokens, accepted ones) of each step that verified any."""
+    """(draft tokens, accepted ones) of each step that verified any.
+
+    metrics: vLLM's RequestSpecDecodeMetrics of one finished request with every step recorded, or None.
+    """
     if metrics is None:
         return ()
     return tuple(zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True))

@@ -4,11 +4,11 @@ A plain asynchronous class; `cluster.py` makes it a Ray actor. Its process envir
 `threads.engine_environment` and must be set before vLLM is imported, which is why vLLM is imported in `start`.
 """
 
-import asyncio
 import functools
 import os
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,14 @@ from cotrain.records import (
     Versions,
     WeightPayload,
 )
-from cotrain.rollout.acceptance_stats import counts_of_request, total_counts, verification_steps
+from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts, verification_steps
 from cotrain.rollout.spec import EngineSpec
 from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
-from cotrain.rollout.tap_admission import (
-    TapRequest,
-    choose,
-    first_of_each_prompt,
-    number_prompts,
-    row_bytes,
-    within_bounds,
-)
+from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, row_bytes
 from cotrain.rollout.vllm.arguments import engine_arguments
 from cotrain.rollout.vllm.engine_death import death_in_words
 from cotrain.transport.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
+from drafters.base import SamplingParams
 
 TIMED_PROMPT_TOKENS = 32
 """Last tokens of each prompt that engine steps are measured after. Prefilling more would take most of the time."""
@@ -57,27 +51,22 @@ class RolloutEngine:
         self._engine: Any = None
         self._chooses = False  # is the draft length chosen by the engine's speculation controller?
         self._batches = 0
-        self._drafter_before = spec.versions.drafter
+        self._before = spec.versions  # before the last update of the drafter
 
-    async def start(self) -> dict[str, Any]:
-        """Load the model. Returns what the worker reports of itself.
+    async def start(self) -> None:
+        """Load the model. Drafts rollout.num_speculative_tokens in every step until `time_draft_lengths`.
 
-        Drafts rollout.num_speculative_tokens in every step until `time_draft_lengths`. Raises ValueError naming an environment
-        variable that may change what speculation generates.
+        Raises ValueError naming an environment variable that may change what speculation generates.
         """
         Path(self.spec.scratch).mkdir(parents=True, exist_ok=True)
         if self.speculates:
             _check_environment()
 
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec)))
-        await self._engine.init_weight_transfer_engine(
-            WeightTransferInitRequest(init_info={"keep_folder": f"{self.spec.scratch}/kept"})
-        )
-        return await self._call("cotrain_start", self.spec.drafter_folder is not None)
+        await self._call("cotrain_start", f"{self.spec.scratch}/kept", self.spec.drafter_folder is not None)
 
     @property
     def speculates(self) -> bool:
@@ -105,9 +94,9 @@ class RolloutEngine:
         rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(rollout.max_num_seqs)}
         while (size := next_size(rounds, deadline - time.perf_counter())) is not None:
             started = time.perf_counter()
-            names = [f"timing{size}n{len(rounds[size])}r{i}" for i in range(size)]
-            requests = [RolloutRequest(name, 0, timed[i % len(timed)], None) for i, name in enumerate(names)]
-            await self._run(names, requests, sampling)
+            names = [f"timing{i}" for i in range(size)]
+            batch = {name: RolloutRequest(name, 0, timed[i % len(timed)], None) for i, name in enumerate(names)}
+            await self._run(batch, sampling)
             rounds[size].append(time.perf_counter() - started)
         num_measured: int = await self._speculation("end_measuring")
         await self.set_num_speculative_tokens(None)
@@ -151,11 +140,13 @@ class RolloutEngine:
         overrides: sampling parameters of this call (greedy checks, bench); the speculation controller learns nothing
         from it then.
         """
-        names = self._names(len(requests))
-        versions = self.versions
+        named, versions = self._named(requests), self.versions
         tapped: dict[str, TapRequest] = {}
         if tap and self.spec.drafter_folder is not None:
-            known = self._tap_requests(names, requests, overrides)
+            known = {
+                name: TapRequest(r.prompt_id, len(r.prompt_token_ids), self._max_tokens(r, overrides))
+                for name, r in named.items()
+            }
             key = f"{versions.policy}/{self._batches}"
             tapped = choose(known, key, self.spec.rollout.features.max_bytes, self._row_bytes)
             await self._call("cotrain_start_tapping", tapped)
@@ -163,7 +154,7 @@ class RolloutEngine:
         if self.speculates:
             await self._speculation("begin", not overrides)
         started = time.perf_counter()
-        outputs = await self._run(names, requests, overrides, first_of_each_prompt(tapped))
+        outputs = await self._run(named, overrides, first_of_each_prompt(tapped))
         seconds = time.perf_counter() - started
         report = await self._speculation("report") if self.speculates else {"gain": {}, "decoded": []}
         self.decoded = {batch: (tokens, elapsed) for batch, tokens, elapsed in report["decoded"]}
@@ -172,7 +163,7 @@ class RolloutEngine:
         rollouts = [self._rollout(request, output, versions) for request, output in zip(requests, outputs, strict=True)]
         sequences = {
             name: (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids))
-            for name, r in zip(names, rollouts, strict=True)
+            for name, r in zip(named, rollouts, strict=True)
             if name in tapped
         }
         features, stats = await self._take_features(sequences) if tapped else ([], {})
@@ -189,26 +180,26 @@ class RolloutEngine:
     async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[FeatureShard]:
         """Hidden states of given tokens, (prompt and response, prompt length) each, computed in a prefill.
 
-        The shards hold the sequences in order, in as many groups as the tap's bound asks for. Raises ValueError when
-        one sequence alone is above it.
+        The shards hold the sequences in order, in as many groups as the tap's bound asks for if all are as long as the
+        longest. Raises ValueError when that one alone is above it.
         """
+        longest = max(len(ids) for ids, _ in sequences)
+        alike = {str(i): TapRequest(str(i), longest, 0) for i in range(len(sequences))}
+        size = len(choose(alike, "", self.spec.rollout.features.max_bytes, self._row_bytes))
         shards: list[FeatureShard] = []
-        for group in within_bounds(sequences, self.spec.rollout.features.max_bytes, self._row_bytes):
-            named = dict(zip(self._names(len(group)), group, strict=True))
-            requests = [RolloutRequest(name, 0, ids, None) for name, (ids, _) in named.items()]
-            sampling = {"max_tokens": 1}
-            await self._call("cotrain_start_tapping", self._tap_requests(list(named), requests, sampling))
-            await self._run(list(named), requests, sampling, named)
-            taken, stats = await self._take_features(named)
-            if stats["num_rollouts"] != len(group):
-                raise RuntimeError(f"the tap has {stats['num_rollouts']} of {len(group)} sequences within its bound")
-            shards += taken
+        for start in range(0, len(sequences), size):
+            group = sequences[start : start + size]
+            named = self._named([RolloutRequest(str(start + i), 0, ids, None) for i, (ids, _) in enumerate(group)])
+            tapped = {name: TapRequest(name, len(r.prompt_token_ids), 1) for name, r in named.items()}
+            await self._call("cotrain_start_tapping", tapped)
+            await self._run(named, {"max_tokens": 1}, named)
+            shards += (await self._take_features(dict(zip(named, group, strict=True))))[0]
         return shards
 
-    def _names(self, num: int) -> list[str]:
-        """Names of the requests of the next call, which no other call has."""
+    def _named(self, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
+        """The requests of the next call by names that no other call has."""
         self._batches += 1
-        return [f"b{self._batches}r{i}" for i in range(num)]
+        return {f"b{self._batches}r{i}": request for i, request in enumerate(requests)}
 
     @property
     def _row_bytes(self) -> int:
@@ -217,24 +208,11 @@ class RolloutEngine:
         bytes_per_value = {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype]
         return row_bytes(num_layers * self._engine.model_config.get_hidden_size(), bytes_per_value)
 
-    def _tap_requests(
-        self, names: Sequence[str], requests: Sequence[RolloutRequest], overrides: dict[str, Any]
-    ) -> dict[str, TapRequest]:
-        numbers = number_prompts([request.prompt_token_ids for request in requests])
-        return {
-            name: TapRequest(number, len(request.prompt_token_ids), self._max_tokens(request, overrides))
-            for name, number, request in zip(names, numbers, requests, strict=True)
-        }
-
     def _max_tokens(self, request: RolloutRequest, overrides: dict[str, Any]) -> int:
         return overrides.get("max_tokens") or request.max_new_tokens or self.spec.rollout.max_new_tokens
 
     async def _run(
-        self,
-        names: list[str],
-        requests: list[RolloutRequest],
-        overrides: dict[str, Any],
-        computed_whole: Container[str] = (),
+        self, requests: dict[str, RolloutRequest], overrides: dict[str, Any], computed_whole: Container[str] = ()
     ) -> list[Any]:
         """computed_whole: names of requests that compute their prompt although it may be in the prefix cache."""
         engine, synchronous = self._engine, self.spec.rollout.synchronous_batches
@@ -242,16 +220,16 @@ class RolloutEngine:
             if synchronous:
                 await engine.pause_generation(mode="keep", clear_cache=False)
             queues = []
-            for name, request in zip(names, requests, strict=True):
+            for name, request in requests.items():
                 prompt = {"prompt_token_ids": request.prompt_token_ids}
                 own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
                 queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
             if synchronous:
                 await engine.resume_generation()
-            return [await _final_output(queue) for queue in queues]
+            return [await queue.get() for queue in queues]
 
     def _sampling(self, request: RolloutRequest, overrides: dict[str, Any]) -> Any:
-        from vllm import SamplingParams
+        import vllm
         from vllm.sampling_params import RequestOutputKind
 
         rollout = self.spec.rollout
@@ -265,11 +243,12 @@ class RolloutEngine:
             "seed": request.seed,
             "logprobs": 0,
         }
-        return SamplingParams(**(arguments | overrides), output_kind=RequestOutputKind.FINAL_ONLY)
+        return vllm.SamplingParams(**(arguments | overrides), output_kind=RequestOutputKind.FINAL_ONLY)
 
     def _rollout(self, request: RolloutRequest, output: Any, versions: Versions) -> Rollout:
         completion = output.outputs[0]
-        token_ids = list(completion.token_ids)
+        token_ids, drafting = list(completion.token_ids), completion.spec_decode_metrics
+        steps = verification_steps(drafting)
         return Rollout(
             prompt_id=request.prompt_id,
             sample_index=request.sample_index,
@@ -279,24 +258,26 @@ class RolloutEngine:
             text=completion.text,
             finish_reason=completion.finish_reason,
             versions=versions,
-            speculation=counts_of_request(completion.spec_decode_metrics),
-            verification_steps=verification_steps(completion.spec_decode_metrics),
+            speculation=None if drafting is None else counts_of_steps(steps, drafting.num_spec_tokens),
+            verification_steps=steps,
         )
 
     async def _take_features(
-        self, sequences: Mapping[str, tuple[list[int], int]]
+        self, sequences: dict[str, tuple[list[int], int]]
     ) -> tuple[list[FeatureShard], dict[str, float]]:
         """sequences: name of a tapped request -> (prompt and response, prompt length)."""
         rollout, serving = self.spec.rollout, self.spec.serving
+        shared: dict[str, Any] = {
+            "policy_version": self.versions.policy,
+            "sampling": {field.name: getattr(rollout, field.name) for field in fields(SamplingParams)},
+            "aux_layers": list(serving.aux_layers) if serving else [],
+        }
         path = f"{self.spec.scratch}/features_{self._batches}.safetensors"
-        sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "draft_sample_method")}
-        aux_layers = list(serving.aux_layers) if serving else []
-        policy_version = self.versions.policy
-        stats = await self._call("cotrain_take_features", sequences, path, policy_version, sampling, aux_layers)
+        stats = await self._call("cotrain_take_features", sequences, path, shared)
         if not stats["num_rollouts"]:
             return [], stats
-        num_bytes = Path(path).stat().st_size
-        return [FeatureShard(path, stats["num_rollouts"], stats["num_tokens"], num_bytes, policy_version)], stats
+        sizes = (stats["num_rollouts"], stats["num_tokens"], Path(path).stat().st_size)
+        return [FeatureShard(path, *sizes, shared["policy_version"])], stats
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -312,8 +293,8 @@ class RolloutEngine:
         async with death_in_words(self._engine):
             await self._engine.pause_generation(mode="keep", clear_cache=True)
             try:
-                update = _update_info(payload) | {"readback_turn": policy_version}
-                await self._update(update, Versions(policy_version, self.versions.drafter), draft=False)
+                await self._weights(False, "update", payload.path, payload.digests, policy_version)
+                self.versions = Versions(policy_version, self.versions.drafter)
             finally:
                 await self._engine.resume_generation()
         return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
@@ -329,64 +310,42 @@ class RolloutEngine:
         """
         if drafter_version < self.versions.drafter:
             raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")
-        k = self.spec.rollout.num_speculative_tokens
-        if expected_rates is not None and not 1 <= len(expected_rates) <= k:
-            raise ValueError(f"{len(expected_rates)} expected rates for {k} draft tokens; give one a position")
         started = time.perf_counter()
-        before = self.versions.drafter
-        await self._update_drafter(_update_info(payload), drafter_version)
-        self._drafter_before = before
+        await self._weights(True, "update", payload.path, payload.digests)
+        self._before, self.versions = self.versions, Versions(self.versions.policy, drafter_version)
         await self._speculation("new_drafter", None if expected_rates is None else list(expected_rates))
         return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
 
     async def check_drafter(self, payload: WeightPayload) -> None:
         """Would `update_drafter` take these weights? Raises WeightUpdateRefused if not; serves what it did."""
-        await self._update_drafter(_update_info(payload) | {"action": "check"}, self.versions.drafter)
+        await self._weights(True, "check", payload.path, payload.digests)
 
     async def undo_drafter_update(self) -> None:
         """Serve the drafter weights and version from before the last `update_drafter`; once after each."""
-        await self._update_drafter({"action": "undo"}, self._drafter_before)
+        await self._weights(True, "undo")
+        self.versions = Versions(self.versions.policy, self._before.drafter)
         await self._speculation("new_drafter")
 
-    async def _update_drafter(self, update: dict[str, Any], drafter_version: int) -> None:
-        async with death_in_words(self._engine):
-            await self._update(update, Versions(self.versions.policy, drafter_version), draft=True)
-
-    async def _update(self, update: dict[str, Any], versions: Versions, draft: bool) -> None:
-        """Run one of vLLM's update sessions. update: fields of UpdateInfo in weight_transfer.py."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        engine = self._engine
-        await (engine.start_draft_weight_update() if draft else engine.start_weight_update())
+    async def _weights(self, draft: bool, action: str, *args: Any) -> None:
+        """Call a method of the worker's ServedWeights."""
         try:
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=update))
-        except EngineDeadError:
+            await self._call("cotrain_weights", draft, action, *args)
+        except RunFailure:
             raise
         except Exception as error:  # vLLM sends a worker's exception as text in a bare Exception
             if WEIGHTS_UNKNOWN in str(error):
                 raise RunFailure(f"a weight update failed, and {error}") from error
             raise WeightUpdateRefused(str(error)) from error
-        await engine.finish_weight_update(str(versions))
-        self.versions = versions
 
     async def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Checksums of the named tensors as the worker serves them, read back whole."""
         return await self._call("cotrain_served_digests", names, draft)
 
-    # -- switches and timings of the checks and benchmarks -----------------------------------------------------------
+    # -- switches and caches -----------------------------------------------------------------------------------------
 
     async def set_draft_sample_method(self, method: str) -> None:
         """Greedy or probabilistic drafting from the next step on."""
         await self._call("cotrain_set_draft_sample_method", method)
-
-    async def time_phases(self) -> None:
-        """Time the phases of every step from now on (see vllm/hooks.py)."""
-        await self._call("cotrain_time_phases")
-
-    async def take_step_times(self) -> list[dict[str, float]]:
-        """One row a step since the last call; empty before `time_phases`."""
-        return await self._call("cotrain_take_step_times")
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
@@ -415,20 +374,8 @@ class RolloutEngine:
             self._engine = None
 
 
-def _update_info(payload: WeightPayload) -> dict[str, Any]:
-    return {"path": payload.path, "digests": payload.digests}
-
-
 @functools.cache
 def _check_environment() -> None:
     """Once a process, before vLLM sets variables of its own. Raises ValueError naming the first that is not allowed."""
     for name, reason in environment_problems(os.environ):
         raise ValueError(f"environment variable {name}: {reason}")
-
-
-async def _final_output(queue: Any) -> Any:
-    while True:
-        output = queue.get_nowait() or await queue.get()
-        if output.finished:
-            return output
-        await asyncio.sleep(0)

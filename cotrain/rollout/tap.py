@@ -16,45 +16,23 @@ from torch import Tensor
 from cotrain.rollout.tap_admission import TapRequest
 
 UNWRITTEN = -1
-FIRST_ROWS = 128
 
 
 class _Recording:
-    """Rows of one prompt or of one response. Row p belongs to its position p, counted from its own start."""
+    """Rows of one prompt or of one response. Row p belongs to its position p, counted from its own start.
 
-    def __init__(self, length: int, width: int, dtype: torch.dtype):
-        """length: of the prompt, or the greatest of the response. width: A*H + H."""
-        self._length = length
-        self._rows = torch.empty((0, width), dtype=dtype)
-        self._token_ids = torch.empty(0, dtype=torch.int64)
+    It has room for all rows at once: the system gives memory only to those that are written.
+    """
 
-    @property
-    def num_bytes(self) -> int:
-        return self._rows.nbytes + self._token_ids.nbytes
+    def __init__(self, length: int, like: Tensor):
+        self.hidden = like.new_empty((length, like.shape[1]))
+        self.token_ids = torch.full((length,), UNWRITTEN)
 
     def write(self, first: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Keep rows from position `first` on."""
-        end = min(first + len(token_ids), self._length)  # drafts beyond the end of a response are verified too
-        if first < end:
-            self._make_room(end)
-            self._rows[first:end] = hidden[: end - first]
-            self._token_ids[first:end] = token_ids[: end - first]
-
-    def read(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden [T, A*H + H], mask [T]) of the first T positions; a row recorded for another token is masked."""
-        self._make_room(len(token_ids))
-        return self._rows[: len(token_ids)], self._token_ids[: len(token_ids)] == token_ids
-
-    def _make_room(self, length: int) -> None:
-        """Double the rows until they hold `length` positions; there are never more than the whole length."""
-        filled = len(self._token_ids)
-        if filled < length:
-            capacity = max(filled, FIRST_ROWS)
-            while capacity < length:
-                capacity *= 2
-            added = min(capacity, self._length) - filled
-            self._rows = torch.cat([self._rows, self._rows.new_empty((added, self._rows.shape[1]))])
-            self._token_ids = torch.cat([self._token_ids, self._token_ids.new_full((added,), UNWRITTEN)])
+        """Keep rows from position `first` on; drafts beyond the end of a response are verified too, and dropped."""
+        num = len(self.token_ids[first : first + len(token_ids)])
+        self.token_ids[first : first + num] = token_ids[:num]
+        self.hidden[first : first + num] = hidden[:num]
 
 
 class FeatureTap:
@@ -62,18 +40,13 @@ class FeatureTap:
 
     def __init__(self) -> None:
         self._requests: dict[str, TapRequest] = {}
-        self._prompts: dict[int, _Recording] = {}
+        self._prompts: dict[str, _Recording] = {}
         self._responses: dict[str, _Recording] = {}
 
     @property
     def is_recording(self) -> bool:
         """Is there a request to tap?"""
         return bool(self._requests)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held now."""
-        return sum(recording.num_bytes for recording in (*self._prompts.values(), *self._responses.values()))
 
     def start(self, requests: Mapping[str, TapRequest]) -> None:
         """Forget everything and start a new step, of these requests by name; all others are ignored."""
@@ -86,14 +59,16 @@ class FeatureTap:
         request = self._requests.get(name)
         if request is None:
             return
-        like, length = (hidden.shape[1], hidden.dtype), request.prompt_length
-        of_prompt = max(0, length - first)
-        if of_prompt:
-            prompt = self._prompts.setdefault(request.prompt, _Recording(length, *like))
-            prompt.write(first, token_ids[:of_prompt], hidden[:of_prompt])
-        if of_prompt < len(token_ids):
-            response = self._responses.setdefault(name, _Recording(request.max_new_tokens, *like))
-            response.write(max(0, first - length), token_ids[of_prompt:], hidden[of_prompt:])
+        length = request.prompt_length
+        num = max(0, length - first)
+        if num:
+            if request.prompt not in self._prompts:
+                self._prompts[request.prompt] = _Recording(length, hidden)
+            self._prompts[request.prompt].write(first, token_ids[:num], hidden[:num])
+        if num < len(token_ids):
+            if name not in self._responses:
+                self._responses[name] = _Recording(request.max_new_tokens, hidden)
+            self._responses[name].write(max(0, first - length), token_ids[num:], hidden[num:])
 
     def take(self, name: str, token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
         """(hidden [T, A*H + H], mask [T]) of one finished request, whose response is forgotten; None if not tapped.
@@ -103,13 +78,13 @@ class FeatureTap:
         request = self._requests.pop(name, None)
         if request is None or request.prompt not in self._prompts:
             return None
-        length = request.prompt_length
-        hidden, mask = self._prompts[request.prompt].read(token_ids[:length])
-        if name in self._responses:
-            parts = zip((hidden, mask), self._responses.pop(name).read(token_ids[length:]), strict=True)
-            hidden, mask = (torch.cat(part) for part in parts)
-        num_missing = len(token_ids) - len(mask)
-        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, num_missing))
-        mask = torch.nn.functional.pad(mask, (0, num_missing))
+        prompt, response = self._prompts[request.prompt], self._responses.pop(name, None)
+        hidden = prompt.hidden.new_zeros((len(token_ids), prompt.hidden.shape[1]))
+        mask = torch.zeros(len(token_ids), dtype=torch.bool)
+        for recording, part in ((prompt, slice(request.prompt_length)), (response, slice(request.prompt_length, None))):
+            if recording is not None:
+                num = len(token_ids[part])
+                hidden[part] = recording.hidden[:num]
+                mask[part] = recording.token_ids[:num] == token_ids[part]
         mask[-1] = False  # the last token was sampled but never fed back: it has no hidden state
         return hidden.masked_fill(~mask[:, None], 0), mask

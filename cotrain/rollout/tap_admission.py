@@ -4,8 +4,8 @@ The choice is made before they run, with room reserved for the longest response 
 that comes out: a tap that gave up what outgrew it would hold the short responses.
 """
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from cotrain.config.schema import RolloutConfig
@@ -14,29 +14,22 @@ from cotrain.config.schema import RolloutConfig
 class TapRequest(NamedTuple):
     """What the tap must know of a request before it runs."""
 
-    prompt: int
-    """Number of the prompt among those of the call. Requests with the same prompt tokens share it, and its rows."""
+    prompt: str
+    """Id of the prompt. Requests with the same prompt share its rows."""
     prompt_length: int
     max_new_tokens: int
 
 
-def number_prompts(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """A number for each of some prompts (token ids), the same for equal ones."""
-    numbers: dict[tuple[int, ...], int] = {}
-    return [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
-
-
 def choose(requests: Mapping[str, TapRequest], key: str, max_bytes: int, row_size: int) -> dict[str, TapRequest]:
-    """Those that are tapped, in the order given: as many as fit, taken in an order that a hash of the key decides.
+    """Those that are tapped, in the order given: as many as fit, taken in an order that the key decides.
 
     The key must change from call to call, so that no sample is left out for ever. row_size: bytes of one row. Raises
     ValueError when the first one does not fit.
     """
-    place = {name: hashlib.blake2b(f"{key}/{i}".encode(), digest_size=8).digest() for i, name in enumerate(requests)}
     chosen: set[str] = set()
-    prompts: set[int] = set()
+    prompts: set[str] = set()
     num_bytes = 0
-    for name in sorted(requests, key=place.__getitem__):
+    for name in random.Random(key).sample(list(requests), len(requests)):
         request = requests[name]
         num_rows = request.max_new_tokens + (0 if request.prompt in prompts else request.prompt_length)
         num_bytes += num_rows * row_size
@@ -45,7 +38,8 @@ def choose(requests: Mapping[str, TapRequest], key: str, max_bytes: int, row_siz
         chosen.add(name)
         prompts.add(request.prompt)
     if requests and not chosen:
-        raise _too_small(num_bytes, max_bytes)
+        bound = f"one sequence takes {num_bytes} bytes of the tap, above {max_bytes}"
+        raise ValueError(f"rollout.features.max_bytes: {bound}; raise it")
     return {name: request for name, request in requests.items() if name in chosen}
 
 
@@ -62,7 +56,7 @@ def fewest_tapped(rollout: RolloutConfig, row_size: int) -> int:
     tapped = 0
     for engine in range(min(rollout.num_engines, rollout.prompts_per_step)):
         requests = {
-            f"{prompt}/{sample}": TapRequest(prompt, rollout.max_prompt_tokens, rollout.max_new_tokens)
+            f"{prompt}/{sample}": TapRequest(str(prompt), rollout.max_prompt_tokens, rollout.max_new_tokens)
             for prompt in range(engine, rollout.prompts_per_step, rollout.num_engines)
             for sample in range(rollout.samples_per_prompt)
         }
@@ -70,31 +64,6 @@ def fewest_tapped(rollout: RolloutConfig, row_size: int) -> int:
     return tapped
 
 
-def within_bounds(
-    sequences: Sequence[tuple[list[int], int]], max_bytes: int, row_size: int
-) -> Iterator[list[tuple[list[int], int]]]:
-    """Sequences, (tokens, prompt length) each, in groups that a tap holds whole. Raises ValueError where one is more."""
-    group: list[tuple[list[int], int]] = []
-    num_bytes = 0
-    for sequence in sequences:
-        size = len(sequence[0]) * row_size
-        if size > max_bytes:
-            raise _too_small(size, max_bytes)
-        if num_bytes + size > max_bytes:
-            yield group
-            group, num_bytes = [], 0
-        group.append(sequence)
-        num_bytes += size
-    if group:
-        yield group
-
-
 def row_bytes(width: int, bytes_per_value: int) -> int:
     """Bytes of one row: hidden states and token id."""
     return width * bytes_per_value + 8
-
-
-def _too_small(num_bytes: int, max_bytes: int) -> ValueError:
-    return ValueError(
-        f"rollout.features.max_bytes: one sequence takes {num_bytes} bytes of the tap, above {max_bytes}; raise it"
-    )

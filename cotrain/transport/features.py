@@ -12,7 +12,6 @@ N tokens of R rollouts, A aux layers, H hidden size:
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +24,6 @@ from torch import Tensor
 
 from drafters.base import SamplingParams
 
-FORMAT = 2
 ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
 """Tensors with a row a token, in the order of FeatureRecord's fields."""
 
@@ -70,46 +68,33 @@ class FeatureRecord:
 
 
 def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
-    """Write rollouts of one policy version, sampling and set of aux layers as one shard.
-
-    The shard appears under its name only when complete. Raises OSError when there is no room.
-    """
-    first, path = records[0], Path(path)
+    """Write rollouts of one policy version, sampling and set of aux layers as one shard."""
+    first = records[0]
     joined = {name: torch.cat([getattr(record, name) for record in records]) for name in ROWS}
     lengths = {
         "lengths": torch.tensor([record.num_tokens for record in records]),
         "prompt_lengths": torch.tensor([record.prompt_length for record in records]),
     }
     shared = {
-        "format": FORMAT,
         "policy_version": first.policy_version,
         "sampling": asdict(first.sampling),
         "aux_layers": first.aux_layers,
     }
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        save_file(joined | lengths, partial, metadata={"cotrain": json.dumps(shared)})
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    save_file(joined | lengths, path, metadata={"cotrain": json.dumps(shared)})
 
 
 def read_shard(path: str | Path) -> list[FeatureRecord]:
     """The rollouts of a shard, copied out of the file, which may then be deleted.
 
-    Raises ValueError naming the file and what is wrong with it: missing, truncated, of another format, or with hidden
+    Raises ValueError naming the file and what is wrong with it: missing, truncated, without a tensor, or with hidden
     states of another width or that are not finite.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            shared = json.loads((file.metadata() or {}).get("cotrain", "{}"))
+            shared = json.loads(file.metadata()["cotrain"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise ValueError(f"feature shard {path} does not exist") from error
-    except SafetensorError as error:
-        raise ValueError(f"feature shard {path} is truncated or corrupt: {error}") from error
-    if shared.get("format") != FORMAT:
-        raise ValueError(f"feature shard {path} has format {shared.get('format')}, this version reads {FORMAT}")
+    except (FileNotFoundError, SafetensorError) as error:
+        raise ValueError(f"feature shard {path} cannot be read: {error}") from error
     try:
         records = _records(tensors, shared)
         for index, record in enumerate(records):
@@ -133,8 +118,6 @@ def _check(record: FeatureRecord, index: int) -> None:
     width, expected = record.aux_hidden.shape[1], len(record.aux_layers) * record.final_hidden.shape[1]
     if width != expected:
         raise ValueError(f"aux_hidden has {width} columns, {len(record.aux_layers)} layers have {expected}")
-    if not 0 < record.prompt_length <= record.num_tokens:
-        raise ValueError(f"rollout {index} has prompt length {record.prompt_length} of {record.num_tokens} tokens")
     if record.feature_mask[-1]:
         raise ValueError(f"rollout {index} claims features for its last token, which was never fed back")
     for name in ("aux_hidden", "final_hidden"):

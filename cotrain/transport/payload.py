@@ -17,18 +17,13 @@ Manifest = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> (shape, dtype) of every tensor an update must carry."""
 
 WEIGHTS_UNKNOWN = "the engine's weights are unknown"
-"""In the message of every WeightsUnknown: vLLM hands on the text of a worker's exception, not its type."""
+"""In the message of an engine that could not be brought back to its last good weights, and so must not go on.
+
+vLLM hands on the text of a worker's exception, not its type."""
 
 
 class WeightUpdateRefused(ValueError):
     """An update that was not applied; the engine goes on serving the weights it had."""
-
-
-class WeightsUnknown(RuntimeError):
-    """The engine could not be brought back to its last good weights, so it must not go on."""
-
-    def __init__(self, reason: object):
-        super().__init__(f"{WEIGHTS_UNKNOWN}: the last good ones could not be served again ({reason})")
 
 
 def digest(tensor: Tensor) -> str:

@@ -38,7 +38,7 @@ class LiveEngine:
         os.environ.update(threads.engine_environment(threads.num_cores()))
         self.engine = RolloutEngine(spec)
         self.loop = asyncio.new_event_loop()
-        self.report = self.run(self.engine.start())
+        self.run(self.engine.start())
         self.scratch = Path(spec.scratch)
         self.dtype = getattr(torch, spec.rollout.dtype)
         self.sent = 0

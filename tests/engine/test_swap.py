@@ -105,7 +105,6 @@ def test_versions_travel_with_rollouts_and_never_go_back(fresh: LiveEngine, untr
     fresh.send_drafter(untrained_drafter.state_for_serving())
     versions = fresh.engine.versions
     assert fresh.greedy(make_requests(1)).rollouts[0].versions == versions
-    assert fresh.run(fresh.engine._engine.get_weight_version()) == str(versions)
     with pytest.raises(ValueError, match="older than the served"):
         fresh.run(fresh.engine.update_drafter(fresh.payload({}), versions.drafter - 1))
 

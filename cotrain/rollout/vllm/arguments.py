@@ -38,7 +38,6 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": False,
         "worker_extension_cls": f"{PACKAGE}.worker_extension.CotrainWorker",
-        "weight_transfer_config": {"backend": "cotrain"},
     }
     if current_platform.is_cpu():
         from cotrain.rollout.vllm.cpu import CPU_ARGUMENTS

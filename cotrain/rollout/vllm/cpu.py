@@ -4,6 +4,7 @@ Every patch names its end condition. cpu_packing.py is the other file about the 
 """
 
 import copy
+import pkgutil
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -21,119 +22,62 @@ CPU_ARGUMENTS = {
 }
 
 
-def apply_patches() -> list[str]:
-    """Apply what this platform needs. Returns the names of the patches, which the worker reports at start."""
-    from vllm import __version__
-    from vllm.platforms import current_platform
-
-    if not __version__.startswith(SUPPORTED_VERSION):
-        raise RuntimeError(f"cotrain supports vLLM {SUPPORTED_VERSION}, this is {__version__}")
-    patches = (
-        patch_sampling_parameters_of_draft_tokens,
-        patch_sampling_without_draft_tokens,
-        patch_samples_thrown_away,
-        patch_sampling_in_target_vocabulary,
-        patch_updates_of_experts,
-        patch_short_drafts_of_linear_attention,
-    )
-    if not current_platform.is_cpu():
-        return []
-    for patch in patches:
-        patch()
-    return [patch.__name__.removeprefix("patch_") for patch in patches]
-
-
-def _replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Put make(the function owner.name) in its place, unless that was done before."""
-    original = getattr(owner, name)
-    if not getattr(original, "is_cotrains", False):
-        replacement = wraps(original)(make(original))
-        replacement.is_cotrains = True  # type: ignore[attr-defined]
-        setattr(owner, name, replacement)
-
-
-def patch_sampling_parameters_of_draft_tokens() -> None:
-    """Give each draft token its request's temperature, top-p and top-k.
+def expand_batch_to_tokens(
+    original: Any, x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Give each draft token its request's temperature, top-p and top-k: x[b] for each of request b's draft tokens.
 
     The CPU build writes them to a temporary and drops it, so every draft token is verified with uninitialised
     parameters: with temperature > 0 the output distribution is wrong, silently.
     https://github.com/vllm-project/vllm/issues/55005; goes when that is fixed in the pinned version.
+
+    x [B] -> [num_tokens]; cu_num_tokens [B] is a running sum.
     """
-    import vllm.v1.sample.rejection_sampler as rejection_sampler
-
-    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
-
-
-def expand_batch_to_tokens(
-    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-) -> Tensor:
-    """Repeat x[b] for each of request b's draft tokens: [B] -> [num_tokens]; cu_num_tokens [B] is a running sum."""
     counts = torch.diff(cu_num_tokens.to(torch.int64), prepend=cu_num_tokens.new_zeros(1, dtype=torch.int64))
     x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return torch.repeat_interleave(x, counts, output_size=num_tokens)
 
 
-def patch_sampling_without_draft_tokens() -> None:
+def sample_without_draft_tokens(original: Any, logits: Tensor, *rest: Any) -> Tensor:
     """Let a speculative step without draft tokens pass with top-k set.
 
     vLLM takes the maximum of an empty top-k tensor there, and the engine dies. Same end condition as above (seen in
     vllm/v1/sample/ops/topk_topp_sampler.py of 0.32.0).
     """
-    import vllm.v1.sample.rejection_sampler as rejection_sampler
-
-    def make(original: Any) -> Any:
-        return lambda logits, *rest: original(logits, *rest) if len(logits) else logits
-
-    _replace(rejection_sampler, "apply_sampling_constraints", make)
+    return original(logits, *rest) if len(logits) else logits
 
 
-def patch_samples_thrown_away() -> None:
+def spare_generators(original: Any, runner: Any, grammar_output: Any) -> Any:
     """Let a seeded request be prefilled in chunks.
 
     What is sampled after a chunk is thrown away, and vLLM then winds the request's generator back by an offset. CPU
     generators have none: the engine dies. Here such samples are drawn from the engine's own generator, so that the
     request's is not used. Goes when GPUModelRunner._bookkeeping_sync of the pinned version winds back CPU generators.
     """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    def make(original: Any) -> Any:
-        def sample_tokens(runner: Any, grammar_output: Any) -> Any:
-            batch = runner.input_batch
-            thrown_away = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
-            spared = {i: batch.generators.pop(i) for i in thrown_away if i in batch.generators}
-            try:
-                return original(runner, grammar_output)
-            finally:
-                batch.generators.update(spared)
-
-        return sample_tokens
-
-    _replace(GPUModelRunner, "sample_tokens", make)
+    batch = runner.input_batch
+    thrown_away = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+    spared = {i: batch.generators.pop(i) for i in thrown_away if i in batch.generators}
+    try:
+        return original(runner, grammar_output)
+    finally:
+        batch.generators.update(spared)
 
 
-def patch_sampling_in_target_vocabulary() -> None:
+def sample_in_draft_vocabulary(
+    original: Any, proposer: Any, hidden: Tensor, sampling_metadata: Any
+) -> tuple[Tensor, Tensor | None]:
     """Sample draft tokens in the draft vocabulary, where the drafter's logits are.
 
     vLLM spreads them over the target's vocabulary first (compute_logits of llama_eagle3.py) and then draws noise for
     every token of it, which the CPU does one by one: 0.9 ms a draft token at 49152 tokens, 0.15 ms at 8192. Same
     distribution, same greedy tokens. Goes when vLLM samples before it spreads.
+
+    hidden [B, H] -> (target token ids [B], probabilities [B, V] or None if greedy).
     """
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-
-    def make(original: Any) -> Any:
-        def sample(proposer: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-            has_own_vocabulary = getattr(proposer.model, "draft_id_to_target_id", None) is not None
-            return (sample_in_draft_vocabulary if has_own_vocabulary else original)(proposer, *arguments)
-
-        return sample
-
-    _replace(SpecDecodeBaseProposer, "_sample_draft_tokens", make)
-
-
-def sample_in_draft_vocabulary(proposer: Any, hidden: Tensor, sampling_metadata: Any) -> tuple[Tensor, Tensor | None]:
-    """One draft token for each row of hidden [B, H]: (target token ids [B], probabilities [B, V] or None if greedy)."""
     model = proposer.model
-    offsets = model.draft_id_to_target_id  # target id - draft id, [V_draft]
+    offsets = getattr(model, "draft_id_to_target_id", None)  # target id - draft id, [V_draft]
+    if offsets is None:
+        return original(proposer, hidden, sampling_metadata)
     logits = model.logits_processor(model.lm_head, hidden)
     draft_ids, draft_probs = proposer._sample_from_logits(logits, sampling_metadata)
     token_ids = draft_ids + offsets[draft_ids]
@@ -144,28 +88,22 @@ def sample_in_draft_vocabulary(proposer: Any, hidden: Tensor, sampling_metadata:
     return token_ids, probs.index_copy_(1, targets, draft_probs)
 
 
-def patch_updates_of_experts() -> None:
+def pack_updated_experts(original: Any, method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
     """Pack the experts of a mixture after every update, not after the first load only.
 
     The CPU build packs them when their kernel is made. An update then puts plain weights where the kernel reads packed
     ones, and every token is computed with shuffled experts, silently. Goes when _setup_kernel of the pinned version's
     unquantized_fused_moe_method.py packs in both cases (GPU kernels: https://github.com/vllm-project/vllm/issues/42821).
     """
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-    def make(original: Any) -> Any:
-        def setup(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
-            is_update = method.moe_kernel is not None
-            original(method, layer, w13, w2)
-            if is_update:
-                method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-        return setup
-
-    _replace(UnquantizedFusedMoEMethod, "_setup_kernel", make)
+    is_update = method.moe_kernel is not None
+    original(method, layer, w13, w2)
+    if is_update:
+        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
-def patch_short_drafts_of_linear_attention() -> None:
+def pad_short_drafts(
+    original: Any, layer: Any, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *caches: Any
+) -> Tensor:
     """Let linear attention (gated delta nets) draft fewer tokens than the most it may.
 
     The CPU build keeps the inputs of each request's convolution in a row, and appends those of a step where they belong
@@ -174,24 +112,49 @@ def patch_short_drafts_of_linear_attention() -> None:
     added ones is dropped, as after a rejection. Goes when _spec_forward of the pinned version's
     layers/mamba/ops/cpu/gdn_attention.py appends after the width - 2 inputs before.
     """
-    import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as gdn
+    *_, width, most_inputs = caches
+    count, most_rows = metadata.num_spec_decodes, most_inputs - width + 2
+    starts = metadata.spec_query_start_loc[: count + 1]
+    firsts = torch.arange(count + 1, dtype=starts.dtype) * most_rows
+    num_rows = int(starts[-1])
+    places = torch.arange(num_rows) + torch.repeat_interleave(firsts[:-1] - starts[:-1], starts.diff())
 
-    def make(original: Any) -> Any:
-        def forward(layer: Any, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *caches: Any) -> Tensor:
-            *_, width, most_inputs = caches
-            count, most_rows = metadata.num_spec_decodes, most_inputs - width + 2
-            starts = metadata.spec_query_start_loc[: count + 1]
-            firsts = torch.arange(count + 1, dtype=starts.dtype) * most_rows
-            num_rows = int(starts[-1])
-            places = torch.arange(num_rows) + torch.repeat_interleave(firsts[:-1] - starts[:-1], starts.diff())
+    def padded(rows: Tensor) -> Tensor:
+        return rows.new_zeros(count * most_rows, *rows.shape[1:]).index_copy_(0, places, rows[:num_rows])
 
-            def padded(rows: Tensor) -> Tensor:
-                return rows.new_zeros(count * most_rows, *rows.shape[1:]).index_copy_(0, places, rows[:num_rows])
+    metadata = copy.copy(metadata)
+    metadata.spec_query_start_loc = firsts
+    return original(layer, metadata, padded(mixed_qkv), padded(b), padded(a), *caches)[places]
 
-            metadata = copy.copy(metadata)
-            metadata.spec_query_start_loc = firsts
-            return original(layer, metadata, padded(mixed_qkv), padded(b), padded(a), *caches)[places]
 
-        return forward
+PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
+MOE_METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
+PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
+    expand_batch_to_tokens: ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
+    sample_without_draft_tokens: ("vllm.v1.sample.rejection_sampler", "apply_sampling_constraints"),
+    spare_generators: ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "sample_tokens"),
+    sample_in_draft_vocabulary: (PROPOSER, "_sample_draft_tokens"),
+    pack_updated_experts: (MOE_METHOD, "_setup_kernel"),
+    pad_short_drafts: ("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention", "_spec_forward"),
+}
+"""Our function -> module or class, and name, of the one that it replaces and gets as its first argument."""
 
-    _replace(gdn, "_spec_forward", make)
+
+def apply_patches() -> None:
+    """Apply what this platform needs, once a process. Raises RuntimeError for a vLLM that is not supported."""
+    from vllm import __version__
+    from vllm.platforms import current_platform
+
+    if not __version__.startswith(SUPPORTED_VERSION):
+        raise RuntimeError(f"cotrain supports vLLM {SUPPORTED_VERSION}, this is {__version__}")
+    if current_platform.is_cpu():
+        for patch in PATCHES:
+            apply(patch)
+
+
+def apply(patch: Callable[..., Any]) -> None:
+    """Put one of PATCHES in its place."""
+    owner, name = PATCHES[patch]
+    place = pkgutil.resolve_name(owner)
+    original = getattr(place, name)
+    setattr(place, name, wraps(original)(lambda *args, **kwargs: patch(original, *args, **kwargs)))

@@ -17,33 +17,26 @@ MESSAGE = "vLLM's engine process has died: killed from outside, or out of memory
 
 @contextlib.asynccontextmanager
 async def death_in_words(engine: Any, poll_seconds: float = POLL_SECONDS) -> AsyncIterator[None]:
-    """Raises RunFailure when the engine process dies while the body waits for it. Not to be nested.
+    """Raises RunFailure when the engine process dies while the body waits for it.
 
     engine: vLLM's AsyncLLM. What waits is cancelled within two polls of the death.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    waiting = asyncio.current_task()
-    assert waiting is not None
-    died = False
-
-    async def watch() -> None:
-        nonlocal died
-        while not engine.errored:
-            await asyncio.sleep(poll_seconds)
-        await asyncio.sleep(poll_seconds)  # most waits end by themselves, with vLLM's own error
-        died = True
-        waiting.cancel()
-
-    watching = asyncio.create_task(watch())
     try:
-        yield
-    except EngineDeadError as error:
-        raise RunFailure(MESSAGE) from error
-    except asyncio.CancelledError:
-        if not died:
-            raise
-        waiting.uncancel()
-        raise RunFailure(MESSAGE) from None
-    finally:
-        watching.cancel()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(_watch(engine, poll_seconds))
+            yield
+            watching.cancel()
+    except BaseExceptionGroup as errors:
+        error = errors.exceptions[0]
+        if isinstance(error, EngineDeadError):
+            raise RunFailure(MESSAGE) from error
+        raise error from error.__cause__
+
+
+async def _watch(engine: Any, poll_seconds: float) -> None:
+    while not engine.errored:
+        await asyncio.sleep(poll_seconds)
+    await asyncio.sleep(poll_seconds)  # most waits end by themselves, with vLLM's own error
+    raise RunFailure(MESSAGE)

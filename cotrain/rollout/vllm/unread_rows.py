@@ -6,91 +6,72 @@ nothing of vLLM.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class StepRows:
-    """What the target computed in one engine step, rejected draft tokens included: N rows of R requests."""
+class Rows(NamedTuple):
+    """What the target computed of one request at n successive positions."""
 
-    request_ids: list[str]
-    starts: list[int]  # [R+1], rows of request i are starts[i]:starts[i+1]
-    first_positions: list[int]  # [R], position of each request's first row; the others follow it
-    token_ids: Tensor  # [N]
-    hidden: Tensor  # [N, W]
-
-
-@dataclass(frozen=True)
-class UnreadRun:
-    """Rows of one request that follow each other, up to the first one of the step that is about to be drafted for."""
-
-    request: int  # its number in that step
+    request: str
     first_position: int
     token_ids: Tensor  # [n]
     hidden: Tensor  # [n, W]
 
+    @property
+    def end(self) -> int:
+        """The position after the last one."""
+        return self.first_position + len(self.hidden)
+
 
 class UnreadRows:
-    """Steps in the order they were made. `take` empties it."""
+    """Rows of several requests, each in the order of its text."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[StepRows, Tensor]] = []
+        self._runs: dict[str, list[Rows]] = {}
         self.num_bytes = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._steps)
-
-    def add(self, step: StepRows, num_valid: Tensor) -> None:
-        """Keep one step, whose tensors must not change any more.
-
-        num_valid [R]: rows of each request, from its first one on, that are part of its text.
-        """
-        self._steps.append((step, num_valid))
-        self.num_bytes += step.hidden.nbytes
+    def add(self, rows: Rows) -> None:
+        """Keep rows whose tensors must not change any more. Earlier ones that they do not continue are forgotten."""
+        run = self._runs.setdefault(rows.request, [])
+        if run and run[-1].end != rows.first_position:
+            run.clear()
+        run.append(rows)
+        self.num_bytes += rows.hidden.nbytes
 
     def clear(self) -> None:
         """Forget all."""
-        self._steps.clear()
+        self._runs.clear()
         self.num_bytes = 0
 
-    def take(self, request_ids: Sequence[str], next_positions: Sequence[int]) -> list[UnreadRun]:
-        """The runs of these requests that end right before next_positions; everything else is forgotten.
+    def take(self, step: Sequence[Rows]) -> list[Rows]:
+        """What leads up to the rows of a step: each request's own in one piece. All else is forgotten.
 
-        Rows of other requests belong to finished ones. Rows that do not lead up to next_positions were computed again
-        since, after a preemption or an update of the policy.
+        The token that follows is added, so that there is one token more than hidden states. A request is computed
+        again after a preemption or an update of the policy, and then needs only what lies before its new first row.
         """
-        number = {name: i for i, name in enumerate(request_ids)}
-        ends = list(next_positions)
-        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in request_ids]
-        for step, num_valid in reversed(self._steps):
-            rows = zip(step.request_ids, step.starts, step.first_positions, num_valid.tolist(), strict=False)
-            for name, start, position, valid in rows:
-                i = number.get(name)
-                if i is not None and valid and position + valid == ends[i]:
-                    own = slice(start, start + valid)
-                    parts[i].append((step.token_ids[own], step.hidden[own]))
-                    ends[i] -= valid
+        found = []
+        for rows in step:
+            run = self._runs.get(rows.request)
+            if run and run[0].first_position < rows.first_position <= run[-1].end:
+                length = rows.first_position - run[0].first_position
+                token_ids = torch.cat([part.token_ids for part in run])[:length]
+                hidden = torch.cat([part.hidden for part in run])[:length]
+                followed = torch.cat([token_ids, rows.token_ids[:1]])
+                found.append(Rows(rows.request, run[0].first_position, followed, hidden))
         self.clear()
-        joined = [[torch.cat(tensors[::-1]) for tensors in zip(*p, strict=True)] for p in parts]
-        return [UnreadRun(i, ends[i], *tensors) for i, tensors in enumerate(joined) if tensors]
+        return found
 
 
-def pieces(runs: Sequence[UnreadRun], most_rows: int) -> Iterator[list[tuple[UnreadRun, slice]]]:
-    """Groups of parts of runs, of at most most_rows rows together; the parts of one run come in order."""
-    group: list[tuple[UnreadRun, slice]] = []
-    room = most_rows
-    for run in runs:
-        start, length = 0, len(run.token_ids)
-        while start < length:
-            end = min(length, start + room)
-            group.append((run, slice(start, end)))
-            room -= end - start
-            start = end
-            if not room:
-                yield group
-                group, room = [], most_rows
-    if group:
-        yield group
+def passes(runs: Sequence[Rows], most_rows: int) -> Iterator[list[Rows]]:
+    """What `take` found, in groups of at most most_rows rows together, of which each run has an equal share."""
+    share = most_rows // max(1, len(runs))
+    for start in range(0, max((len(run.hidden) for run in runs), default=0), share):
+        stop = start + share
+        yield [
+            Rows(run.request, run.first_position + start, run.token_ids[start : stop + 1], run.hidden[start:stop])
+            for run in runs
+            if start < len(run.hidden)
+        ]

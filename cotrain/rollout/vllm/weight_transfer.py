@@ -1,7 +1,4 @@
-"""cotrain's weight-transfer backend for vLLM: transactional, over shared memory or a file system.
-
-Runs inside every vLLM worker. vLLM's update session calls it (start -> update -> finish); all of the work happens in
-`receive_weights`, so that a refused update never leaves a session half open:
+"""Weight updates inside a vLLM worker: transactional, over shared memory or a file system.
 
     read and check everything -> load -> read back what is served -> keep as the good state
                 |                              |
@@ -13,24 +10,15 @@ can be undone here.
 """
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any
 
-import torch
 from safetensors.torch import load_file
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from torch import Tensor, nn
 
 from cotrain.models.loading import weight_files
 from cotrain.rollout.vllm import weights as vllm_weights
-from cotrain.transport.payload import Manifest, WeightsUnknown, WeightUpdateRefused, read_manifest, read_payload
-
-BACKEND = "cotrain"
+from cotrain.transport.payload import WEIGHTS_UNKNOWN, Manifest, WeightUpdateRefused, read_manifest, read_payload
 
 READBACK_COLUMNS = 32
 """Input columns of each packed policy matrix read back after an update, others each time. Drafters are read back whole.
@@ -39,121 +27,70 @@ An error that stays in one of n columns is found within ceil(n / 32) updates; an
 found at once with probability 1 - (1 - s)^32. Reading all columns takes several times as long."""
 
 
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """Where this worker keeps a hard link to the last good payload (same file system as the payloads)."""
+class ServedWeights:
+    """The weights of the policy or of the drafter as a worker serves them. Takes whole state dicts or nothing."""
 
-    keep_folder: str
+    def __init__(self, model: nn.Module, model_config: Any, kept: Path, target: nn.Module | None = None):
+        """kept: name of a hard link to the last good payload, on the payloads' file system.
 
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """One update. The read-back of a packed policy matrix begins with other columns at each `readback_turn`.
-
-    check: read and check, and touch nothing. undo: go back to the state before the last update of the drafter; no other
-    field counts.
-    """
-
-    path: str = ""
-    digests: dict[str, str] = field(default_factory=dict)
-    readback_turn: int = 0
-    action: Literal["apply", "check", "undo"] = "apply"
-
-
-class TransactionalWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Applies whole state dicts or nothing."""
-
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-    supports_draft_weight_update: ClassVar[bool] = True
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.keep_folder = Path(init_info.keep_folder)
-        self.keep_folder.mkdir(parents=True, exist_ok=True)
-
-    def start_weight_update(self) -> None:
-        """The model is only touched once a complete update has passed its checks."""
-
-    def finish_weight_update(self) -> None:
-        """`receive_weights` leaves the model whole."""
-
-    def shutdown(self) -> None:
-        """There is no connection to close."""
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Apply one whole update. Raises WeightUpdateRefused; the engine then serves what it served before.
-
-        Raises WeightsUnknown when it could not be brought back to that.
+        target: the policy's model beside which a drafter serves; None for the policy itself.
         """
-        if update_info.action == "undo":
-            self._undo()
-            return
-        tensors = read_payload(update_info.path, update_info.digests, self._expected())
-        if update_info.action == "check":
-            return
-        kept, before, link = self._good_states()
-        link.unlink(missing_ok=True)
-        os.link(update_info.path, link)  # it can fail, so it comes before the model is touched
+        self.model, self.model_config = model, model_config
+        self._is_drafter = target is not None
+        self._kept, self._before, self._new = (kept.with_suffix(s) for s in (".safetensors", ".before", ".new"))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        self._never_sent = ["rotary_emb.inv_freq"]
+        if target is not None:
+            self._never_sent += ["t2d", *vllm_weights.modules_shared_with_target(model, target)]
+        elif getattr(model_config.hf_config, "tie_word_embeddings", False):
+            self._never_sent += ["lm_head.weight"]
+
+    def check(self, path: str, digests: dict[str, str]) -> dict[str, Tensor]:
+        """Read an update and touch nothing. Raises WeightUpdateRefused."""
+        return read_payload(path, digests, self._expected())
+
+    def update(self, path: str, digests: dict[str, str], turn: int = 0) -> None:
+        """Serve an update. Raises WeightUpdateRefused; what was served before is then served on.
+
+        The read-back of a packed policy matrix begins with other columns at each turn. Raises RuntimeError with
+        WEIGHTS_UNKNOWN when the model could not be brought back to what it served.
+        """
+        tensors = self.check(path, digests)
+        self._new.unlink(missing_ok=True)
+        os.link(path, self._new)  # it can fail, so it comes before the model is touched
         try:
-            columns = None if self._is_draft() else READBACK_COLUMNS
-            self._serve(tensors, columns, update_info.readback_turn)
+            self._serve(tensors, None if self._is_drafter else READBACK_COLUMNS, turn)
         except Exception as error:
             self._restore()
             raise WeightUpdateRefused(f"update undone: {error}") from error
-        if self._is_draft() and kept.exists():
-            os.replace(kept, before)
-        os.replace(link, kept)
+        if self._is_drafter and self._kept.exists():
+            os.replace(self._kept, self._before)
+        os.replace(self._new, self._kept)
 
-    def _serve(self, tensors: dict[str, torch.Tensor], columns: int | None = None, turn: int = 0) -> None:
+    def undo(self) -> None:
+        """Go back to the state before the last update of the drafter."""
+        self._kept.unlink()
+        if self._before.exists():
+            os.replace(self._before, self._kept)
+        self._restore()
+
+    def _serve(self, tensors: dict[str, Tensor], columns: int | None = None, turn: int = 0) -> None:
         vllm_weights.reload_weights(self.model, self.model_config, tensors)
         differing = vllm_weights.differing_tensors(self.model, tensors, columns, turn)
         if differing:
             raise WeightUpdateRefused(f"served weights differ from those loaded: {differing[:4]}")
 
-    def _is_draft(self) -> bool:
-        return self.model is not self._default_model
-
-    def _checkpoint_folder(self) -> Path:
-        return Path(self.model_config.model)
-
     def _expected(self) -> Manifest:
         """What an update must carry: the tensors of the checkpoint the engine started from, less the shared ones."""
-        shared = ["rotary_emb.inv_freq"]
-        if self._is_draft():
-            shared += ["t2d", *vllm_weights.modules_shared_with_target(self.model, self._default_model)]
-        elif getattr(self.model_config.hf_config, "tie_word_embeddings", False):
-            shared += ["lm_head.weight"]
-        return read_manifest(self._checkpoint_folder(), self.model_config.dtype, without=shared)
-
-    def _good_states(self) -> tuple[Path, Path, Path]:
-        """Links to the state that is served, to the one before, and to the one that is about to be served."""
-        kept = self.keep_folder / ("drafter.safetensors" if self._is_draft() else "target.safetensors")
-        return kept, kept.with_suffix(".before"), kept.with_suffix(".new")
-
-    def _undo(self) -> None:
-        if not self._is_draft():
-            raise WeightUpdateRefused("only a drafter update can be undone; send the policy's earlier weights instead")
-        kept, before, _ = self._good_states()
-        kept.unlink()
-        if before.exists():
-            os.replace(before, kept)
-        self._restore()
+        return read_manifest(self.model_config.model, self.model_config.dtype, without=self._never_sent)
 
     def _restore(self) -> None:
-        """Serve the last good state: the kept one, or the checkpoint that the engine started from.
-
-        Raises WeightsUnknown when that fails, or when something else is served then.
-        """
+        """Serve the last good state: the kept one, or the checkpoint that the engine started from."""
         try:
-            kept, expected = self._good_states()[0], self._expected()
-            files = [kept] if kept.exists() else weight_files(self._checkpoint_folder())
+            expected = self._expected()
+            files = [self._kept] if self._kept.exists() else weight_files(Path(self.model_config.model))
             found = {name: tensor for file in files for name, tensor in load_file(file).items()}
             self._serve({name: found[name].to(dtype) for name, (_, dtype) in expected.items()})
         except Exception as error:
-            raise WeightsUnknown(error) from error
-
-
-def register() -> None:
-    """Make the backend known to vLLM in this process."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, TransactionalWeightTransfer)
+            message = f"{WEIGHTS_UNKNOWN}: the last good ones could not be served again ({error})"
+            raise RuntimeError(message) from error

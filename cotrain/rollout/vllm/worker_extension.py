@@ -3,93 +3,87 @@
 Methods are called through collective_rpc and carry the prefix `cotrain_`, since vLLM mixes this class into its own.
 """
 
-import os
-import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 
 from cotrain.process.orphans import die_with_parent, leave_terminal_group
-from cotrain.rollout.tap import FeatureTap
 from cotrain.rollout.tap_admission import TapRequest
-from cotrain.rollout.vllm import cpu, hooks, weight_transfer, weights
-from cotrain.rollout.vllm.unread_rows import StepRows
+from cotrain.rollout.vllm import cpu, weights
+from cotrain.rollout.vllm.hooks import DraftingHook
+from cotrain.rollout.vllm.weight_transfer import ServedWeights
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.payload import digest
 from drafters.base import SamplingParams
 
-APPLIED_PATCHES = cpu.apply_patches()
-weight_transfer.register()
+cpu.apply_patches()
 
 
 class CotrainWorker:
     """Mixed into vLLM's worker: feature tap, drafting switches, proof of what is served."""
 
-    def cotrain_start(self, tap: bool) -> dict[str, Any]:
-        """Install the hooks; tap: whether there is a drafter whose features are tapped. Reports the worker."""
+    _cotrain_hook: DraftingHook
+    _cotrain_weights: dict[bool, ServedWeights]
+    """Of the drafter (True) and of the policy."""
+
+    def cotrain_start(self, keep_folder: str, has_drafter: bool) -> None:
+        """Get ready for updates, and hook into drafting where there is a drafter.
+
+        keep_folder: where the last good weights are kept, on the file system that updates are sent over.
+        """
         die_with_parent()
         leave_terminal_group()
-        runner: Any = self.model_runner  # type: ignore[attr-defined]
-        self._cotrain_reads_prompts = False
-        self._cotrain_tap_seconds = 0.0
-        self._cotrain_step_times: list[dict[str, float]] = []
-        if tap:
-            self._cotrain_tap = FeatureTap()
-            hooks.hook_drafting(
-                runner,
-                self._cotrain_on_verified,
-                lambda: self._cotrain_tap.is_recording,
-                lambda: self._cotrain_reads_prompts,
-            )
-        return {"pid": os.getpid(), "patches": APPLIED_PATCHES, "threads": torch.get_num_threads()}
+        worker: Any = self
+        target, kept = worker.get_model(), Path(keep_folder)
+        self._cotrain_weights = {False: ServedWeights(target, worker.model_config, kept / "target")}
+        if has_drafter:
+            self._cotrain_hook = DraftingHook(worker.model_runner)
+            config = worker.speculative_config.draft_model_config
+            self._cotrain_weights[True] = ServedWeights(worker.get_draft_model(), config, kept / "drafter", target)
 
-    def _cotrain_on_verified(self, rows_of_step: Callable[[], StepRows]) -> None:
-        started = time.perf_counter()
-        step = rows_of_step()
-        for i, (request_id, position) in enumerate(zip(step.request_ids, step.first_positions, strict=True)):
-            rows = slice(step.starts[i], step.starts[i + 1])
-            name = hooks.request_id_of(request_id)
-            self._cotrain_tap.record(name, position, step.token_ids[rows], step.hidden[rows])
-        self._cotrain_tap_seconds += time.perf_counter() - started
+    def cotrain_weights(self, draft: bool, action: str, *args: Any) -> None:
+        """Check, update or undo: see ServedWeights."""
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            getattr(self._cotrain_weights[draft], action)(*args)
 
-    def cotrain_start_tapping(self, requests: dict[str, tuple[int, int, int]]) -> None:
+    def cotrain_start_tapping(self, requests: dict[str, tuple[str, int, int]]) -> None:
         """Start a step of the tap, until the features are taken. requests: request id -> fields of its TapRequest."""
-        self._cotrain_tap_seconds = 0.0
-        self._cotrain_tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
+        self._cotrain_hook.tap_seconds = 0.0
+        self._cotrain_hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
 
     def cotrain_take_features(
-        self,
-        rollouts: dict[str, tuple[list[int], int]],
-        path: str,
-        policy_version: int,
-        sampling: dict[str, Any],
-        aux_layers: list[int],
+        self, rollouts: dict[str, tuple[list[int], int]], path: str, shared: dict[str, Any]
     ) -> dict[str, float]:
-        """Write the features of finished rollouts as one shard. rollouts: request id -> (all token ids, prompt length)."""
+        """Write the features of finished rollouts as one shard. rollouts: request id -> (all token ids, prompt length).
+
+        shared: policy_version, sampling and aux_layers of their FeatureRecords.
+        """
+        tap = self._cotrain_hook.tap
         final_size = self.model_runner.model_config.get_hidden_size()  # type: ignore[attr-defined]
+        common = (shared["policy_version"], SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"]))
         records = []
         for name, (token_ids, prompt_length) in rollouts.items():
             tokens = torch.tensor(token_ids)
-            taken = self._cotrain_tap.take(name, tokens)
+            taken = tap.take(name, tokens)
             if taken is not None:
                 hidden, mask = taken
                 aux, final = hidden[:, :-final_size], hidden[:, -final_size:]
-                shared = (prompt_length, policy_version, SamplingParams(**sampling), tuple(aux_layers))
-                records.append(FeatureRecord(tokens, aux, final, mask, *shared))
-        self._cotrain_tap.start({})
+                records.append(FeatureRecord(tokens, aux, final, mask, prompt_length, *common))
+        tap.start({})
         if records:
             write_records(path, records)
         return {
             "num_rollouts": len(records),
             "num_tokens": sum(record.num_tokens for record in records),
             "num_holes": sum(int((~record.feature_mask).sum()) - 1 for record in records),  # the last token is none
-            "record_seconds": self._cotrain_tap_seconds,
+            "record_seconds": self._cotrain_hook.tap_seconds,
         }
 
     def cotrain_read_prompts(self, on: bool) -> None:
         """Whether the drafter goes over prompts at draft length 0, to be ready when the length changes."""
-        self._cotrain_reads_prompts = on
+        self._cotrain_hook.reads_prompts = on
 
     def cotrain_clear_drafter_cache(self) -> None:
         """Zero the keys and values of the drafter's attention layers. Valid while no request runs.
@@ -104,17 +98,7 @@ class CotrainWorker:
         """Greedy or probabilistic drafting from the next step on."""
         self.model_runner.drafter._enable_probabilistic_draft_probs = method == "probabilistic"  # type: ignore[attr-defined]
 
-    def cotrain_time_phases(self) -> None:
-        """Time the phases of every step from now on."""
-        self._cotrain_step_times = hooks.time_phases(self.model_runner)  # type: ignore[attr-defined]
-
-    def cotrain_take_step_times(self) -> list[dict[str, float]]:
-        """Hand over the rows so far, and forget them."""
-        rows = list(self._cotrain_step_times)
-        self._cotrain_step_times.clear()
-        return rows
-
     def cotrain_served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Checksums of the named tensors exactly as served (packed matrices are read back whole)."""
-        model = self.get_draft_model() if draft else self.get_model()  # type: ignore[attr-defined]
+        model = self._cotrain_weights[draft].model
         return {name: digest(tensor) for name, tensor in weights.served_tensors(model, names).items()}

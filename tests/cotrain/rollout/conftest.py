@@ -144,7 +144,7 @@ def experts_as_shipped(vllm_process: None, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture
 def experts_are_packed(experts_as_shipped: None) -> None:
     """The patch of updates of experts, for one test."""
-    vllm_compat.patch_updates_of_experts()
+    vllm_compat.apply(vllm_compat.pack_updated_experts)
 
 
 @pytest.fixture(scope="package")

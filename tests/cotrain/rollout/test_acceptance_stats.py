@@ -4,7 +4,7 @@ import pytest
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from cotrain.records import Rollout, SpeculationCounts, Versions
-from cotrain.rollout.acceptance_stats import counts_of_request, total_counts, verification_steps
+from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts, verification_steps
 from tests.speculation_counts import counts as counts_of
 
 
@@ -14,6 +14,10 @@ def metrics_of(steps: list[tuple[int, int]], k: int = 3) -> RequestSpecDecodeMet
     for drafted, accepted in steps:
         metrics.observe(drafted, accepted, detailed=True)
     return metrics
+
+
+def counts_of_request(metrics: RequestSpecDecodeMetrics) -> SpeculationCounts:
+    return counts_of_steps(verification_steps(metrics), metrics.num_spec_tokens)
 
 
 def test_a_position_counts_when_all_before_it_were_accepted():
@@ -29,12 +33,11 @@ def test_the_acceptance_length_is_vllms():
 
 
 def test_totals_are_sums_over_requests():
-    requests = [metrics_of([(3, 3), (3, 1)]), None, metrics_of([(3, 0)])]
-    assert total_counts(counts_of_request(m) for m in requests) == counts_of(3, 3, (2, 1, 1))
+    first, last = metrics_of([(3, 3), (3, 1)]), metrics_of([(3, 0)])
+    assert total_counts([counts_of_request(first), None, counts_of_request(last)]) == counts_of(3, 3, (2, 1, 1))
 
 
 def test_without_speculation_there_are_no_counts():
-    assert counts_of_request(None) is None
     assert total_counts([None, None]) is None
     assert total_counts([]) is None
 

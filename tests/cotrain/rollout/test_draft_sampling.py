@@ -1,5 +1,6 @@
 """Draft tokens sampled in the draft vocabulary have vLLM's own distribution, on vLLM's own EAGLE-3 model."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,7 @@ def hidden(proposer: Any) -> torch.Tensor:
 @pytest.mark.parametrize("temperatures", [[1.0] * ROWS, [0.5, 2.0, 1.0, 0.7], [0.0, 1.0, 0.0, 2.0]])
 def test_probabilities_are_vllms(proposer: Any, hidden: torch.Tensor, temperatures: list[float]) -> None:
     _, expected = vllms_own(proposer, hidden, sampling(temperatures))
-    tokens, probs = vllm_compat.sample_in_draft_vocabulary(proposer, hidden, sampling(temperatures))
+    tokens, probs = vllm_compat.sample_in_draft_vocabulary(None, proposer, hidden, sampling(temperatures))
     assert probs is not None
     assert probs.shape == (ROWS, 500)
     torch.testing.assert_close(probs, expected)
@@ -59,7 +60,7 @@ def test_greedy_drafts_are_vllms(proposer: Any, hidden: torch.Tensor, enabled: b
     proposer._enable_probabilistic_draft_probs = enabled
     metadata = sampling([0.0 if enabled else 1.0] * ROWS)
     expected, none = vllms_own(proposer, hidden, metadata)
-    tokens, probs = vllm_compat.sample_in_draft_vocabulary(proposer, hidden, metadata)
+    tokens, probs = vllm_compat.sample_in_draft_vocabulary(None, proposer, hidden, metadata)
     assert torch.equal(tokens, expected)
     assert (none, probs) == (None, None)
 
@@ -68,7 +69,9 @@ def test_tokens_are_drawn_from_these_probabilities(proposer: Any, hidden: torch.
     """Verification is lossless only then. Seeded; 20000 draws of the first row."""
     torch.manual_seed(0)
     num = 20_000
-    tokens, probs = vllm_compat.sample_in_draft_vocabulary(proposer, hidden[:1].repeat(num, 1), sampling([4.0] * num))
+    tokens, probs = vllm_compat.sample_in_draft_vocabulary(
+        None, proposer, hidden[:1].repeat(num, 1), sampling([4.0] * num)
+    )
     assert probs is not None
     expected = probs[0].double() * num
     drawn = expected > 0
@@ -79,23 +82,23 @@ def test_tokens_are_drawn_from_these_probabilities(proposer: Any, hidden: torch.
 
 
 def test_a_swapped_vocabulary_map_takes_effect(proposer: Any, hidden: torch.Tensor) -> None:
-    before, _ = vllm_compat.sample_in_draft_vocabulary(proposer, hidden, sampling([0.0] * ROWS))
+    before, _ = vllm_compat.sample_in_draft_vocabulary(None, proposer, hidden, sampling([0.0] * ROWS))
     proposer.model.draft_id_to_target_id.data += 1
-    after, _ = vllm_compat.sample_in_draft_vocabulary(proposer, hidden, sampling([0.0] * ROWS))
+    after, _ = vllm_compat.sample_in_draft_vocabulary(None, proposer, hidden, sampling([0.0] * ROWS))
     assert torch.equal(after, before + 1)
 
 
 def test_the_patch_is_in_place_and_leaves_other_drafters_alone(
     proposer: Any, hidden: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Base
 
     def not_called(hidden: torch.Tensor) -> torch.Tensor:
         raise AssertionError("logits were spread over the target's vocabulary")
 
     # Put back at the end as it was before.
-    monkeypatch.setattr(SpecDecodeBaseProposer, "_sample_draft_tokens", SpecDecodeBaseProposer._sample_draft_tokens)
-    vllm_compat.patch_sampling_in_target_vocabulary()
+    monkeypatch.setattr(Base, "_sample_draft_tokens", inspect.unwrap(Base._sample_draft_tokens))
+    vllm_compat.apply(vllm_compat.sample_in_draft_vocabulary)
     monkeypatch.setattr(proposer.model, "compute_logits", not_called)
     assert proposer._sample_draft_tokens(hidden, sampling([1.0] * ROWS))[1].shape == (ROWS, 500)
 

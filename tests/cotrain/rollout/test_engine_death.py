@@ -32,6 +32,22 @@ def test_an_answer_that_never_comes_ends_with_the_engine():
     asyncio.run(run())
 
 
+def test_a_wait_within_a_wait_ends_alike():
+    async def nested(live):
+        async with death_in_words(live, poll_seconds=0.01):
+            await wait_for(asyncio.sleep(60), live)
+
+    async def run():
+        live = engine()
+        waiting = asyncio.create_task(nested(live))
+        await asyncio.sleep(0.03)
+        live.errored = True
+        with pytest.raises(RunFailure, match="engine process has died"):
+            await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(run())
+
+
 def test_who_has_waited_can_wait_again():
     async def run():
         live = engine()

@@ -5,20 +5,13 @@ from collections import Counter
 import pytest
 
 from cotrain.config.schema import FeatureTapConfig, RolloutConfig
-from cotrain.rollout.tap_admission import (
-    TapRequest,
-    choose,
-    fewest_tapped,
-    first_of_each_prompt,
-    number_prompts,
-    within_bounds,
-)
+from cotrain.rollout.tap_admission import TapRequest, choose, fewest_tapped, first_of_each_prompt
 
 ROW = 100
 
 
 def groups(prompts: int, samples: int) -> dict[str, TapRequest]:
-    return {f"{p}/{i}": TapRequest(p, 50, 150) for p in range(prompts) for i in range(samples)}
+    return {f"{p}/{i}": TapRequest(str(p), 50, 150) for p in range(prompts) for i in range(samples)}
 
 
 def test_all_are_tapped_when_all_fit():
@@ -42,25 +35,23 @@ def test_every_sample_is_tapped_equally_often_over_the_steps():
 
 
 def test_a_prompt_that_does_not_fit_is_not_passed_over_for_a_shorter_one():
-    requests = {str(i): TapRequest(i, 10 if i % 2 else 400, 100) for i in range(40)}
+    requests = {str(i): TapRequest(str(i), 10 if i % 2 else 400, 100) for i in range(40)}
     chosen = [choose(requests, str(step), 300_000, ROW) for step in range(300)]
     lengths = [request.prompt_length for step in chosen for request in step.values()]
-    assert lengths.count(10) / len(lengths) == pytest.approx(0.5, abs=0.03)  # else 0.8
+    # Half, but that the one which does not fit at the end is a long one more often than not; else it would be 0.8.
+    assert lengths.count(10) / len(lengths) == pytest.approx(0.53, abs=0.03)
 
 
 def test_not_even_one_is_an_error_that_names_the_bound():
     message = r"rollout\.features\.max_bytes: one sequence takes 20000 bytes of the tap, above 19999"
     with pytest.raises(ValueError, match=message):
         choose(groups(1, 2), "0", 19_999, ROW)
-    with pytest.raises(ValueError, match=message):
-        list(within_bounds([([0] * 10, 4), ([0] * 200, 4)], 19_999, ROW))
 
 
-def test_equal_prompt_tokens_are_one_prompt():
-    assert number_prompts([[1, 2], [1, 2], [1]]) == [0, 0, 1]
-    tapped = {"a": TapRequest(0, 2, 30), "b": TapRequest(0, 2, 7), "c": TapRequest(1, 1, 30)}
+def test_one_request_of_each_prompt_computes_it():
+    tapped = {"a": TapRequest("x", 2, 30), "b": TapRequest("x", 2, 7), "c": TapRequest("y", 1, 30)}
     first = first_of_each_prompt(tapped)
-    assert {tapped[name].prompt for name in first} == {0, 1} and len(first) == 2
+    assert {tapped[name].prompt for name in first} == {"x", "y"} and len(first) == 2
 
 
 def test_the_share_of_a_run_is_that_of_all_its_engines():

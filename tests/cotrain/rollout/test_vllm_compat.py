@@ -1,4 +1,4 @@
-"""Each trap of vLLM that vllm_compat.py steps over: what vLLM does by itself, and what it does with cotrain.
+"""Each trap of vLLM that cpu.py steps over: what vLLM does by itself, and what it does with cotrain.
 
 A test of the first kind that fails means that vLLM has changed, and that its patch may go.
 """
@@ -75,12 +75,6 @@ def test_with_the_patch_such_a_step_passes(sampling_faults):
     assert sampling_faults["after"]["top_k_error"] is None
 
 
-def test_patches_are_reported_each_time(sampling_faults):
-    first, again = sampling_faults["patches"]
-    assert first == again
-    assert {"sampling_parameters_of_draft_tokens", "sampling_without_draft_tokens", "samples_thrown_away"} <= set(first)
-
-
 def chunked_prefill() -> SimpleNamespace:
     """A model runner in whose batch the second of three seeded requests has a part of its prompt before it."""
     generators = {i: torch.Generator().manual_seed(i) for i in range(3)}
@@ -107,8 +101,7 @@ def test_with_the_patch_its_generator_is_not_used(monkeypatch):
         return list(runner.input_batch.generators), grammar_output
 
     monkeypatch.setattr(GPUModelRunner, "sample_tokens", sample_tokens)
-    vllm_compat.patch_samples_thrown_away()
-    vllm_compat.patch_samples_thrown_away()
+    vllm_compat.apply(vllm_compat.spare_generators)
     runner = chunked_prefill()
     generators = dict(runner.input_batch.generators)
     assert GPUModelRunner.sample_tokens(runner, "grammar") == ([0, 2], "grammar")
@@ -212,7 +205,7 @@ def test_vllm_convolves_rejected_tokens_after_a_step_with_fewer_drafts(gdn):
 
 
 def test_with_the_patch_it_convolves_what_came_before(gdn):
-    vllm_compat.patch_short_drafts_of_linear_attention()
+    vllm_compat.apply(vllm_compat.pad_short_drafts)
     for lengths in (FULL_LENGTH, SHORTER, ANY_LENGTH):
         found, expected = convolve_while_drafting(gdn, lengths)
         torch.testing.assert_close(found, expected)

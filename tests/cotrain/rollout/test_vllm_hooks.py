@@ -1,6 +1,5 @@
 """Hooks into the model runner, with a runner that has what they read of it; the engine tests run them in vLLM."""
 
-import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from cotrain.rollout.vllm import hooks as vllm_hooks
+from cotrain.rollout.vllm.unread_rows import Rows
 
 AUX = [torch.randn(6, 4), torch.randn(6, 4)]  # one row of padding
 HIDDEN = torch.randn(6, 4)
@@ -29,7 +29,7 @@ class Runner:
         return torch.tensor([[1, 2], [3, 4]])
 
 
-def draft(runner: Runner, num_speculative_tokens: int, aux_hidden=AUX, verified=(2, 1), new=()):
+def draft(runner: Runner, num_speculative_tokens: int, aux_hidden=AUX, verified=(2, 1), new=(), sampled=((5,), (6,))):
     """verified: draft tokens among the scheduled tokens of the two requests."""
     names = runner.input_batch.req_ids
     step = SimpleNamespace(
@@ -40,17 +40,28 @@ def draft(runner: Runner, num_speculative_tokens: int, aux_hidden=AUX, verified=
         num_spec_tokens_to_schedule=num_speculative_tokens,
     )
     starts = torch.tensor([0, 3, 5], dtype=torch.int32)
-    blocks = torch.zeros(2, 4, dtype=torch.int32)
-    attention = Attention(starts, starts, torch.tensor([10, 5]), blocks, torch.zeros(5, dtype=torch.int64))
-    sampled = torch.tensor([[5], [6]], dtype=torch.int32)
-    arguments = (step, sampled, None, HIDDEN, HIDDEN[:2], aux_hidden, None, attention, None)
+    attention = Attention(starts, torch.zeros(2, 4, dtype=torch.int32))
+    arguments = (
+        step,
+        torch.tensor(sampled, dtype=torch.int32),
+        None,
+        HIDDEN,
+        HIDDEN[:2],
+        aux_hidden,
+        None,
+        attention,
+        None,
+    )
     return runner.propose_draft_token_ids(*arguments), arguments
 
 
 def hooked(is_tapping: bool, reads_prompts: bool = False) -> tuple[Runner, list]:
-    runner, verified = Runner(), []
-    vllm_hooks.hook_drafting(runner, lambda rows: verified.append(rows()), lambda: is_tapping, lambda: reads_prompts)
-    return runner, verified
+    """The runner, and the rows that the tap was given."""
+    runner, tapped = Runner(), []
+    hook = vllm_hooks.DraftingHook(runner)
+    hook.tap = SimpleNamespace(is_recording=is_tapping, record=lambda *row: tapped.append(Rows(*row)))
+    hook.reads_prompts = reads_prompts
+    return runner, tapped
 
 
 PROMPTS = {
@@ -62,11 +73,11 @@ PROMPTS = {
 @pytest.mark.parametrize("is_tapping", [True, False])
 @pytest.mark.parametrize("step", [{}, *PROMPTS.values()], ids=["decoding", *PROMPTS])
 def test_draft_length_0_runs_no_drafter(is_tapping, step):
-    runner, verified = hooked(is_tapping)
+    runner, tapped = hooked(is_tapping)
     proposed, _ = draft(runner, 0, **step)
     assert proposed.shape == (2, 0)
     assert runner.drafted == []
-    assert len(verified) == is_tapping
+    assert len(tapped) == 2 * is_tapping
 
 
 @pytest.mark.parametrize("step", PROMPTS.values(), ids=PROMPTS)
@@ -92,32 +103,14 @@ class Drafter:
 
 @dataclass
 class Attention:
-    """The fields of vLLM's CommonAttentionMetadata that the hooks use."""
+    """The fields of vLLM's CommonAttentionMetadata that the hook reads."""
 
-    query_start_loc: torch.Tensor
     query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
     block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
-    num_reqs: int = 2
-    num_actual_tokens: int = 2
-    max_query_len: int = 1
-    max_seq_len: int = 0
-    positions: torch.Tensor | None = None
-    is_prefilling: torch.Tensor | None = None
-    seq_lens_cpu_upper_bound: torch.Tensor | None = None
-    logits_indices_padded: torch.Tensor | None = None
-    num_logits_indices: int | None = None
-    req_idx: None = None
-    _num_computed_tokens_cache: torch.Tensor | None = None
-    _token_to_req_indices_cache: torch.Tensor | None = None
-
-    def replace(self, **changes):
-        return dataclasses.replace(self, **changes)
 
 
-def decode(runner: Runner, num_speculative_tokens: int, position: int) -> None:
-    """One engine step in which both requests have one row, the second three positions behind the first."""
+def decode(runner: Runner, num_speculative_tokens: int, position: int, behind: int = 3) -> None:
+    """One engine step in which both requests have one row, the second some positions behind the first."""
     names = runner.input_batch.req_ids
     step = SimpleNamespace(
         total_num_scheduled_tokens=2,
@@ -126,12 +119,11 @@ def decode(runner: Runner, num_speculative_tokens: int, position: int) -> None:
         scheduled_new_reqs=[],
         num_spec_tokens_to_schedule=num_speculative_tokens,
     )
-    ends = torch.tensor([position + 1, position - 2], dtype=torch.int32)
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     blocks = torch.tensor([[9, 5, 7], [4, 8, 6]], dtype=torch.int32)
-    attention = Attention(starts, starts, ends, blocks, torch.tensor([0, 0]))
-    runner._get_positions = lambda n: torch.tensor([position, position - 3])[:n]
-    runner.input_ids.gpu = torch.tensor([100 + position, 200 + position - 3, 0], dtype=torch.int32)
+    attention = Attention(starts, blocks)
+    runner._get_positions = lambda n: torch.tensor([position, position - behind])[:n]
+    runner.input_ids.gpu = torch.tensor([100 + position, 200 + position - behind, 0], dtype=torch.int32)
     aux = [torch.full((3, 4), float(position)), torch.full((3, 4), -float(position))]
     sampled = torch.tensor([[1], [2]], dtype=torch.int32)
     runner.propose_draft_token_ids(step, sampled, None, HIDDEN, HIDDEN[:2], aux, None, attention, None)
@@ -172,11 +164,22 @@ def test_what_does_not_fit_one_pass_is_read_in_several():
         decode(runner, 0, position)
     decode(runner, 1, 9)
     first, second = runner.drafter.read
-    assert first["target_token_ids"].tolist() == [103, 104, 105, 106, 107, 108, 200, 201]
-    assert first["next_token_ids"].tolist() == [109, 202]
-    assert second["target_token_ids"].tolist() == [202, 203, 204, 205]
-    assert second["next_token_ids"].tolist() == [206]
-    assert second["common_attn_metadata"].seq_lens.tolist() == [6]
+    assert first["target_token_ids"].tolist() == [103, 104, 105, 106, 200, 201, 202, 203]
+    assert first["next_token_ids"].tolist() == [107, 204]
+    assert second["target_token_ids"].tolist() == [107, 108, 204, 205]
+    assert second["next_token_ids"].tolist() == [109, 206]
+    assert second["common_attn_metadata"].seq_lens.tolist() == [9, 6]
+
+
+def test_what_was_rejected_is_not_read():
+    """Both requests verify drafts when speculation goes off: one accepts one of two, the other none of one."""
+    runner, _ = hooked(is_tapping=False, reads_prompts=True)
+    runner.drafter = Drafter()
+    draft(runner, 0, sampled=[[13, 14, -1], [22, -1, -1]])
+    decode(runner, 3, 9, behind=5)
+    (late,) = runner.drafter.read
+    assert late["target_token_ids"].tolist() == [11, 12, 21]
+    assert late["target_positions"].tolist() == [7, 8, 3]
 
 
 def test_no_more_than_the_bound_waits(monkeypatch):
@@ -205,27 +208,25 @@ def test_drafting_goes_on_as_before():
 
 
 def test_the_tap_sees_every_scheduled_row():
-    runner, verified = hooked(is_tapping=True)
+    runner, tapped = hooked(is_tapping=True)
     draft(runner, 2)
-    (rows,) = verified
-    assert [vllm_hooks.request_id_of(name) for name in rows.request_ids] == ["b1r0", "b1r1"]
-    assert rows.starts == [0, 3, 5]
-    assert rows.first_positions == [7, 3]
-    assert rows.token_ids.tolist() == [11, 12, 13, 21, 22]
-    assert torch.equal(rows.hidden, torch.cat([*AUX, HIDDEN], dim=1)[:5])
+    one, two = tapped
+    assert (one.request, one.first_position, one.token_ids.tolist()) == ("b1r0", 7, [11, 12, 13])
+    assert (two.request, two.first_position, two.token_ids.tolist()) == ("b1r1", 3, [21, 22])
+    assert torch.equal(torch.cat([one.hidden, two.hidden]), torch.cat([*AUX, HIDDEN], dim=1)[:5])
 
 
 def test_a_drafter_without_aux_layers_is_fed_the_final_hidden_state_alone():
-    runner, verified = hooked(is_tapping=True)
+    runner, tapped = hooked(is_tapping=True)
     draft(runner, 2, aux_hidden=None)
-    assert torch.equal(verified[0].hidden, HIDDEN[:5])
+    assert torch.equal(tapped[0].hidden, HIDDEN[:3])
 
 
 def test_rows_do_not_change_with_the_runners_buffers():
-    runner, verified = hooked(is_tapping=True)
+    runner, tapped = hooked(is_tapping=True)
     draft(runner, 2)
     runner.input_ids.gpu.zero_()
-    assert verified[0].token_ids.tolist() == [11, 12, 13, 21, 22]
+    assert tapped[0].token_ids.tolist() == [11, 12, 13]
 
 
 def test_vllm_puts_its_own_suffix_on_request_ids():

@@ -1,41 +1,33 @@
-"""cotrain's update backend on vLLM's own models: whole updates or none, and the way back when a check fails late."""
+"""Weight updates on vLLM's own models: whole updates or none, and the way back when a check fails late."""
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from cotrain.rollout.vllm import weight_transfer
 from cotrain.rollout.vllm import weights as vllm_weights
-from cotrain.rollout.vllm.weight_transfer import BACKEND, InitInfo, TransactionalWeightTransfer, UpdateInfo
-from cotrain.transport.payload import WeightsUnknown, WeightUpdateRefused, write_payload
+from cotrain.rollout.vllm.weight_transfer import ServedWeights
+from cotrain.transport.payload import WeightUpdateRefused, write_payload
 from pipelines.preflight import POLICY_UPDATES_HELD
 from tests.cotrain.rollout.conftest import moved
 
 
 class Session:
-    """Update sessions as vLLM's worker runs them."""
+    """What a worker serves, with a folder for payloads."""
 
     def __init__(self, target, drafter, folder: Path):
         self.target, self.drafter, self.folder = target, drafter, folder
-        self.engine = TransactionalWeightTransfer(
-            SimpleNamespace(backend=BACKEND), target.vllm_config, torch.device("cpu"), target.model
-        )
-        self.engine.init_transfer_engine(InitInfo(keep_folder=str(folder / "kept")))
+        kept = folder / "kept"
+        self.weights = {False: ServedWeights(target.model, target.model_config, kept / "target")}
+        if drafter is not None:
+            drafter_weights = ServedWeights(drafter.model, drafter.model_config, kept / "drafter", target.model)
+            self.weights[True] = drafter_weights
 
-    def send(self, state, draft=False, name="sent.safetensors", **options) -> None:
+    def send(self, state, draft=False, name="sent.safetensors", action="update", **options) -> None:
         payload = write_payload(state, self.folder / name, torch.float32)
-        served = self.drafter if draft else self.target
-        self.engine.set_weight_update_target(served.model, served.model_config)
-        try:
-            self.engine.start_weight_update()
-            self.engine.receive_weights(UpdateInfo(payload.path, payload.digests, **options))
-            self.engine.finish_weight_update()
-        finally:
-            self.engine.reset_weight_update_target()
+        getattr(self.weights[draft], action)(payload.path, payload.digests, **options)
 
     def serves(self, served, state) -> bool:
         return vllm_weights.differing_tensors(served.model, state) == []
@@ -123,11 +115,11 @@ def test_a_column_that_stays_wrong_is_found_within_the_stated_updates(session, m
         reload(model, model_config, tensors | {name: wrong})
 
     monkeypatch.setattr(vllm_weights, "reload_weights", reload_wrongly)
-    monkeypatch.setattr(session.engine, "_restore", lambda: reload(*_loaded(session)))
+    monkeypatch.setattr(session.weights[False], "_restore", lambda: reload(*_loaded(session)))
     for first in (1, 5, 6):
         with pytest.raises(WeightUpdateRefused, match=rf"served weights differ.*{name}"):
             for version in range(first, first + 3):
-                session.send(session.target.state, readback_turn=version)
+                session.send(session.target.state, turn=version)
 
 
 def _loaded(session):
@@ -149,7 +141,7 @@ def test_not_even_when_its_checkpoint_has_one(session, tmp_path, monkeypatch):
     checkpoint.mkdir()
     with_embedding = session.drafter.state | {"embed_tokens.weight": torch.zeros(500, 128)}
     save_file(with_embedding, checkpoint / "model.safetensors")
-    monkeypatch.setattr(session.engine, "_checkpoint_folder", lambda: checkpoint)
+    monkeypatch.setattr(session.drafter.model_config, "model", str(checkpoint))
     with pytest.raises(WeightUpdateRefused, match=r"not expected: \['embed_tokens\.weight'\]"):
         session.send(with_embedding, draft=True)
     session.send(session.drafter.state, draft=True)
@@ -200,14 +192,6 @@ def test_a_tied_head_is_neither_expected_nor_stale(serve, tmp_path):
         session.send(update | {"lm_head.weight": torch.zeros(500, 128)})
 
 
-def test_the_backend_is_registered_once():
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    weight_transfer.register()
-    weight_transfer.register()
-    assert BACKEND in WeightTransferEngineFactory._registry
-
-
 def held_bytes(folder: Path) -> int:
     """Bytes of all files, those with several names once."""
     found = {(stat := path.stat()).st_ino: stat.st_size for path in folder.rglob("*") if path.is_file()}
@@ -226,20 +210,12 @@ def test_no_more_updates_are_held_than_a_restore_or_an_undo_needs(session, monke
 
     monkeypatch.setattr(os, "replace", watched)
     for version in range(4):
-        session.send(moved(served.state, seed=version), draft=draft, readback_turn=version)
+        session.send(moved(served.state, seed=version), draft=draft, turn=version)
         after.append(held_bytes(session.folder))
     size = (session.folder / "sent.safetensors").stat().st_size
     print(f"held after each update {[f'{n / size:.2f}' for n in after]}, most {max(most) / size:.2f}")
     assert max(after) == between * size
     assert max(most) == while_writing * size
-
-
-def test_a_policy_update_cannot_be_undone(session):
-    update = moved(session.target.state)
-    session.send(update)
-    with pytest.raises(WeightUpdateRefused, match="only a drafter update can be undone"):
-        session.send({}, action="undo")
-    assert session.serves(session.target, update)
 
 
 @pytest.fixture
@@ -262,15 +238,15 @@ def test_a_restore_that_goes_wrong_is_no_refusal(session, request, draft, update
     for version in range(updates):
         session.send(moved(served.state, seed=version), draft=draft)
     request.getfixturevalue("always_wrong")
-    with pytest.raises(WeightsUnknown, match=r"weights are unknown: .*served weights differ.*down_proj"):
+    with pytest.raises(RuntimeError, match=r"weights are unknown: .*served weights differ.*down_proj"):
         session.send(moved(served.state, seed=7), draft=draft)
 
 
 def test_an_undo_that_goes_wrong_is_no_refusal(session, request):
     session.send(moved(session.drafter.state), draft=True)
     request.getfixturevalue("always_wrong")
-    with pytest.raises(WeightsUnknown, match="weights are unknown"):
-        session.send({}, draft=True, action="undo")
+    with pytest.raises(RuntimeError, match="weights are unknown"):
+        session.weights[True].undo()
 
 
 def test_a_check_touches_nothing(session):
@@ -290,7 +266,7 @@ def test_the_last_update_can_be_undone(session, updates):
     states = [session.drafter.state, *(moved(session.drafter.state, seed=i) for i in range(updates))]
     for i, state in enumerate(states[1:]):
         session.send(state, draft=True, name=f"sent_{i}.safetensors")
-    session.send({}, draft=True, action="undo")
+    session.weights[True].undo()
     assert session.serves(session.drafter, states[-2])
     assert session.serves(session.target, session.target.state)
 
@@ -299,7 +275,7 @@ def test_after_an_update_that_was_undone_a_bad_one_ends_at_the_same_state(sessio
     update = moved(session.drafter.state, seed=1)
     session.send(update, draft=True)
     session.send(moved(session.drafter.state, seed=2), draft=True, name="second.safetensors")
-    session.send({}, draft=True, action="undo")
+    session.weights[True].undo()
     request.getfixturevalue("once_wrong")
     with pytest.raises(WeightUpdateRefused, match="update undone"):
         session.send(moved(session.drafter.state, seed=3), draft=True, name="third.safetensors")
