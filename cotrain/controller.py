@@ -27,10 +27,11 @@ from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.advantages import group_advantages
 from cotrain.publish.alarms import Alarm
+from cotrain.publish.decision import Outcome
 from cotrain.records import RolloutBatch, RolloutRequest, ScoredRollout, SwapReport, Versions
 from cotrain.roles.engines import RolloutEngines
 from cotrain.roles.learners import Learner
-from cotrain.roles.publisher import Outcome, Publisher
+from cotrain.roles.publisher import Publisher
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.decisions import DrafterEvent
@@ -248,7 +249,7 @@ class Controller:
         if outcome.expected is not None:
             rates = enumerate(outcome.expected.rates[-1], start=1)
             metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in rates}
-            metrics["drafter/expected_acceptance_length"] = outcome.expected.longest.value
+            metrics["drafter/expected_acceptance_length"] = outcome.expected.longest
         self.records.tracker.log_drafter(folder, self.versions, step, metrics, tags | {"decision": event.reason})
 
     def _record_events(self, events: Sequence[DrafterEvent]) -> None:

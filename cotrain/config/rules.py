@@ -144,18 +144,6 @@ def the_gate_has_rollouts_to_evaluate(config: RunConfig) -> Iterator[str]:
         )
 
 
-def the_lag_limit_allows_the_cadence(config: RunConfig) -> Iterator[str]:
-    drafter = config.drafter
-    if drafter is None or drafter.alarms.max_lag_versions is None or not config.policy.train:
-        return
-    if drafter.alarms.max_lag_versions < drafter.train_every:
-        yield (
-            f"drafter.alarms.max_lag_versions: {drafter.alarms.max_lag_versions} would stop a healthy run: with "
-            f"drafter.train_every = {drafter.train_every} a drafter serves {drafter.train_every} policy versions; raise "
-            "it to at least that"
-        )
-
-
 RULES = (
     a_correction_has_what_it_corrects,
     truncated_sampling_recomputes_log_probs,
@@ -165,5 +153,4 @@ RULES = (
     vllm_arguments_are_for_the_user,
     served_depth_is_trained,
     the_gate_has_rollouts_to_evaluate,
-    the_lag_limit_allows_the_cadence,
 )

@@ -29,7 +29,7 @@ CLIP = 0.3
 
 
 class StepCosts:
-    """Log seconds for draft lengths 0 to K at batch sizes 1, 2, 4, ..., max_batch, linear in log batch between them."""
+    """Log seconds for draft lengths 0 to K at batch sizes 1 to max_batch, linear in log batch between measured ones."""
 
     def __init__(
         self, max_speculative_tokens: int, max_batch: int, measured: Mapping[tuple[int, int], Sequence[float]]
@@ -42,22 +42,19 @@ class StepCosts:
         sizes = sorted({batch for _, batch in measured if all(measured.get((k, batch)) for k in lengths)})
         if not sizes:
             raise ValueError("no batch size at which engine steps of all draft lengths were measured")
-        anchors = np.log2([2**i for i in range(max_batch.bit_length()) if 2**i < max_batch] + [max_batch])
-        table = np.array([[np.log(np.quantile(measured[k, batch], QUANTILE)) for batch in sizes] for k in lengths])
-        self._log_seconds = table @ _interpolation(anchors, np.log2(sizes)).T
-        self._weights = _interpolation(np.log2(np.arange(1, max_batch + 1)), anchors)  # [max_batch, anchors]
+        self._log_batches = np.log2(np.arange(1, max_batch + 1))
+        rows = ([np.log(np.quantile(measured[k, batch], QUANTILE)) for batch in sizes] for k in lengths)
+        self._log_seconds = np.stack([np.interp(self._log_batches, np.log2(sizes), row) for row in rows])
         self._trials = np.full(self._log_seconds.shape, MEASURED_TRIALS)
         self._recent: deque[float] = deque([0.0], maxlen=PACE_STEPS)
 
     def ratios(self) -> Array:
         """[K+1, max_batch]: t_k / t_0."""
-        return np.exp((self._log_seconds - self._log_seconds[0]) @ self._weights.T)
+        return np.exp(self._log_seconds - self._log_seconds[0])
 
     def seconds(self, num_speculative_tokens: int, batch: int) -> float:
         """What a step takes at the present pace."""
-        return float(
-            np.exp(self._log_seconds[num_speculative_tokens] @ self._weights[batch - 1] + median(self._recent))
-        )
+        return float(np.exp(self._log_seconds[num_speculative_tokens, batch - 1] + median(self._recent)))
 
     @property
     def knows_pace(self) -> bool:
@@ -70,17 +67,11 @@ class StepCosts:
 
     def follow(self, num_speculative_tokens: int, batch: int, seconds: float) -> None:
         """Learn the pace from a step of the length in use."""
-        self._recent.append(
-            float(np.log(seconds) - self._log_seconds[num_speculative_tokens] @ self._weights[batch - 1])
-        )
+        self._recent.append(float(np.log(seconds) - self._log_seconds[num_speculative_tokens, batch - 1]))
 
     def correct(self, num_speculative_tokens: int, batch: int, error: float) -> None:
-        """Learn from a trial, whose steps took exp(error) times `seconds`."""
-        weights, trials = self._weights[batch - 1], self._trials[num_speculative_tokens]
-        self._log_seconds[num_speculative_tokens] += weights * float(np.clip(error, -CLIP, CLIP)) / (trials + 1)
-        np.minimum(trials + weights, MOST_TRIALS, out=trials)
-
-
-def _interpolation(points: Array, anchors: Array) -> Array:
-    """[points, anchors]: weights of linear interpolation."""
-    return np.stack([np.interp(points, anchors, unit) for unit in np.eye(len(anchors))], axis=1)
+        """Learn from a trial, whose steps took exp(error) times `seconds`, for batch sizes up to half and twice as large."""
+        near = np.maximum(0.0, 1.0 - np.abs(self._log_batches - self._log_batches[batch - 1]))
+        trials = self._trials[num_speculative_tokens]
+        self._log_seconds[num_speculative_tokens] += near * float(np.clip(error, -CLIP, CLIP)) / (trials + 1)
+        np.minimum(trials + near, MOST_TRIALS, out=trials)

@@ -20,55 +20,47 @@ WAIT_SECONDS = 1.0
 
 
 class Trials:
-    """When a trial is due, which length it tries, and what came of it. Time is that of decoding since the start."""
+    """When a trial is due, which length it tries, and what came of it. Time is decoding time."""
 
     def __init__(self) -> None:
         self.num_speculative_tokens: int | None = None
         """Length on trial."""
-        self._clock = self._due = self._cost = 0.0
+        self._wait = self._cost = 0.0
         self._steps = self._number = 0
         self._errors: list[float] = []
-
-    def at_once(self) -> None:
-        """Let the next one begin with the next step."""
-        self._due = self._clock
 
     @property
     def due(self) -> bool:
         """Has the time come to begin one?"""
-        return self.num_speculative_tokens is None and self._clock >= self._due
-
-    @property
-    def over(self) -> bool:
-        """Has the one that runs had its steps?"""
-        return self._steps == TRIAL_STEPS
+        return self.num_speculative_tokens is None and self._wait <= 0
 
     def begin(self, chosen: int, gains: Array, ratios: Array) -> None:
         """gains, ratios [K+1]: expected gain over no speculation, and t_k / t_0, at the present batch size."""
         lengths = _worth_a_trial(chosen, gains, ratios)
         if not lengths:
-            self._due = self._clock + WAIT_SECONDS
+            self._wait = WAIT_SECONDS
             return
         self.num_speculative_tokens = lengths[self._number % len(lengths)]
         self._number += 1
 
-    def observe(self, seconds: float, error: float | None) -> None:
-        """A step has ended. error: log seconds above what the table says; None for a step at a change of length."""
-        self._clock += seconds
-        if self.num_speculative_tokens is not None:
-            self._steps += 1
-            self._cost += seconds
-            if error is not None:
-                self._errors.append(error)
+    def observe(self, seconds: float, error: float | None) -> bool:
+        """A step has ended; is a trial over? error: log seconds above what the table says; None at a change of length."""
+        if self.num_speculative_tokens is None:
+            self._wait -= seconds
+            return False
+        self._steps += 1
+        self._cost += seconds
+        if error is not None:
+            self._errors.append(error)
+        return self._steps == TRIAL_STEPS
 
     def end(self) -> float | None:
-        """End the trial, if there is one. Its median error, which no late step moves; None with too few steps.
+        """End the trial. Its median error, which no late step moves; None with too few steps.
 
         The next is due when its share of the time has paid for this one.
         """
-        if self.num_speculative_tokens is not None:
-            self._due = self._clock + self._cost / TRIAL_SHARE
         errors, self._errors = self._errors, []
+        self._wait = self._cost / TRIAL_SHARE
         self.num_speculative_tokens, self._steps, self._cost = None, 0, 0.0
         return median(errors) if len(errors) >= LEAST_TIMED else None
 
