@@ -83,9 +83,7 @@ def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts
     return float((1 - expected.rates_at(counts.steps)[0] * max(0.0, lower)) ** max(trials, 1.0))
 
 
-def check_acceptance(
-    evidence: Evidence, tolerance: float, significance: float
-) -> tuple[dict[str, float], list[Alarm]]:
+def check_acceptance(evidence: Evidence, tolerance: float, significance: float) -> tuple[dict[str, float], list[Alarm]]:
     """The served acceptance beside what is expected on these very rollouts, and an alarm where chance is no explanation.
 
     tolerance: share of the expected gain that may be missing. No numbers where the step says nothing about the drafter.
@@ -98,7 +96,12 @@ def check_acceptance(
     served, length = counts.acceptance_length, expected.length_at(counts.steps)
     num_prompts = len({rollout.prompt_id for rollout in rollouts})
     bound = expected.lowest_served(counts.steps, num_prompts, tolerance * (length - 1.0), significance)
-    numbers = {"served_length": served, "expected_length": length, "num_drafts": float(counts.num_drafts), "bound": bound}
+    numbers = {
+        "served_length": served,
+        "expected_length": length,
+        "num_drafts": float(counts.num_drafts),
+        "bound": bound,
+    }
     if served == 1.0 and (chance := collapse_probability(expected, counts, len(rollouts))) < significance:
         return numbers, [_collapsed(numbers | {"chance": chance})]
     if 1.0 < served < bound and expected.num_prompts >= MIN_PROMPTS:

@@ -15,6 +15,7 @@ from tests.publish_evidence import evidence_of
 
 pytestmark = pytest.mark.engine
 
+
 def alarms_of(batch: RolloutBatch, believed: Versions, judged_on: int) -> list[Alarm]:
     evidence = evidence_of(batch, believed)
     evidence = replace(evidence, serving=replace(evidence.serving, judged_on=judged_on))

@@ -51,7 +51,9 @@ class SpeculationController:
         self.max_speculative_tokens, self.max_batch = max_speculative_tokens, max_batch
         self._acceptance, self._trials = ServedAcceptance(max_speculative_tokens), Trials()
         self._costs: StepCosts | None = None
-        self._measured: dict[tuple[int, int], list[float]] | None = None  # by (draft length, batch size), while measuring
+        self._measured: dict[tuple[int, int], list[float]] | None = (
+            None  # by (draft length, batch size), while measuring
+        )
         self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
         self._num_steps = 0

@@ -35,13 +35,23 @@ class Trials:
         return self.num_speculative_tokens is None and self._wait <= 0
 
     def begin(self, chosen: int, gains: Array, ratios: Array) -> None:
-        """gains, ratios [K+1]: expected gain over no speculation, and t_k / t_0, at the present batch size."""
-        lengths = _worth_a_trial(chosen, gains, ratios)
-        if not lengths:
+        """Try a length at which a drafter that is always right would gain more than the chosen one, if there is any.
+
+        While speculation is on, no speculation comes every other time. While it is off, only the best of the others
+        comes: all that can change is the drafter, and each trial costs. gains, ratios [K+1]: expected gain over no
+        speculation, and t_k / t_0, at the present batch size.
+        """
+        could_pay = np.arange(1, len(gains) + 1) / ratios > gains[chosen]
+        lengths: list[int] = [k for k in np.flatnonzero(could_pay).tolist() if k not in (0, chosen)]
+        if chosen:
+            lengths = [length for k in lengths for length in (0, k)] or [0]
+        else:
+            lengths = sorted(lengths, key=lambda k: -gains[k])[:1]
+        if lengths:
+            self.num_speculative_tokens = lengths[self._number % len(lengths)]
+            self._number += 1
+        else:
             self._wait = WAIT_SECONDS
-            return
-        self.num_speculative_tokens = lengths[self._number % len(lengths)]
-        self._number += 1
 
     def observe(self, seconds: float, error: float | None) -> bool:
         """A step has ended; is a trial over? error: log seconds above what the table says; None at a change of length."""
@@ -63,16 +73,3 @@ class Trials:
         self._wait = self._cost / TRIAL_SHARE
         self.num_speculative_tokens, self._steps, self._cost = None, 0, 0.0
         return median(errors) if len(errors) >= LEAST_TIMED else None
-
-
-def _worth_a_trial(chosen: int, gains: Array, ratios: Array) -> list[int]:
-    """Lengths that take turns: those at which a drafter that is always right would gain more than the chosen one.
-
-    While speculation is on, no speculation comes every other time. While it is off, only the best of the others comes:
-    all that can change is the drafter, and each trial costs.
-    """
-    could_pay = np.arange(1, len(gains) + 1) / ratios > gains[chosen]
-    lengths: list[int] = [k for k in np.flatnonzero(could_pay).tolist() if k not in (0, chosen)]
-    if not chosen:
-        return sorted(lengths, key=lambda k: -gains[k])[:1]
-    return [length for k in lengths for length in (0, k)] or [0]

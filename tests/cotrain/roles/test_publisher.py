@@ -48,9 +48,7 @@ def run(publisher: Publisher, world: World, steps: Any) -> list[SimpleNamespace]
             metrics, events = outcome.metrics, outcome.events
         counts = batch.speculation
         length = counts.acceptance_length if counts else 1.0
-        rows.append(
-            SimpleNamespace(metrics=metrics, events=events, length=length, serving=world.serving)
-        )
+        rows.append(SimpleNamespace(metrics=metrics, events=events, length=length, serving=world.serving))
     return rows
 
 
