@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from cotrain.config.publish import MIN_PROMPTS, MIN_ROLLOUTS, GateConfig
 from cotrain.config.schema import DrafterConfig
@@ -110,8 +109,11 @@ def judge(
     candidate, and so do too few rollouts unless config.publish_when is "always".
     """
     assert scores.candidate is not None
-    if broken := _not_finite(scores.candidate[-1].known, scores.serving[-1].known):
-        return Judgement("refused", f"refused: {broken}", {"gate/publish": 0.0})
+    ours, theirs = scores.candidate[-1].known, scores.serving[-1].known
+    if broken := int((ours != theirs).sum()):
+        name = "candidate" if ours.sum() < theirs.sum() else "serving drafter"
+        reason = f"refused: acceptances of the {name} are not finite on {broken} of {len(ours)} rollouts"
+        return Judgement("refused", reason, {"gate/publish": 0.0})
     candidate, serving = (expected_of(one, scores.prompts) for one in (scores.candidate, scores.serving))
     num_rollouts, num_prompts = (candidate.num_rollouts, candidate.num_prompts) if candidate is not None else (0, 0)
     judged_on = f"{num_rollouts} rollouts of {num_prompts} prompts"
@@ -150,11 +152,3 @@ def seconds_saved(batch: RolloutBatch, candidate: ExpectedAcceptance, serving: E
     table = np.array(costs or [[np.inf] * len(serving.rates) + [1.0]])[:, : len(serving.lengths)]
     before, after = ((table / drafter.lengths).min(axis=1).sum() for drafter in (serving, candidate))
     return float(batch.seconds * (1 - after / before))
-
-
-def _not_finite(candidate: Tensor, serving: Tensor) -> str:
-    """Whose acceptances are not finite, although those of the other are; empty when both know the same. [R] each."""
-    for name, known, other in (("candidate", candidate, serving), ("serving drafter", serving, candidate)):
-        if broken := int((known < other).sum()):
-            return f"acceptances of the {name} are not finite on {broken} of {len(known)} rollouts"
-    return ""
