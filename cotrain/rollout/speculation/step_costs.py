@@ -21,11 +21,8 @@ PACE_STEPS, LEAST_PACE_STEPS = 15, 5
 """Latest steps whose median is the pace: late ones do not move it, and it follows a busy spell within eight. And those
 that have to be known for a trial to be compared with."""
 
-MEASURED_TRIALS, MOST_TRIALS = 2.0, 4.0
-"""Trials that the measurement at the start counts for, and that the past of a cell counts for at most."""
-
-CLIP = 0.3
-"""Log seconds that one trial may be off by, at most: it may have met a moment in which the machine was busy."""
+TRIAL_WEIGHT = 0.25
+"""Share of a trial's error by which the table is corrected: noise of a trial is about as large as the table's errors."""
 
 
 class StepCosts:
@@ -45,7 +42,6 @@ class StepCosts:
         self._log_batches = np.log2(np.arange(1, max_batch + 1))
         rows = ([np.log(np.quantile(measured[k, batch], QUANTILE)) for batch in sizes] for k in lengths)
         self._log_seconds = np.stack([np.interp(self._log_batches, np.log2(sizes), row) for row in rows])
-        self._trials = np.full(self._log_seconds.shape, MEASURED_TRIALS)
         self._recent: deque[float] = deque([0.0], maxlen=PACE_STEPS)
 
     def ratios(self) -> Array:
@@ -72,6 +68,4 @@ class StepCosts:
     def correct(self, num_speculative_tokens: int, batch: int, error: float) -> None:
         """Learn from a trial, whose steps took exp(error) times `seconds`, for batch sizes up to half and twice as large."""
         near = np.maximum(0.0, 1.0 - np.abs(self._log_batches - self._log_batches[batch - 1]))
-        trials = self._trials[num_speculative_tokens]
-        self._log_seconds[num_speculative_tokens] += near * float(np.clip(error, -CLIP, CLIP)) / (trials + 1)
-        np.minimum(trials + near, MOST_TRIALS, out=trials)
+        self._log_seconds[num_speculative_tokens] += TRIAL_WEIGHT * error * near
