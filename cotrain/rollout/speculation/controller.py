@@ -134,7 +134,7 @@ class SpeculationController:
         length = self._trials.num_speculative_tokens if self._fixed is None else self._fixed
         if self._measured is not None:
             length = measured_length(self._num_steps, self.max_speculative_tokens)
-        return [0, *self._chosen.tolist()] if length is None else [length] * (self.max_batch + 1)
+        return [0, *map(int, self._chosen)] if length is None else [length] * (self.max_batch + 1)
 
     def observe(self, step: Step) -> None:
         """What became of it. It ends when the next begins, or with `idle`."""
