@@ -96,8 +96,7 @@ def main() -> int:
 
 
 async def generate(config: RunConfig, drafter: Path, num_steps: int, seed: int) -> list[tuple[list, object]]:
-    """(feature records, throughput) of each step."""
-    from cotrain.publish.evidence import Throughput
+    """(feature records, batch) of each step."""
     from cotrain.rollout.engine import RolloutEngine
     from cotrain.rollout.spec import EngineSpec
     from cotrain.transport.features import read_shard
@@ -117,7 +116,7 @@ async def generate(config: RunConfig, drafter: Path, num_steps: int, seed: int) 
                 records = [record for shard in batch.features for record in read_shard(shard.path)]
                 for shard in batch.features:
                     Path(shard.path).unlink()
-                steps.append((records, Throughput.of(batch)))
+                steps.append((records, batch))
                 print(
                     f"step {number}/{num_steps}: {batch.num_generated_tokens} tokens in {batch.seconds:.0f} s",
                     flush=True,
@@ -162,7 +161,7 @@ def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: arg
     lengths = {folder: length_of(scored) for folder, scored in by_step.items()}
     serving = loaded[args.serving]
     verdicts = []
-    for trial, (records, throughput) in enumerate(steps):
+    for trial, (records, batch) in enumerate(steps):
         kinds = {
             "better": (args.better[trial % len(args.better)], None),
             "stale": (args.stale[trial % len(args.stale)], None),
@@ -173,7 +172,7 @@ def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: arg
             candidate = by_step[name][trial] if drafter is None else score(drafter, records)
             prompts = [record.prompt_key for record in records]
             scores = FreshScores(prompts, by_step[args.serving][trial], candidate, rounds=1)
-            found = judge(scores, throughput, lifetime_steps=1, swap_seconds=0.2, config=GateConfig())
+            found = judge(scores, batch, lifetime_steps=1, swap_seconds=0.2, config=GateConfig())
             gain, bound = (found.numbers.get(f"gate/{name}", math.nan) for name in ("gain", "lower_bound"))
             truth = lengths[name] - lengths[args.serving] if drafter is None else None
             verdicts.append(Verdict(kind, str(name), found.kind == "published", gain, bound, truth, found.reason))

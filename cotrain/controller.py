@@ -27,10 +27,11 @@ from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.advantages import group_advantages
 from cotrain.publish.alarms import Alarm
+from cotrain.publish.decision import Outcome
 from cotrain.records import RolloutBatch, RolloutRequest, ScoredRollout, SwapReport, Versions
 from cotrain.roles.engines import RolloutEngines
 from cotrain.roles.learners import Learner
-from cotrain.roles.publisher import Outcome, Publisher
+from cotrain.roles.publisher import Publisher
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.decisions import DrafterEvent
@@ -235,7 +236,7 @@ class Controller:
         metrics = {}
         if (expected := outcome.expected) is not None:
             metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(expected.rates[-1], start=1)}
-            metrics["drafter/expected_acceptance_length"] = expected.longest.value
+            metrics["drafter/expected_acceptance_length"] = expected.longest
         tags = {
             "init": config.init or "random",
             "data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}",

@@ -165,6 +165,9 @@ class GainReport:
     """Part of `seconds` that went into trials of other draft lengths than the chosen one."""
     longest_draft: int = 0
     """Most draft tokens that a step asked for and that a later step could verify; 0: no step could verify any."""
+    seconds_at: list[list[float]] = field(default_factory=list)
+    """[batch sizes][K+1] what the tokens decoded at a batch size would have taken at draft lengths 0 to K, if every draft
+    token were rejected. Empty before engine steps are measured; several engines have a row each for a batch size."""
 
     def __add__(self, other: "GainReport") -> "GainReport":
         sums = (ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True))

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.records import SpeculationCounts
 
@@ -27,4 +29,4 @@ def expected(rates: Sequence[float], standard_error: float = 0.05, num_groups: i
         by_length.append((*rates[:k], *(0.0,) * (most - k)))
         length = sum(rates[:k])
         without.append((length - apart, length + apart, *(length,) * (num_groups - 2)))
-    return ExpectedAcceptance(tuple(by_length), tuple(without))
+    return ExpectedAcceptance(np.array(by_length), np.array(without))

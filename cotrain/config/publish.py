@@ -5,7 +5,7 @@ Lengths and gains are acceptance lengths: mean tokens emitted per verification s
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field
 
 from drafters.config import Section
 
@@ -21,15 +21,8 @@ class GateConfig(Section):
     """When a candidate replaces the drafter that serves."""
 
     publish_when: Literal["gain", "always"] = "gain"
-    """gain: only a candidate that beats the serving drafter on rollouts neither was trained on, by more than margin and
-    by more seconds than a swap costs. always: every candidate, unless its acceptances are not finite."""
-
-    margin: NonNegativeFloat = 0.02
-    """Least gain in acceptance length that is published: the lower bound of the gain must be above it."""
-
-    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
-    """Confidence of the lower bound of the gain, for each candidate. A run that evaluates N candidates without any gain
-    publishes at most (1 - confidence) N of them on average; each costs one swap and serves as well as the one before."""
+    """gain: only a candidate that is certain to beat the serving drafter on rollouts neither was trained on, and by more
+    seconds than a swap costs. always: every candidate, unless its acceptances are not finite."""
 
 
 class AlarmConfig(Section):
@@ -38,7 +31,3 @@ class AlarmConfig(Section):
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.15
     """Share of the expected gain (expected acceptance length - 1) by which the served one may fall short beyond its
     noise: it is expected in float32, of features in the engine's number format."""
-
-    max_lag_versions: PositiveInt | None = None
-    """Most policy versions from the rollouts on which the gate last evaluated a candidate to those that the serving
-    drafter drafts for. Default: twice drafter.train_every."""

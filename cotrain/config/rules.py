@@ -107,12 +107,6 @@ def _drafter_fits_the_steps(config: RunConfig) -> Iterator[str]:
             f"rollout.num_speculative_tokens: {rollout.num_speculative_tokens} is above drafter.model.trained_depth = "
             f"{depth}; lower it, or raise trained_depth"
         )
-    lag, every = drafter.alarms.max_lag_versions, drafter.train_every
-    if lag is not None and config.policy.train and lag < every:
-        yield (
-            f"drafter.alarms.max_lag_versions: {lag} would stop a healthy run: with drafter.train_every = {every} a "
-            f"drafter serves {every} policy versions; raise it to at least that"
-        )
     if not drafter.train or drafter.gate.publish_when == "always":
         return
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt

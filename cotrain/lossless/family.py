@@ -64,18 +64,12 @@ class Verdict:
 
 
 def judge(results: Sequence[CheckResult], alpha: float) -> Verdict:
-    """Holm's procedure: whatever the dependence of the checks, any false alarm has probability alpha at most."""
-    adjusted = holm([result.p for result in results])
-    return Verdict(tuple(replace(r, adjusted_p=p) for r, p in zip(results, adjusted, strict=True)), alpha)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values in the same order: the smallest family-wise rate at which each is rejected (Holm 1979)."""
-    p = np.asarray(p_values, dtype=np.float64)
+    """Holm's procedure (1979): whatever the dependence of the checks, any false alarm has probability alpha at most."""
+    p = np.array([result.p for result in results])
     order = np.argsort(p, kind="stable")
     adjusted = np.empty_like(p)
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
-    return adjusted.tolist()
+    return Verdict(tuple(replace(r, adjusted_p=q) for r, q in zip(results, adjusted.tolist(), strict=True)), alpha)
 
 
 def tokens_for_distance(distance: float, level: float) -> int:

@@ -5,7 +5,7 @@ the same rollouts. A drafter of which nothing is expected, such as a random one,
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cotrain.config.publish import MIN_PROMPTS
 from cotrain.config.schema import DrafterConfig
@@ -13,6 +13,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.publish.evidence import Evidence
 from cotrain.records import SpeculationCounts
+from cotrain.rollout.acceptance_stats import total_counts
 
 FALSE_ALARM_RATE = 0.01
 """Chance that the statistical alarms of a whole run fire although the drafter is healthy: a false alarm ends the run, so
@@ -27,6 +28,9 @@ succeed and fail together. 0 would take every draft for a trial of its own."""
 LOWER_BOUND_ERRORS = 3.0
 """Standard errors that the expected gain is lowered by before zero acceptance is held against it."""
 
+LAG_ROUNDS = 4
+"""Training rounds that may pass without a candidate to compare: a step with few rollouts refuses one now and then."""
+
 
 @dataclass(frozen=True)
 class Alarm:
@@ -36,7 +40,7 @@ class Alarm:
     what: str
     cause: str
     remedy: str
-    numbers: Mapping[str, float]
+    numbers: Mapping[str, float] = field(default_factory=dict)
     fatal: bool = False
     """The rollouts themselves are not to be trusted; going on without speculation does not mend that."""
 
@@ -48,9 +52,9 @@ class DrafterAlarm(RunFailure):
     """Alarms that stop a run."""
 
     def __init__(self, step: int, alarms: Sequence[Alarm]) -> None:
-        lines = [f"step {step} raised {', '.join(alarm.name for alarm in alarms)}", *map(str, alarms)]
-        if not any(alarm.fatal for alarm in alarms):
-            lines.append('To go on without speculation when this happens, set drafter.on_drafter_failure = "continue".')
+        self.names, self.fatal = ", ".join(alarm.name for alarm in alarms), any(alarm.fatal for alarm in alarms)
+        way_on = 'To go on without speculation when this happens, set drafter.on_drafter_failure = "continue".'
+        lines = [f"step {step} raised {self.names}", *map(str, alarms), *([] if self.fatal else [way_on])]
         super().__init__("\n  ".join(lines))
 
 
@@ -59,8 +63,7 @@ def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> l
 
     While the canary watches the serving drafter, a low acceptance is its business.
     """
-    found = [*_wrong_version(evidence), *_differing_weights(evidence), *_lag(evidence, config)]
-    found += _no_draft_tokens(evidence)
+    found = [*_delivery_alarms(evidence), *_lag_alarm(evidence, config)]
     if not evidence.serving.watched:
         significance = FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
         found += check_acceptance(evidence, config.alarms.tolerance, significance)[1]
@@ -74,43 +77,49 @@ def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts
     says how many independent ones they are worth. The rate is taken at the lower bound of the expectation; 1.0 when
     that is no gain, as that of a random drafter.
     """
-    length, rates = expected.at(counts.steps), expected.rates_at(counts.steps)
-    lower = 1 - LOWER_BOUND_ERRORS * length.standard_error / sum(rates) if sum(rates) else 0.0
+    gain = expected.length_at(counts.steps) - 1
+    lower = 1 - LOWER_BOUND_ERRORS * expected.error_at(counts.steps) / gain if gain else 0.0
     trials = counts.num_drafts / (1 + (counts.num_drafts / num_rollouts - 1) * ROLLOUT_CORRELATION)
-    return (1 - rates[0] * max(0.0, lower)) ** max(trials, 1.0)
+    return float((1 - expected.rates_at(counts.steps)[0] * max(0.0, lower)) ** max(trials, 1.0))
 
 
 def check_acceptance(evidence: Evidence, tolerance: float, significance: float) -> tuple[dict[str, float], list[Alarm]]:
-    """The served acceptance beside what is expected on these very rollouts, and alarms that chance does not explain.
+    """The served acceptance beside what is expected on these very rollouts, and an alarm where chance is no explanation.
 
     tolerance: share of the expected gain that may be missing. No numbers where the step says nothing about the drafter.
     """
-    counts, expected = evidence.counts, evidence.expected
+    # Of rollouts in which drafting paused it is not known what a drafter should reach.
+    rollouts = [rollout for rollout in evidence.batch.rollouts if rollout.drafted_throughout]
+    counts, expected = total_counts(rollout.speculation for rollout in rollouts), evidence.expected
     if counts is None or expected is None or not expected.covers(counts.steps):
         return {}, []
-    served, length = counts.acceptance_length, expected.at(counts.steps).value
-    numbers = {"served_length": served, "expected_length": length, "num_drafts": float(counts.num_drafts)}
-    bound = expected.lowest_served(counts.steps, evidence.num_prompts, tolerance * (length - 1.0), significance)
-    chance = collapse_probability(expected, counts, len(evidence.judged_rollouts))
-    numbers |= {"bound": bound}
-    if served == 1.0 and chance < significance:
-        return numbers, [_collapsed(numbers, chance)]
+    served, length = counts.acceptance_length, expected.length_at(counts.steps)
+    num_prompts = len({rollout.prompt_id for rollout in rollouts})
+    bound = expected.lowest_served(counts.steps, num_prompts, tolerance * (length - 1.0), significance)
+    numbers = {
+        "served_length": served,
+        "expected_length": length,
+        "num_drafts": float(counts.num_drafts),
+        "bound": bound,
+    }
+    if served == 1.0 and (chance := collapse_probability(expected, counts, len(rollouts))) < significance:
+        return numbers, [_collapsed(numbers | {"chance": chance})]
     if 1.0 < served < bound and expected.num_prompts >= MIN_PROMPTS:
         return numbers, [_below_expected(numbers)]
     return numbers, []
 
 
-def _collapsed(numbers: Mapping[str, float], chance: float) -> Alarm:
+def _collapsed(numbers: Mapping[str, float]) -> Alarm:
     return Alarm(
         "acceptance_collapsed",
         f"no draft token was accepted in {numbers['num_drafts']:.0f} verification steps, where an acceptance length of "
-        f"{numbers['expected_length']:.2f} is expected (chance {chance:.1g})",
-        "the engines serve other drafter weights than the trainer's, its KV cache holds values that are not finite, it "
-        "reads other target layers or positions than it was trained on, or requests are longer than its "
+        f"{numbers['expected_length']:.2f} is expected (chance {numbers['chance']:.1g})",
+        "the engines serve other drafter weights than the trainer's, the drafter's KV cache holds values that are not "
+        "finite, it reads other target layers than it was trained on, or requests are longer than its "
         "max_position_embeddings or so close to max_model_len that vLLM drafts token 0 for their whole batch",
         "check drafter.model.aux_layers, and rollout.max_prompt_tokens + max_new_tokens against "
         "max_position_embeddings in the drafter's config.json; resume from the last checkpoint",
-        {**numbers, "chance": chance},
+        numbers,
     )
 
 
@@ -126,10 +135,28 @@ def _below_expected(numbers: Mapping[str, float]) -> Alarm:
     )
 
 
-def _no_draft_tokens(evidence: Evidence) -> Iterator[Alarm]:
-    """Draft tokens were asked for, and a later step could have verified them, but none was verified."""
-    batch = evidence.batch
-    asked = batch.gain is None or batch.gain.longest_draft > 0
+def _delivery_alarms(evidence: Evidence) -> Iterator[Alarm]:
+    """Versions and weights are others than were sent, or draft tokens that were asked for do not come."""
+    batch, believed, sent = evidence.batch, evidence.versions, evidence.sent
+    if others := {rollout.versions for rollout in batch.rollouts} - {believed}:
+        yield Alarm(
+            "wrong_version",
+            f"rollouts were made with {', '.join(sorted(map(str, others)))}, the step is of {believed}",
+            "an engine missed an update, or was updated while it generated",
+            "resume from the last checkpoint, which starts all engines with the same weights",
+            fatal=any(version.policy != believed.policy for version in others),
+        )
+    differing = [{name for name in sent if digests.get(name) != sent[name]} for digests in evidence.served]
+    if names := sorted(set().union(*differing)):
+        engines = [engine for engine, of_engine in enumerate(differing) if of_engine]
+        yield Alarm(
+            "weights_differ",
+            f"engines {engines} serve {len(names)} drafter tensors otherwise than they were sent, first {names[0]}",
+            "an update was lost (sleep and wake, a reload from the first checkpoint), or another module's update "
+            "overwrote tensors shared between target and drafter",
+            "resume from the last checkpoint; if it comes back, take sleeping and reloading out of the engine",
+        )
+    asked = batch.gain is None or batch.gain.longest_draft > 0  # by a step that a later one could have verified
     drafted = any(r.speculation is not None and r.speculation.num_drafts for r in batch.rollouts)
     if asked and not drafted and any(len(rollout.token_ids) > 1 for rollout in batch.rollouts):
         yield Alarm(
@@ -138,49 +165,16 @@ def _no_draft_tokens(evidence: Evidence) -> Iterator[Alarm]:
             "the scheduler does not read the draft length, or the engine was started without speculation",
             "read logs/rollout_*.log for the speculative configuration; leave rollout.vllm.scheduler_cls and "
             "max_model_len to cotrain",
-            {"generated_tokens": batch.num_generated_tokens},
         )
 
 
-def _lag(evidence: Evidence, config: DrafterConfig) -> Iterator[Alarm]:
-    limit = config.alarms.max_lag_versions or 2 * config.train_every
+def _lag_alarm(evidence: Evidence, config: DrafterConfig) -> Iterator[Alarm]:
+    limit = LAG_ROUNDS * config.train_every
     lag = evidence.versions.policy - evidence.serving.judged_on
     if config.train and lag > limit:
         yield Alarm(
             "drafter_lags",
             f"the serving drafter is {lag} policy versions behind, the limit is {limit}",
             "candidates are refused (decisions.jsonl has the reasons), or the trainer makes none",
-            "mend what the reasons name and read logs/drafter.log, or raise drafter.alarms.max_lag_versions",
-            {"lag_versions": lag, "limit": limit},
-        )
-
-
-def _wrong_version(evidence: Evidence) -> Iterator[Alarm]:
-    rollouts, believed = evidence.batch.rollouts, evidence.versions
-    if others := {rollout.versions for rollout in rollouts} - {believed}:
-        yield Alarm(
-            "wrong_version",
-            f"rollouts were made with {', '.join(sorted(map(str, others)))}, the step is of {believed}",
-            "an engine missed an update, or was updated while it generated",
-            "resume from the last checkpoint, which starts all engines with the same weights",
-            {"rollouts": sum(rollout.versions != believed for rollout in rollouts)},
-            fatal=any(version.policy != believed.policy for version in others),
-        )
-
-
-def _differing_weights(evidence: Evidence) -> Iterator[Alarm]:
-    if evidence.delivery is None:
-        return
-    sent, served = evidence.delivery.sent, evidence.delivery.served
-    differing = [[name for name in sent if of_engine.get(name) != sent[name]] for of_engine in served]
-    if names := sorted({name for of_engine in differing for name in of_engine}):
-        engines = [engine for engine, of_engine in enumerate(differing) if of_engine]
-        yield Alarm(
-            "weights_differ",
-            f"engines {engines} serve other drafter tensors than were sent: {', '.join(names[:4])}"
-            + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
-            "an update was lost (sleep and wake, a reload from the first checkpoint), or another module's update "
-            "overwrote tensors shared between target and drafter",
-            "resume from the last checkpoint; if it comes back, take sleeping and reloading out of the engine",
-            {"tensors": len(names), "engines": len(engines)},
+            "mend what the reasons name, and read logs/drafter.log",
         )

@@ -3,19 +3,21 @@
 Alarms come first, then the canary, which holds what the first steps after a publication served against what is expected
 of the drafter on the same rollouts, then the gate, which compares the candidate with the serving drafter on rollouts
 that neither was trained on. Each candidate is tested on its own: one without any gain is published with a probability
-of at most 1 - confidence, costs one swap, and serves as well as the drafter before. Nothing here has side effects.
+of at most 1 - CONFIDENCE, costs one swap, and serves as well as the drafter before. Nothing here has side effects.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import isfinite
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from cotrain.config.publish import MIN_PROMPTS, MIN_ROLLOUTS, GateConfig
 from cotrain.config.schema import DrafterConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
-from cotrain.publish.alarms import Alarm, check_acceptance, check_step
-from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication, Throughput
+from cotrain.publish.alarms import Alarm, DrafterAlarm, check_acceptance, check_step
+from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication
+from cotrain.records import RolloutBatch, SwapReport
 from cotrain.run.decisions import DrafterEvent, Kind
 from cotrain.trainer.trainer import FreshScores
 
@@ -23,71 +25,83 @@ CANARY_ALPHA = 0.02
 """Chance that a publication which serves as expected is rolled back, shared out over its CANARY_STEPS: that costs two
 swaps and the gain of one candidate, so that it may happen far more often than an alarm, which ends the run."""
 
+CONFIDENCE = 0.95
+"""Confidence of the lower bound of the gain, for each candidate: a publication without any gain costs only a swap."""
 
-@dataclass(frozen=True)
-class Decision:
-    """What to do, and why. Each event says its reason in words and numbers; the last one is that of the action."""
+MARGIN = 0.02
+"""Acceptance length that the lower bound of the gain must exceed: less would not be seen in the speed."""
+
+
+@dataclass
+class Outcome:
+    """What a step does about the drafter, and why."""
 
     action: Literal["publish", "keep", "roll back", "stop"]
     serving: Publication
     """What is remembered of the serving drafter after this step, before a swap."""
-    events: Sequence[DrafterEvent] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    events: list[DrafterEvent]
+    """Reasons in words and numbers; the last one is that of the action."""
+    metrics: dict[str, float]
     expected: ExpectedAcceptance | None = None
     """What the published candidate is expected to reach; None when it could not be scored."""
-    alarms: Sequence[Alarm] = ()
+    failure: DrafterAlarm | None = None
+    """To be raised once the events are recorded."""
+    swap: SwapReport | None = None
+    """The swap, when there was one: the publisher fills it in."""
+    trains: bool = False
+    """Whether the drafter is to be trained on this step's rollouts."""
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What the gate found of a candidate, in words and numbers."""
 
     kind: Kind
     reason: str
-    numbers: Mapping[str, float]
+    numbers: dict[str, float]
     expected: ExpectedAcceptance | None = None
     """What the candidate is expected to reach."""
 
 
-def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: Sequence[Alarm] = ()) -> Decision:
+def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: Sequence[Alarm] = ()) -> Outcome:
     """The decision of one step. found: alarms of other checks of this step, which stop as its own do."""
-    serving, events = evidence.serving, list[DrafterEvent]()
+    step, serving, scores = evidence.step, evidence.serving, evidence.scores
+    outcome = Outcome("keep", serving, [], {}, trains=config.train and step % config.train_every == 0)
 
     def note(kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
-        events.append(DrafterEvent(evidence.step, kind, serving.version, reason, numbers))
+        outcome.events.append(DrafterEvent(step, kind, serving.version, reason, numbers))
 
     if alarms := [*found, *check_step(evidence, config, total_steps)]:
         for alarm in alarms:
             note("alarm", str(alarm), alarm.numbers)
-        return Decision("stop", serving, events, {f"alarms/{alarm.name}": 1.0 for alarm in alarms}, alarms=alarms)
-    metrics: dict[str, float] = {}
+        metrics = {f"alarms/{alarm.name}": 1.0 for alarm in alarms}
+        return Outcome("stop", serving, outcome.events, metrics, failure=DrafterAlarm(step, alarms))
     if serving.watched:
         numbers, low = check_acceptance(evidence, config.alarms.tolerance, CANARY_ALPHA / CANARY_STEPS)
-        metrics = {f"canary/{name}": value for name, value in numbers.items()}
-        metrics["canary/step"] = float(CANARY_STEPS - serving.watched + 1)
+        outcome.metrics = {f"canary/{name}": value for name, value in numbers.items()}
+        outcome.metrics["canary/step"] = float(CANARY_STEPS - serving.watched + 1)
         if low:
-            metrics["canary/roll_back_to"] = float(serving.last_good)
-            note("rolled back", f"version {serving.version}: {low[0].what}; back to {serving.last_good}", metrics)
-            return Decision("roll back", serving, events, metrics)
+            outcome.action, outcome.metrics["canary/roll_back_to"] = "roll back", float(serving.last_good)
+            reason = f"version {serving.version}: {low[0].what}; back to {serving.last_good}"
+            note("rolled back", reason, outcome.metrics)
+            return outcome
         if numbers:
             serving = replace(serving, watched=serving.watched - 1)
         if not serving.watched:
             serving = replace(serving, last_good=serving.version)
-            note("kept", f"version {serving.version} is served as expected: kept", metrics)
-    if evidence.scores.candidate is None or evidence.scores.rounds == serving.judged_round:
-        return Decision("keep", serving, events, metrics)
-    throughput = Throughput.of(evidence.batch)
-    gate = judge(evidence.scores, throughput, config.train_every, serving.swap_seconds, config.gate)
-    note(gate.kind, gate.reason, gate.numbers)
-    serving = replace(serving, judged_round=evidence.scores.rounds)
-    if gate.kind == "kept back":
-        serving = replace(serving, judged_on=evidence.versions.policy)
-    action: Literal["publish", "keep"] = "publish" if gate.kind == "published" else "keep"
-    return Decision(action, serving, events, metrics | dict(gate.numbers), gate.expected)
+            note("kept", f"version {serving.version} is served as expected: kept", outcome.metrics)
+    if scores.candidate is not None and scores.rounds != serving.judged_round:
+        gate = judge(scores, evidence.batch, config.train_every, serving.swap_seconds, config.gate)
+        note(gate.kind, gate.reason, gate.numbers)
+        judged_on = evidence.versions.policy if gate.kind == "kept back" else serving.judged_on
+        serving = replace(serving, judged_round=scores.rounds, judged_on=judged_on)
+        outcome.action = "publish" if gate.kind == "published" else "keep"
+        outcome.metrics, outcome.expected = outcome.metrics | gate.numbers, gate.expected
+    outcome.serving = serving
+    return outcome
 
 
 def judge(
-    scores: FreshScores, throughput: Throughput, lifetime_steps: int, swap_seconds: float, config: GateConfig
+    scores: FreshScores, batch: RolloutBatch, lifetime_steps: int, swap_seconds: float, config: GateConfig
 ) -> Judgement:
     """Compare the candidate with the serving drafter, row by row, and weigh the seconds saved against the swap.
 
@@ -95,63 +109,46 @@ def judge(
     candidate, and so do too few rollouts unless config.publish_when is "always".
     """
     assert scores.candidate is not None
-    numbers = {"margin": config.margin, "swap_seconds": swap_seconds}
-    if broken := _not_finite(scores):
-        return _judgement("refused", f"refused: {broken}", numbers)
+    ours, theirs = scores.candidate[-1].known, scores.serving[-1].known
+    if broken := int((ours != theirs).sum()):
+        name = "candidate" if ours.sum() < theirs.sum() else "serving drafter"
+        reason = f"refused: acceptances of the {name} are not finite on {broken} of {len(ours)} rollouts"
+        return Judgement("refused", reason, {"gate/publish": 0.0})
     candidate, serving = (expected_of(one, scores.prompts) for one in (scores.candidate, scores.serving))
     num_rollouts, num_prompts = (candidate.num_rollouts, candidate.num_prompts) if candidate is not None else (0, 0)
-    numbers |= {"num_rollouts": num_rollouts, "num_prompts": num_prompts}
+    judged_on = f"{num_rollouts} rollouts of {num_prompts} prompts"
+    always = config.publish_when == "always"
+    kind: Kind = "published" if always else "refused"
+    because = ' because publish_when = "always"' if always else ""
     if candidate is None or serving is None or num_rollouts < MIN_ROLLOUTS or num_prompts < MIN_PROMPTS:
-        kind, reason = _unjudged(f"{num_rollouts} rollouts of {num_prompts} prompts", config)
-        return _judgement(kind, reason, numbers)
-    gain = gain_of(candidate, serving)
-    bound = gain.lower_bound(config.confidence)
-    saved = lifetime_steps * throughput.seconds_saved(candidate, serving)
-    kind, verdict = _verdict(bound, saved, swap_seconds, config)
-    length, length_before = candidate.longest.value, serving.longest.value
-    numbers |= {"candidate_length": length, "serving_length": length_before}
-    numbers |= {"gain": gain.value, "lower_bound": bound, "seconds_saved": saved}
-    saves = f"{saved:.2f} s saved before the next candidate" if isfinite(saved) else "next to nothing was drafted"
+        needed = f"and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts are needed to judge"
+        reason = f"{kind}{because}: {judged_on} in this step have features of all their tokens, {needed}"
+        return Judgement(kind, reason, {"gate/publish": float(always)})
+    gain, bound = gain_of(candidate, serving, CONFIDENCE)
+    saved = lifetime_steps * seconds_saved(batch, candidate, serving)
+    if not always and bound <= MARGIN:
+        kind, because = "kept back", f", no gain above the margin of {MARGIN:g} is certain"
+    elif not always and saved <= swap_seconds:
+        kind, because = "kept back", ", the swap would cost more than it saves"
+    else:
+        kind = "published"
     reason = (
-        f"{verdict}: acceptance length {length:.3f} against {length_before:.3f} served, gain {gain.value:+.3f}, at least "
-        f"{bound:+.3f} ({config.confidence:.0%}, {num_rollouts} rollouts of {num_prompts} prompts, "
-        f"{len(scores.candidate)} draft tokens), {saves}, {swap_seconds:.2f} s for the swap"
+        f"{kind}{because}: acceptance length {candidate.longest:.3f} against {serving.longest:.3f} served, gain "
+        f"{gain:+.3f}, at least {bound:+.3f} ({CONFIDENCE:.0%}, {judged_on}, {len(scores.candidate)} draft tokens), "
+        f"{saved:.2f} s saved before the next candidate, {swap_seconds:.2f} s for the swap"
     )
-    return _judgement(kind, reason, numbers, candidate)
+    numbers = {"publish": kind == "published", "candidate_length": candidate.longest, "serving_length": serving.longest}
+    numbers |= {"gain": gain, "lower_bound": bound, "seconds_saved": saved, "swap_seconds": swap_seconds}
+    numbers |= {"num_rollouts": num_rollouts, "num_prompts": num_prompts}
+    return Judgement(kind, reason, {f"gate/{name}": float(value) for name, value in numbers.items()}, candidate)
 
 
-def _unjudged(found: str, config: GateConfig) -> tuple[Kind, str]:
-    missing = (
-        f"{found} in this step have features of all their tokens, and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts "
-        "are needed"
-    )
-    if config.publish_when == "always":
-        return "published", f'published unjudged because publish_when = "always": {missing}'
-    return "refused", f"refused: {missing}"
+def seconds_saved(batch: RolloutBatch, candidate: ExpectedAcceptance, serving: ExpectedAcceptance) -> float:
+    """Seconds that a step like this one takes less with the candidate, each drafter at its own fastest draft lengths.
 
-
-def _verdict(bound: float, saved: float, swap_seconds: float, config: GateConfig) -> tuple[Kind, str]:
-    if config.publish_when == "always":
-        return "published", 'published because publish_when = "always"'
-    if bound <= config.margin:
-        return "kept back", f"kept back, no gain above the margin of {config.margin:g} is certain"
-    if saved <= swap_seconds:
-        return "kept back", "kept back, the swap would cost more than it saves"
-    return "published", "published"
-
-
-def _judgement(
-    kind: Kind, reason: str, numbers: Mapping[str, float], expected: ExpectedAcceptance | None = None
-) -> Judgement:
-    numbers = {"publish": kind == "published", **numbers}
-    return Judgement(kind, reason, {f"gate/{name}": float(v) for name, v in numbers.items() if isfinite(v)}, expected)
-
-
-def _not_finite(scores: FreshScores) -> str:
-    """Whose acceptances are not finite, although those of the other are; empty when both know the same."""
-    assert scores.candidate is not None
-    candidate, serving = scores.candidate[-1], scores.serving[-1]
-    for name, one, other in (("candidate", candidate, serving), ("serving drafter", serving, candidate)):
-        if broken := int((one.known < other.known).sum()):
-            return f"acceptances of the {name} are not finite on {broken} of {len(one.known)} rollouts"
-    return ""
+    The engines' step costs tell the lengths apart, 0 included. Where engines have none, every step drafts K tokens.
+    """
+    costs = batch.gain.seconds_at if batch.gain is not None else []
+    table = np.array(costs or [[np.inf] * len(serving.rates) + [1.0]])[:, : len(serving.lengths)]
+    before, after = ((table / drafter.lengths).min(axis=1).sum() for drafter in (serving, candidate))
+    return float(batch.seconds * (1 - after / before))

@@ -49,9 +49,10 @@ def fix(live: LiveEngine, num_speculative_tokens: int | None) -> None:
 
 
 def draft_lengths(live: LiveEngine, *by_batch: int) -> None:
-    """Fix them by batch size from 1 on, the last one for all above."""
-    table = [by_batch[min(max(batch, 1), len(by_batch)) - 1] for batch in range(MAX_BATCH + 1)]
-    live.run(live.engine._speculation("__setattr__", "_fixed", table))
+    """Choose them by batch size from 1 on, the last one for all above."""
+    table = [by_batch[min(batch, len(by_batch)) - 1] for batch in range(1, MAX_BATCH + 1)]
+    live.run(live.engine._speculation("__setattr__", "_chosen", table))
+    live.run(live.engine._speculation("__setattr__", "_fixed", None))
 
 
 def drafted(batch: RolloutBatch) -> list[list[int]]:

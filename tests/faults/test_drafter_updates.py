@@ -1,12 +1,14 @@
 """Faults 1, 2, 4 and 6 on a real engine: drafter updates that are wrong, broken, scrambled, or lost later on."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from cotrain.config.schema import DrafterConfig
 from cotrain.publish.alarms import Alarm, check_step
 from cotrain.publish.decision import decide
-from cotrain.publish.evidence import Delivery, Publication
+from cotrain.publish.evidence import Publication
 from cotrain.records import RolloutBatch
 from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
@@ -20,12 +22,10 @@ STEPS = 100
 """Of the run that false alarms are shared out over."""
 
 
-def alarms_of(
-    live: LiveEngine, batch: RolloutBatch, good: RolloutBatch, delivery: Delivery | None = None
-) -> list[Alarm]:
+def alarms_of(live: LiveEngine, batch: RolloutBatch, good: RolloutBatch, **read_back: Any) -> list[Alarm]:
     """Alarms of one step, where the drafter is expected to do what it did in `good`."""
     expected = expected_from(good.rollouts)
-    evidence = evidence_of(batch, live.engine.versions, expected=expected, delivery=delivery)
+    evidence = evidence_of(batch, live.engine.versions, expected=expected, **read_back)
     return check_step(evidence, DrafterConfig(model={"type": "eagle3"}), total_steps=STEPS)
 
 
@@ -135,7 +135,7 @@ def test_6_weights_lost_by_the_engine(
 
     batch = fresh.generate(make_requests(16))
     read_back = fresh.run(fresh.engine.served_digests(sorted(sent.digests), draft=True))
-    alarms = alarms_of(fresh, batch, good, Delivery(sent.digests, [read_back]))
+    alarms = alarms_of(fresh, batch, good, sent=sent.digests, served=[read_back])
     assert "weights_differ" in [alarm.name for alarm in alarms]
     assert not any(alarm.fatal for alarm in alarms)
     fault("6a", "drafter weights lost, digests read back", "weights_differ", steps=1)

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain.config.publish import AlarmConfig
 from cotrain.config.schema import DrafterConfig
-from cotrain.publish.alarms import Alarm, check_step
+from cotrain.publish.alarms import LAG_ROUNDS, Alarm, check_step
 from cotrain.records import RolloutBatch, Versions
 from drafters.base import Drafter
 from tests.engine.conftest import LiveEngine, make_requests
@@ -16,14 +15,11 @@ from tests.publish_evidence import evidence_of
 
 pytestmark = pytest.mark.engine
 
-LAG_LIMIT = 2
-
 
 def alarms_of(batch: RolloutBatch, believed: Versions, judged_on: int) -> list[Alarm]:
     evidence = evidence_of(batch, believed)
     evidence = replace(evidence, serving=replace(evidence.serving, judged_on=judged_on))
-    drafter = DrafterConfig(model={"type": "eagle3"}, alarms=AlarmConfig(max_lag_versions=LAG_LIMIT))
-    return check_step(evidence, drafter, total_steps=100)
+    return check_step(evidence, DrafterConfig(model={"type": "eagle3"}), total_steps=100)
 
 
 def test_5_the_drafter_is_forgotten(
@@ -36,13 +32,13 @@ def test_5_the_drafter_is_forgotten(
         batch = fresh.generate(make_requests(4))
         return [alarm.name for alarm in alarms_of(batch, fresh.engine.versions, trained_on)]
 
-    for _ in range(LAG_LIMIT):
+    for _ in range(LAG_ROUNDS):
         fresh.send_policy(moved_target_state)
         assert alarms() == []
     fresh.send_policy(moved_target_state)
     assert alarms() == ["drafter_lags"]
-    fault("5", "target updated again and again, drafter not", "drafter_lags", steps=LAG_LIMIT + 1)
-    fault("9c", "trainer delivers nothing while the policy goes on", "drafter_lags", steps=LAG_LIMIT + 1)
+    fault("5", "target updated again and again, drafter not", "drafter_lags", steps=LAG_ROUNDS + 1)
+    fault("9c", "trainer delivers nothing while the policy goes on", "drafter_lags", steps=LAG_ROUNDS + 1)
 
 
 def test_10_the_policy_moves_under_a_rollout(fresh: LiveEngine, moved_target_state: dict, fault: Fault) -> None:

@@ -12,14 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cotrain.records import GainReport
-from cotrain.rollout.speculation.measurement import Measurement
+from cotrain.rollout.speculation.measurement import measured_length, measured_sizes
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
 from cotrain.rollout.speculation.step_costs import Array, StepCosts
 from cotrain.rollout.speculation.trials import Trials
-
-HYSTERESIS = 0.02
-"""Another length has to be faster by this share: less is lost by staying than by following noise. Speculation goes off
-as soon as it is expected to cost time."""
 
 DECIDE_STEPS = 16
 """Engine steps from one choice to the next; a choice takes about 0.1 ms."""
@@ -55,10 +51,12 @@ class SpeculationController:
         self.max_speculative_tokens, self.max_batch = max_speculative_tokens, max_batch
         self._acceptance, self._trials = ServedAcceptance(max_speculative_tokens), Trials()
         self._costs: StepCosts | None = None
-        self._measurement: Measurement | None = None
-        self._fixed: list[int] | None = self._constant(max_speculative_tokens)
+        self._measured: dict[tuple[int, int], list[float]] | None = (
+            None  # by (draft length, batch size), while measuring
+        )
+        self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
-        self._learns, self._num_steps = True, 0
+        self._num_steps = 0
         self._step: Step | None = None
         self._before: Step | None = None  # the one before, if its requests go on
         self._started = 0.0
@@ -70,13 +68,16 @@ class SpeculationController:
     def begin(self, learns: bool = True) -> None:
         """Start a report. Without `learns` its steps, of another sampling, teach nothing about those to come."""
         self._learns = learns
-        self._gain = GainReport()
+        self._gain, self._without = GainReport(), np.zeros(self.max_batch)
         self._decoded: dict[int, tuple[int, float]] = {}
 
     def report(self) -> dict[str, Any]:
         """gain: fields of a GainReport. decoded: [batch size, tokens, seconds] of the steps without prompts."""
-        gain = asdict(replace(self._gain, num_checks=self._num_checks))
-        return {"gain": gain, "decoded": [[batch, *row] for batch, row in self._decoded.items()]}
+        gain = replace(self._gain, seconds_without=float(self._without.sum()), num_checks=self._num_checks)
+        if self._costs is not None:
+            seconds_at = self._without * self._costs.ratios()
+            gain = replace(gain, seconds_at=seconds_at.T[self._without > 0].tolist())
+        return {"gain": asdict(gain), "decoded": [[batch, *row] for batch, row in self._decoded.items()]}
 
     def fix_num_speculative_tokens(self, num_speculative_tokens: int | None) -> bool:
         """The same length at every batch size; None gives the choice back. Is the length chosen here from now on?
@@ -85,50 +86,43 @@ class SpeculationController:
         """
         if num_speculative_tokens is None and self._costs is None:
             num_speculative_tokens = self.max_speculative_tokens
-        self._fixed = None if num_speculative_tokens is None else self._constant(num_speculative_tokens)
+        self._fixed = num_speculative_tokens
         return self._fixed is None
 
     def begin_measuring(self) -> None:
         """Time the engine steps that follow, at all draft lengths."""
-        self._measurement = Measurement(self.max_speculative_tokens, self.max_batch)
+        self._measured, self._num_steps = {}, 0
 
     def end_measuring(self) -> int:
         """Choose from now on by the steps since `begin_measuring`. The number of measured (length, batch size); 0: too
         few steps, and the length stays fixed."""
-        assert self._measurement is not None
-        seconds, self._measurement = self._measurement.seconds, None
+        assert self._measured is not None
+        measured, self._measured = self._measured, None
         try:
-            self._costs = StepCosts(self.max_speculative_tokens, self.max_batch, seconds)
+            self._costs = StepCosts(self.max_speculative_tokens, self.max_batch, measured)
         except ValueError:
             return 0
         self._fixed = None
         self._decide()
-        return len(seconds)
+        return len(measured)
 
     def new_drafter(self, expected_rates: Sequence[float] | None = None) -> None:
-        """Another drafter serves from now on.
-
-        expected_rates: acceptance that its evaluation expects, as shares of drafts that accept position i and all
-        before it. Without them it is tried at once.
-        """
-        self._acceptance.new_drafter(expected_rates)
-        if expected_rates is None:
-            self._trials.at_once()
+        """Another drafter serves from now on; expected_rates: see ServedAcceptance, None where nothing is expected."""
+        self._acceptance = ServedAcceptance(self.max_speculative_tokens, expected_rates or ())
         self._decide()
 
     def describe(self) -> str:
-        """The choice and its reason in words: k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1."""
+        """The choice and its reason in words: k=2 at batch 1 (gain 1.21x), off at batch 2 to 16: 0.78x at k=1."""
         if self._fixed is not None:
-            return f"k={self._fixed[1]} at every batch size (fixed)"
-        gains = self._gains()
-        starts = [0, *(np.flatnonzero(np.diff(self._chosen)) + 1).tolist()]
-        parts = []
-        for start, end in zip(starts, [*starts[1:], self.max_batch], strict=True):
-            k, where = int(self._chosen[start]), _batches(start + 1, end, self.max_batch)
-            low, high = f"{gains[k, start:end].min():.2f}x", f"{gains[k, start:end].max():.2f}x"
-            best = int(gains[1:, start].argmax()) + 1
+            return f"k={self._fixed} at every batch size (fixed)"
+        gains, parts = self._gains(), []
+        for batches in np.split(np.arange(self.max_batch), np.flatnonzero(np.diff(self._chosen)) + 1):
+            k, first, last = int(self._chosen[batches[0]]), batches[0] + 1, batches[-1] + 1
+            where = f"at batch {first}" + (f" to {last}" if last > first else "")
+            best = int(gains[1:, batches[0]].argmax()) + 1
+            low, high = (f"{bound:.2f}x" for bound in (gains[k, batches].min(), gains[k, batches].max()))
             on = f"k={k} {where} (gain {low if low == high else f'{low} to {high}'})"
-            parts.append(on if k else f"off {where}: {gains[best, start]:.2f}x at k={best}")
+            parts.append(on if k else f"off {where}: {gains[best, batches[0]]:.2f}x at k={best}")
         return ", ".join(parts)
 
     # -- what the scheduler calls in every step; `now` is seconds of one clock -----------------------------------------
@@ -137,13 +131,10 @@ class SpeculationController:
         """Draft length by batch size, [max_batch + 1], of the step that begins now."""
         self._end_step(now)
         self._started = now
-        if self._measurement is not None:
-            return self._constant(self._measurement.num_speculative_tokens)
-        if self._fixed is not None:
-            return self._fixed
-        if self._trials.num_speculative_tokens is not None:
-            return self._constant(self._trials.num_speculative_tokens)
-        return [0, *self._chosen.tolist()]
+        length = self._trials.num_speculative_tokens if self._fixed is None else self._fixed
+        if self._measured is not None:
+            length = measured_length(self._num_steps, self.max_speculative_tokens)
+        return [0, *map(int, self._chosen)] if length is None else [length] * (self.max_batch + 1)
 
     def observe(self, step: Step) -> None:
         """What became of it. It ends when the next begins, or with `idle`."""
@@ -158,37 +149,36 @@ class SpeculationController:
         if self._costs is not None:
             self._costs.pause()
 
-    def _constant(self, num_speculative_tokens: int) -> list[int]:
-        return [num_speculative_tokens] * (self.max_batch + 1)
-
     def _end_step(self, now: float) -> None:
         step, self._step = self._step, None
         if step is None:
             return
         seconds, before, self._before = now - self._started, self._before, step
-        if self._learns and (self._fixed is None or self._measurement is not None):
+        chooses = self._fixed is None and self._measured is None
+        if self._learns and (chooses or self._measured is not None):
             self._acceptance.observe(step.drafts)
         if step.computes_prompts:
             return
         tokens, total = self._decoded.get(step.batch, (0, 0.0))
         self._decoded[step.batch] = tokens + step.num_tokens, total + seconds
-        if self._measurement is not None:
-            self._measurement.observe(step.num_speculative_tokens, step.batch, step.steady, seconds)
-        elif self._fixed is None and self._costs is not None:
+        if self._measured is not None:
+            self._num_steps += 1
+            if step.steady and step.batch in measured_sizes(self.max_batch):
+                self._measured.setdefault((step.num_speculative_tokens, step.batch), []).append(seconds)
+        elif chooses and self._costs is not None:
             self._count(self._costs, step, before, seconds)
             if self._learns:
                 self._learn(self._costs, step, seconds)
 
     def _count(self, costs: StepCosts, step: Step, before: Step | None, seconds: float) -> None:
-        without = costs.seconds(0, step.batch)
+        without = costs.seconds(0, step.batch) * step.num_tokens / step.batch
         if step.steady:  # what slowed it would have slowed a step without speculation alike
             without *= seconds / costs.seconds(step.num_speculative_tokens, step.batch)
-        without *= step.num_tokens / step.batch
+        self._without[step.batch - 1] += without
         plain = step.steady and not step.num_speculative_tokens
         self._gain += GainReport(
             num_steps=1,
             seconds=seconds,
-            seconds_without=without,
             seconds_without_checked=without if plain else without * float(np.exp(self._check_error)),
             trial_seconds=0.0 if self._trials.num_speculative_tokens is None else seconds,
             longest_draft=0 if before is None else before.num_speculative_tokens,
@@ -200,9 +190,9 @@ class SpeculationController:
             costs.follow(step.num_speculative_tokens, step.batch, seconds)
         elif step.steady:
             error = float(np.log(seconds / costs.seconds(step.num_speculative_tokens, step.batch)))
-        self._trials.observe(seconds, error)
+        over = self._trials.observe(seconds, error)
         self._num_steps += 1
-        if self._trials.over:
+        if over:
             self._end_trial(step.batch)
         elif self._num_steps % DECIDE_STEPS == 0:
             self._decide()
@@ -211,8 +201,11 @@ class SpeculationController:
             self._trials.begin(int(self._chosen[entry]), self._gains()[:, entry], costs.ratios()[:, entry])
 
     def _end_trial(self, batch: int) -> None:
-        tried, error = self._trials.num_speculative_tokens, self._trials.end()
-        if self._costs is None or tried is None or error is None:
+        tried = self._trials.num_speculative_tokens
+        if self._costs is None or tried is None:
+            return
+        error = self._trials.end()
+        if error is None:
             return
         if tried == 0:
             self._num_checks = min(self._num_checks + 1, CHECKS_KEPT)
@@ -228,16 +221,4 @@ class SpeculationController:
     def _decide(self) -> None:
         if self._costs is None:
             return
-        gains, batches = self._gains(), np.arange(self.max_batch)
-        best = gains.argmax(0)
-        margin = np.where(best == 0, 1.0, 1.0 + HYSTERESIS)
-        better = gains[best, batches] > margin * gains[self._chosen, batches]
-        self._chosen = np.where(better, best, self._chosen)
-
-
-def _batches(first: int, last: int, most: int) -> str:
-    if first == 1 and last == most:
-        return "at every batch size"
-    if last == most:
-        return f"from batch {first}"
-    return f"at batch {first}" if first == last else f"at batch {first} to {last}"
+        self._chosen = self._gains().argmax(0)

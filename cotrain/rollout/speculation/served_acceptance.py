@@ -16,7 +16,8 @@ MEMORY = 100.0
 position forgets by its own drafts, so that what is known of a length that is not drafted now stays."""
 
 FIRST_RATE, FIRST_DRAFTS = 0.5, 2.0
-"""Belief about the first position before anything was drafted, and the drafts that it counts for."""
+"""Belief about the first position before anything was drafted, and the drafts that it counts for: a drafter of which
+nothing is known is tried where acceptance of a half would pay."""
 
 DEEPER_DRAFTS = 4.0
 """A deeper position is believed to be like the one before it, with the weight of so many drafts."""
@@ -24,15 +25,16 @@ DEEPER_DRAFTS = 4.0
 EXPECTED_DRAFTS = 100.0
 """Drafts that the trainer's expectation of a new drafter counts for."""
 
-KEPT_DRAFTS = 10.0
-"""Drafts that old observations count for, at most, when nothing is expected of a new drafter: a trial decides."""
-
 
 class ServedAcceptance:
     """Counts by draft position, with forgetting."""
 
-    def __init__(self, max_speculative_tokens: int):
+    def __init__(self, max_speculative_tokens: int, expected_rates: Sequence[float] = ()):
+        """expected_rates [K or fewer]: share of drafts that are expected to accept position i and all before it."""
         self._trials, self._accepted = np.zeros(max_speculative_tokens), np.zeros(max_speculative_tokens)
+        known = len(expected_rates)
+        self._trials[:known] = EXPECTED_DRAFTS * np.array([1.0, *expected_rates])[:known]
+        self._accepted[:known] = EXPECTED_DRAFTS * np.array(expected_rates)
 
     def observe(self, drafts: Sequence[tuple[int, int]]) -> None:
         """Count one engine step: (draft tokens, accepted ones) of each request with drafts."""
@@ -44,19 +46,6 @@ class ServedAcceptance:
         kept = 0.5 ** (trials / MEMORY)
         self._trials = kept * self._trials + trials
         self._accepted = kept * self._accepted + (accepted > positions).sum(0)
-
-    def new_drafter(self, expected_rates: Sequence[float] | None = None) -> None:
-        """Forget the drafter before.
-
-        expected_rates [K or fewer]: share of drafts that are expected to accept position i and all before it.
-        """
-        scale = min(1.0, KEPT_DRAFTS / max(self._trials[0], 1.0)) if expected_rates is None else 0.0
-        self._trials *= scale
-        self._accepted *= scale
-        if expected_rates is not None:
-            known = len(expected_rates)
-            self._trials[:known] = EXPECTED_DRAFTS * np.array([1.0, *expected_rates[:-1]])
-            self._accepted[:known] = EXPECTED_DRAFTS * np.array(expected_rates)
 
     def tokens_per_step(self) -> Array:
         """[K+1]: L_k."""

@@ -21,15 +21,12 @@ PACE_STEPS, LEAST_PACE_STEPS = 15, 5
 """Latest steps whose median is the pace: late ones do not move it, and it follows a busy spell within eight. And those
 that have to be known for a trial to be compared with."""
 
-MEASURED_TRIALS, MOST_TRIALS = 2.0, 4.0
-"""Trials that the measurement at the start counts for, and that the past of a cell counts for at most."""
-
-CLIP = 0.3
-"""Log seconds that one trial may be off by, at most: it may have met a moment in which the machine was busy."""
+TRIAL_WEIGHT = 0.25
+"""Share of a trial's error by which the table is corrected: noise of a trial is about as large as the table's errors."""
 
 
 class StepCosts:
-    """Log seconds for draft lengths 0 to K at batch sizes 1, 2, 4, ..., max_batch, linear in log batch between them."""
+    """Log seconds for draft lengths 0 to K at batch sizes 1 to max_batch, linear in log batch between measured ones."""
 
     def __init__(
         self, max_speculative_tokens: int, max_batch: int, measured: Mapping[tuple[int, int], Sequence[float]]
@@ -42,22 +39,18 @@ class StepCosts:
         sizes = sorted({batch for _, batch in measured if all(measured.get((k, batch)) for k in lengths)})
         if not sizes:
             raise ValueError("no batch size at which engine steps of all draft lengths were measured")
-        anchors = np.log2([2**i for i in range(max_batch.bit_length()) if 2**i < max_batch] + [max_batch])
-        table = np.array([[np.log(np.quantile(measured[k, batch], QUANTILE)) for batch in sizes] for k in lengths])
-        self._log_seconds = table @ _interpolation(anchors, np.log2(sizes)).T
-        self._weights = _interpolation(np.log2(np.arange(1, max_batch + 1)), anchors)  # [max_batch, anchors]
-        self._trials = np.full(self._log_seconds.shape, MEASURED_TRIALS)
+        self._log_batches = np.log2(np.arange(1, max_batch + 1))
+        rows = ([np.log(np.quantile(measured[k, batch], QUANTILE)) for batch in sizes] for k in lengths)
+        self._log_seconds = np.stack([np.interp(self._log_batches, np.log2(sizes), row) for row in rows])
         self._recent: deque[float] = deque([0.0], maxlen=PACE_STEPS)
 
     def ratios(self) -> Array:
         """[K+1, max_batch]: t_k / t_0."""
-        return np.exp((self._log_seconds - self._log_seconds[0]) @ self._weights.T)
+        return np.exp(self._log_seconds - self._log_seconds[0])
 
     def seconds(self, num_speculative_tokens: int, batch: int) -> float:
         """What a step takes at the present pace."""
-        return float(
-            np.exp(self._log_seconds[num_speculative_tokens] @ self._weights[batch - 1] + median(self._recent))
-        )
+        return float(np.exp(self._log_seconds[num_speculative_tokens, batch - 1] + median(self._recent)))
 
     @property
     def knows_pace(self) -> bool:
@@ -70,17 +63,9 @@ class StepCosts:
 
     def follow(self, num_speculative_tokens: int, batch: int, seconds: float) -> None:
         """Learn the pace from a step of the length in use."""
-        self._recent.append(
-            float(np.log(seconds) - self._log_seconds[num_speculative_tokens] @ self._weights[batch - 1])
-        )
+        self._recent.append(float(np.log(seconds) - self._log_seconds[num_speculative_tokens, batch - 1]))
 
     def correct(self, num_speculative_tokens: int, batch: int, error: float) -> None:
-        """Learn from a trial, whose steps took exp(error) times `seconds`."""
-        weights, trials = self._weights[batch - 1], self._trials[num_speculative_tokens]
-        self._log_seconds[num_speculative_tokens] += weights * float(np.clip(error, -CLIP, CLIP)) / (trials + 1)
-        np.minimum(trials + weights, MOST_TRIALS, out=trials)
-
-
-def _interpolation(points: Array, anchors: Array) -> Array:
-    """[points, anchors]: weights of linear interpolation."""
-    return np.stack([np.interp(points, anchors, unit) for unit in np.eye(len(anchors))], axis=1)
+        """Learn from a trial, whose steps took exp(error) times `seconds`, for batch sizes up to half and twice as large."""
+        near = np.maximum(0.0, 1.0 - np.abs(self._log_batches - self._log_batches[batch - 1]))
+        self._log_seconds[num_speculative_tokens] += TRIAL_WEIGHT * error * near

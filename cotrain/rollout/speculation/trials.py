@@ -20,67 +20,56 @@ WAIT_SECONDS = 1.0
 
 
 class Trials:
-    """When a trial is due, which length it tries, and what came of it. Time is that of decoding since the start."""
+    """When a trial is due, which length it tries, and what came of it. Time is decoding time."""
 
     def __init__(self) -> None:
         self.num_speculative_tokens: int | None = None
         """Length on trial."""
-        self._clock = self._due = self._cost = 0.0
+        self._wait = self._cost = 0.0
         self._steps = self._number = 0
         self._errors: list[float] = []
-
-    def at_once(self) -> None:
-        """Let the next one begin with the next step."""
-        self._due = self._clock
 
     @property
     def due(self) -> bool:
         """Has the time come to begin one?"""
-        return self.num_speculative_tokens is None and self._clock >= self._due
-
-    @property
-    def over(self) -> bool:
-        """Has the one that runs had its steps?"""
-        return self._steps == TRIAL_STEPS
+        return self.num_speculative_tokens is None and self._wait <= 0
 
     def begin(self, chosen: int, gains: Array, ratios: Array) -> None:
-        """gains, ratios [K+1]: expected gain over no speculation, and t_k / t_0, at the present batch size."""
-        lengths = _worth_a_trial(chosen, gains, ratios)
-        if not lengths:
-            self._due = self._clock + WAIT_SECONDS
-            return
-        self.num_speculative_tokens = lengths[self._number % len(lengths)]
-        self._number += 1
+        """Try a length at which a drafter that is always right would gain more than the chosen one, if there is any.
 
-    def observe(self, seconds: float, error: float | None) -> None:
-        """A step has ended. error: log seconds above what the table says; None for a step at a change of length."""
-        self._clock += seconds
-        if self.num_speculative_tokens is not None:
-            self._steps += 1
-            self._cost += seconds
-            if error is not None:
-                self._errors.append(error)
+        While speculation is on, no speculation comes every other time. While it is off, only the best of the others
+        comes: all that can change is the drafter, and each trial costs. gains, ratios [K+1]: expected gain over no
+        speculation, and t_k / t_0, at the present batch size.
+        """
+        could_pay = np.arange(1, len(gains) + 1) / ratios > gains[chosen]
+        lengths: list[int] = [k for k in np.flatnonzero(could_pay).tolist() if k not in (0, chosen)]
+        if chosen:
+            lengths = [length for k in lengths for length in (0, k)] or [0]
+        else:
+            lengths = sorted(lengths, key=lambda k: -gains[k])[:1]
+        if lengths:
+            self.num_speculative_tokens = lengths[self._number % len(lengths)]
+            self._number += 1
+        else:
+            self._wait = WAIT_SECONDS
+
+    def observe(self, seconds: float, error: float | None) -> bool:
+        """A step has ended; is a trial over? error: log seconds above what the table says; None at a change of length."""
+        if self.num_speculative_tokens is None:
+            self._wait -= seconds
+            return False
+        self._steps += 1
+        self._cost += seconds
+        if error is not None:
+            self._errors.append(error)
+        return self._steps == TRIAL_STEPS
 
     def end(self) -> float | None:
-        """End the trial, if there is one. Its median error, which no late step moves; None with too few steps.
+        """End the trial. Its median error, which no late step moves; None with too few steps.
 
         The next is due when its share of the time has paid for this one.
         """
-        if self.num_speculative_tokens is not None:
-            self._due = self._clock + self._cost / TRIAL_SHARE
         errors, self._errors = self._errors, []
+        self._wait = self._cost / TRIAL_SHARE
         self.num_speculative_tokens, self._steps, self._cost = None, 0, 0.0
         return median(errors) if len(errors) >= LEAST_TIMED else None
-
-
-def _worth_a_trial(chosen: int, gains: Array, ratios: Array) -> list[int]:
-    """Lengths that take turns: those at which a drafter that is always right would gain more than the chosen one.
-
-    While speculation is on, no speculation comes every other time. While it is off, only the best of the others comes:
-    all that can change is the drafter, and each trial costs.
-    """
-    could_pay = np.arange(1, len(gains) + 1) / ratios > gains[chosen]
-    lengths: list[int] = [k for k in np.flatnonzero(could_pay).tolist() if k not in (0, chosen)]
-    if not chosen:
-        return sorted(lengths, key=lambda k: -gains[k])[:1]
-    return [length for k in lengths for length in (0, k)] or [0]

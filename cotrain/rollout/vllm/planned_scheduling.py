@@ -11,20 +11,19 @@ from cotrain.rollout.speculation.controller import SpeculationController, Step
 
 
 class PlannedSteps:
-    """Mixin before vLLM's Scheduler: a controller chooses its draft lengths and sees every step. None: vLLM's own."""
+    """Mixin before vLLM's Scheduler: a controller chooses its draft lengths and sees every step."""
 
-    controller: SpeculationController | None = None
+    controller: SpeculationController
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self.controller is not None:
-            self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())
+        self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        if self.controller is not None:  # before vLLM's own, which may change both arguments
-            _observe(self.controller, scheduler_output, model_runner_output)
+        # Before vLLM's own, which may change both arguments.
+        self.controller.observe(_step_of(scheduler_output, model_runner_output))
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        if self.controller is not None and not self.has_unfinished_requests():  # type: ignore[attr-defined]
+        if not self.has_unfinished_requests():  # type: ignore[attr-defined]
             self.controller.idle(time.perf_counter())
         return outputs
 
@@ -41,20 +40,14 @@ def computes_prompts(output: Any) -> bool:
     return more or bool(output.scheduled_new_reqs)
 
 
-def _observe(controller: SpeculationController, output: Any, sampled: Any) -> None:
+def _step_of(output: Any, sampled: Any) -> Step:
     token_ids = sampled.sampled_token_ids  # empty when nothing was sampled
     generated = {request: len(token_ids[i]) if token_ids else 0 for request, i in sampled.req_id_to_index.items()}
-    drafts = [
-        (len(draft), generated[request] - 1)
-        for request, draft in output.scheduled_spec_decode_tokens.items()
-        if generated.get(request)
-    ]
-    controller.observe(
-        Step(
-            num_speculative_tokens=output.num_spec_tokens_to_schedule,
-            batch=len(output.num_scheduled_tokens),
-            computes_prompts=computes_prompts(output),
-            drafts=drafts,
-            num_tokens=sum(generated.values()),
-        )
+    drafted = output.scheduled_spec_decode_tokens.items()
+    return Step(
+        num_speculative_tokens=output.num_spec_tokens_to_schedule,
+        batch=len(output.num_scheduled_tokens),
+        computes_prompts=computes_prompts(output),
+        drafts=[(len(draft), generated[request] - 1) for request, draft in drafted if generated.get(request)],
+        num_tokens=sum(generated.values()),
     )

@@ -18,8 +18,7 @@ class DraftLengthScheduler(PlannedSteps, Scheduler):
         die_with_parent()
         leave_terminal_group()
         super().__init__(*args, **kwargs)
-        if self.num_spec_tokens:
-            self.controller = SpeculationController(self.num_spec_tokens, self.scheduler_config.max_num_seqs)
+        self.controller = SpeculationController(self.num_spec_tokens, self.scheduler_config.max_num_seqs)
 
 
 def _call_controller(core: Any, method: str, args: list[Any]) -> Any:

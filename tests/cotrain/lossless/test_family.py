@@ -4,11 +4,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cotrain.lossless.family import CheckResult, holm, judge
+from cotrain.lossless.family import CheckResult, judge
 
 
 def result(p: float, check: str = "uniformity") -> CheckResult:
     return CheckResult(check, "T=1 k=3", 1000, 0.05, "TV", p)
+
+
+def holm(p_values: list[float]) -> list[float]:
+    return [judged.adjusted_p for judged in judge([result(p) for p in p_values], alpha=0.01).results]
 
 
 def test_holm_steps_down() -> None:

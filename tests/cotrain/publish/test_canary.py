@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cotrain.publish.acceptance import expected_of
-from cotrain.publish.decision import Decision, decide
+from cotrain.publish.decision import Outcome, decide
 from cotrain.publish.evidence import CANARY_STEPS, Publication
 from cotrain.records import SpeculationCounts
 from cotrain.rollout.acceptance_stats import counts_of_steps
@@ -19,7 +19,7 @@ FIRST = Publication(version=4, last_good=4, judged_on=7)
 WATCHED = FIRST.published(5, 7, 0.1, scored=True)
 
 
-def step(serving: Publication, rate: float = 0.42, seed: int = 0, **changes: object) -> Decision:
+def step(serving: Publication, rate: float = 0.42, seed: int = 0, **changes: object) -> Outcome:
     """A step of the serving drafter, where PROMISE is expected: rates of 0.4, 0.2, 0.1."""
     rollouts = generated(np.random.default_rng(seed), rate) if rate else dead()
     return decide(evidence(rollouts, serving=serving, **changes), DRAFTER, 1000)
@@ -82,7 +82,7 @@ def test_shorter_drafts_are_held_against_what_they_can_accept() -> None:
     promise = expected((0.6, 0.4, 0.2))
     mixed = SpeculationCounts((500, 0, 500), ((300, 0, 0), (0, 0, 0), (300, 200, 100)))
     for served in (counts(1000, 1, (600,), 3), mixed):
-        assert promise.at(served.steps).value == pytest.approx(served.acceptance_length)
+        assert promise.length_at(served.steps) == pytest.approx(served.acceptance_length)
 
 
 def periodic(rollouts: int, easy: float = 0.96) -> list[StartAcceptance]:
@@ -110,7 +110,7 @@ def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(nu
             steps.append((num_speculative_tokens, taken))
             start += 1 + taken
     served = counts_of_steps(steps, 3)
-    assert promise.at(served.steps).value == pytest.approx(served.acceptance_length, rel=0.03)
+    assert promise.length_at(served.steps) == pytest.approx(served.acceptance_length, rel=0.03)
     assert served.acceptance_length > promise.lowest_served(served.steps, 8, tolerance=0.0, chance=0.01)
     assert promise.rates[0][0] < 0.6 < 0.9 < promise.rates[2][0]
 

@@ -130,7 +130,7 @@ def test_a_trial_is_compared_with_the_steps_around_it_and_not_with_the_call_befo
         engine.slow_down = 1.0
         engine.drain([40.0] * 16)
         engine.slow_down = 2.0
-        engine.rule._trials.at_once()
+        engine.rule._trials._wait = 0.0
         assert any(engine.drain([40.0] * 16).lengths)
     assert engine.rule._costs.ratios() == pytest.approx(before, rel=0.1)
 
@@ -181,6 +181,18 @@ def test_a_wrong_table_shows_in_the_checked_gain() -> None:
     assert speedup > 1.1 * tally.speed and checked < 0.9 * speedup
 
 
+def test_the_report_says_what_the_tokens_would_take_at_each_length() -> None:
+    engine = engine_of(GOOD, noise=QUIET)
+    engine.rule.begin()
+    engine.drain([100.0] * 4 + [400.0])
+    report = report_of(engine)
+    table = np.array(report.seconds_at)
+    assert table.shape == (len(engine.rule.report()["decoded"]), K + 1)
+    assert table[:, 0].sum() == pytest.approx(report.seconds_without)
+    alone = table[0] / table[0, 0]  # rows are by batch size
+    assert alone == pytest.approx([1.0, *CPU.ratios[0]], rel=0.05)
+
+
 def test_without_speculation_the_speedup_is_one() -> None:
     engine = engine_of((0.0, 0.0, 0.0), noise=QUIET)
     engine.run(32, 100)
@@ -227,7 +239,7 @@ def test_reason_in_words() -> None:
     engine = engine_of(GOOD, noise=QUIET)
     words = engine.rule.describe()
     assert re.match(r"k=3 at batch 1 to 2 \(gain 1\.3\dx to 1\.\d\dx\), k=2 at batch 3 to \d", words), words
-    assert re.search(r", off (at|from) batch 3\d.*: 1\.0\dx at k=1$", words), words
+    assert re.search(r", off at batch \d+ to 32: \d\.\d\dx at k=1$", engine_of(BAD, noise=QUIET).rule.describe())
     engine.rule.fix_num_speculative_tokens(1)
     assert engine.rule.describe() == "k=1 at every batch size (fixed)"
 

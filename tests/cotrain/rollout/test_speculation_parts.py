@@ -10,12 +10,12 @@ from cotrain.rollout.speculation.controller import SpeculationController, Step
 from cotrain.rollout.speculation.measurement import (
     MEASURE_ROUNDS,
     MEASURE_STEPS,
-    Measurement,
+    measured_length,
     measured_sizes,
     next_size,
     room_for,
 )
-from cotrain.rollout.speculation.served_acceptance import KEPT_DRAFTS, ServedAcceptance
+from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
 from cotrain.rollout.speculation.step_costs import StepCosts
 from cotrain.rollout.speculation.trials import TRIAL_STEPS, Trials
 from cotrain.rollout.vllm.planned_scheduling import PlannedSteps
@@ -87,16 +87,15 @@ def test_what_was_served_last_counts_most_and_other_positions_are_not_forgotten(
     assert (lengths[2] - lengths[1]) / (lengths[1] - 1) == pytest.approx(0.9, abs=0.07)
 
 
-def test_an_expectation_replaces_what_was_served_and_without_one_little_of_it_counts() -> None:
-    acceptance = ServedAcceptance(K)
-    serve(acceptance, GOOD, 3, 100)
-    acceptance.new_drafter([0.2, 0.05, 0.0])
-    assert acceptance.tokens_per_step() == pytest.approx([1.0, 1.2, 1.25, 1.25], abs=0.03)
-    acceptance.new_drafter([0.6])
-    assert acceptance.tokens_per_step() == pytest.approx([1.0, 1.6, 1.96, 2.176], abs=0.03), "as the one before"
-    acceptance.new_drafter(None)
-    serve(acceptance, (0.0, 0.0, 0.0), 3, int(KEPT_DRAFTS))
-    assert acceptance.tokens_per_step()[1] < 1.2
+def test_an_expectation_is_where_the_counts_begin() -> None:
+    lengths = ServedAcceptance(K, [0.2, 0.05, 0.0]).tokens_per_step()
+    assert lengths == pytest.approx([1.0, 1.2, 1.25, 1.25], abs=0.03)
+    lengths = ServedAcceptance(K, [0.6]).tokens_per_step()
+    assert lengths == pytest.approx([1.0, 1.6, 1.96, 2.176], abs=0.03), "deeper positions are as the one before"
+    unknown = ServedAcceptance(K)
+    assert unknown.tokens_per_step()[1] == 1.5
+    serve(unknown, (0.0, 0.0, 0.0), 3, 10)
+    assert unknown.tokens_per_step()[1] < 1.2
 
 
 def test_trials_end_take_turns_and_are_paid_before_the_next() -> None:
@@ -107,8 +106,7 @@ def test_trials_end_take_turns_and_are_paid_before_the_next() -> None:
             trials.begin(2, gains, ratios)
             lengths.append(trials.num_speculative_tokens)
         num_steps += trials.num_speculative_tokens is not None
-        trials.observe(0.01, None)
-        if trials.over:
+        if trials.observe(0.01, None):
             trials.end()
     assert num_steps / 6000 == pytest.approx(0.02, abs=0.002)
     assert lengths[:5] == [0, 1, 0, 3, 0] and len(lengths) == num_steps / TRIAL_STEPS
@@ -137,14 +135,21 @@ def test_what_is_tried(chosen: int, gains: list[float], ratios: list[float], exp
     assert trials.num_speculative_tokens == expected and not trials.due
 
 
-def test_measured_lengths_take_turns_and_only_their_sizes_count() -> None:
-    measurement, lengths = Measurement(K, 16), []
-    for step in range(2 * MEASURE_STEPS * (K + 1)):
-        lengths.append(measurement.num_speculative_tokens)
-        measurement.observe(lengths[-1], 4 if step % 2 else 3, steady=True, seconds=0.1)
+def test_measured_lengths_take_turns() -> None:
+    lengths = [measured_length(step, K) for step in range(2 * MEASURE_STEPS * (K + 1))]
     assert lengths == [k for k in (3, 2, 1, 0) * 2 for _ in range(MEASURE_STEPS)]
-    assert set(measurement.seconds) == {(k, 4) for k in range(K + 1)}
     assert room_for(1) == 3 * MEASURE_STEPS
+
+
+def test_only_the_sizes_to_be_measured_count() -> None:
+    controller, now = SpeculationController(K, 16), 0.0
+    controller.begin_measuring()
+    for step in range(4 * MEASURE_STEPS * (K + 1)):
+        batch = 4 if step // MEASURE_STEPS // (K + 1) % 2 else 3
+        k = controller.draft_lengths(now)[batch]
+        controller.observe(Step(k, batch, False, [(k, 0)] * batch if k else [], batch))
+        now += 0.1
+    assert controller.end_measuring() == K + 1
 
 
 def test_batch_sizes_share_the_time_the_largest_first() -> None:
@@ -232,9 +237,3 @@ def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_s
     assert [step.steady for step in recorder.steps[:3]] == [False, True, False]
     decoded = recorder.report()["decoded"]
     assert [row[:2] for row in decoded] == [[2, 3], [1, 1]] and all(row[2] > 0 for row in decoded)
-
-
-def test_scheduler_without_a_controller_is_vllms_own() -> None:
-    scheduler = PlannedScheduler()
-    scheduler.dynamic_sd_lookup = [K] * 3
-    assert scheduler.schedule().num_spec_tokens_to_schedule == K

@@ -206,8 +206,8 @@ def test_a_resume_may_change_the_length_and_the_surroundings(run_config, tmp_pat
 def test_a_resume_may_change_what_an_alarm_does(run_config):
     drafter = {"model": {"type": "eagle3"}, "on_drafter_failure": "continue", "alarms": {"tolerance": 0.5}}
     check_resume(run_config(drafter=drafter, lossless={"every": 5}), {}, saved_by(run_config()))
-    with pytest.raises(ValueError, match=r"drafter.gate.margin: 0.02 -> 0.1"):
-        check_resume(run_config(drafter=drafter | {"gate": {"margin": 0.1}}), {}, saved_by(run_config()))
+    with pytest.raises(ValueError, match=r"drafter.gate.publish_when: 'gain' -> 'always'"):
+        check_resume(run_config(drafter=drafter | {"gate": {"publish_when": "always"}}), {}, saved_by(run_config()))
 
 
 def test_every_other_change_is_listed(run_config):
