@@ -18,6 +18,7 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest, SwapReport
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.vllm.cpu import fork_engine_core
 from cotrain.transport.payload import write_payload
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, TargetWeights
@@ -35,6 +36,7 @@ class LiveEngine:
 
     def __init__(self, spec: EngineSpec):
         os.environ.update(threads.engine_environment(threads.num_cores()))
+        fork_engine_core()  # the test process has one OpenMP thread, so there is none that a fork would lose
         self.engine = RolloutEngine(spec)
         self.loop = asyncio.new_event_loop()
         self.report = self.run(self.engine.start())
