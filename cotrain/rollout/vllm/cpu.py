@@ -32,14 +32,14 @@ class _EngineCore(ForkProcess):
         leave_terminal_group()
         gc.freeze()  # what belongs to the parent, such as Ray's references, is not collected here
         if "ray" in sys.modules:  # vLLM cannot set the title of a process whose title Ray has set before
-            from ray._raylet import setproctitle
+            from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
             setproctitle(f"VLLM::{self.name}")
         super().run()
 
 
 class _Forking(ForkContext):
-    Process = _EngineCore  # type: ignore[assignment]
+    Process = _EngineCore
 
 
 def fork_engine_core() -> None:
