@@ -19,7 +19,7 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 import pytest
 
 from cotrain.config.schema import RunConfig
-from tests.file_times import KEY, FileTimes, longest_first
+from tests.file_times import FileTimes, longest_first
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,8 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FileTimes())
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    longest_first(items, config.cache.get(KEY, {}) if config.cache else {})
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items)
 
 
 @pytest.fixture

@@ -16,9 +16,13 @@ WORTH_PRINTING_S = 120
 """Sessions that take less are those of somebody who runs a few tests."""
 SHOWN = 12
 
-KEY = "cotrain/file_seconds"
 ROOT = Path(__file__).parents[1]
-RECORD = ROOT / ".pytest_cache" / "v" / KEY
+RECORD = ROOT / ".pytest_cache" / "file_seconds.json"
+
+
+def recorded() -> dict[str, float]:
+    """Seconds that each file took when it was last run."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def file_of(nodeid: str) -> str:
@@ -36,9 +40,10 @@ class FileTimes:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         config = session.config
-        if config.option.keyword or any("::" in argument for argument in config.args) or not hasattr(config, "cache"):
+        if config.option.keyword or any("::" in argument for argument in config.args):
             return  # a part of a file says nothing about the file
-        config.cache.set(KEY, config.cache.get(KEY, {}) | {file: round(s, 1) for file, s in self.seconds.items()})
+        RECORD.parent.mkdir(exist_ok=True)
+        RECORD.write_text(json.dumps(recorded() | {file: round(s, 1) for file, s in self.seconds.items()}, indent=1))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if sum(self.seconds.values()) < WORTH_PRINTING_S:
@@ -48,15 +53,15 @@ class FileTimes:
             terminalreporter.write_line(f"{seconds:7.1f}  {file}")
 
 
-def longest_first(items: list[pytest.Item], seconds: dict[str, float]) -> None:
+def longest_first(items: list[pytest.Item]) -> None:
     """Sort tests by the recorded time of their file, so that no long one is started last; new files come first."""
+    seconds = recorded()
     items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), sys.maxsize))
 
 
 def main() -> int:
     """Name the files whose last time is too long."""
-    recorded: dict[str, float] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    too_long = {file: s for file, s in recorded.items() if s > LONGEST_S and (ROOT / file).exists()}
+    too_long = {file: s for file, s in recorded().items() if s > LONGEST_S and (ROOT / file).exists()}
     for file, seconds in too_long.items():
         print(
             f"{file} took {seconds:.0f} s of {LONGEST_S}: do less in it, or time it again on a quiet machine (pytest {file})"
