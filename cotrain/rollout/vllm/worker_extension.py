@@ -31,7 +31,7 @@ class CotrainWorker:
         die_with_parent()
         leave_terminal_group()
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        if runner.vllm_config.model_config.enforce_eager:
+        if runner.device.type == "cpu" and runner.model_config.enforce_eager:
             # vLLM compiles some small functions of the sampler all the same, in the first step, which takes 3 s.
             torch.compiler.set_stance("force_eager")
         self._cotrain_reads_prompts = False
