@@ -35,15 +35,16 @@ test: $(STAMP) ## lint, then all tests
 	started=$$SECONDS
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q -m 'not engine' --numprocesses 2
-	$(BIN)/python -m pytest -q -m 'engine and not alone' --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m 'engine and not alone' --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -q -m 'engine and alone'
 	echo "make test: $$((SECONDS - started)) s"
 
-lint: $(STAMP) ## ruff, mypy and the import contracts
+lint: $(STAMP) ## ruff, mypy, the import contracts and the last times of the test files
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check . || { echo 'not formatted: run $(BIN)/ruff format .'; exit 1; }
 	$(BIN)/mypy --no-error-summary
 	$(BIN)/lint-imports --no-cache >.venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
+	$(BIN)/python -m tests.file_times
 	echo 'lint: ok'
 
 clean: ## remove .venv and caches; runs/ stays

@@ -19,12 +19,16 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 import pytest
 
 from cotrain.config.schema import RunConfig
-from tests.file_times import FileTimes
+from tests.file_times import FileTimes, longest_first
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the session itself, and none of its processes
         config.pluginmanager.register(FileTimes())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items)
 
 
 @pytest.fixture

@@ -1,16 +1,32 @@
-"""Seconds of each test file, printed at the end of a session.
+"""Seconds of each test file: printed after a session, recorded for `make lint`, and what the next session starts with.
 
 Times are those of a process with a core of its own, fixtures included; a fixture that several files share counts for
-the file that asked for it first.
+the file that asked for it first. `python -m tests.file_times` fails when a file took more than LONGEST_S.
 """
 
+import json
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+LONGEST_S = 120
 WORTH_PRINTING_S = 120
 """Sessions that take less are those of somebody who runs a few tests."""
 SHOWN = 12
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / ".pytest_cache" / "file_seconds.json"
+
+
+def recorded() -> dict[str, float]:
+    """Seconds that each file took when it was last run."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 class FileTimes:
@@ -20,7 +36,14 @@ class FileTimes:
         self.seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+        self.seconds[file_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        config = session.config
+        if config.option.keyword or any("::" in argument for argument in config.args):
+            return  # a part of a file says nothing about the file
+        RECORD.parent.mkdir(exist_ok=True)
+        RECORD.write_text(json.dumps(recorded() | {file: round(s, 1) for file, s in self.seconds.items()}, indent=1))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if sum(self.seconds.values()) < WORTH_PRINTING_S:
@@ -28,3 +51,23 @@ class FileTimes:
         terminalreporter.section("seconds of the slowest test files")
         for file, seconds in self.seconds.most_common(SHOWN):
             terminalreporter.write_line(f"{seconds:7.1f}  {file}")
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort tests by the recorded time of their file, so that no long one is started last; new files come first."""
+    seconds = recorded()
+    items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), sys.maxsize))
+
+
+def main() -> int:
+    """Name the files whose last time is too long."""
+    too_long = {file: s for file, s in recorded().items() if s > LONGEST_S and (ROOT / file).exists()}
+    for file, seconds in too_long.items():
+        print(
+            f"{file} took {seconds:.0f} s of {LONGEST_S}: do less in it, or time it again on a quiet machine (pytest {file})"
+        )
+    return 1 if too_long else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

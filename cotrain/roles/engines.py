@@ -26,6 +26,12 @@ class EngineActor:
     def load_library(self) -> None:
         """Import vLLM, which takes seconds, while nobody waits for it."""
         import vllm.v1.engine.async_llm  # noqa: F401
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            from cotrain.rollout.vllm.cpu import fork_engine_core
+
+            fork_engine_core()
 
     async def start(self, spec: EngineSpec) -> None:
         """See RolloutEngine.start."""

@@ -1,31 +1,37 @@
 """A real vLLM engine on the tiny Llama, started once for all engine tests, and a drafter fitted to it."""
 
 import asyncio
+import hashlib
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cotrain.config.schema import RolloutConfig
+from cotrain.models import tiny
 from cotrain.models.loading import resolve_model
 from cotrain.process import threads
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest, SwapReport
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.vllm.cpu import fork_engine_core
 from cotrain.transport.payload import write_payload
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, TargetWeights
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config, MtpConfig, ObjectiveConfig
 from drafters.losses import drafter_loss
-from tests.native_models import mimo_model, qwen3_next_model, write_native
+from tests import native_models
 
+ROOT = Path(__file__).parents[2]
 AUX_LAYERS = (2, 4, 5)
 DRAFT_VOCABULARY = 128
 SERVING = ServingSpec("eagle3", AUX_LAYERS)
@@ -36,6 +42,7 @@ class LiveEngine:
 
     def __init__(self, spec: EngineSpec):
         os.environ.update(threads.engine_environment(threads.num_cores()))
+        fork_engine_core()  # the test process has one OpenMP thread, so there is none that a fork would lose
         self.engine = RolloutEngine(spec)
         self.loop = asyncio.new_event_loop()
         self.run(self.engine.start())
@@ -79,19 +86,31 @@ def tokens(batch: RolloutBatch) -> list[list[int]]:
     return [rollout.token_ids for rollout in batch.rollouts]
 
 
-@pytest.fixture(scope="session")
-def mimo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained policy and a random head as one checkpoint of MiMo's format."""
-    torch.manual_seed(0)
-    return write_native(tmp_path_factory.mktemp("mimo") / "whole", mimo_model(), "MiMoForCausalLM", trained=True)
+def trained_native(name: str, make_model: Callable[[], PreTrainedModel], architecture: str) -> Path:
+    """A trained policy and a random head as one checkpoint, made once for all sessions: training takes up to a minute."""
+    package = ROOT / "drafters"
+    sources = [native_models.__file__, tiny.__file__, package / "build.py", *sorted((package / "mtp").glob("*.py"))]
+    key = hashlib.blake2b(b"".join(Path(file).read_bytes() for file in sources), digest_size=6).hexdigest()
+    folder = ROOT / ".pytest_cache" / "models" / f"{name}-{key}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            torch.manual_seed(0)
+            unfinished = tempfile.mkdtemp(dir=folder.parent)
+            native_models.write_native(Path(unfinished), make_model(), architecture, trained=True).rename(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def qwen3_next_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in Qwen3-Next's format."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("next") / "whole"
-    return write_native(folder, qwen3_next_model(), "Qwen3NextForCausalLM", trained=True)
+def mimo_folder() -> Path:
+    """A checkpoint of MiMo's format."""
+    return trained_native("mimo", native_models.mimo_model, "MiMoForCausalLM")
+
+
+@pytest.fixture(scope="session")
+def qwen3_next_folder() -> Path:
+    """A checkpoint of Qwen3-Next's format."""
+    return trained_native("qwen3-next", native_models.qwen3_next_model, "Qwen3NextForCausalLM")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""A model folder in stock vLLM, without anything of cotrain: python stock_vllm.py MODEL DTYPE K, JSON on the last line."""
+"""A model folder in stock vLLM, without anything of cotrain: python stock_vllm.py MODEL DTYPE K.
+
+The first line that is JSON is what it generates without speculation, the second with K draft tokens.
+"""
 
 import json
 import os
@@ -7,8 +10,9 @@ import sys
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-def main(model: str, dtype: str, num_speculative_tokens: int) -> None:
+def generate(model: str, dtype: str, num_speculative_tokens: int) -> None:
     from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     speculation = (
         {"method": "mtp", "num_speculative_tokens": num_speculative_tokens} if num_speculative_tokens else None
@@ -26,6 +30,10 @@ def main(model: str, dtype: str, num_speculative_tokens: int) -> None:
     accepted = counts.get("vllm:spec_decode_num_accepted_tokens")
     print(json.dumps({"tokens": tokens, "drafts": drafts and drafts.value, "accepted": accepted and accepted.value}))
 
+    del llm
+    cleanup_dist_env_and_memory()
+
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    for number in (0, int(sys.argv[3])):
+        generate(sys.argv[1], sys.argv[2], number)

@@ -76,7 +76,7 @@ def estimated(
     return request.param, [result.acceptance for result in results]
 
 
-@pytest.mark.parametrize("num_speculative_tokens", range(1, K + 1))
+@pytest.mark.parametrize("num_speculative_tokens", [2, K])
 def test_expected_acceptance_is_served(
     num_speculative_tokens: int, estimated: tuple[str, list[StartAcceptance]], deep_engine: LiveEngine
 ) -> None:

@@ -1,6 +1,7 @@
 """What speculation must leave as it is: the distribution of sampled text, its log-probs, and reproducibility."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ NUM_SAMPLES = 4096
 PROMPT = make_requests(1)[0].prompt_token_ids
 METHODS = ["greedy", "probabilistic"]
 K = 3
+
+Laws = Callable[[float, int], tuple[Tensor, Tensor, Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +89,15 @@ def p_value(observed: Tensor, probabilities: Tensor) -> float:
     return float(chisquare(observed_cells, torch.cat([expected[large], rest_expected[None]])).pvalue)
 
 
-def p_values(model: Any, sampled: Tensor, temperature: float, top_k: int) -> list[float]:
+@pytest.fixture(scope="module")
+def laws(target_model: Any) -> Laws:
+    """laws_of_three_tokens of the target; the tests ask for each of them several times."""
+    return functools.cache(functools.partial(laws_of_three_tokens, target_model))
+
+
+def p_values(laws: Laws, sampled: Tensor, temperature: float, top_k: int) -> list[float]:
     """Tests of the first two tokens together, and of the third, for sampled text [N, 3]."""
-    pairs, likely, third = laws_of_three_tokens(model, temperature, top_k)
+    pairs, likely, third = laws(temperature, top_k)
     size = len(third)
     codes = sampled[:, 0] * size + sampled[:, 1]
     after_likely = torch.isin(codes, likely[:, 0] * size + likely[:, 1])
@@ -117,9 +126,7 @@ CASES = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", CASES)
-def test_sampled_text_has_the_targets_distribution(
-    sampler: LiveEngine, target_model: Any, case: str, method: str
-) -> None:
+def test_sampled_text_has_the_targets_distribution(sampler: LiveEngine, laws: Laws, case: str, method: str) -> None:
     """The first token comes from the prefill, the second and third are drafts, accepted or recovered.
 
     Twelve tests at 1e-4: one false alarm in about 800 runs, from the probabilistic cases (greedy ones are seeded).
@@ -129,14 +136,14 @@ def test_sampled_text_has_the_targets_distribution(
     sampled, speculation = samples(sampler, temperature=temperature, top_k=top_k)
     assert speculation.accepted_per_position[1] > NUM_SAMPLES / 50
     assert speculation.acceptance_length < 0.9 * (K + 1)
-    assert min(p_values(target_model, sampled, temperature, top_k)) > 1e-4
-    assert max(p_values(target_model, sampled, temperature * 1.25, top_k)) < 1e-4  # the test can tell such a fault
+    assert min(p_values(laws, sampled, temperature, top_k)) > 1e-4
+    assert max(p_values(laws, sampled, temperature * 1.25, top_k)) < 1e-4  # the test can tell such a fault
 
 
-def test_unseeded_text_has_it_too(sampler: LiveEngine, target_model: Any) -> None:
+def test_unseeded_text_has_it_too(sampler: LiveEngine, laws: Laws) -> None:
     draft_with(sampler, "probabilistic")
     sampled, _ = samples(sampler, seeded=False, temperature=1.0)
-    assert min(p_values(target_model, sampled, 1.0, -1)) > 1e-4
+    assert min(p_values(laws, sampled, 1.0, -1)) > 1e-4
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,5 @@
 """`cotrain verify` on the real engine: every planted bug is caught, and a clean engine passes."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -99,19 +96,18 @@ def verdict(
 
 @pytest.mark.parametrize("bug", planted_bugs.BUGS)
 def test_a_planted_bug_is_caught(planting: LiveEngine, laws: Laws, drafters: list[WeightPayload], bug: str) -> None:
-    """And the same setting passes once the bug is out."""
     plant(planting, bug)
     try:
         found = verdict(planting, laws, drafters, WHERE[bug], alpha=ALPHA)
     finally:
         plant(planting, None)
     assert not found.passed
-    clean = verdict(planting, laws, drafters, WHERE[bug], alpha=CLEAN_ALPHA)
-    assert clean.passed, str(clean)
 
 
 def test_a_clean_engine_passes_all_settings(planting: LiveEngine, laws: Laws, drafters: list[WeightPayload]) -> None:
-    found = verdict(planting, laws, drafters, *standard_settings(K), alpha=CLEAN_ALPHA, tokens=TOKENS // 2)
+    """Among them those in which the bugs were caught, now that they are out."""
+    settings = {str(setting): setting for setting in [*standard_settings(K), *WHERE.values()]}
+    found = verdict(planting, laws, drafters, *settings.values(), alpha=CLEAN_ALPHA, tokens=TOKENS // 2)
     assert found.passed, str(found)
     assert len(found.results) > 100
 
@@ -181,22 +177,3 @@ def test_the_monitor_sees_a_bug_in_rollouts_of_a_run(
     # Verification steps emit all tokens but the first of each response.
     assert check.speculated_tokens == check.num_tokens - len(chosen.rollouts)
     assert not monitor.due(2, 1e6)
-
-
-def test_the_command_verifies_and_says_so(small_drafter_folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "verify"
-    command = [
-        *(sys.executable, "-m", "pipelines.cli", "verify", "--model", "tiny:llama"),
-        *("--drafter", str(small_drafter_folder), "--k", "2", "--dtype", "float32", "--distance", "0.15"),
-        *("--alpha", "0.0001"),
-        *("--out", str(out)),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert run.returncode == 0, run.stderr + run.stdout
-    assert "lossless: " in run.stdout
-    assert " left" in run.stdout
-    report = json.loads((out / "verify.json").read_text())
-    assert report["passed"] and report["alarms"] == 0
-    checks = {row["check"] for row in report["checks"]}
-    assert {"identity", "support", "returned log-probs", "uniformity by probability"} < checks
-    assert "swaps in mid-generation" in (out / "verify.md").read_text()

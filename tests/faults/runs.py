@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -22,15 +23,7 @@ REPEATABLE = (
 )
 """A run whose rows are the same to the last digit, however often it is interrupted."""
 
-COMPARED = (
-    "step",
-    "versions/policy",
-    "versions/drafter",
-    "policy/reward",
-    "policy/loss",
-    "rollout/generated_tokens",
-    "rollout/acceptance_length",
-)
+BY_THE_CLOCK = re.compile(r"^time/|_s$|tokens_per_s|tap_overhead|swap_seconds|seconds_saved")
 
 
 def start(root: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -57,22 +50,25 @@ def message_of(process: subprocess.Popen[str]) -> str:
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    file = run / "metrics.jsonl"
+    return rows_in(run / "metrics.jsonl")
+
+
+def rows_in(file: Path) -> list[dict[str, Any]]:
+    """Rows that are written whole."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def tokens_lost(run: Path, undisturbed: Path) -> int:
-    """Tokens of the undisturbed run's steps that are missing here, doubled, or came out otherwise."""
+def tokens_lost(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> int:
+    """Tokens of the steps wanted that are missing in these rows, doubled, or came out otherwise."""
     found: dict[int, list[dict[str, Any]]] = {}
-    for row in rows_of(run):
+    for row in rows:
         found.setdefault(row["step"], []).append(compared(row))
-    wanted = rows_of(undisturbed)
     return sum(row["rollout/generated_tokens"] for row in wanted if found.get(row["step"]) != [compared(row)])
 
 
 def compared(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: row.get(name) for name in COMPARED}
+    return {name: value for name, value in row.items() if not BY_THE_CLOCK.search(name)}
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], what: str, every_s: float = 0.05) -> Any:

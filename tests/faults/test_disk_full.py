@@ -10,15 +10,15 @@ import pytest
 
 from tests.engine.test_runs import TIMEOUT_S
 from tests.faults.conftest import Fault
-from tests.faults.runs import REPEATABLE, STEPS, rows_of, tokens_lost
+from tests.faults.runs import REPEATABLE, rows_in, tokens_lost
 
 pytestmark = pytest.mark.engine
 
-FULL_AFTER = 2
+STEPS, FULL_AFTER = 5, 2
 
 SCRIPT = f"""
 mount -t tmpfs -o size=256m none "$ROOT" || exit 77
-"$PYTHON" -m pipelines.cli train {" ".join(REPEATABLE)} name=full run_root="$ROOT" >"$OUT/first" 2>&1 &
+"$PYTHON" -m pipelines.cli train {" ".join(REPEATABLE)} steps={STEPS} name=full run_root="$ROOT" >"$OUT/first" 2>&1 &
 run=$!
 until [ "$(cat "$ROOT/full/metrics.jsonl" 2>/dev/null | wc -l)" -ge {FULL_AFTER} ]; do
     kill -0 $run 2>/dev/null || break
@@ -42,7 +42,7 @@ def own_file_system_is_allowed() -> bool:
 
 
 @pytest.mark.skipif(not own_file_system_is_allowed(), reason="needs a mount namespace of its own (unshare -rm)")
-def test_15_the_disk_is_full(undisturbed: Path, tmp_path: Path, fault: Fault) -> None:
+def test_15_the_disk_is_full(tmp_path: Path, fault: Fault) -> None:
     root = tmp_path / "disk"
     root.mkdir()
     environment = os.environ | {"ROOT": str(root), "OUT": str(tmp_path), "PYTHON": sys.executable}
@@ -52,11 +52,11 @@ def test_15_the_disk_is_full(undisturbed: Path, tmp_path: Path, fault: Fault) ->
     assert (tmp_path / "first.status").read_text().strip() not in ("", "0"), first
     assert "Traceback" not in first, first
     assert "disk full" in first and "--resume full" in first
-    recorded = sum(line.endswith("\n") for line in (tmp_path / "rows.before").read_text().splitlines(keepends=True))
-    assert FULL_AFTER <= recorded < STEPS
+    before, after = rows_in(tmp_path / "rows.before"), rows_in(tmp_path / "metrics.jsonl")
+    assert FULL_AFTER <= len(before) < STEPS
 
     assert (tmp_path / "second.status").read_text().strip() == "0", second
-    lost = tokens_lost(tmp_path, undisturbed)
+    assert [row["step"] for row in after] == list(range(1, STEPS + 1))
+    lost = tokens_lost(after, before)
     assert lost == 0
-    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, STEPS + 1))
     fault("15", "run folder's disk full in mid-run", "message; --resume when there is room", steps=1, tokens_lost=lost)

@@ -15,6 +15,7 @@ from urllib.request import urlopen
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cotrain.config.load import load_config, write_config
 from cotrain.models.loading import resolve_model
@@ -24,7 +25,8 @@ from cotrain.run.mlflow_store import connect
 from cotrain.run.run_dir import RunDir
 from drafters.base import TargetSpec
 from drafters.build import build_drafter, load_drafter
-from tests.engine.test_runs import TIMEOUT_S, assert_nothing_left
+from tests.engine.test_runs import TIMEOUT_S
+from tests.engine.test_stopped_runs import assert_nothing_left
 from tests.faults.conftest import Fault
 from tests.faults.runs import (
     REPEATABLE,
@@ -187,8 +189,11 @@ def test_nothing_is_lost_in_the_end(server: TrackingServer, undisturbed: Path, r
     process = resume(root)
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
-    lost = tokens_lost(run, undisturbed)
+    lost = tokens_lost(rows_of(run), rows_of(undisturbed))
     assert lost == 0
+    for part in ("policy/model.safetensors", "drafter/model.safetensors"):
+        one, two = (load_file(folder / f"checkpoints/step_{STEPS:06d}" / part) for folder in (run, undisturbed))
+        assert all(torch.equal(one[key], two[key]) for key in one)
     assert [row["step"] for row in rows_of(run)] == list(range(1, STEPS + 1))
     client = connect(server.uri)
     (record,) = client.search_runs([e.experiment_id for e in client.search_experiments()])

@@ -4,13 +4,18 @@ Every patch names its end condition. cpu_packing.py is the other file about the 
 """
 
 import copy
+import gc
 import pkgutil
+import sys
 from collections.abc import Callable
 from functools import wraps
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from cotrain.process.orphans import die_with_parent, leave_terminal_group
 
 SUPPORTED_VERSION = "0.32"
 
@@ -20,6 +25,33 @@ CPU_ARGUMENTS = {
     # vLLM replaces "uni" by processes on a CPU, to set OpenMP up for them; our environment has done that already.
     "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 }
+
+
+class _EngineCore(ForkProcess):
+    def run(self) -> None:
+        die_with_parent()  # it holds copies of the parent's sockets, whose other ends notice the parent's death by them
+        leave_terminal_group()
+        gc.freeze()  # what belongs to the parent, such as Ray's references, is not collected here
+        if "ray" in sys.modules:  # vLLM cannot set the title of a process whose title Ray has set before
+            from ray._raylet import setproctitle  # type: ignore[attr-defined]
+
+            setproctitle(f"VLLM::{self.name}")
+        super().run()
+
+
+class _Forking(ForkContext):
+    Process = _EngineCore
+
+
+def fork_engine_core() -> None:
+    """Make vLLM fork its engine core from this process, which has imported vLLM, instead of importing it once more.
+
+    That saves 9 s of processor time. The process must have been started with `threads.engine_environment`, because the
+    core inherits its OpenMP runtime; libiomp5 can be forked, libgomp only as long as it has started no thread.
+    """
+    import vllm.v1.engine.utils as processes
+
+    processes.get_mp_context = _Forking
 
 
 def expand_batch_to_tokens(

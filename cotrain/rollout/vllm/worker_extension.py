@@ -36,10 +36,14 @@ class CotrainWorker:
         die_with_parent()
         leave_terminal_group()
         worker: Any = self
+        runner = worker.model_runner
+        if runner.device.type == "cpu" and runner.model_config.enforce_eager:
+            # vLLM compiles some small functions of the sampler all the same, in the first step, which takes 3 s.
+            torch.compiler.set_stance("force_eager")
         target, kept = worker.get_model(), Path(keep_folder)
         self._cotrain_weights = {False: ServedWeights(target, worker.model_config, kept / "target")}
         if has_drafter:
-            self._cotrain_hook = DraftingHook(worker.model_runner)
+            self._cotrain_hook = DraftingHook(runner)
             config = worker.speculative_config.draft_model_config
             self._cotrain_weights[True] = ServedWeights(worker.get_draft_model(), config, kept / "drafter", target)
 

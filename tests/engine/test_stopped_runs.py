@@ -1,0 +1,74 @@
+"""Runs that are killed or stopped: what they leave behind, and that they go on."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_runs import TIMEOUT_S, command, metrics_of
+
+pytestmark = pytest.mark.engine
+
+
+def processes_with(marker: str) -> list[str]:
+    """Command lines of live processes that carry `marker` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(folder.name) != os.getpid() and marker.encode() in (folder / "environ").read_bytes():
+                state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if state != "Z":
+                    found.append((folder / "cmdline").read_text().replace("\0", " ")[:80])
+        except OSError:
+            continue  # it ended while we looked, or is not ours
+    return found
+
+
+def assert_nothing_left(marker: str) -> None:
+    """But for Ray's idle agents, which try for a minute to report that Ray has gone."""
+    deadline = time.monotonic() + 30
+    while (left := [p for p in processes_with(marker) if "Agent" not in p]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
+
+
+def start(root: Path, marker: str, *arguments: str) -> subprocess.Popen:
+    environment = os.environ | {"COTRAIN_TEST_MARKER": marker}
+    return subprocess.Popen(
+        command(root, *arguments), env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def wait_for_rows(run: Path, num_rows: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        file = run / "metrics.jsonl"
+        if file.exists() and len(file.read_text().splitlines()) >= num_rows:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no {num_rows} steps in {TIMEOUT_S} s")
+
+
+def test_kill_9_in_mid_step_then_resume_then_ctrl_c(tmp_path: Path) -> None:
+    run = tmp_path / "smoke"
+    process = start(tmp_path, "killed-run", "configs/smoke.toml", "steps=500", "checkpoint.every=2")
+    wait_for_rows(run, 3, process)
+    process.kill()
+    process.wait()
+    assert_nothing_left("COTRAIN_TEST_MARKER=killed-run")
+
+    before = len(metrics_of(tmp_path, "smoke"))
+    process = start(tmp_path, "stopped-run", "--resume", "smoke", "checkpoint.every=1000")
+    wait_for_rows(run, before + 1, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "stopping after this step" in output and f"--resume smoke run_root={tmp_path}" in output
+    assert_nothing_left("COTRAIN_TEST_MARKER=stopped-run")
+    steps = [row["step"] for row in metrics_of(tmp_path, "smoke")]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert (run / f"checkpoints/step_{steps[-1]:06d}" / "COMPLETE").exists()

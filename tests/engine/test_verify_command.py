@@ -1,0 +1,36 @@
+"""`cotrain verify` as a command: with a drafter's folder, and with the head that a policy brings."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_runs import TIMEOUT_S
+
+pytestmark = pytest.mark.engine
+
+
+def verify(out: Path, *arguments: str) -> tuple[str, set[str]]:
+    """What it prints, and the checks of its report, in which nothing may be wrong."""
+    command = [sys.executable, "-m", "pipelines.cli", "verify", *arguments, "--k", "2", "--out", str(out)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert run.returncode == 0, run.stderr + run.stdout
+    report = json.loads((out / "verify.json").read_text())
+    assert report["passed"] and report["alarms"] == 0
+    return run.stdout, {row["check"] for row in report["checks"]}
+
+
+def test_the_command_verifies_and_says_so(drafter_folder: Path, tmp_path: Path) -> None:
+    arguments = ["--model", "tiny:llama", "--drafter", str(drafter_folder), "--dtype", "float32"]
+    printed, checks = verify(tmp_path / "verify", *arguments, "--distance", "0.15", "--alpha", "0.0001")
+    assert "lossless: " in printed and " left" in printed
+    assert {"identity", "support", "returned log-probs", "uniformity by probability"} < checks
+    assert "swaps in mid-generation" in (tmp_path / "verify" / "verify.md").read_text()
+
+
+def test_speculation_with_a_native_head_is_lossless(qwen3_next_folder: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(qwen3_next_folder), "--drafter", "native", "--dtype", "bfloat16"]
+    _, checks = verify(tmp_path / "verify", *arguments, "--distance", "0.3")
+    assert {"identity", "support", "returned log-probs"} < checks

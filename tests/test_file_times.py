@@ -1,0 +1,57 @@
+"""The recorded times of test files: which come first, and which are too long."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests import file_times
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Write a record of two files."""
+
+    def write(first: float, second: float) -> None:
+        seconds = {"tests/conftest.py": first, "tests/file_times.py": second, "tests/test_removed.py": 1000.0}
+        (tmp_path / "seconds.json").write_text(json.dumps(seconds))
+
+    monkeypatch.setattr(file_times, "RECORD", tmp_path / "seconds.json")
+    return write
+
+
+def test_a_file_that_took_too_long_is_named(record, capsys):
+    record(119.9, 60.0)
+    assert file_times.main() == 0
+    record(60.0, 120.4)
+    assert file_times.main() == 1
+    assert capsys.readouterr().out.startswith("tests/file_times.py took 120 s of 120")
+
+
+def test_without_a_record_nothing_is_too_long(record):
+    assert file_times.main() == 0
+
+
+def test_unknown_files_come_first_and_then_the_longest(record):
+    record(3.0, 30.0)
+    names = ["tests/conftest.py::a", "tests/file_times.py::b", "tests/test_new.py::c", "tests/file_times.py::d"]
+    items = [SimpleNamespace(nodeid=name) for name in names]
+    file_times.longest_first(items)
+    assert [item.nodeid[-1] for item in items] == ["c", "b", "d", "a"]
+
+
+def test_times_are_recorded_unless_a_part_of_a_file_was_run(record, tmp_path):
+    def finish(keyword: str, *arguments: str) -> dict[str, float]:
+        times = file_times.FileTimes()
+        for nodeid in ("tests/conftest.py::a", "tests/conftest.py::b"):
+            times.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, duration=2.0))
+        times.pytest_sessionfinish(
+            SimpleNamespace(config=SimpleNamespace(option=SimpleNamespace(keyword=keyword), args=arguments))
+        )
+        return file_times.recorded()
+
+    record(1.0, 30.0)
+    assert finish("name", "tests")["tests/conftest.py"] == 1.0
+    assert finish("", "tests/conftest.py::a")["tests/conftest.py"] == 1.0
+    assert finish("", "tests")["tests/conftest.py"] == 4.0
+    assert file_times.recorded()["tests/file_times.py"] == 30.0
