@@ -183,7 +183,9 @@ def _open_mlflow_run(study: Study) -> tuple[Any, str]:
 
 def _close_mlflow_run(client: Any, run_id: str, study: Study) -> None:
     """Store study.json and the report, and set the status. The files stay in the study's folder if that fails."""
-    from cotrain.run.mlflow_store import MlflowException, first_line
+    from mlflow.exceptions import MlflowException
+
+    from cotrain.run.mlflow_store import first_line
 
     finished = all(run.status == "finished" for run in runs_of(study.arms))
     try:

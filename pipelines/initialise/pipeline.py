@@ -232,7 +232,7 @@ class Initialisation:
         tags = {"init": figures["source"]["type"], "data_fingerprint": figures["data_fingerprint"]}
         folder, versions = self.run_dir.path / "drafter", Versions(0, DRAFTER_VERSION)
         registered = tracker.log_drafter(folder, versions, step, metrics, tags)
-        tracker.log_step(step + 1, {"versions/drafter": DRAFTER_VERSION} | metrics_of(served))
+        tracker.log_step(step + 1, metrics_of(served) | {"versions/drafter": DRAFTER_VERSION})
         tracker.finish()
         version = registered.result() if registered.done() else None  # MLflow may be away
         return {"registered_model": tracker.registered_model, "registered_version": version}

@@ -106,7 +106,7 @@ def test_dataset_without_the_column_lists_the_columns(build, tmp_path: Path) -> 
     path = tmp_path / "data.jsonl"
     path.write_text('{"ask": "1 + 1", "answer": "2"}\n')
     [line] = problems(build("task=none", "task.type=dataset", f"task.path={path}"))
-    assert line.startswith("task.prompt_column: no column") and "Columns found: ask, answer" in line
+    assert line.startswith("task.prompt_column: no column") and "name one of those found: ask, answer" in line
     [line] = problems(build("task=none", "task.type=dataset", f"task.path={tmp_path}/none.jsonl"))
     assert line.startswith("task.path: no file")
 
