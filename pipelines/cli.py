@@ -19,7 +19,7 @@ COMMANDS = {
     "train": ("pipelines.cli:train", "train a policy and its drafter"),
     "init": ("pipelines.initialise.command:main", "train a drafter on the policy's own rollouts, before RL"),
     "ablate": ("pipelines.ablate.command:main", "run a study: arms x seeds, and one table"),
-    "report": ("pipelines.report:main", "write the report of a run or a study"),
+    "report": ("pipelines.cli:report", "write the report of a run or a study"),
     "export": (
         "pipelines.export.command:main",
         "write a run's policy and drafter as folders that stock vLLM serves",
@@ -103,6 +103,27 @@ def train(arguments: Sequence[str]) -> int:
 
     atexit.register(gc.freeze)  # or Python looks through all objects as it exits, which takes 2 s
     return train_jointly(*asked)
+
+
+def report(arguments: Sequence[str]) -> int:
+    """`cotrain report`: write the report of a run or of a study, and print its path."""
+    parser = argparse.ArgumentParser(
+        prog="cotrain report",
+        description="Write the report of a run or a study into its report/ folder: report.html, which needs no other "
+        "file, and its figures as PNGs; for a study also its table as Markdown and CSV.",
+    )
+    parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name below the run root")
+    parser.add_argument("--run-root", type=Path, default=Path("runs"), help="folder of all runs (default %(default)s)")
+    options = parser.parse_args(arguments)
+    from pipelines.page.folders import STUDY, find
+
+    folder = find(options.folder, options.run_root)
+    if (folder / STUDY).is_file():
+        from pipelines.ablate.report import write_study_report as write
+    else:
+        from pipelines.train.report import write_run_report as write
+    print(write(folder))
+    return 0
 
 
 def drafters(arguments: Sequence[str]) -> int:

@@ -1,25 +1,22 @@
-"""What a person reads while a run goes on: start banner, one line a step, and the summary at the end.
+"""What a person reads while a run goes on: the start banner and one line a step.
 
-Numbers come from the rows of metrics.jsonl. What was not measured is left out or said to be missing. A terminal also
-shows what is going on at the moment.
+Numbers come from the rows of metrics.jsonl; what was not measured is left out. A terminal also shows what is going
+on at the moment.
 """
 
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console as RichConsole
 
-from cotrain.config.schema import LEAST_SPECULATED, RunConfig
+from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.run_dir import RunDir
 
 Metrics = Mapping[str, float | None]
-Rows = Sequence[Mapping[str, Any]]
 
 ETA_WINDOW = 10
 """The time left is estimated from so many steps; the first ones are slower."""
@@ -39,23 +36,6 @@ COLUMNS: tuple[tuple[str, str], ...] = (
 """Metric and text of each part of a step line."""
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """What the summary needs beside the configuration and the metrics."""
-
-    stopped_early: bool
-    greedy_identical: bool | None
-    """Greedy output with and without speculation compared; None when the check was not made."""
-    drafter_uri: str | None
-    """models:/NAME@serving of the last published drafter; None when none was registered."""
-    next_commands: Sequence[tuple[str, str]]
-    """(what it does, command), most useful first."""
-    report: Path | None = None
-    """Page of the run's report; None when it could not be written."""
-    speculation: str = ""
-    """The draft lengths in use at the end, and why; empty without a drafter."""
-
-
 class Console:
     """Writes to one stream. Safe to use from several threads."""
 
@@ -72,8 +52,7 @@ class Console:
         rollouts = f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples"
         lines = {"run": str(run_dir.path), "policy": config.policy.model, "steps": f"{config.steps} ({rollouts})"}
         lines |= {**notes, "log": f"tail -f {run_dir.logs}/*.log", "metrics": f"tail -f {run_dir.metrics}"}
-        width = max(map(len, lines))
-        self.say("\n".join(f"  {label:<{width}}  {text}" for label, text in lines.items()))
+        self.say(aligned(lines))
 
     @contextmanager
     def phase(self, title: str, *, terminal_only: bool = False) -> Iterator[None]:
@@ -118,79 +97,10 @@ def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> st
     return "  ".join([f"step {step}/{steps}", *parts, f"p{versions.policy} d{versions.drafter}"]).replace("  (", " (")
 
 
-def summary_lines(config: RunConfig, run_dir: RunDir, rows: Rows, run: RunSummary) -> list[str]:
-    """What the run did, for somebody who has not seen one before."""
-    tokens = sum(_measured(rows, "rollout/generated_tokens"))
-    head = f"{'Stopped' if run.stopped_early else 'Done'}: {len(rows)} of {config.steps} steps in "
-    head += duration(sum(_measured(rows, "time/step_s"))) + (f", {tokens:,.0f} tokens generated" if tokens else "")
-    lines = [head]
-    if reward := _from_to(rows, "policy/reward"):
-        lines.append(f"  reward       {reward}   (mean of the first and the last third; higher is better)")
-    if config.drafter:
-        lines += _speculation_lines(config, rows, run)
-    lines += ["", f"  run folder   {run_dir.path}"]
-    if run.report:
-        lines.append(f"  report       {run.report}")
-    if run.drafter_uri:
-        lines.append(f"  drafter      {run.drafter_uri} in MLflow; serves in stock vLLM as it is")
-    width = max((len(what) for what, _ in run.next_commands), default=0)
-    return [*lines, "", "Next:", *(f"  {what:<{width}}  {command}" for what, command in run.next_commands)]
-
-
-def _speculation_lines(config: RunConfig, rows: Rows, run: RunSummary) -> list[str]:
-    lines = []
-    # Weighted, because a step with a dozen verification steps says little.
-    if acceptance := _from_to(rows, "rollout/acceptance_length", "rollout/num_drafts"):
-        most = config.rollout.num_speculative_tokens + 1
-        lines.append(f"  acceptance   {acceptance}   (tokens per verification step; 1 is no gain, {most} the most)")
-    swaps = f"{sum(_measured(rows, 'drafter/published')):.0f} drafters put into the running engine"
-    if gate := _measured(rows, "gate/publish"):
-        swaps += f", {gate.count(0)} kept back by the gate"
-    if back := sum(_measured(rows, "drafter/rolled_back")):
-        swaps += f", {back:.0f} times back to an earlier one"
-    lines += [f"  swaps        {swaps}", f"  lossless     {_lossless(config, rows, run)}"]
-    if run.speculation:
-        lines.append(f"  speculation  {run.speculation}")
-    gain = _from_to(rows, "rollout/speedup_vs_no_speculation")
-    measured = f"decoding {gain} times no speculation, by step times measured in this run"
-    missing = "against no speculation was not measured in this run; `cotrain bench` measures it"
-    return [*lines, f"  speed        {measured if gain else missing}"]
-
-
-def _lossless(config: RunConfig, rows: Rows, run: RunSummary) -> str:
-    """What was checked, and on how much; a check of tokens that were not speculated says nothing of speculation."""
-    passed = _measured(rows, "lossless/passed")
-    checks = "1 check" if len(passed) == 1 else f"{len(passed)} checks"
-    if failed := passed.count(0):
-        found = f"{failed} of {checks} FAILED"
-    elif speculated := sum(_measured(rows, "lossless/speculated_tokens")):
-        tokens = sum(_measured(rows, "lossless/tokens"))
-        found = f"verified on {tokens:,.0f} sampled tokens, {speculated:,.0f} of them speculated ({checks} in this run)"
-    elif config.lossless.every:
-        least = f"no check held {LEAST_SPECULATED} speculated tokens"
-        found = f"not checked in this run: {least} (cotrain verify checks the engine)"
-    else:
-        found = "not checked in this run: lossless.every is 0"
-    if run.greedy_identical is not None:
-        same = "identical with and without speculation" if run.greedy_identical else "DIFFERS: please report this"
-        found += f"; greedy output {same}"
-    return found
-
-
-def _measured(rows: Rows, name: str) -> list[float]:
-    return [row[name] for row in rows if row.get(name) is not None]
-
-
-def _from_to(rows: Rows, name: str, weight: str = "") -> str | None:
-    """Means over the first and the last third of the steps that measured `name`; single steps scatter too much."""
-    values = [(row[name], row.get(weight) or 1) for row in rows if row.get(name) is not None]
-    if not values:
-        return None
-    span = max(1, len(values) // 3)
-    means = (
-        sum(value * by for value, by in part) / sum(by for _, by in part) for part in (values[:span], values[-span:])
-    )
-    return " -> ".join(f"{mean:.2f}" for mean in means)
+def aligned(lines: Mapping[str, str]) -> str:
+    """One line for each label, with the texts below each other. An empty label leaves a blank line."""
+    width = max(map(len, lines))
+    return "\n".join(f"  {label:<{width}}  {text}".rstrip() for label, text in lines.items())
 
 
 def duration(seconds: float, decimals: int = 1) -> str:

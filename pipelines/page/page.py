@@ -22,11 +22,16 @@ NOT_MEASURED = "Not measured in this record."
 
 @dataclass(frozen=True)
 class Fact:
-    """One headline number: "Reward", "0.10 -> 0.34", "mean of the first and the last third"."""
+    """One headline number: "reward", "0.10 -> 0.34", "(mean of the first and the last third)"."""
 
     label: str
     value: str
     note: str = ""
+
+    @property
+    def text(self) -> str:
+        """Value and note in one line."""
+        return ", ".join(filter(None, (self.value, self.note))).replace(", (", "   (")
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from cotrain.run.checkpoint import (
     load_state,
     model_fingerprints,
 )
-from cotrain.run.console import Console, RunSummary, summary_lines
+from cotrain.run.console import Console, aligned
 from cotrain.run.mlflow_store import tracking_uri, uri_argument
 from cotrain.run.provenance import write_provenance
 from cotrain.run.rows import RowFile, read_rows
@@ -191,29 +191,33 @@ def greedy_rollouts(
 def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None") -> None:
     """Close the run in MLflow, write the report, and print the summary."""
     config, run_dir, records = controller.config, controller.run_dir, controller.records
-    tracker, registered = records.tracker, None
+    tracker, console = records.tracker, records.console
     tracker.finish("FINISHED" if finished else "KILLED")
-    store, commands = uri_argument(tracker.uri), []
+    if not controller.step:
+        return console.say(f"\nStopped before the first step. Go on with: cotrain train {run_dir.resume}")
+    from pipelines.page.record import read_run
+    from pipelines.train.report import progress, run_facts
+
+    run = read_run(run_dir.path)
     choices = controller.roles.engines.call("describe_speculation") if config.drafter else []
+    speculation = controller.mode or "; ".join(dict.fromkeys(choices))
+    lines = {fact.label: fact.text for fact in run_facts(run, speculation, check.passed if check else None)}
+    lines |= {"": "", "run folder": str(run_dir.path)}
+    if page := _write_report(run_dir, console):
+        lines["report"] = str(page)
+    store, commands = uri_argument(tracker.uri), {}
     if not finished:
-        commands = [("go on", f"cotrain train {run_dir.resume}")]
+        commands["go on"] = f"cotrain train {run_dir.resume}"
     elif controller.versions.drafter and config.tracking.log_drafters:
         registered = f"{tracker.registered_model}@serving"
+        lines["drafter"] = f"models:/{registered} in MLflow; serves in stock vLLM as it is"
         drafter = f"--model {config.policy.model} --drafter my-drafter"
-        commands = [
-            ("get the drafter for stock vLLM", f"cotrain drafters pull {registered} my-drafter{store}"),
-            ("measure its speed", f"cotrain bench {drafter}"),
-            ("test that it changes no output", f"cotrain verify {drafter}"),
-        ]
-    summary = RunSummary(
-        stopped_early=not finished,
-        greedy_identical=check.passed if check else None,
-        speculation=controller.mode or "; ".join(dict.fromkeys(choices)),
-        drafter_uri=registered and f"models:/{registered}",
-        next_commands=[*commands, ("look at the curves", f"cotrain ui{store}")],
-        report=_write_report(run_dir, records.console),
-    )
-    records.console.say("\n".join(["", *summary_lines(config, run_dir, read_rows(run_dir.metrics), summary)]))
+        commands["get the drafter for stock vLLM"] = f"cotrain drafters pull {registered} my-drafter{store}"
+        commands["measure its speed"] = f"cotrain bench {drafter}"
+        commands["test that it changes no output"] = f"cotrain verify {drafter}"
+    commands["look at the curves"] = f"cotrain ui{store}"
+    head = f"{'Done' if finished else 'Stopped'}: {progress(run)}"
+    console.say("\n".join(["", head, aligned(lines), "", "Next:", aligned(commands)]))
 
 
 def _write_report(run_dir: RunDir, console: Console) -> Path | None:

@@ -1,11 +1,13 @@
-"""What the report of a run shows: headline facts, curves, and what the run was made with."""
+"""What a run did: the facts that are printed at its end, and its report, which adds curves and the configuration."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from cotrain.config.schema import LEAST_SPECULATED
 from cotrain.run.console import duration
 from pipelines.page.page import Fact, Page, Plot, Section, line_plot, write_page
 from pipelines.page.record import RunRecord, drafter_age, drafter_marks, read_run
@@ -65,7 +67,7 @@ def run_page(run: RunRecord) -> Page:
         title=run.settings["name"],
         kind="cotrain run",
         subtitle=_subtitle(run),
-        facts=_facts(run),
+        facts=run_facts(run),
         sections=[*sections, Section("Configuration", table=_table(run.settings), folded=True)],
     )
 
@@ -74,50 +76,72 @@ def _subtitle(run: RunRecord) -> str:
     get = run.settings.get
     parts = [get("policy.model"), get("task.name") or get("task.path"), f"seed {get('seed')}"]
     if drafter := get(DRAFTER):
-        parts += [f"{drafter}, k = {get(LONGEST)}, {get('rollout.draft_sample_method')} drafts"]
-    return ", ".join(str(part) for part in [*parts, *(attempt["date"][:10] for attempt in run.attempts[:1])] if part)
+        frozen = "frozen " if get("drafter.train") is False else ""
+        parts += [f"{frozen}{drafter}, k = {get(LONGEST)}, {get('rollout.draft_sample_method')} drafts"]
+    parts += [progress(run), *(attempt["date"][:10] for attempt in run.attempts[:1])]
+    return ", ".join(str(part) for part in parts if part)
 
 
-def _facts(run: RunRecord) -> list[Fact]:
-    steps, tokens = run.metrics.index.size, run.column("rollout/generated_tokens").sum()
-    speed = run.column("rollout/tokens_per_s").mean()
-    facts = [
-        _change(run, "Reward", "policy/reward", 3, "means of the first and the last third; higher is better"),
-        _change(run, "Response length", "rollout/response_length", 3, "tokens; first and last third"),
-        Fact("Time", duration(run.column("time/step_s").sum()), f"{steps} of {run.settings.get('steps')} steps"),
-        Fact("Tokens generated", f"{tokens:,.0f}", f"{speed:,.0f} a second of generation" if speed > 0 else ""),
-    ]
+def progress(run: RunRecord) -> str:
+    """Steps, time and tokens: "12 of 12 steps in 4m, 3,801 tokens generated"."""
+    tokens = run.column("rollout/generated_tokens").sum()
+    steps = f"{run.metrics.index.size} of {run.settings.get('steps')} steps"
+    return f"{steps} in {duration(run.column('time/step_s').sum())}, {tokens:,.0f} tokens generated"
+
+
+def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | None = None) -> list[Fact]:
+    """What the run did, for somebody who has not seen one before.
+
+    Its record lacks what only the end of the run knows: `speculation`, the draft lengths in use, and whether greedy
+    output was identical with and without speculation (None: not compared).
+    """
+    thirds = "(mean of the first and the last third; higher is better)"
+    facts = [Fact("reward", _from_to(run, "policy/reward"), thirds)]
     if DRAFTER not in run.settings:
-        return [*facts, Fact("Drafter", "none", "rollouts without speculation")]
-    swaps, judged = int(run.column("drafter/published").sum()), run.column("gate/publish").count()
-    how = "frozen" if run.settings.get("drafter.train") is False else "trained beside the policy"
-    length = f"tokens a verification step; 1 is no gain, {1 + run.settings[LONGEST]} the most; first and last tenth"
-    speedup = "times the speed of decoding, by step times measured in this run; first and last tenth"
-    return [
-        *facts,
-        Fact("Drafter", how, f"{swaps} put into the running engine, {judged} candidates judged by the gate"),
-        _change(run, "Acceptance length", SERVED, 10, length),
-        _agreement(run),
-        _change(run, "Against no speculation", SPEEDUP, 10, speedup),
-    ]
+        return facts
+    # Weighted, because a step with a dozen verification steps says little.
+    acceptance = _from_to(run, SERVED, "rollout/num_drafts")
+    scale = f"(tokens per verification step; 1 is no gain, {1 + run.settings[LONGEST]} the most)"
+    swaps = f"{run.column('drafter/published').sum():.0f} drafters put into the running engine"
+    kept_back, taken_back = (run.column("gate/publish") == 0).sum(), run.column("drafter/rolled_back").sum()
+    undone = [f"{kept_back} kept back by the gate"] if kept_back else []
+    undone += [f"{taken_back:.0f} times back to an earlier one"] if taken_back else []
+    facts += [Fact("acceptance", acceptance, scale), Fact("swaps", swaps, ", ".join(undone))]
+    facts.append(_lossless(run, greedy_identical))
+    if speculation:
+        facts.append(Fact("speculation", speculation))
+    if not run.column(SPEEDUP).any():
+        return [*facts, Fact("speed", "not measured in this run", "`cotrain bench` measures it")]
+    gain = f"decoding {_from_to(run, SPEEDUP)} times no speculation"
+    return [*facts, Fact("speed", gain, "by step times measured in this run")]
 
 
-def _change(run: RunRecord, label: str, metric: str, parts: int, note: str) -> Fact:
-    """Means over the first and the last of `parts` equal parts of the measured values."""
-    measured = run.column(metric).dropna()
-    span = max(1, len(measured) // parts)
-    first, last = measured[:span].mean(), measured[-span:].mean()
-    return Fact(label, f"{first:.2f} -> {last:.2f}" if len(measured) else "not measured", note)
+def _lossless(run: RunRecord, greedy_identical: bool | None) -> Fact:
+    """What was checked, and on how much; a check of tokens that were not speculated says nothing of speculation."""
+    passed = run.column("lossless/passed").dropna()
+    checks = "1 check" if passed.size == 1 else f"{passed.size} checks"
+    value, notes = "not checked in this run", ["as lossless.every is 0"]
+    if failed := (passed == 0).sum():
+        value, notes = f"{failed} of {checks} FAILED", []
+    elif speculated := run.column("lossless/speculated_tokens").sum():
+        value = f"verified on {run.column('lossless/tokens').sum():,.0f} sampled tokens"
+        notes = [f"{speculated:,.0f} of them speculated ({checks} in this run)"]
+    elif run.settings.get("lossless.every") != 0:
+        notes = [f"as no check held {LEAST_SPECULATED} speculated tokens (cotrain verify checks the engine)"]
+    if greedy_identical is not None:
+        same = "identical with and without speculation" if greedy_identical else "DIFFERS: please report this"
+        notes.append(f"greedy output {same}")
+    return Fact("lossless", value, "; ".join(notes))
 
 
-def _agreement(run: RunRecord) -> Fact:
-    served, expected = run.column(SERVED), run.column(EXPECTED)
-    both = served.notna() & expected.notna()
-    if not both.any():
-        return Fact("Expected against served", "not measured", "no step has both acceptance lengths")
-    error = 100 * (expected[both].sum() / served[both].sum() - 1)
-    note = f"of the served acceptance length, over {both.sum()} steps; + is too hopeful"
-    return Fact("Expected against served", f"{error:+.1f} %", note)
+def _from_to(run: RunRecord, metric: str, weight: str = "") -> str:
+    """Means over the first and the last third of the steps that measured it; single steps scatter too much."""
+    values = run.column(metric).dropna()
+    if values.empty:
+        return "not measured"
+    weights, span = run.column(weight).fillna(1)[values.index], max(1, len(values) // 3)
+    ends = (slice(span), slice(-span, None))
+    return " -> ".join(f"{np.average(values.iloc[end], weights=weights.iloc[end]):.2f}" for end in ends)
 
 
 def _speculation(run: RunRecord) -> Section:

@@ -3,7 +3,7 @@ import io
 import pytest
 
 from cotrain.records import Versions
-from cotrain.run.console import Console, RunSummary, step_line, summary_lines
+from cotrain.run.console import Console, step_line
 from cotrain.run.run_dir import RunDir
 
 FULL = {
@@ -88,95 +88,3 @@ def test_phases_in_a_log_are_lines_and_those_of_a_step_are_silent(stream):
     with console.phase("generating", terminal_only=True):
         pass
     assert stream.getvalue() == "loading the engine ...\nloading the engine: 0.0s\n"
-
-
-def rows(**extra):
-    return [
-        {
-            "step": i,
-            "policy/reward": i / 10,
-            "rollout/acceptance_length": 1 + i / 20,
-            "drafter/published": i % 2,
-            "time/step_s": 20.0,
-        }
-        | extra
-        for i in range(1, 21)
-    ]
-
-
-def summary(config, run, rows, **changes):
-    facts = {
-        "stopped_early": False,
-        "greedy_identical": True,
-        "speculation": "k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1",
-        "drafter_uri": "models:/x-drafter@serving",
-        "next_commands": [("go on", "cotrain train a.toml --resume first steps=40")],
-    }
-    return "\n".join(summary_lines(config, run, rows, RunSummary(**facts | changes)))
-
-
-def test_the_summary_of_a_whole_run(run_config, run):
-    text = summary(run_config(steps=20), run, rows())
-    for part in (
-        "Done: 20 of 20 steps in 7m",
-        "reward       0.35 -> 1.75",
-        "acceptance   1.18 -> 1.88",
-        "4 the most",
-        "swaps        10 drafters",
-        "identical with and without speculation",
-        "models:/x-drafter@serving",
-        "go on  cotrain train a.toml --resume first steps=40",
-    ):
-        assert part in text
-
-
-def test_a_step_with_a_handful_of_drafts_counts_for_little(run_config, run):
-    first = {"rollout/num_drafts": 4, "rollout/acceptance_length": 4.0}
-    steps = [
-        {"step": 1, **first},
-        *({"step": i, "rollout/num_drafts": 96} | {"rollout/acceptance_length": 1.1} for i in range(2, 7)),
-    ]
-    text = summary(run_config(steps=6), run, [*steps, {"step": 7, "rollout/num_drafts": 0.0}])
-    assert f"acceptance   {(4 * 4.0 + 96 * 1.1) / 100:.2f} -> 1.10 " in text
-
-
-def test_the_summary_tells_what_was_proven_and_decided(run_config, run):
-    checks = {"lossless/check": 1.0, "lossless/tokens": 2048.0, "lossless/passed": 1.0}
-    checks["lossless/speculated_tokens"] = 1500.0
-    steps = [row | ({"gate/publish": float(row["step"] % 4 > 0)} | checks if row["step"] < 9 else {}) for row in rows()]
-    steps[6]["drafter/rolled_back"] = 1.0
-    text = summary(run_config(steps=20), run, steps)
-    assert "swaps        10 drafters put into the running engine, 2 kept back by the gate, 1 times back" in text
-    seen = "lossless     verified on 16,384 sampled tokens, 12,000 of them speculated (8 checks in this run)"
-    assert f"{seen}; greedy output identical with" in text
-    assert "speculation  k=2 at batch 1 (gain 1.21x), off from batch 2: 0.78x at k=1" in text
-    steps[3]["lossless/passed"] = 0.0
-    assert "lossless     1 of 8 checks FAILED" in summary(run_config(steps=20), run, steps)
-
-
-def test_the_summary_says_that_speculation_was_not_checked(run_config, run):
-    """Without a check, and with checks of rollouts of which nothing was speculated."""
-    empty = {"lossless/check": 1.0, "lossless/tokens": 2048.0, "lossless/passed": 1.0}
-    for steps in (rows(), rows(**empty), rows(**empty, **{"lossless/speculated_tokens": 0.0})):
-        text = summary(run_config(steps=20), run, steps, greedy_identical=None)
-        assert "lossless     not checked in this run: no check held 100 speculated tokens (cotrain verify" in text
-        assert "verified" not in text and "passed" not in text
-    text = summary(run_config(lossless={"every": 0}), run, rows())
-    assert "lossless     not checked in this run: lossless.every is 0; greedy output identical with" in text
-
-
-def test_the_summary_claims_no_speed_that_was_not_measured(run_config, run):
-    text = summary(run_config(), run, rows())
-    assert "not measured in this run" in text and "times no speculation" not in text
-    text = summary(run_config(), run, rows(**{"rollout/speedup_vs_no_speculation": 0.9}))
-    assert "decoding 0.90 -> 0.90 times no speculation, by step times measured" in text
-
-
-def test_the_summary_says_what_went_wrong(run_config, run):
-    text = summary(run_config(), run, rows()[:3], greedy_identical=False, stopped_early=True, drafter_uri=None)
-    assert "Stopped: 3 of 4 steps" in text and "DIFFERS" in text and "MLflow" not in text
-
-
-def test_the_summary_of_a_run_without_a_drafter(run_config, run):
-    text = summary(run_config(drafter=None), run, [], drafter_uri=None, greedy_identical=None, speculation="")
-    assert "drafter" not in text and "acceptance" not in text

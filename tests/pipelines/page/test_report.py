@@ -2,16 +2,20 @@
 
 import io
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from cotrain.config.load import read_config
-from cotrain.run.console import Console, RunSummary, summary_lines
+from cotrain.records import Versions
+from cotrain.run.console import Console
+from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
 from pipelines.cli import main
 from pipelines.page.page import REPORT
-from pipelines.train.joint import _write_report
-from tests.pipelines.page.conftest import arm, write_run, write_study
+from pipelines.train.joint import _finish, _write_report
+from tests.pipelines.page.conftest import arm, row, write_run, write_study
 
 
 @pytest.fixture
@@ -73,12 +77,42 @@ def test_a_report_that_cannot_be_written_does_not_fail_a_finished_run(root: Path
     assert f"cotrain report {root / 'first'}" in stream.getvalue()
 
 
-def test_a_finished_run_gets_its_report_and_names_it(root: Path) -> None:
-    write_run(root / "first", [{"step": 1}])
+@pytest.mark.parametrize(("steps", "finished"), [(1, True), (2, False)])
+def test_the_end_of_a_run_names_its_report_and_what_to_do_next(root: Path, steps: int, finished: bool) -> None:
+    write_run(root / "first", [row(1)], steps=steps)
+    told, run = ended_run(root, finished)
+    assert run["tracker"].finish.call_args.args == ("FINISHED" if finished else "KILLED",)
+    lines = told.splitlines()
+    assert lines[1] == f"{'Done' if finished else 'Stopped'}: 1 of {steps} steps in 30.0s, 1,000 tokens generated"
+    assert lines[2].startswith("  reward       0.10 -> 0.10   (")
+    assert "; greedy output identical" in told and "  speculation  k=2 (fixed)" in lines
+    at = lines.index("")
+    at = lines.index("", at + 1)
+    assert lines[at + 1 : at + 3] == ["  run folder   runs/first", "  report       runs/first/report/report.html"]
+    assert (root / "first" / "report" / "report.html").is_file()
+    assert (
+        "  drafter      models:/llama-drafter@serving in MLflow; serves in stock vLLM as it is" in lines
+    ) is finished
+    assert ("  go on               cotrain train --resume first" in lines) is not finished
+    assert ("cotrain drafters pull llama-drafter@serving my-drafter" in told) is finished
+    assert "  look at the curves" in told
+
+
+def test_a_run_that_was_stopped_before_its_first_step_says_how_to_go_on(root: Path) -> None:
+    write_run(root / "first", [])
+    assert ended_run(root, finished=False)[0] == (
+        "\nStopped before the first step. Go on with: cotrain train --resume first\n"
+    )
+
+
+def ended_run(root: Path, finished: bool) -> tuple[str, dict[str, Any]]:
+    """What the end of a run prints, and its fakes."""
+    stream, tracker = io.StringIO(), Mock(registered_model="llama-drafter", uri="sqlite:///mlflow.db")
     (root / "first" / "run.lock").touch()
-    with RunDir(root, "first") as run_dir:
-        page = _write_report(run_dir, Console(io.StringIO()))
-        assert page is not None and page.is_file()
-        summary = RunSummary(stopped_early=True, greedy_identical=None, drafter_uri=None, next_commands=(), report=page)
-        lines = summary_lines(read_config(run_dir.config), run_dir, [{"step": 1}], summary)
-    assert f"  report       {page}" in lines
+    with RunDir(Path("runs"), "first") as run_dir:
+        controller = Mock(config=read_config(run_dir.config), run_dir=run_dir, mode=None, versions=Versions(1, 1))
+        controller.step = len(read_rows(run_dir.metrics))
+        controller.records = Mock(tracker=tracker, console=Console(stream))
+        controller.roles.engines.call.return_value = ["k=2 (fixed)", "k=2 (fixed)"]
+        _finish(controller, finished, Mock(passed=True))
+    return stream.getvalue(), {"tracker": tracker}
