@@ -2,7 +2,6 @@
 
 import io
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -80,8 +79,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_a_finished_run(root: Path
 @pytest.mark.parametrize(("steps", "finished"), [(1, True), (2, False)])
 def test_the_end_of_a_run_names_its_report_and_what_to_do_next(root: Path, steps: int, finished: bool) -> None:
     write_run(root / "first", [row(1)], steps=steps)
-    told, run = ended_run(root, finished)
-    assert run["tracker"].finish.call_args.args == ("FINISHED" if finished else "KILLED",)
+    told = ended_run(root, finished)
     lines = told.splitlines()
     assert lines[1] == f"{'Done' if finished else 'Stopped'}: 1 of {steps} steps in 30.0s, 1,000 tokens generated"
     assert lines[2].startswith("  reward       0.10 -> 0.10   (")
@@ -100,13 +98,13 @@ def test_the_end_of_a_run_names_its_report_and_what_to_do_next(root: Path, steps
 
 def test_a_run_that_was_stopped_before_its_first_step_says_how_to_go_on(root: Path) -> None:
     write_run(root / "first", [])
-    assert ended_run(root, finished=False)[0] == (
+    assert ended_run(root, finished=False) == (
         "\nStopped before the first step. Go on with: cotrain train --resume first\n"
     )
 
 
-def ended_run(root: Path, finished: bool) -> tuple[str, dict[str, Any]]:
-    """What the end of a run prints, and its fakes."""
+def ended_run(root: Path, finished: bool) -> str:
+    """What the end of a run prints."""
     stream, tracker = io.StringIO(), Mock(registered_model="llama-drafter", uri="sqlite:///mlflow.db")
     (root / "first" / "run.lock").touch()
     with RunDir(Path("runs"), "first") as run_dir:
@@ -115,4 +113,5 @@ def ended_run(root: Path, finished: bool) -> tuple[str, dict[str, Any]]:
         controller.records = Mock(tracker=tracker, console=Console(stream))
         controller.roles.engines.call.return_value = ["k=2 (fixed)", "k=2 (fixed)"]
         _finish(controller, finished, Mock(passed=True))
-    return stream.getvalue(), {"tracker": tracker}
+    tracker.finish.assert_called_once_with("FINISHED" if finished else "KILLED")
+    return stream.getvalue()

@@ -14,7 +14,7 @@ from tests.pipelines.page.conftest import images, row, words, write_run
 
 
 def facts(folder: Path) -> dict[str, Fact]:
-    return {fact.label: fact for fact in run_page(read_run(folder)).facts}
+    return {fact.label: fact for fact in run_facts(read_run(folder))}
 
 
 def plots(folder: Path) -> dict[str, Plot]:
@@ -35,7 +35,9 @@ def test_headline_facts(full: Path) -> None:
         "lossless": "not checked in this run, as no check held 100 speculated tokens (cotrain verify checks the engine)",
         "speed": "decoding 0.93 -> 1.00 times no speculation, by step times measured in this run",
     }
-    assert run_page(read_run(full)).subtitle.endswith("12 of 12 steps in 6m, 12,000 tokens generated")
+    page = run_page(read_run(full))
+    assert page.facts == list(facts(full).values())
+    assert page.subtitle.endswith("12 of 12 steps in 6m, 12,000 tokens generated")
 
 
 @pytest.mark.parametrize(
