@@ -147,7 +147,7 @@ def requests_of(config: RunConfig, model: Path, seed: int, num_steps: int) -> It
 
 def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: argparse.Namespace) -> list[Verdict]:
     """args.trials of each kind, each on one step's rollouts."""
-    from cotrain.config.publish import GateConfig
+    from cotrain.config.schema import GateConfig
     from cotrain.publish.decision import judge
     from cotrain.trainer.trainer import FreshScores
     from drafters.base import TargetSpec
