@@ -164,7 +164,7 @@ def outcome(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """verify.md from the content of verify.json: verdict, how it was reached, and a line for every check, failures first."""
+    """verify.md from the content of verify.json: verdict, how it was reached, and every check, failures first."""
     checks, options, packages = report["checks"], report["options"], report["packages"]
     rows = [
         {
