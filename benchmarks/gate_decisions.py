@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cotrain.config.load import load_config
-from cotrain.config.schema import RolloutConfig, RunConfig
+from cotrain.config.schema import GateConfig, RolloutConfig, RunConfig
 from cotrain.models.loading import resolve_model
 from cotrain.process import threads
 from cotrain.process.scratch import scratch_folder
@@ -147,7 +147,6 @@ def requests_of(config: RunConfig, model: Path, seed: int, num_steps: int) -> It
 
 def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: argparse.Namespace) -> list[Verdict]:
     """args.trials of each kind, each on one step's rollouts."""
-    from cotrain.config.publish import GateConfig
     from cotrain.publish.decision import judge
     from cotrain.trainer.trainer import FreshScores
     from drafters.base import TargetSpec

@@ -188,19 +188,18 @@ async def one_engine(
 ) -> AsyncIterator["RolloutEngine"]:
     """A started engine with its drafter, if there is one; its spec.scratch is a folder in shared memory.
 
-    ngram: draft tokens are looked up in the request's own text, whatever drafter there is.
+    ngram: draft tokens are looked up in the request's own text; the setup then has no drafter.
     """
     os.environ.update(threads.engine_environment(num_threads))
     from cotrain.rollout.engine import RolloutEngine
     from cotrain.rollout.spec import EngineSpec
 
-    drafter = None if ngram else setup.drafter
     with scratch_folder("engine") as scratch:
         spec = EngineSpec(
             rollout=setup.rollout,
             model_path=str(setup.model),
-            drafter_folder=str(setup.drafter_folder) if drafter else None,
-            serving=drafter.serving if drafter else None,
+            drafter_folder=str(setup.drafter_folder) if setup.drafter else None,
+            serving=setup.drafter.serving if setup.drafter else None,
             seed=seed,
             scratch=str(scratch),
             speculation="ngram" if ngram else "drafter",

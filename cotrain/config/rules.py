@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from cotrain.config.lossless_guard import engine_problems
-from cotrain.config.publish import MIN_PROMPTS, MIN_ROLLOUTS
-from cotrain.config.schema import PolicyConfig, RunConfig
+from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, PolicyConfig, RunConfig
 
 OWNED_VLLM_ARGUMENTS = {
     "model": "set policy.model",
@@ -88,13 +87,9 @@ def _samples_fit_the_learner(config: RunConfig) -> Iterator[str]:
 
 
 def _vllm_arguments(config: RunConfig) -> Iterator[str]:
-    others = {}
-    for key, value in config.rollout.vllm.items():
-        if key in OWNED_VLLM_ARGUMENTS:
-            yield f"rollout.vllm.{key}: is set by cotrain: {OWNED_VLLM_ARGUMENTS[key]}"
-        elif config.drafter is not None:
-            others[key] = value
-    for key, message in engine_problems(others):
+    arguments = config.rollout.vllm
+    owned = [(key, f"is set by cotrain: {fix}") for key, fix in OWNED_VLLM_ARGUMENTS.items() if key in arguments]
+    for key, message in (*owned, *(engine_problems(arguments) if config.drafter else ())):
         yield f"rollout.vllm.{key}: {message}"
 
 

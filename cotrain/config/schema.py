@@ -5,12 +5,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cotrain.config.publish import AlarmConfig, GateConfig
 from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
 
 LEAST_SPECULATED = 100
 """Fewest speculated tokens of a check. So many find a total variation distance of 0.26 in the first check of a run with
 probability 0.9 (family.detectable_distance); with fewer, only the grossest faults could fail."""
+
+MIN_ROLLOUTS = 16
+"""The gate needs this many rollouts of a step: below that, ratios of their sums are biased by a few long responses."""
+
+MIN_PROMPTS = 4
+"""Noise is estimated from this many prompts or more. With two or three, the degrees of freedom of Student's t are a
+guess themselves, and the far tail that alarms use is reached 6 to 50 times too often."""
 
 
 class OptimizerConfig(Section):
@@ -176,6 +182,22 @@ class RolloutConfig(Section):
     def rollouts_per_step(self) -> int:
         """Rollouts generated in one step."""
         return self.prompts_per_step * self.samples_per_prompt
+
+
+class GateConfig(Section):
+    """When a candidate replaces the drafter that serves."""
+
+    publish_when: Literal["gain", "always"] = "gain"
+    """gain: only a candidate that is certain to beat the serving drafter on rollouts neither was trained on, and by more
+    seconds than a swap costs. always: every candidate, unless its acceptances are not finite."""
+
+
+class AlarmConfig(Section):
+    """Bounds beyond which a step counts as a failure of the drafter."""
+
+    tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.15
+    """Share of the expected gain (expected acceptance length - 1) by which the served one may fall short beyond its
+    noise: it is expected in float32, of features in the engine's number format."""
 
 
 class DrafterBufferConfig(Section):

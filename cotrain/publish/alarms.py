@@ -7,8 +7,7 @@ the same rollouts. A drafter of which nothing is expected, such as a random one,
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cotrain.config.publish import MIN_PROMPTS
-from cotrain.config.schema import DrafterConfig
+from cotrain.config.schema import MIN_PROMPTS, DrafterConfig
 from cotrain.process.failures import RunFailure
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.publish.evidence import Evidence

@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cotrain.config.publish import MIN_PROMPTS, MIN_ROLLOUTS, GateConfig
-from cotrain.config.schema import DrafterConfig
+from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, DrafterConfig, GateConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm, check_acceptance, check_step
 from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication

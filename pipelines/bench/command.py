@@ -59,13 +59,11 @@ class Bench:
         None has a seed: generators of single requests would slow down the sampler, and probabilistic drafts have none.
         """
         options, prompts = self.options, self.setup.prompts
-        lengths: list[int | None] = [None] * batch
-        if options.drain:  # evenly spread
-            lengths = [max(2, ceil(options.tokens * (i + 1) / batch)) for i in range(batch)]
+        ends = [max(2, ceil(options.tokens * (i + 1) / batch)) for i in range(batch)]  # evenly spread
         first = (round_ * options.groups + group) * batch
         return [
-            RolloutRequest(f"prompt-{first + i}", first + i, prompts[(first + i) % len(prompts)], None, length)
-            for i, length in enumerate(lengths)
+            RolloutRequest(f"prompt-{first + i}", first + i, prompts[(first + i) % len(prompts)], None, end)
+            for i, end in enumerate(ends if options.drain else [None] * batch)
         ]
 
 

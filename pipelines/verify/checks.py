@@ -61,9 +61,8 @@ def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws
     draft_vocabulary: target ids that can be drafted. dtype: the engine's.
     """
     size = model.get_output_embeddings().weight.shape[0]
-    orders: dict[str, Tensor] = {}
-    if len(draft_vocabulary) < size:
-        orders[DRAFT_VOCABULARY] = members_first(draft_vocabulary, size)
+    is_whole = len(draft_vocabulary) >= size
+    orders = {} if is_whole else {DRAFT_VOCABULARY: members_first(draft_vocabulary, size)}
 
     def laws(rollout: Rollout, sampling: SamplingParams) -> Draws:
         tokens = (rollout.prompt_token_ids, rollout.token_ids)
@@ -82,13 +81,11 @@ def two_drafters(drafter: Drafter, plan: Plan, scratch: Path) -> list[WeightPayl
 def perturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Another drafter: noise on every matrix."""
     generator = torch.Generator().manual_seed(seed)
-
-    def moved(tensor: Tensor) -> Tensor:
-        if tensor.dim() != 2 or not tensor.is_floating_point():
-            return tensor
-        return tensor + PERTURBATION * tensor.std() * torch.randn(tensor.shape, generator=generator)
-
-    return {name: moved(tensor) for name, tensor in state.items()}
+    matrices = {name: tensor for name, tensor in state.items() if tensor.dim() == 2 and tensor.is_floating_point()}
+    return state | {
+        name: matrix + PERTURBATION * matrix.std() * torch.randn(matrix.shape, generator=generator)
+        for name, matrix in matrices.items()
+    }
 
 
 @dataclass

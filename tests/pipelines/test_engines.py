@@ -80,12 +80,9 @@ def test_an_engine_serves_the_drafter_and_stops_whatever_happens(
     assert environment["OMP_NUM_THREADS"] == "2"
 
 
-@pytest.mark.parametrize(("ngram", "drafted"), [(True, True), (False, False)])
-def test_without_a_drafter_to_serve_none_is_named(
-    setup: EngineSetup, environment: dict[str, str], ngram: bool, drafted: bool
-) -> None:
-    if not drafted:
-        setup = replace(setup, drafter=None, drafter_folder=None)
+@pytest.mark.parametrize("ngram", [True, False])
+def test_without_a_drafter_to_serve_none_is_named(setup: EngineSetup, environment: dict[str, str], ngram: bool) -> None:
+    setup = replace(setup, drafter=None, drafter_folder=None)
 
     async def start() -> Any:
         async with one_engine(setup, seed=0, num_threads=1, ngram=ngram) as engine:

@@ -18,8 +18,7 @@ from drafters.base import SamplingParams, TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
 from pipelines.verify.checks import Laws, Plan, Verifier, perturbed, target_laws
-from pipelines.verify.command import build_parser, main, prepare
-from pipelines.verify.report import markdown, outcome
+from pipelines.verify.command import build_parser, main, markdown, outcome, prepare
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
 from tests.native_models import qwen3_next_model, write_native
@@ -282,5 +281,7 @@ def test_the_report_shows_failures_first_and_what_would_be_found(laws: Laws) -> 
     }  # fmt: skip
     page = markdown(about | written)
     assert page.startswith("# NOT lossless")
-    assert page.index("## Failed") < page.index("## All checks")
+    rows = [line for line in page.splitlines() if line.endswith(("| FAIL      |", "| ok        |"))]
+    failed = [line.endswith("| FAIL      |") for line in rows]
+    assert len(rows) == len(written["checks"]) and failed == sorted(failed, reverse=True) and True in failed
     assert "vLLM 0.32.0" in page and "- a note" in page

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.config.publish import AlarmConfig
-from cotrain.config.schema import DrafterConfig
+from cotrain.config.schema import AlarmConfig, DrafterConfig
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.publish.alarms import (
     FALSE_ALARM_RATE,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain.config.publish import GateConfig
+from cotrain.config.schema import GateConfig
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.decision import Judgement
 from cotrain.publish.decision import judge as judge_scores
