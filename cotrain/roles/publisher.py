@@ -63,10 +63,11 @@ class Publisher:
         self.serving = outcome.serving
         if outcome.failure is not None:
             self._stop(step, outcome)
-        elif outcome.action != "keep":
+        elif outcome.events and outcome.events[-1].kind in ("published", "rolled back"):
             self._swap(versions, outcome)
-        for name, action in (("published", "publish"), ("rolled_back", "roll back")):
-            metrics[f"drafter/{name}"] = float(outcome.swap is not None and outcome.action == action)
+        kinds = {event.kind for event in outcome.events}
+        metrics["drafter/published"] = float("published" in kinds)
+        metrics["drafter/rolled_back"] = float("rolled back" in kinds)
         outcome.metrics |= metrics | _expected_metrics(expected, batch.speculation)
         return outcome
 
@@ -89,11 +90,11 @@ class Publisher:
 
     def _swap(self, versions: Versions, outcome: Outcome) -> None:
         """Freeze the weights under the next version and send them."""
-        rolls_back, expected = outcome.action == "roll back", outcome.expected
+        event, expected = outcome.events[-1], outcome.expected
+        rolls_back = event.kind == "rolled back"
         version = self._trainer.call("publish", self.serving.last_good if rolls_back else None)
         payload = self._trainer.call("write_payload", self._scratch / "drafter.safetensors", version)
         rates = None if expected is None else expected.rates[-1].tolist()
-        event = outcome.events[-1]
         try:
             outcome.swap = swap = self._engines.update_drafter(payload, version, rates)
         except WeightUpdateRefused as error:
