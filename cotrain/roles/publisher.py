@@ -49,8 +49,9 @@ class Publisher:
     def evaluate(self, step: int, batch: RolloutBatch, versions: Versions, found: Sequence[Alarm] = ()) -> Outcome:
         """Decide on the step's rollouts, generated under `versions`, and swap. Call it before training on them.
 
-        found: alarms of other checks of this step. Engines that refuse a drafter go on with the one they have, all of
-        them, and so does the run.
+        found: alarms of other checks of this step. After an alarm the run goes on without speculation where it is
+        configured to; a fatal one, and any other, is left to be raised. Engines that refuse a drafter go on with the
+        one they have, all of them, and so does the run.
         """
         serving, sent = self.serving, self._sent
         keep = {serving.version, serving.last_good}
@@ -61,8 +62,10 @@ class Publisher:
         evidence = Evidence(step, batch, versions, serving, scores, expected, sent, served)
         outcome = decide(evidence, self._config, self._total_steps, found)
         self.serving = outcome.serving
-        if outcome.failure is not None:
-            self._stop(step, outcome)
+        if (failure := outcome.failure) is not None:
+            if self._config.on_drafter_failure == "continue" and not failure.fatal:
+                self.mode, outcome.failure = f"without speculation since step {step} ({failure.names})", None
+                self._engines.call("set_num_speculative_tokens", 0)
         elif outcome.events and outcome.events[-1].kind in ("published", "rolled back"):
             self._swap(versions, outcome)
         kinds = {event.kind for event in outcome.events}
@@ -79,13 +82,6 @@ class Publisher:
         """Continue from `state`."""
         self.serving, self.mode = Publication(**state["serving"]), state["mode"]
         if self.mode is not None:
-            self._engines.call("set_num_speculative_tokens", 0)
-
-    def _stop(self, step: int, outcome: Outcome) -> None:
-        """Leave the failure to be raised, or go on without speculation. A fatal alarm fails either way."""
-        failure = outcome.failure
-        if failure is not None and self._config.on_drafter_failure == "continue" and not failure.fatal:
-            self.mode, outcome.failure = f"without speculation since step {step} ({failure.names})", None
             self._engines.call("set_num_speculative_tokens", 0)
 
     def _swap(self, versions: Versions, outcome: Outcome) -> None:

@@ -11,7 +11,7 @@ from cotrain.rollout.speculation.controller import SpeculationController, Step
 
 
 class DraftLengthScheduler(Scheduler):
-    """vLLM's synchronous scheduler: a controller chooses the draft lengths, up to the configured one, and sees each step.
+    """vLLM's synchronous scheduler. A controller sees each step and chooses draft lengths up to the configured one.
 
     vLLM 0.32 looks the draft length up in dynamic_sd_lookup, by the number of requests that `schedule` has scheduled.
     """

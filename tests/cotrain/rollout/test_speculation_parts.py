@@ -17,8 +17,7 @@ from cotrain.rollout.speculation.measurement import (
     room_for,
 )
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from cotrain.rollout.speculation.step_costs import StepCosts
-from cotrain.rollout.speculation.trials import TRIAL_STEPS, Trials
+from cotrain.rollout.speculation.step_costs import TRIAL_STEPS, StepCosts, Trials
 from cotrain.rollout.vllm.scheduling import DraftLengthScheduler
 from tests.cotrain.rollout.simulated_engine import CPU, GOOD, GPU, K, Shape, expected_tokens
 
