@@ -241,7 +241,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     """Markdown: by kind and drafter, how many were published."""
     groups: dict[tuple[str, str], list[Verdict]] = {}
     for v in verdicts:
-        name = "20 spoilt matrices" if v.kind == "corrupted" else v.drafter
+        name = "spoilt matrices" if v.kind == "corrupted" else v.drafter
         groups.setdefault((v.kind, name), []).append(v)
     lines = ["| candidate | drafter | gain on all rollouts | gain as judged | published |", "|---|---|---|---|---|"]
     for (kind, name), found in groups.items():

@@ -187,13 +187,14 @@ class Controller:
         arguments = chosen.rollouts, self._sampling, monitor.logit_tolerance
         with self._timed("lossless"):
             draws = self.roles.policy.call_first("response_draws", *arguments)
-            found = monitor.check(step, chosen, draws, time.perf_counter() - started)
-        row |= found.metrics()
-        if found.passed:
+            verdict, metrics = monitor.check(step, chosen, draws, time.perf_counter() - started)
+        row |= metrics
+        if verdict.passed:
             return []
+        what = f"rollouts do not have the policy's distribution: {verdict}"
         cause = "speculation is not lossless on this engine, or the engines serve other policy weights"
         remedy = "find out with cotrain verify; drafter=none runs without speculation"
-        return [Alarm("not_lossless", found.message(), cause, remedy, found.metrics())]
+        return [Alarm("not_lossless", what, cause, remedy, metrics)]
 
     def _learn(
         self, step: int, rollouts: list[ScoredRollout], batch: RolloutBatch, alarms: list[Alarm], row: dict[str, float]

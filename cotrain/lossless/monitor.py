@@ -13,7 +13,7 @@ top-p cut at another token for EDGE_SHARE of the tokens at most.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,45 +32,12 @@ WEIGHT_ROUNDING = 2.0
 """Factor on LOGIT_ERROR in bfloat16: the learner's weights are float32 masters, the engine's are rounded."""
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """The rollouts to check."""
 
     rollouts: list[Rollout]
     speculated_tokens: int
     """Response tokens among these that verification steps emitted."""
-
-
-@dataclass(frozen=True)
-class MonitorCheck:
-    """What one check found."""
-
-    number: int
-    num_tokens: int
-    speculated_tokens: int
-    verdict: Verdict
-
-    @property
-    def passed(self) -> bool:
-        """Nothing speaks against the rollouts."""
-        return self.verdict.passed
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers of the step's row, as lossless/<name>."""
-        results = self.verdict.results
-        effects = {f"{r.check.replace(' ', '_').replace('-', '_')}_effect": r.effect for r in results}
-        found = {
-            "check": float(self.number),
-            "tokens": float(self.num_tokens),
-            "speculated_tokens": float(self.speculated_tokens),
-            "passed": float(self.passed),
-            "smallest_adjusted_p": min(result.adjusted_p for result in results),
-        }
-        return {f"lossless/{name}": value for name, value in (found | effects).items()}
-
-    def message(self) -> str:
-        """What a failed check found, in one line."""
-        return f"rollouts do not have the policy's distribution: check {self.number}, {self.verdict}"
 
 
 @dataclass
@@ -133,8 +100,13 @@ class LosslessMonitor:
                 break
         return Chosen(chosen, speculated) if speculated >= LEAST_SPECULATED else None
 
-    def check(self, step: int, chosen: Chosen, draws: Sequence[Draws], seconds: float) -> MonitorCheck:
-        """Judge the chosen rollouts by their laws. seconds: what this check took, the forward pass included."""
+    def check(
+        self, step: int, chosen: Chosen, draws: Sequence[Draws], seconds: float
+    ) -> tuple[Verdict, dict[str, float]]:
+        """Judge the chosen rollouts by their laws, and give the numbers of the step's row, as lossless/<name>.
+
+        seconds: what this check took, the forward pass included.
+        """
         state = self._state
         state.checks, state.last_step, state.last_cost = state.checks + 1, step, seconds
         state.spent += seconds
@@ -143,7 +115,11 @@ class LosslessMonitor:
         name = describe(self._sampling)
         results = setting_checks(chosen.rollouts, samplings, draws, name, rng, self.logit_tolerance)
         verdict = judge(results, alpha_share(FALSE_ALARM_RATE, state.considered))
-        return MonitorCheck(state.checks, sum(map(len, draws)), chosen.speculated_tokens, verdict)
+        found: dict[str, float] = {"check": state.checks, "tokens": sum(map(len, draws))}
+        found |= {"speculated_tokens": chosen.speculated_tokens, "passed": verdict.passed}
+        found["smallest_adjusted_p"] = min(r.adjusted_p for r in verdict.results)
+        found |= {f"{r.check.replace(' ', '_').replace('-', '_')}_effect": r.effect for r in verdict.results}
+        return verdict, {f"lossless/{key}": float(value) for key, value in found.items()}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: a resumed run goes on with the same share of the false-alarm rate."""

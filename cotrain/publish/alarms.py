@@ -27,6 +27,20 @@ succeed and fail together. 0 would take every draft for a trial of its own."""
 LOWER_BOUND_ERRORS = 3.0
 """Standard errors that the expected gain is lowered by before zero acceptance is held against it."""
 
+COLLAPSED = (
+    "the engines serve other drafter weights than the trainer's, the drafter's KV cache holds values that are not "
+    "finite, it reads other target layers than it was trained on, or requests are longer than its "
+    "max_position_embeddings or so close to max_model_len that vLLM drafts token 0 for their whole batch",
+    "check drafter.model.aux_layers, and rollout.max_prompt_tokens + max_new_tokens against "
+    "max_position_embeddings in the drafter's config.json; resume from the last checkpoint",
+)
+BELOW_EXPECTED = (
+    "training and serving differ (layers, positions, sampling, vocabulary mapping), or an older drafter is served",
+    "compare rollout/acceptance_rate_pos_* with rollout/expected_rate_pos_*: position 1 points at weights and "
+    "layers, later ones at the unroll; resume from the last checkpoint, or raise drafter.alarms.tolerance",
+)
+"""Probable cause and remedy of the two statistical alarms."""
+
 LAG_ROUNDS = 4
 """Training rounds that may pass without a candidate to compare: a step with few rollouts refuses one now and then."""
 
@@ -62,10 +76,16 @@ def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> l
 
     While the canary watches the serving drafter, a low acceptance is its business.
     """
-    found = [*_delivery_alarms(evidence), *_lag_alarm(evidence, config)]
+    found = [*_delivery_alarms(evidence)]
+    lag, limit = evidence.versions.policy - evidence.serving.judged_on, LAG_ROUNDS * config.train_every
+    if config.train and lag > limit:
+        what = f"the serving drafter is {lag} policy versions behind, the limit is {limit}"
+        cause = "candidates are refused (decisions.jsonl has the reasons), or the trainer makes none"
+        found.append(Alarm("drafter_lags", what, cause, "mend what the reasons name, and read logs/drafter.log"))
     if not evidence.serving.watched:
         significance = FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
-        found += check_acceptance(evidence, config.alarms.tolerance, significance)[1]
+        _, alarm = check_acceptance(evidence, config.alarms.tolerance, significance)
+        found += [] if alarm is None else [alarm]
     return found
 
 
@@ -82,7 +102,9 @@ def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts
     return float((1 - expected.rates_at(counts.steps)[0] * max(0.0, lower)) ** max(trials, 1.0))
 
 
-def check_acceptance(evidence: Evidence, tolerance: float, significance: float) -> tuple[dict[str, float], list[Alarm]]:
+def check_acceptance(
+    evidence: Evidence, tolerance: float, significance: float
+) -> tuple[dict[str, float], Alarm | None]:
     """The served acceptance beside what is expected on these very rollouts, and an alarm where chance is no explanation.
 
     tolerance: share of the expected gain that may be missing. No numbers where the step says nothing about the drafter.
@@ -91,47 +113,21 @@ def check_acceptance(evidence: Evidence, tolerance: float, significance: float) 
     rollouts = [rollout for rollout in evidence.batch.rollouts if rollout.drafted_throughout]
     counts, expected = total_counts(rollout.speculation for rollout in rollouts), evidence.expected
     if counts is None or expected is None or not expected.covers(counts.steps):
-        return {}, []
-    served, length = counts.acceptance_length, expected.length_at(counts.steps)
+        return {}, None
+    served, length, num_drafts = counts.acceptance_length, expected.length_at(counts.steps), counts.num_drafts
     num_prompts = len({rollout.prompt_id for rollout in rollouts})
     bound = expected.lowest_served(counts.steps, num_prompts, tolerance * (length - 1.0), significance)
-    numbers = {
-        "served_length": served,
-        "expected_length": length,
-        "num_drafts": float(counts.num_drafts),
-        "bound": bound,
-    }
+    numbers = {"served_length": served, "expected_length": length, "num_drafts": float(num_drafts), "bound": bound}
     if served == 1.0 and (chance := collapse_probability(expected, counts, len(rollouts))) < significance:
-        return numbers, [_collapsed(numbers | {"chance": chance})]
+        what = (
+            f"no draft token was accepted in {num_drafts} verification steps, where an acceptance length of "
+            f"{length:.2f} is expected (chance {chance:.1g})"
+        )
+        return numbers, Alarm("acceptance_collapsed", what, *COLLAPSED, numbers | {"chance": chance})
     if 1.0 < served < bound and expected.num_prompts >= MIN_PROMPTS:
-        return numbers, [_below_expected(numbers)]
-    return numbers, []
-
-
-def _collapsed(numbers: Mapping[str, float]) -> Alarm:
-    return Alarm(
-        "acceptance_collapsed",
-        f"no draft token was accepted in {numbers['num_drafts']:.0f} verification steps, where an acceptance length of "
-        f"{numbers['expected_length']:.2f} is expected (chance {numbers['chance']:.1g})",
-        "the engines serve other drafter weights than the trainer's, the drafter's KV cache holds values that are not "
-        "finite, it reads other target layers than it was trained on, or requests are longer than its "
-        "max_position_embeddings or so close to max_model_len that vLLM drafts token 0 for their whole batch",
-        "check drafter.model.aux_layers, and rollout.max_prompt_tokens + max_new_tokens against "
-        "max_position_embeddings in the drafter's config.json; resume from the last checkpoint",
-        numbers,
-    )
-
-
-def _below_expected(numbers: Mapping[str, float]) -> Alarm:
-    return Alarm(
-        "acceptance_below_expected",
-        f"served acceptance length {numbers['served_length']:.3f} is below {numbers['bound']:.3f}, where "
-        f"{numbers['expected_length']:.3f} is expected",
-        "training and serving differ (layers, positions, sampling, vocabulary mapping), or an older drafter is served",
-        "compare rollout/acceptance_rate_pos_* with rollout/expected_rate_pos_*: position 1 points at weights and "
-        "layers, later ones at the unroll; resume from the last checkpoint, or raise drafter.alarms.tolerance",
-        numbers,
-    )
+        what = f"served acceptance length {served:.3f} is below {bound:.3f}, where {length:.3f} is expected"
+        return numbers, Alarm("acceptance_below_expected", what, *BELOW_EXPECTED, numbers)
+    return numbers, None
 
 
 def _delivery_alarms(evidence: Evidence) -> Iterator[Alarm]:
@@ -164,16 +160,4 @@ def _delivery_alarms(evidence: Evidence) -> Iterator[Alarm]:
             "the scheduler does not read the draft length, or the engine was started without speculation",
             "read logs/rollout_*.log for the speculative configuration; leave rollout.vllm.scheduler_cls and "
             "max_model_len to cotrain",
-        )
-
-
-def _lag_alarm(evidence: Evidence, config: DrafterConfig) -> Iterator[Alarm]:
-    limit = LAG_ROUNDS * config.train_every
-    lag = evidence.versions.policy - evidence.serving.judged_on
-    if config.train and lag > limit:
-        yield Alarm(
-            "drafter_lags",
-            f"the serving drafter is {lag} policy versions behind, the limit is {limit}",
-            "candidates are refused (decisions.jsonl has the reasons), or the trainer makes none",
-            "mend what the reasons name, and read logs/drafter.log",
         )

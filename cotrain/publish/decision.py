@@ -8,7 +8,7 @@ of at most 1 - CONFIDENCE, costs one swap, and serves as well as the drafter bef
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,11 +35,10 @@ MARGIN = 0.02
 class Outcome:
     """What a step does about the drafter, and why."""
 
-    action: Literal["publish", "keep", "roll back", "stop"]
     serving: Publication
     """What is remembered of the serving drafter after this step, before a swap."""
     events: list[DrafterEvent]
-    """Reasons in words and numbers; the last one is that of the action."""
+    """Reasons in words and numbers. The last one says whether the candidate or the last good version is to serve."""
     metrics: dict[str, float]
     expected: ExpectedAcceptance | None = None
     """What the published candidate is expected to reach; None when it could not be scored."""
@@ -64,7 +63,7 @@ class Judgement(NamedTuple):
 def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: Sequence[Alarm] = ()) -> Outcome:
     """The decision of one step. found: alarms of other checks of this step, which stop as its own do."""
     step, serving, scores = evidence.step, evidence.serving, evidence.scores
-    outcome = Outcome("keep", serving, [], {}, trains=config.train and step % config.train_every == 0)
+    outcome = Outcome(serving, [], {}, trains=config.train and step % config.train_every == 0)
 
     def note(kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
         outcome.events.append(DrafterEvent(step, kind, serving.version, reason, numbers))
@@ -73,14 +72,14 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: S
         for alarm in alarms:
             note("alarm", str(alarm), alarm.numbers)
         metrics = {f"alarms/{alarm.name}": 1.0 for alarm in alarms}
-        return Outcome("stop", serving, outcome.events, metrics, failure=DrafterAlarm(step, alarms))
+        return Outcome(serving, outcome.events, metrics, failure=DrafterAlarm(step, alarms))
     if serving.watched:
         numbers, low = check_acceptance(evidence, config.alarms.tolerance, CANARY_ALPHA / CANARY_STEPS)
         outcome.metrics = {f"canary/{name}": value for name, value in numbers.items()}
         outcome.metrics["canary/step"] = float(CANARY_STEPS - serving.watched + 1)
         if low:
-            outcome.action, outcome.metrics["canary/roll_back_to"] = "roll back", float(serving.last_good)
-            reason = f"version {serving.version}: {low[0].what}; back to {serving.last_good}"
+            outcome.metrics["canary/roll_back_to"] = float(serving.last_good)
+            reason = f"version {serving.version}: {low.what}; back to {serving.last_good}"
             note("rolled back", reason, outcome.metrics)
             return outcome
         if numbers:
@@ -93,7 +92,6 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: S
         note(gate.kind, gate.reason, gate.numbers)
         judged_on = evidence.versions.policy if gate.kind == "kept back" else serving.judged_on
         serving = replace(serving, judged_round=scores.rounds, judged_on=judged_on)
-        outcome.action = "publish" if gate.kind == "published" else "keep"
         outcome.metrics, outcome.expected = outcome.metrics | gate.numbers, gate.expected
     outcome.serving = serving
     return outcome

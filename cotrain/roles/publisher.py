@@ -49,8 +49,9 @@ class Publisher:
     def evaluate(self, step: int, batch: RolloutBatch, versions: Versions, found: Sequence[Alarm] = ()) -> Outcome:
         """Decide on the step's rollouts, generated under `versions`, and swap. Call it before training on them.
 
-        found: alarms of other checks of this step. Engines that refuse a drafter go on with the one they have, all of
-        them, and so does the run.
+        found: alarms of other checks of this step. After an alarm the run goes on without speculation where it is
+        configured to; a fatal one, and any other, is left to be raised. Engines that refuse a drafter go on with the
+        one they have, all of them, and so does the run.
         """
         serving, sent = self.serving, self._sent
         keep = {serving.version, serving.last_good}
@@ -61,12 +62,15 @@ class Publisher:
         evidence = Evidence(step, batch, versions, serving, scores, expected, sent, served)
         outcome = decide(evidence, self._config, self._total_steps, found)
         self.serving = outcome.serving
-        if outcome.failure is not None:
-            self._stop(step, outcome)
-        elif outcome.action != "keep":
+        if (failure := outcome.failure) is not None:
+            if self._config.on_drafter_failure == "continue" and not failure.fatal:
+                self.mode, outcome.failure = f"without speculation since step {step} ({failure.names})", None
+                self._engines.call("set_num_speculative_tokens", 0)
+        elif outcome.events and outcome.events[-1].kind in ("published", "rolled back"):
             self._swap(versions, outcome)
-        for name, action in (("published", "publish"), ("rolled_back", "roll back")):
-            metrics[f"drafter/{name}"] = float(outcome.swap is not None and outcome.action == action)
+        kinds = {event.kind for event in outcome.events}
+        metrics["drafter/published"] = float("published" in kinds)
+        metrics["drafter/rolled_back"] = float("rolled back" in kinds)
         outcome.metrics |= metrics | _expected_metrics(expected, batch.speculation)
         return outcome
 
@@ -80,20 +84,13 @@ class Publisher:
         if self.mode is not None:
             self._engines.call("set_num_speculative_tokens", 0)
 
-    def _stop(self, step: int, outcome: Outcome) -> None:
-        """Leave the failure to be raised, or go on without speculation. A fatal alarm fails either way."""
-        failure = outcome.failure
-        if failure is not None and self._config.on_drafter_failure == "continue" and not failure.fatal:
-            self.mode, outcome.failure = f"without speculation since step {step} ({failure.names})", None
-            self._engines.call("set_num_speculative_tokens", 0)
-
     def _swap(self, versions: Versions, outcome: Outcome) -> None:
         """Freeze the weights under the next version and send them."""
-        rolls_back, expected = outcome.action == "roll back", outcome.expected
+        event, expected = outcome.events[-1], outcome.expected
+        rolls_back = event.kind == "rolled back"
         version = self._trainer.call("publish", self.serving.last_good if rolls_back else None)
         payload = self._trainer.call("write_payload", self._scratch / "drafter.safetensors", version)
         rates = None if expected is None else expected.rates[-1].tolist()
-        event = outcome.events[-1]
         try:
             outcome.swap = swap = self._engines.update_drafter(payload, version, rates)
         except WeightUpdateRefused as error:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cotrain.rollout.vllm.planned_scheduling import computes_prompts
+from cotrain.rollout.vllm.scheduling import computes_prompts
 from cotrain.rollout.vllm.worker_extension import CotrainWorker
 
 

@@ -172,8 +172,8 @@ def test_the_monitor_sees_a_bug_in_rollouts_of_a_run(
         response_draws(target_model, r.prompt_token_ids, r.token_ids, PLAIN, None, monitor.logit_tolerance)
         for r in chosen.rollouts
     ]
-    check = monitor.check(1, chosen, draws, seconds=1.0)
-    assert check.passed == (bug is None)
+    verdict, metrics = monitor.check(1, chosen, draws, seconds=1.0)
+    assert verdict.passed == (bug is None)
     # Verification steps emit all tokens but the first of each response.
-    assert check.speculated_tokens == check.num_tokens - len(chosen.rollouts)
+    assert metrics["lossless/speculated_tokens"] == metrics["lossless/tokens"] - len(chosen.rollouts)
     assert not monitor.due(2, 1e6)

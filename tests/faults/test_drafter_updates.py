@@ -116,7 +116,7 @@ def test_4_scrambled_heads(fresh: LiveEngine, fitted_drafter: Drafter, fault: Fa
     batch = fresh.generate(requests)
     evidence = evidence_of(batch, fresh.engine.versions, expected=expected, serving=serving)
     decision = decide(evidence, DrafterConfig(model={"type": "eagle3"}), total_steps=STEPS)
-    assert decision.action == "roll back" and decision.metrics["canary/roll_back_to"] == good_version
+    assert decision.events[-1].kind == "rolled back" and decision.metrics["canary/roll_back_to"] == good_version
     fresh.send_drafter(good)
     after = fresh.generate(requests)
     assert after.speculation.acceptance_length > decision.metrics["canary/bound"]

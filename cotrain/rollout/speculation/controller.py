@@ -14,8 +14,7 @@ import numpy as np
 from cotrain.records import GainReport
 from cotrain.rollout.speculation.measurement import measured_length, measured_sizes
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from cotrain.rollout.speculation.step_costs import Array, StepCosts
-from cotrain.rollout.speculation.trials import Trials
+from cotrain.rollout.speculation.step_costs import Array, StepCosts, Trials
 
 DECIDE_STEPS = 16
 """Engine steps from one choice to the next; a choice takes about 0.1 ms."""
@@ -51,9 +50,8 @@ class SpeculationController:
         self.max_speculative_tokens, self.max_batch = max_speculative_tokens, max_batch
         self._acceptance, self._trials = ServedAcceptance(max_speculative_tokens), Trials()
         self._costs: StepCosts | None = None
-        self._measured: dict[tuple[int, int], list[float]] | None = (
-            None  # by (draft length, batch size), while measuring
-        )
+        # Seconds by (draft length, batch size), while measuring.
+        self._measured: dict[tuple[int, int], list[float]] | None = None
         self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
         self._num_steps = 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cotrain.rollout.tap import FeatureTap
-from cotrain.rollout.vllm.planned_scheduling import computes_prompts
+from cotrain.rollout.vllm.scheduling import computes_prompts
 from cotrain.rollout.vllm.unread_rows import Rows, UnreadRows, passes
 
 MOST_UNREAD_BYTES = 64 * 2**20

@@ -1,17 +1,20 @@
 """vLLM's scheduler with a draft length for each step, and how the engine's owner reaches its speculation controller."""
 
+import time
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from cotrain.process.orphans import die_with_parent, leave_terminal_group
-from cotrain.rollout.speculation.controller import SpeculationController
-from cotrain.rollout.vllm.planned_scheduling import PlannedSteps
+from cotrain.rollout.speculation.controller import SpeculationController, Step
 
 
-class DraftLengthScheduler(PlannedSteps, Scheduler):
-    """vLLM's synchronous scheduler, with a draft length for each step; never more than the configured number."""
+class DraftLengthScheduler(Scheduler):
+    """vLLM's synchronous scheduler. A controller sees each step and chooses draft lengths up to the configured one.
+
+    vLLM 0.32 looks the draft length up in dynamic_sd_lookup, by the number of requests that `schedule` has scheduled.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         # The scheduler lives in the engine core, a process of its own.
@@ -19,6 +22,18 @@ class DraftLengthScheduler(PlannedSteps, Scheduler):
         leave_terminal_group()
         super().__init__(*args, **kwargs)
         self.controller = SpeculationController(self.num_spec_tokens, self.scheduler_config.max_num_seqs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())
+        return super().schedule(*args, **kwargs)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        # Before vLLM's own, which may change both arguments.
+        self.controller.observe(_step_of(scheduler_output, model_runner_output))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if not self.has_unfinished_requests():
+            self.controller.idle(time.perf_counter())
+        return outputs
 
 
 def _call_controller(core: Any, method: str, args: list[Any]) -> Any:
@@ -33,3 +48,28 @@ EngineCore.cotrain_speculation = _call_controller
 async def call_controller(engine: Any, method: str, *args: Any) -> Any:
     """Call a method of the speculation controller of an AsyncLLM that speculates."""
     return await engine.engine_core.call_utility_async("cotrain_speculation", method, list(args))
+
+
+def computes_prompts(output: Any) -> bool:
+    """Does a step compute more of a request than its last token and the drafts behind it?
+
+    That is the case for prompts, in chunks or whole, and for what is computed again after a preemption or an update of
+    the policy.
+    """
+    drafts = output.scheduled_spec_decode_tokens
+    more = any(num - len(drafts.get(request, ())) > 1 for request, num in output.num_scheduled_tokens.items())
+    # The one token of a prompt that is not in the cache looks like decoding.
+    return more or bool(output.scheduled_new_reqs)
+
+
+def _step_of(output: Any, sampled: Any) -> Step:
+    token_ids = sampled.sampled_token_ids  # empty when nothing was sampled
+    generated = {request: len(token_ids[i]) if token_ids else 0 for request, i in sampled.req_id_to_index.items()}
+    drafted = output.scheduled_spec_decode_tokens.items()
+    return Step(
+        num_speculative_tokens=output.num_spec_tokens_to_schedule,
+        batch=len(output.num_scheduled_tokens),
+        computes_prompts=computes_prompts(output),
+        drafts=[(len(draft), generated[request] - 1) for request, draft in drafted if generated.get(request)],
+        num_tokens=sum(generated.values()),
+    )

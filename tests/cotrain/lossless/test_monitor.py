@@ -11,8 +11,8 @@ from cotrain.lossless import monitor as monitor_module
 from cotrain.lossless.checks import LOGIT_ERROR
 from cotrain.lossless.draws import Draws
 from cotrain.lossless.emitted import response_draws
-from cotrain.lossless.family import detectable_distance
-from cotrain.lossless.monitor import FALSE_ALARM_RATE, Chosen, LosslessMonitor, MonitorCheck, alpha_share
+from cotrain.lossless.family import Verdict, detectable_distance
+from cotrain.lossless.monitor import FALSE_ALARM_RATE, Chosen, LosslessMonitor, alpha_share
 from cotrain.lossless.setting import PLAIN
 from cotrain.records import Rollout, RolloutRequest
 from drafters.base import SamplingParams
@@ -46,7 +46,9 @@ def laws(monitor: LosslessMonitor, rollouts: list[Rollout], sampling: SamplingPa
     return [response_draws(MODEL, r.prompt_token_ids, r.token_ids, sampling, None, tolerance) for r in rollouts]
 
 
-def check_of(monitor: LosslessMonitor, step: int, rollouts: list[Rollout], seconds: float = 1.0) -> MonitorCheck:
+def check_of(
+    monitor: LosslessMonitor, step: int, rollouts: list[Rollout], seconds: float = 1.0
+) -> tuple[Verdict, dict[str, float]]:
     chosen = chosen_by(monitor, rollouts)
     return monitor.check(step, chosen, laws(monitor, chosen.rollouts), seconds)
 
@@ -56,13 +58,12 @@ def monitor_of(**fields: object) -> LosslessMonitor:
 
 
 def test_a_clean_run_passes_and_says_how_much_was_seen() -> None:
-    check = check_of(monitor_of(), 1, rollouts_of())
-    assert check.passed
-    assert check.metrics()["lossless/passed"] == 1.0
-    assert check.metrics()["lossless/tokens"] == check.num_tokens > 1500
+    verdict, metrics = check_of(monitor_of(), 1, rollouts_of())
+    assert verdict.passed and metrics["lossless/passed"] == 1.0
+    num_tokens = metrics["lossless/tokens"]
+    assert num_tokens > 1500
     # All but the one token of a response that prefill samples.
-    assert 0.9 * check.num_tokens < check.speculated_tokens < check.num_tokens
-    assert check.metrics()["lossless/speculated_tokens"] == check.speculated_tokens
+    assert 0.9 * num_tokens < metrics["lossless/speculated_tokens"] < num_tokens
 
 
 def test_rollouts_that_were_not_speculated_are_no_pass() -> None:
@@ -70,9 +71,9 @@ def test_rollouts_that_were_not_speculated_are_no_pass() -> None:
     assert monitor.choose(without_speculation(rollouts)) is None
     assert monitor.state()["checks"] == 0 and monitor.due(2, 0.0)
     assert monitor.choose(rollouts[:2] + without_speculation(rollouts[2:])) is None
-    check = check_of(monitor, 3, rollouts)
-    assert check.number == 1 and check.speculated_tokens >= LEAST_SPECULATED
-    level = check.verdict.alpha * 6 / len(check.verdict.results)  # a third step has 1/6 of a first one's rate
+    verdict, metrics = check_of(monitor, 3, rollouts)
+    assert metrics["lossless/check"] == 1 and metrics["lossless/speculated_tokens"] >= LEAST_SPECULATED
+    level = verdict.alpha * 6 / len(verdict.results)  # a third step has 1/6 of a first one's rate
     assert detectable_distance(LEAST_SPECULATED, level) == pytest.approx(0.26, abs=0.01)
 
 
@@ -104,7 +105,7 @@ def test_a_step_that_was_considered_uses_up_its_share_of_the_rate() -> None:
         assert monitor.choose(without_speculation(rollouts)) is None
     resumed = monitor_of()
     resumed.load_state(monitor.state())
-    assert check_of(resumed, 3, rollouts).verdict.alpha == pytest.approx(0.01 / 12)
+    assert check_of(resumed, 3, rollouts)[0].alpha == pytest.approx(0.01 / 12)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -115,29 +116,29 @@ def test_a_returned_log_prob_is_an_alarm_just_beyond_the_stated_logit_error(dtyp
     for factor, passes in ((0.99, True), (1.01, False)):
         chosen = chosen_by(monitor, rollouts_of())
         shifted = [replace(r, log_probs=[p + factor * allowed for p in r.log_probs]) for r in chosen.rollouts]
-        check = monitor.check(1, replace(chosen, rollouts=shifted), laws(monitor, chosen.rollouts), 1.0)
-        assert check.passed == passes
+        verdict, _ = monitor.check(1, chosen._replace(rollouts=shifted), laws(monitor, chosen.rollouts), 1.0)
+        assert verdict.passed == passes
 
 
 @pytest.mark.parametrize(
     "bug", ["typical acceptance", "recovered token from q", "draft temperature is not the ratio's"]
 )
 def test_a_bug_is_caught_in_one_check_and_named(bug: str) -> None:
-    check = check_of(monitor_of(tokens=4096), 1, rollouts_of(bug, num=128))
-    assert not check.passed
-    assert check.message().startswith("rollouts do not have the policy's distribution: check 1, NOT lossless: ")
+    verdict, metrics = check_of(monitor_of(tokens=4096), 1, rollouts_of(bug, num=128))
+    assert metrics["lossless/passed"] == 0.0
+    assert str(verdict).startswith("NOT lossless: ")
 
 
 def test_log_probs_of_another_distribution_are_caught() -> None:
     wrong = [replace(r, log_probs=[p + 0.01 for p in r.log_probs]) for r in rollouts_of()]
-    check = check_of(monitor_of(), 1, wrong)
-    assert [r.check for r in check.verdict.failures] == ["returned log-probs"]
+    verdict, _ = check_of(monitor_of(), 1, wrong)
+    assert [r.check for r in verdict.failures] == ["returned log-probs"]
 
 
 def test_weights_of_another_version_are_caught() -> None:
     """Text of a colder policy, which is what an engine that missed an update looks like."""
-    check = check_of(monitor_of(), 1, rollouts_of(sampling=SamplingParams(0.7, 1.0, 0, "")))
-    assert not check.passed
+    verdict, _ = check_of(monitor_of(), 1, rollouts_of(sampling=SamplingParams(0.7, 1.0, 0, "")))
+    assert not verdict.passed
 
 
 def test_false_alarms_of_a_run_stay_below_the_stated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def test_false_alarms_of_a_run_stay_below_the_stated_rate(monkeypatch: pytest.Mo
     for run in range(100):
         monitor = LosslessMonitor(MonitorConfig(tokens=512), PLAIN, "float32", seed=run)
         checks = [check_of(monitor, step, rollouts_of(num=16, seed=3 * run + step)) for step in (1, 2, 3)]
-        alarms += not all(check.passed for check in checks)
+        alarms += not all(verdict.passed for verdict, _ in checks)
     assert alarms <= 11
 
 
@@ -184,7 +185,7 @@ def test_every_check_takes_other_rollouts_and_a_smaller_share_of_the_rate() -> N
         chosen.append(chosen_by(monitor, rollouts))
         checks.append(monitor.check(step, chosen[-1], laws(monitor, chosen[-1].rollouts), 0.0))
     assert len({tuple(r.prompt_id for r in one.rollouts) for one in chosen}) == 3
-    assert [check.verdict.alpha for check in checks] == pytest.approx([0.01 / 2, 0.01 / 6, 0.01 / 12])
+    assert [verdict.alpha for verdict, _ in checks] == pytest.approx([0.01 / 2, 0.01 / 6, 0.01 / 12])
 
 
 def test_a_resumed_monitor_goes_on_where_it_was() -> None:
@@ -202,10 +203,11 @@ def test_greedy_rollouts_are_tested_for_impossible_tokens_alone() -> None:
     greedy = SamplingParams(0.0, 1.0, 0, "")
     monitor = LosslessMonitor(MonitorConfig(), greedy, "float32", seed=0)
     chosen = chosen_by(monitor, rollouts_of(sampling=greedy))
-    check = monitor.check(1, chosen, laws(monitor, chosen.rollouts, greedy), 1.0)
-    assert [r.check for r in check.verdict.results] == ["support"] and check.passed
+    verdict, _ = monitor.check(1, chosen, laws(monitor, chosen.rollouts, greedy), 1.0)
+    assert [r.check for r in verdict.results] == ["support"] and verdict.passed
     swapped = [replace(r, token_ids=[(t + 1) % 30 for t in r.token_ids]) for r in chosen.rollouts]
-    assert not monitor.check(2, replace(chosen, rollouts=swapped), laws(monitor, swapped, greedy), 1.0).passed
+    verdict, _ = monitor.check(2, chosen._replace(rollouts=swapped), laws(monitor, swapped, greedy), 1.0)
+    assert not verdict.passed
 
 
 def test_wider_number_formats_are_given_more_room() -> None:

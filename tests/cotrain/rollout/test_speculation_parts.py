@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from cotrain.rollout.speculation.controller import SpeculationController, Step
 from cotrain.rollout.speculation.measurement import (
@@ -16,9 +17,8 @@ from cotrain.rollout.speculation.measurement import (
     room_for,
 )
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from cotrain.rollout.speculation.step_costs import StepCosts
-from cotrain.rollout.speculation.trials import TRIAL_STEPS, Trials
-from cotrain.rollout.vllm.planned_scheduling import PlannedSteps
+from cotrain.rollout.speculation.step_costs import TRIAL_STEPS, StepCosts, Trials
+from cotrain.rollout.vllm.scheduling import DraftLengthScheduler
 from tests.cotrain.rollout.simulated_engine import CPU, GOOD, GPU, K, Shape, expected_tokens
 
 
@@ -192,10 +192,6 @@ class FakeScheduler:
         return bool(self.running)
 
 
-class PlannedScheduler(PlannedSteps, FakeScheduler):
-    pass
-
-
 class Recorder(SpeculationController):
     """Drafts one token for two requests and two for one, and keeps what it is told."""
 
@@ -212,8 +208,13 @@ class Recorder(SpeculationController):
         super().observe(step)
 
 
-def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_step() -> None:
-    scheduler = PlannedScheduler()
+def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("__init__", "schedule", "update_from_output", "has_unfinished_requests"):
+        monkeypatch.setattr(Scheduler, name, getattr(FakeScheduler, name))
+    scheduler: Any = object.__new__(DraftLengthScheduler)
+    Scheduler.__init__(scheduler)
     scheduler.controller = recorder = Recorder()
 
     def step(tokens: dict[str, list[int]]) -> None:
