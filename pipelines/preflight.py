@@ -20,8 +20,7 @@ from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.config.publish import MIN_ROLLOUTS
 from cotrain.config.schema import RunConfig
-from cotrain.models.linear_attention import serving_problems, training_problems
-from cotrain.models.loading import native_head, resolve_model
+from cotrain.models.loading import native_head, resolve_model, serving_problems, training_problems
 from cotrain.process.cluster import place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
 from cotrain.run.mlflow_store import check_uri, tracking_uri

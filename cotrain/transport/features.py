@@ -93,14 +93,11 @@ def read_shard(path: str | Path) -> list[FeatureRecord]:
         with safe_open(path, framework="pt") as file:
             shared = json.loads(file.metadata()["cotrain"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (FileNotFoundError, SafetensorError) as error:
-        raise ValueError(f"feature shard {path} cannot be read: {error}") from error
-    try:
         records = _records(tensors, shared)
         for index, record in enumerate(records):
             _check(record, index)
-    except (ValueError, RuntimeError, KeyError) as error:
-        raise ValueError(f"feature shard {path}: {error}") from error
+    except (FileNotFoundError, SafetensorError, ValueError, RuntimeError, KeyError) as error:
+        raise ValueError(f"feature shard {path} cannot be read: {error}") from error
     return records
 
 
