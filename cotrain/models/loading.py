@@ -116,13 +116,6 @@ def has_linear_attention(model: Path) -> bool:
     return "linear_num_value_heads" in read_config(model)
 
 
-def training_problems(model: Path, batching: str) -> list[str]:
-    """List settings of policy.* that a model with linear attention cannot be trained with."""
-    if batching != "packed" or not has_linear_attention(model):
-        return []
-    return ['policy.batching: linear attention reads on from one packed rollout into the next; set "padded"']
-
-
 def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arguments: Mapping[str, Any]) -> list[str]:
     """List settings that vLLM's CPU build cannot serve a model with linear attention with.
 
