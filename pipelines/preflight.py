@@ -177,11 +177,10 @@ def _check_model(config: RunConfig, model: Path) -> list[str]:
     """Prompt, response and draft tokens fit the model's positions, and linear attention can be trained and served."""
     longest, rollout = read_config(model).get("max_position_embeddings"), config.rollout
     on_cpu = config.cluster.device == "cpu" or not machine()["gpus"]
-    problems = serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm)
+    problems: list[str] = []
     if config.policy.batching == "packed" and has_linear_attention(model):
-        problems.append(
-            'policy.batching: linear attention reads on from one packed rollout into the next; set "padded"'
-        )
+        problems += ['policy.batching: linear attention reads on from one packed rollout into the next; set "padded"']
+    problems += serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm)
     if longest is not None and rollout.num_positions > longest:
         problems.append(
             f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with "
