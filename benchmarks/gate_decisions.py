@@ -98,7 +98,7 @@ def main() -> int:
 async def generate(config: RunConfig, drafter: Path, num_steps: int, seed: int) -> list[tuple[list, object]]:
     """(feature records, batch) of each step."""
     from cotrain.rollout.engine import RolloutEngine
-    from cotrain.rollout.spec import EngineSpec
+    from cotrain.rollout.vllm.arguments import EngineSpec
     from cotrain.transport.features import read_shard
     from drafters.base import TargetSpec
     from drafters.build import load_drafter

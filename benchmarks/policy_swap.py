@@ -103,7 +103,7 @@ async def measure_engine(model: Path, scratch: Path, rounds: int) -> list[dict[s
 
     from cotrain.config.schema import RolloutConfig
     from cotrain.rollout.engine import RolloutEngine
-    from cotrain.rollout.spec import EngineSpec
+    from cotrain.rollout.vllm.arguments import EngineSpec
     from cotrain.transport.payload import write_payload
 
     state, row = learner_state(model), {}

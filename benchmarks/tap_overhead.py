@@ -24,7 +24,7 @@ async def measure(args: argparse.Namespace, scratch: Path) -> None:
 
     from cotrain.models.loading import resolve_model
     from cotrain.rollout.engine import RolloutEngine
-    from cotrain.rollout.spec import EngineSpec
+    from cotrain.rollout.vllm.arguments import EngineSpec
     from drafters.base import TargetSpec
     from drafters.build import build_drafter
     from drafters.config import Eagle3Config

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig
-from cotrain.models.linear_attention import serving_problems
-from cotrain.models.loading import resolve_model
+from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
 from cotrain.process.engine_output import engine_output_to
 from cotrain.process.scratch import scratch_folder
@@ -192,7 +191,7 @@ async def one_engine(
     """
     os.environ.update(threads.engine_environment(num_threads))
     from cotrain.rollout.engine import RolloutEngine
-    from cotrain.rollout.spec import EngineSpec
+    from cotrain.rollout.vllm.arguments import EngineSpec
 
     with scratch_folder("engine") as scratch:
         spec = EngineSpec(

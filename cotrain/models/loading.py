@@ -11,11 +11,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from hashlib import blake2b
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -108,6 +109,26 @@ def check_model(folder: Path) -> None:
         raise ValueError(
             f"{folder}: the tokenizer has no chat template; put one into the folder as chat_template.jinja"
         )
+
+
+def has_linear_attention(model: Path) -> bool:
+    """Say whether some layers of this model are gated delta nets (as in Qwen3-Next), with a state and no keys and values."""
+    return "linear_num_value_heads" in read_config(model)
+
+
+def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arguments: Mapping[str, Any]) -> list[str]:
+    """List settings that vLLM's CPU build cannot serve a model with linear attention with.
+
+    arguments: those of rollout.vllm; dtype_name: where dtype is set.
+    """
+    if not on_cpu or not has_linear_attention(model):
+        return []
+    problems = []
+    if dtype != "bfloat16":
+        problems.append(f"{dtype_name}: vLLM computes linear attention on a CPU in bfloat16 only; set it to bfloat16")
+    if arguments.get("enable_prefix_caching"):
+        problems.append("rollout.vllm.enable_prefix_caching: for linear attention it needs a GPU; leave it out")
+    return problems
 
 
 def cache_folder() -> Path:

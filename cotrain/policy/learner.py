@@ -164,20 +164,17 @@ class PolicyLearner:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._optimizer.zero_grad()
             broken = [name for batch, tokens in zip(share, losses, strict=True) for name in _broken(batch, tokens)]
-            raise FloatingPointError(self._non_finite_message(loss, grad_norm, gather_object(broken)))
+            named = ", ".join(gather_object(broken)) or "none: every loss is finite and the gradient overflowed"
+            raise FloatingPointError(
+                f"policy step {self.policy_version + 1}: loss {loss}, gradient norm {grad_norm}. "
+                f"Rollouts (prompt/sample) with a loss that is not finite: {named}. The optimizer has not moved. "
+                "If a few rollouts are named, look at their log-probs and rewards; if all are, the weights are already "
+                "broken: resume from a checkpoint with a lower policy.optimizer.learning_rate or policy.dtype=float32."
+            )
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad()
         return loss, grad_norm, float(learning_rate)
-
-    def _non_finite_message(self, loss: float, grad_norm: float, broken: list[str]) -> str:
-        rollouts = ", ".join(broken) or "none: every loss is finite and the gradient overflowed"
-        return (
-            f"policy step {self.policy_version + 1}: loss {loss}, gradient norm {grad_norm}. "
-            f"Rollouts (prompt/sample) with a loss that is not finite: {rollouts}. The optimizer has not moved. "
-            "If a few rollouts are named, look at their log-probs and rewards; if all are, the weights are already "
-            "broken: resume from a checkpoint with a lower policy.optimizer.learning_rate or policy.dtype=float32."
-        )
 
     def state_for_serving(self) -> dict[str, Tensor]:
         """Return CPU copies of the weights in Hugging Face names and rollout.dtype, without tied duplicates."""

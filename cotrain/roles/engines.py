@@ -12,7 +12,7 @@ from cotrain.process.cluster import Cluster, Placement
 from cotrain.process.orphans import enter_process
 from cotrain.records import GainReport, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
-from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import ServingSpec
 

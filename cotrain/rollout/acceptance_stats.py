@@ -1,7 +1,6 @@
-"""From vLLM's per-request drafting statistics to SpeculationCounts. All counts are of one step: nothing cumulative."""
+"""SpeculationCounts of requests and of steps; nothing is cumulative."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from cotrain.records import SpeculationCounts
 
@@ -15,16 +14,6 @@ def counts_of_steps(steps: Iterable[tuple[int, int]], most: int) -> SpeculationC
             for position in range(taken):
                 accepted[drafted - 1][position] += 1
     return SpeculationCounts(tuple(num_steps), tuple(map(tuple, accepted)))
-
-
-def verification_steps(metrics: Any) -> tuple[tuple[int, int], ...]:
-    """(draft tokens, accepted ones) of each step that verified any.
-
-    metrics: vLLM's RequestSpecDecodeMetrics of one finished request with every step recorded, or None.
-    """
-    if metrics is None:
-        return ()
-    return tuple(zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True))
 
 
 def total_counts(counts: Iterable[SpeculationCounts | None]) -> SpeculationCounts | None:

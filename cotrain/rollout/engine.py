@@ -24,11 +24,10 @@ from cotrain.records import (
     Versions,
     WeightPayload,
 )
-from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts, verification_steps
-from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
 from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
 from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, row_bytes
-from cotrain.rollout.vllm.arguments import engine_arguments
+from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments
 from cotrain.rollout.vllm.engine_death import death_in_words
 from cotrain.transport.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
 from drafters.base import SamplingParams
@@ -248,7 +247,7 @@ class RolloutEngine:
     def _rollout(self, request: RolloutRequest, output: Any, versions: Versions) -> Rollout:
         completion = output.outputs[0]
         token_ids, drafting = list(completion.token_ids), completion.spec_decode_metrics
-        steps = verification_steps(drafting)
+        steps = tuple(zip(drafting.per_step_drafted, drafting.per_step_accepted, strict=True)) if drafting else ()
         return Rollout(
             prompt_id=request.prompt_id,
             sample_index=request.sample_index,
@@ -258,7 +257,7 @@ class RolloutEngine:
             text=completion.text,
             finish_reason=completion.finish_reason,
             versions=versions,
-            speculation=None if drafting is None else counts_of_steps(steps, drafting.num_spec_tokens),
+            speculation=counts_of_steps(steps, drafting.num_spec_tokens) if drafting else None,
             verification_steps=steps,
         )
 

@@ -93,14 +93,9 @@ def read_shard(path: str | Path) -> list[FeatureRecord]:
         with safe_open(path, framework="pt") as file:
             shared = json.loads(file.metadata()["cotrain"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (FileNotFoundError, SafetensorError) as error:
-        raise ValueError(f"feature shard {path} cannot be read: {error}") from error
-    try:
         records = _records(tensors, shared)
-        for index, record in enumerate(records):
-            _check(record, index)
-    except (ValueError, RuntimeError, KeyError) as error:
-        raise ValueError(f"feature shard {path}: {error}") from error
+    except (FileNotFoundError, SafetensorError, ValueError, RuntimeError, KeyError) as error:
+        raise ValueError(f"feature shard {path} cannot be read: {error}") from error
     return records
 
 
@@ -108,19 +103,18 @@ def _records(tensors: dict[str, Tensor], shared: dict[str, Any]) -> list[Feature
     lengths = tensors["lengths"].tolist()
     rows = zip(*(tensors[name].split(lengths) for name in ROWS), strict=True)
     common = (shared["policy_version"], SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"]))
-    return [
+    width, num_layers = tensors["aux_hidden"].shape[1], len(shared["aux_layers"])
+    if width != (expected := num_layers * tensors["final_hidden"].shape[1]):
+        raise ValueError(f"aux_hidden has {width} columns, {num_layers} layers have {expected}")
+    records = [
         FeatureRecord(tokens.clone(), aux.clone(), final.clone(), mask.clone(), prompt_length, *common)
         for (tokens, aux, final, mask), prompt_length in zip(rows, tensors["prompt_lengths"].tolist(), strict=True)
     ]
-
-
-def _check(record: FeatureRecord, index: int) -> None:
-    width, expected = record.aux_hidden.shape[1], len(record.aux_layers) * record.final_hidden.shape[1]
-    if width != expected:
-        raise ValueError(f"aux_hidden has {width} columns, {len(record.aux_layers)} layers have {expected}")
-    if record.feature_mask[-1]:
-        raise ValueError(f"rollout {index} claims features for its last token, which was never fed back")
-    for name in ("aux_hidden", "final_hidden"):
-        broken = record.feature_mask & ~getattr(record, name).isfinite().all(-1)
-        if broken.any():
-            raise ValueError(f"{name} of rollout {index} is not finite at position {int(broken.nonzero()[0])}")
+    for index, record in enumerate(records):
+        if record.feature_mask[-1]:
+            raise ValueError(f"rollout {index} claims features for its last token, which was never fed back")
+        for name in ("aux_hidden", "final_hidden"):
+            broken = record.feature_mask & ~getattr(record, name).isfinite().all(-1)
+            if broken.any():
+                raise ValueError(f"{name} of rollout {index} is not finite at position {int(broken.nonzero()[0])}")
+    return records

@@ -20,7 +20,7 @@ class HeadFormat:
     tensors: str  # begins the names of all heads of a checkpoint
     prefix: str  # begins the names of the first head's tensors
     layer: str  # begins the names of the decoder layer's tensors, behind the prefix
-    names: dict[str, str]  # of the other modules of drafters.mtp.layer.MtpHead, behind the prefix
+    names: dict[str, str]  # of the other modules of drafters.mtp.model.MtpHead, behind the prefix
     hidden_first: bool  # the hidden state is joined before the embedding, which is left out at position 0
     gated: bool  # gated attention and zero-centred norms; otherwise attention has biases
     target_overrides: tuple[tuple[str, object], ...] = ()  # see drafters.base.ServingSpec

@@ -1,5 +1,9 @@
 """The MTP drafter: a head over the target's final hidden state, with the target's own embedding and output head.
 
+The head joins the normed embedding of the next token and the normed hidden state into one vector, and runs a decoder
+layer on it. Maths are those of vLLM's mimo_mtp.py and qwen3_next_mtp.py. The state after the final norm is what the
+target's head reads, and what is fed back. In shapes, R counts packed rows and H is the hidden size.
+
 Tensor names are those of its checkpoint. The target's matrices are borrowed for each loss, never kept, so that a policy
 update refreshes them and no gradient reaches them.
 """
@@ -8,12 +12,69 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights
+from drafters.attention import MLP, Attention, DraftLayer, ZeroCentredRMSNorm
+from drafters.base import Drafter, Experts, ServingSpec, Shape, TargetSpec, TargetWeights
 from drafters.config import MtpConfig
 from drafters.mtp.checkpoint import read_checkpoint, to_config
-from drafters.mtp.formats import TARGETS, head_sizes
-from drafters.mtp.layer import MtpHead
+from drafters.mtp.formats import TARGETS, HeadFormat, head_sizes
 from drafters.unroll import unroll
+
+
+class SparseMLP(nn.Module):
+    """Each row goes through its likeliest experts, weighted by the router, and through one that all rows share."""
+
+    def __init__(self, hidden_size: int, experts: Experts) -> None:
+        super().__init__()
+        self.routing = experts
+        self.gate = nn.Linear(hidden_size, experts.number, bias=False)
+        self.experts = nn.ModuleList([MLP(hidden_size, experts.size) for _ in range(experts.number)])
+        self.shared_expert = MLP(hidden_size, experts.shared_size)
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, H] from [R, H]."""
+        weights, chosen = self.gate(x).softmax(-1).topk(self.routing.per_token, dim=-1)
+        if self.routing.normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        output = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        for index, expert in enumerate(self.experts):
+            rows, place = (chosen == index).nonzero(as_tuple=True)
+            if len(rows):
+                output = output.index_add(0, rows, weights[rows, place, None] * expert(x[rows]))
+        return output
+
+
+class MtpHead(DraftLayer):
+    """The head of any format. Its modules are called otherwise in checkpoints: see `HeadFormat.path`."""
+
+    def __init__(self, head_format: HeadFormat, sizes: TargetSpec) -> None:
+        super().__init__()
+        size, eps, gated = sizes.hidden_size, sizes.rms_norm_eps, head_format.gated
+        norm = ZeroCentredRMSNorm if gated else nn.RMSNorm
+        self.hidden_first = head_format.hidden_first
+        self.embedding_norm, self.hidden_norm = norm(size, eps), norm(size, eps)
+        self.joining = nn.Linear(2 * size, size, bias=False)
+        self.input_layernorm = norm(size, eps)
+        self.self_attn = Attention(sizes, size, bias=not gated, gated=gated)
+        self.post_attention_layernorm = norm(size, eps)
+        self.mlp = SparseMLP(size, sizes.experts) if sizes.experts else MLP(size, sizes.intermediate_size)
+        self.output_norm = norm(size, eps)
+
+    def pass_hidden_state(self) -> None:
+        """Let the joined vector be the normed hidden state."""
+        weight = self.joining.weight.zero_()
+        weight.chunk(2, dim=1)[0 if self.hidden_first else 1].fill_diagonal_(1.0)
+
+    def join(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Residual [R, H] that enters the decoder layer."""
+        if self.hidden_first:
+            embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
+        normed = [self.embedding_norm(embeddings), self.hidden_norm(hidden)]
+        return self.joining(torch.cat(normed[::-1] if self.hidden_first else normed, dim=-1))
+
+    def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        residual = self.join(embeddings, hidden, positions)
+        return self.input_layernorm(residual), residual
 
 
 class MtpDrafter(Drafter):

@@ -26,7 +26,7 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
 from cotrain.records import SpeculationCounts, Versions
 from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.run.checkpoint import (
     RunState,
     check_resume,

@@ -21,7 +21,7 @@ from cotrain.process import threads
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest, SwapReport
 from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.rollout.vllm.cpu import fork_engine_core
 from cotrain.transport.payload import write_payload
 from drafters.alignment import DraftBatch

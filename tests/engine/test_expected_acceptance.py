@@ -15,7 +15,7 @@ import torch
 from cotrain.config.schema import FeatureTapConfig, RolloutConfig
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest
-from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard

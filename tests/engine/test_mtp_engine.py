@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cotrain.config.schema import RolloutConfig
-from cotrain.models.linear_attention import has_linear_attention
-from cotrain.models.loading import native_head, resolve_model
+from cotrain.models.loading import has_linear_attention, native_head, resolve_model
 from cotrain.process.scratch import scratch_folder
-from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import read_shard

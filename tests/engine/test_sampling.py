@@ -14,7 +14,7 @@ from cotrain.config.schema import RolloutConfig
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutRequest, SpeculationCounts
 from cotrain.rollout.acceptance_stats import total_counts
-from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.vllm.arguments import EngineSpec
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
 

@@ -13,7 +13,7 @@ import torch
 from cotrain.config.schema import RolloutConfig, SpeculationConfig
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest
-from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
 from tests.engine import drafter_calls

@@ -17,7 +17,7 @@ from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.lossless.setting import PLAIN, Setting, standard_settings
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import WeightPayload
-from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.vllm.arguments import EngineSpec
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, TargetWeights
 from drafters.vocabulary import to_tokens

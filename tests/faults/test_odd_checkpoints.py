@@ -16,7 +16,7 @@ from cotrain.config.schema import DrafterConfig, RolloutConfig
 from cotrain.process.failures import SelfCheckFailed
 from cotrain.process.scratch import scratch_folder
 from cotrain.publish.alarms import check_step
-from cotrain.rollout.spec import EngineSpec
+from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.trainer.self_check import check_features
 from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter, TargetSpec

@@ -1,10 +1,13 @@
 """What vLLM is started with: cotrain's own arguments, then the user's, then those of speculation. Imports vLLM late."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from cotrain.models.linear_attention import has_linear_attention
-from cotrain.rollout.spec import EngineSpec
+from cotrain.config.schema import RolloutConfig
+from cotrain.models.loading import has_linear_attention
+from cotrain.records import Versions
+from drafters.base import ServingSpec
 
 PACKAGE = "cotrain.rollout.vllm"
 """vLLM imports our classes by name in its own process; to import them here as well would only take time."""
@@ -13,6 +16,24 @@ PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """Lengths of the n-grams that n-gram speculation looks up; vLLM's default, 5 exactly, hardly ever finds one."""
 
 GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is started with."""
+
+    rollout: RolloutConfig
+    model_path: str
+    drafter_folder: str | None
+    """Checkpoint folder of the first serving drafter; None runs without a drafter."""
+    serving: ServingSpec | None
+    """How that drafter is served; None without one."""
+    seed: int
+    scratch: str
+    """Folder in shared memory for features and weights of this engine."""
+    versions: Versions = field(default_factory=lambda: Versions(0, 0))
+    speculation: Literal["drafter", "ngram"] = "drafter"
+    """What proposes draft tokens: the drafter, if there is one, or a look-up of n-grams in the request's own text."""
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def differing_tensors(
     """
     unseen = set(expected)
     differing = []
-    for name, served, chosen in _served_tensors(model, set(expected), columns, turn):
+    for name, served, chosen in served_tensors(model, expected, columns, turn):
         wanted = expected[name] if chosen is None else expected[name][:, chosen]
         if not torch.equal(served.cpu().to(wanted.dtype), wanted):
             differing.append(name)
@@ -60,15 +60,10 @@ def differing_tensors(
     return sorted({*differing, *unseen})
 
 
-def served_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The named tensors exactly as served, in checkpoint names."""
-    return {name: tensor for name, tensor, _ in _served_tensors(model, set(names), None, 0)}
-
-
-def _served_tensors(
-    model: nn.Module, names: set[str], columns: int | None, turn: int
+def served_tensors(
+    model: nn.Module, names: Iterable[str], columns: int | None = None, turn: int = 0
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """(checkpoint name, tensor, chosen columns or None) for each of `names` that the model holds.
+    """(checkpoint name, tensor exactly as served, chosen columns or None) for each of `names` that the model holds.
 
     A tied weight comes once for each module that uses it: each may hold a packed copy of its own.
     """

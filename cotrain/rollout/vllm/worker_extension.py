@@ -105,4 +105,4 @@ class CotrainWorker:
     def cotrain_served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Checksums of the named tensors exactly as served (packed matrices are read back whole)."""
         model = self._cotrain_weights[draft].model
-        return {name: digest(tensor) for name, tensor in weights.served_tensors(model, names).items()}
+        return {name: digest(tensor) for name, tensor, _ in weights.served_tensors(model, names)}

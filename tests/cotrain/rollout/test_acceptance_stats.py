@@ -4,7 +4,7 @@ import pytest
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from cotrain.records import Rollout, SpeculationCounts, Versions
-from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts, verification_steps
+from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
 from tests.speculation_counts import counts as counts_of
 
 
@@ -17,7 +17,8 @@ def metrics_of(steps: list[tuple[int, int]], k: int = 3) -> RequestSpecDecodeMet
 
 
 def counts_of_request(metrics: RequestSpecDecodeMetrics) -> SpeculationCounts:
-    return counts_of_steps(verification_steps(metrics), metrics.num_spec_tokens)
+    steps = zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True)
+    return counts_of_steps(steps, metrics.num_spec_tokens)
 
 
 def test_a_position_counts_when_all_before_it_were_accepted():
@@ -46,12 +47,6 @@ def test_a_request_that_was_never_drafted_for_has_length_one():
     counts = counts_of_request(metrics_of([]))
     assert counts == counts_of(0, 3, (0, 0, 0))
     assert counts.acceptance_length == 1.0
-
-
-def test_steps_one_by_one():
-    steps = [(3, 0), (2, 2), (1, 1)]
-    assert verification_steps(metrics_of(steps)) == tuple(steps)
-    assert verification_steps(None) == ()
 
 
 @pytest.mark.parametrize(

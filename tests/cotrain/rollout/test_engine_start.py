@@ -13,9 +13,8 @@ from cotrain.config.schema import RolloutConfig
 from cotrain.records import GainReport
 from cotrain.rollout import engine as engine_module
 from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.spec import EngineSpec
 from cotrain.rollout.speculation.controller import SpeculationController, Step
-from cotrain.rollout.vllm.arguments import engine_arguments, graph_sizes
+from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments, graph_sizes
 from drafters.base import ServingSpec
 
 K = 2

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cotrain.rollout.vllm.unread_rows import Rows, UnreadRows, passes
+from cotrain.rollout.vllm.hooks import Rows, UnreadRows, passes
 
 WIDTH = 3
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cotrain.rollout.vllm import hooks as vllm_hooks
-from cotrain.rollout.vllm.unread_rows import Rows
+from cotrain.rollout.vllm.hooks import Rows
 
 AUX = [torch.randn(6, 4), torch.randn(6, 4)]  # one row of padding
 HIDDEN = torch.randn(6, 4)
