@@ -120,9 +120,7 @@ class FeatureShard:
 
     path: str
     num_rollouts: int
-    num_tokens: int
     num_bytes: int
-    policy_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +139,6 @@ class SwapReport:
 
     seconds: float
     num_bytes: int
-    num_tensors: int
 
 
 @dataclass(frozen=True, slots=True)

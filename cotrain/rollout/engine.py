@@ -276,8 +276,7 @@ class RolloutEngine:
         stats = await self._call("cotrain_take_features", sequences, path, shared)
         if not stats["num_rollouts"]:
             return [], stats
-        sizes = (stats["num_rollouts"], stats["num_tokens"], Path(path).stat().st_size)
-        return [FeatureShard(path, *sizes, shared["policy_version"])], stats
+        return [FeatureShard(path, stats["num_rollouts"], Path(path).stat().st_size)], stats
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -297,7 +296,7 @@ class RolloutEngine:
                 self.versions = Versions(policy_version, self.versions.drafter)
             finally:
                 await self._engine.resume_generation()
-        return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
+        return SwapReport(time.perf_counter() - started, payload.num_bytes)
 
     async def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
@@ -314,7 +313,7 @@ class RolloutEngine:
         await self._weights(True, "update", payload.path, payload.digests)
         self._before, self.versions = self.versions, Versions(self.versions.policy, drafter_version)
         await self._speculation("new_drafter", None if expected_rates is None else list(expected_rates))
-        return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
+        return SwapReport(time.perf_counter() - started, payload.num_bytes)
 
     async def check_drafter(self, payload: WeightPayload) -> None:
         """Would `update_drafter` take these weights? Raises WeightUpdateRefused if not; serves what it did."""

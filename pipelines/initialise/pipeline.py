@@ -21,7 +21,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head
 from cotrain.process import threads
 from cotrain.process.cluster import place
-from cotrain.process.engine_output import engine_output_to
+from cotrain.process.children import engine_output_to
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
 from cotrain.records import SpeculationCounts, Versions
@@ -128,7 +128,7 @@ class Initialisation:
         assert self.config.drafter is not None
         init, folder = self.config.drafter.init, self.run_dir.path / "drafter_init"
         first = first_drafter(tracking_uri(self.config), init, self.model, folder)
-        device = place(self.config, len(machine()["gpus"])).device
+        device, _ = place(self.config, len(machine()["gpus"]))
         return Distiller(self.config, self.model, first, total_updates, device)
 
     def _engine_spec(self, scratch: Path) -> EngineSpec:

@@ -104,7 +104,7 @@ def shard_of(tmp_path):
         path = tmp_path / f"{name}.safetensors"
         write_records(path, records)
         num_tokens = sum(record.num_tokens for record in records)
-        return FeatureShard(str(path), len(records), num_tokens, path.stat().st_size, records[0].policy_version)
+        return FeatureShard(str(path), len(records), path.stat().st_size)
 
     return write
 

@@ -44,7 +44,7 @@ def tapped(tmp_path, layers=LAYERS, noise=0.0, holes=slice(0, 0), policy=None, s
     )
     path = tmp_path / "features.safetensors"
     write_records(path, [record])
-    return RolloutBatch([], [FeatureShard(str(path), 1, LENGTH, path.stat().st_size, 0)], None, 1.0, 1)
+    return RolloutBatch([], [FeatureShard(str(path), 1, path.stat().st_size)], None, 1.0, 1)
 
 
 def test_the_same_states_pass(tmp_path):
