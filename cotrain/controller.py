@@ -306,7 +306,7 @@ def _rollout_metrics(batch: RolloutBatch, rollouts: list[ScoredRollout]) -> dict
             "rollout/tapped_rollouts": stats["num_rollouts"],
             "rollout/feature_holes": stats["num_holes"] / tapped,
             "rollout/tap_overhead": stats["record_seconds"] / batch.seconds,
-            "rollout/feature_bytes_per_token": sum(shard.num_bytes for shard in batch.features) / tapped,
+            "rollout/feature_bytes_per_token": sum(Path(path).stat().st_size for path in batch.features) / tapped,
         }
     return metrics
 

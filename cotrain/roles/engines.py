@@ -8,8 +8,8 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process import threads
-from cotrain.process.cluster import Cluster
 from cotrain.process.children import Actor
+from cotrain.process.cluster import Cluster
 from cotrain.records import GainReport, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.spec import EngineSpec
@@ -134,7 +134,7 @@ def engine_specs(
         EngineSpec(
             rollout=config.rollout,
             model_path=str(model_path),
-            drafter_folder=folder and str(folder),
+            drafter_folder=None if folder is None else str(folder),
             serving=serving,
             seed=derived_seed("engine", config.seed, i, first_step),
             scratch=str(scratch / f"rollout_{i}"),

@@ -6,8 +6,8 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process import threads
-from cotrain.process.cluster import Cluster, free_port
 from cotrain.process.children import Actor
+from cotrain.process.cluster import Cluster, free_port
 
 
 class LearnerActor(Actor):

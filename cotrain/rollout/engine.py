@@ -15,7 +15,6 @@ from typing import Any
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.process.failures import RunFailure
 from cotrain.records import (
-    FeatureShard,
     GainReport,
     Rollout,
     RolloutBatch,
@@ -177,7 +176,7 @@ class RolloutEngine:
             gain=GainReport(**report["gain"]) if chosen else None,
         )
 
-    async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[FeatureShard]:
+    async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[str]:
         """Hidden states of given tokens, (prompt and response, prompt length) each, computed in a prefill.
 
         The shards hold the sequences in order, in as many groups as the tap's bound asks for if all are as long as the
@@ -186,7 +185,7 @@ class RolloutEngine:
         longest = max(len(ids) for ids, _ in sequences)
         alike = {str(i): TapRequest(str(i), longest, 0) for i in range(len(sequences))}
         size = len(choose(alike, "", self.spec.rollout.features.max_bytes, self._row_bytes))
-        shards: list[FeatureShard] = []
+        shards: list[str] = []
         for start in range(0, len(sequences), size):
             group = sequences[start : start + size]
             named = self._named([RolloutRequest(str(start + i), 0, ids, None) for i, (ids, _) in enumerate(group)])
@@ -262,9 +261,7 @@ class RolloutEngine:
             verification_steps=steps,
         )
 
-    async def _take_features(
-        self, sequences: dict[str, tuple[list[int], int]]
-    ) -> tuple[list[FeatureShard], dict[str, float]]:
+    async def _take_features(self, sequences: dict[str, tuple[list[int], int]]) -> tuple[list[str], dict[str, float]]:
         """sequences: name of a tapped request -> (prompt and response, prompt length)."""
         rollout, serving = self.spec.rollout, self.spec.serving
         shared: dict[str, Any] = {
@@ -276,7 +273,7 @@ class RolloutEngine:
         stats = await self._call("cotrain_take_features", sequences, path, shared)
         if not stats["num_rollouts"]:
             return [], stats
-        return [FeatureShard(path, stats["num_rollouts"], Path(path).stat().st_size)], stats
+        return [path], stats
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

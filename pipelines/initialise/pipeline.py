@@ -20,8 +20,8 @@ from cotrain.config.load import read_config, write_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head
 from cotrain.process import threads
-from cotrain.process.cluster import place
 from cotrain.process.children import engine_output_to
+from cotrain.process.cluster import place
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
 from cotrain.records import SpeculationCounts, Versions
@@ -182,8 +182,8 @@ class Initialisation:
             group = rollouts[len(records) : len(records) + FEATURE_ROLLOUTS]
             sequences = [(r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids)) for r in group]
             for shard in await engine.tap_sequences(sequences):
-                records += read_shard(shard.path)
-                os.unlink(shard.path)
+                records += read_shard(shard)
+                os.unlink(shard)
             self.console.say(f"features of {len(records):,}/{len(rollouts):,} rollouts")
         return records
 
