@@ -113,9 +113,9 @@ async def generate(config: RunConfig, drafter: Path, num_steps: int, seed: int) 
         try:
             for number, requests in enumerate(requests_of(config, model, seed, num_steps), 1):
                 batch = await engine.generate(requests)
-                records = [record for shard in batch.features for record in read_shard(shard.path)]
+                records = [record for shard in batch.features for record in read_shard(shard)]
                 for shard in batch.features:
-                    Path(shard.path).unlink()
+                    Path(shard).unlink()
                 steps.append((records, batch))
                 print(
                     f"step {number}/{num_steps}: {batch.num_generated_tokens} tokens in {batch.seconds:.0f} s",

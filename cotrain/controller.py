@@ -14,11 +14,10 @@ Every rollout carries the two versions it was made with. Rollouts are always of 
 are idle here while weights change; they could take them at any time.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from cotrain.policy.advantages import group_advantages
 from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome
 from cotrain.records import RolloutBatch, RolloutRequest, ScoredRollout, SwapReport, Versions
-from cotrain.roles.engines import RolloutEngines
+from cotrain.roles.engines import RolloutEngines, derived_seed
 from cotrain.roles.learners import Learner
 from cotrain.roles.publisher import Publisher
 from cotrain.run.checkpoint import RunState, new_checkpoint
@@ -86,7 +85,7 @@ class Controller:
     ):
         """state: where the run stands; the roles are there already."""
         self.config, self.run_dir, self.roles, self.prompts, self.records = config, run_dir, roles, prompts, records
-        self.step, self.versions, self._fingerprints = state.step, state.versions, state.fingerprints
+        self.step, self.versions, self._first_state = state.step, state.versions, state
         self.run_seconds = state.seconds
         """Seconds of all steps, those before a resume included."""
         self.stop_requested: Callable[[], bool] = lambda: False
@@ -98,7 +97,6 @@ class Controller:
             self.monitor.load_state(state.lossless)
         if state.drafting is not None and roles.publisher is not None:
             roles.publisher.load_state(state.drafting)
-        self._first_step = state.step + 1
         self._seconds: dict[str, float] = {}
 
     def run(self) -> bool:
@@ -123,7 +121,8 @@ class Controller:
         speculates = self.roles.publisher is not None and self.mode is None
         with self._timed("generate"):
             batch = self.roles.engines.generate(self._requests(step), tap=speculates)
-        if step == self._first_step and speculates:
+        is_first = step == self._first_state.step + 1
+        if is_first and speculates:
             self._check_batch(batch)
         with self._timed("reward"):
             rollouts = self._score(batch)
@@ -131,7 +130,7 @@ class Controller:
         alarms = self._check_distribution(step, batch, row) if speculates else []
         with self._timed("learn"):
             outcome = self._learn(step, rollouts, batch, alarms, row)
-        if step == self._first_step:
+        if is_first:
             self._check_log_probs(row)
         if self.config.policy.train:
             with self._timed("swap_policy"):
@@ -155,7 +154,7 @@ class Controller:
             token_ids = encoder.encode(prompt)
             encoder.in_flight[prompt.id] = prompt
             for sample in range(self.config.rollout.samples_per_prompt):
-                seed = request_seed(self.config.seed, step, prompt.id, sample) if seeded else None
+                seed = derived_seed(self.config.seed, step, prompt.id, sample) if seeded else None
                 requests.append(RolloutRequest(prompt.id, sample, token_ids, seed))
         return requests
 
@@ -267,12 +266,11 @@ class Controller:
 
     def _save(self) -> None:
         publisher, drafter = self.roles.publisher, self.roles.drafter
-        state = RunState(
+        state = replace(
+            self._first_state,
             step=self.step,
             versions=self.versions,
-            task_position=None,
             config=self.config.model_dump(mode="json"),
-            fingerprints=self._fingerprints,
             tracking_run_id=self.records.tracker.run_id,
             seconds=self.run_seconds,
             lossless=self.monitor.state(),
@@ -289,12 +287,6 @@ class Controller:
         with self.records.console.phase(name.replace("_", " "), terminal_only=True):
             yield
         self._seconds[name] = time.perf_counter() - started
-
-
-def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
-    """A sampling seed of its own for every sample of a run."""
-    key = f"{seed}/{step}/{prompt_id}/{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
 
 
 def _rollout_metrics(batch: RolloutBatch, rollouts: list[ScoredRollout]) -> dict[str, float]:
@@ -315,7 +307,7 @@ def _rollout_metrics(batch: RolloutBatch, rollouts: list[ScoredRollout]) -> dict
             "rollout/tapped_rollouts": stats["num_rollouts"],
             "rollout/feature_holes": stats["num_holes"] / tapped,
             "rollout/tap_overhead": stats["record_seconds"] / batch.seconds,
-            "rollout/feature_bytes_per_token": sum(shard.num_bytes for shard in batch.features) / tapped,
+            "rollout/feature_bytes_per_token": sum(Path(path).stat().st_size for path in batch.features) / tapped,
         }
     return metrics
 

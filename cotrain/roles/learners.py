@@ -6,15 +6,12 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process import threads
-from cotrain.process.cluster import Cluster, Placement, free_port
-from cotrain.process.orphans import enter_process
+from cotrain.process.children import Actor
+from cotrain.process.cluster import Cluster, free_port
 
 
-class LearnerActor:
+class LearnerActor(Actor):
     """A learner in its own process."""
-
-    def __init__(self, log_file: str):
-        enter_process(log_file)
 
     def start(self, learner_class: str, arguments: dict[str, Any]) -> None:
         """Import and make the learner, named as module:class. Ray would bury an error of __init__ under its own."""
@@ -63,7 +60,7 @@ class Learner:
         return self.finish([self._actors[0].call.remote(method, *args)])
 
 
-def start_policy(cluster: Cluster, config: RunConfig, model_path: Path, placement: Placement) -> Learner:
+def start_policy(cluster: Cluster, config: RunConfig, model_path: Path) -> Learner:
     """Begin to start the ranks of a PolicyLearner."""
     world, port, actors = config.policy.num_processes, free_port(), []
     for rank in range(world):
@@ -72,7 +69,7 @@ def start_policy(cluster: Cluster, config: RunConfig, model_path: Path, placemen
             role, places = f"policy_{rank}", {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
             places |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
             environment |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in places.items()}
-        actors.append(cluster.start(PolicyActor, role, environment=environment, gpus=placement.gpus))
+        actors.append(cluster.start(PolicyActor, role, environment))
     return Learner(
         cluster,
         actors,
@@ -82,15 +79,12 @@ def start_policy(cluster: Cluster, config: RunConfig, model_path: Path, placemen
         model_path=str(model_path),
         total_steps=config.steps,
         seed=config.seed,
-        device=placement.device,
+        device=cluster.device,
     )
 
 
-def start_drafter(
-    cluster: Cluster, config: RunConfig, model_path: Path, init_folder: Path | None, placement: Placement
-) -> Learner:
+def start_drafter(cluster: Cluster, config: RunConfig, model_path: Path, init_folder: Path | None) -> Learner:
     """Begin to start a DrafterTrainer."""
-    environment = threads.openmp_environment(threads.num_cores())
-    actor = cluster.start(DrafterActor, "drafter", environment=environment, gpus=placement.gpus)
-    name, device = "cotrain.trainer.trainer:DrafterTrainer", placement.device
+    actor = cluster.start(DrafterActor, "drafter", threads.openmp_environment(threads.num_cores()))
+    name, device = "cotrain.trainer.trainer:DrafterTrainer", cluster.device
     return Learner(cluster, [actor], name, config=config, model_path=model_path, init_folder=init_folder, device=device)

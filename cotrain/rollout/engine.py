@@ -15,7 +15,6 @@ from typing import Any
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.process.failures import RunFailure
 from cotrain.records import (
-    FeatureShard,
     GainReport,
     Rollout,
     RolloutBatch,
@@ -176,7 +175,7 @@ class RolloutEngine:
             gain=GainReport(**report["gain"]) if chosen else None,
         )
 
-    async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[FeatureShard]:
+    async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[str]:
         """Hidden states of given tokens, (prompt and response, prompt length) each, computed in a prefill.
 
         The shards hold the sequences in order, in as many groups as the tap's bound asks for if all are as long as the
@@ -185,7 +184,7 @@ class RolloutEngine:
         longest = max(len(ids) for ids, _ in sequences)
         alike = {str(i): TapRequest(str(i), longest, 0) for i in range(len(sequences))}
         size = len(choose(alike, "", self.spec.rollout.features.max_bytes, self._row_bytes))
-        shards: list[FeatureShard] = []
+        shards: list[str] = []
         for start in range(0, len(sequences), size):
             group = sequences[start : start + size]
             named = self._named([RolloutRequest(str(start + i), 0, ids, None) for i, (ids, _) in enumerate(group)])
@@ -261,9 +260,7 @@ class RolloutEngine:
             verification_steps=steps,
         )
 
-    async def _take_features(
-        self, sequences: dict[str, tuple[list[int], int]]
-    ) -> tuple[list[FeatureShard], dict[str, float]]:
+    async def _take_features(self, sequences: dict[str, tuple[list[int], int]]) -> tuple[list[str], dict[str, float]]:
         """sequences: name of a tapped request -> (prompt and response, prompt length)."""
         rollout, serving = self.spec.rollout, self.spec.serving
         shared: dict[str, Any] = {
@@ -275,8 +272,7 @@ class RolloutEngine:
         stats = await self._call("cotrain_take_features", sequences, path, shared)
         if not stats["num_rollouts"]:
             return [], stats
-        sizes = (stats["num_rollouts"], stats["num_tokens"], Path(path).stat().st_size)
-        return [FeatureShard(path, *sizes, shared["policy_version"])], stats
+        return [path], stats
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -296,7 +292,7 @@ class RolloutEngine:
                 self.versions = Versions(policy_version, self.versions.drafter)
             finally:
                 await self._engine.resume_generation()
-        return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
+        return SwapReport(time.perf_counter() - started, payload.num_bytes)
 
     async def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
@@ -313,7 +309,7 @@ class RolloutEngine:
         await self._weights(True, "update", payload.path, payload.digests)
         self._before, self.versions = self.versions, Versions(self.versions.policy, drafter_version)
         await self._speculation("new_drafter", None if expected_rates is None else list(expected_rates))
-        return SwapReport(time.perf_counter() - started, payload.num_bytes, len(payload.digests))
+        return SwapReport(time.perf_counter() - started, payload.num_bytes)
 
     async def check_drafter(self, payload: WeightPayload) -> None:
         """Would `update_drafter` take these weights? Raises WeightUpdateRefused if not; serves what it did."""

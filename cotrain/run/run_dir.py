@@ -9,6 +9,7 @@ runs/NAME/
 """
 
 import shlex
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
 
@@ -17,7 +18,7 @@ from filelock import FileLock, Timeout
 from cotrain.config.schema import RunConfig
 
 
-class RunDir:
+class RunDir(AbstractContextManager["RunDir"]):
     """Paths of one run. Holds the run's lock from creation to close(); usable as a context manager."""
 
     def __init__(self, root: Path, name: str) -> None:
@@ -52,9 +53,6 @@ class RunDir:
     def close(self) -> None:
         """Release the lock."""
         self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

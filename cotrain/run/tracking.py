@@ -12,9 +12,10 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Event
-from typing import Any, Self
+from typing import Any
 
 from mlflow.entities import LoggedModelOutput, Metric, Param
 from mlflow.entities.model_registry import ModelVersion
@@ -36,7 +37,7 @@ MARKER = "step"
 """A metric that every row is sent with. A row is stored whole, so the marker's newest value is MLflow's last step."""
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """The MLflow run of a training run."""
 
     def __init__(
@@ -135,9 +136,6 @@ class Tracker:
                 f"MLflow did not take everything after step {self._sent_step}. Nothing is lost: steps are in "
                 f"metrics.jsonl ({again} sends them), drafters in drafters/"
             )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         if not self._finished:

@@ -37,7 +37,7 @@ def check_features(
     """
     if not batch.features:
         raise SelfCheckFailed("no rollout of the first step was tapped; raise rollout.features.max_bytes")
-    record = read_shard(batch.features[0].path)[0]
+    record = read_shard(batch.features[0])[0]
     layers, keep = record.aux_layers, record.feature_mask.nonzero().flatten()[:MAX_POSITIONS]
     # The layer above the top one may be the model's last, which is normed: a shift upwards shows in the others.
     near = sorted({n for layer in layers for n in (layer - 1, layer, layer + 1) if 0 <= n <= layers[-1]})
@@ -72,7 +72,7 @@ def check_records(batch: RolloutBatch, eos_token_id: int | None) -> None:
     No rollout may have tokens behind eos_token_id, which ends a response; None where it does not (rollout.ignore_eos).
     """
     boundaries = {tuple(r.prompt_token_ids + r.token_ids): len(r.prompt_token_ids) for r in batch.rollouts}
-    for record in (record for shard in batch.features for record in read_shard(shard.path)):
+    for record in (record for shard in batch.features for record in read_shard(shard)):
         boundary = boundaries.get(tuple(record.token_ids.tolist()))
         if boundary is None:
             raise SelfCheckFailed("a tapped rollout has other tokens than every rollout that the engine returned")

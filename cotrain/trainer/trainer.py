@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cotrain.config.schema import RunConfig
-from cotrain.records import FeatureShard, WeightPayload
+from cotrain.records import WeightPayload
 from cotrain.trainer.buffer import FeatureBuffer, spread_over_prompts
 from cotrain.trainer.distiller import Distiller
 from cotrain.transport.features import FeatureRecord, read_shard
@@ -75,7 +75,7 @@ class DrafterTrainer(Distiller):
         needed = {policy_version, *self._buffer.policy_versions}
         self._target_weights = {v: weights for v, weights in self._target_weights.items() if v in needed}
 
-    def add_features(self, shards: list[FeatureShard]) -> dict[str, float]:
+    def add_features(self, shards: list[str]) -> dict[str, float]:
         """Read and delete the shards' files and keep their rollouts.
 
         The first features of a new drafter also choose its draft vocabulary (drafter/vocabulary_coverage: share of
@@ -84,7 +84,7 @@ class DrafterTrainer(Distiller):
         """
         records = [record for shard in shards for record in self._read(shard)]
         for shard in shards:
-            Path(shard.path).unlink()
+            Path(shard).unlink()
         self._fresh = [record for record in records if record.is_trainable]
         metrics: dict[str, float] = {}
         if records and self._needs_vocabulary:
@@ -94,9 +94,7 @@ class DrafterTrainer(Distiller):
         self._buffer.add(records)
         return metrics | self._buffer.metrics()
 
-    def take_in(
-        self, shards: list[FeatureShard], serving: int, keep: Collection[int]
-    ) -> tuple[FreshScores, dict[str, float]]:
+    def take_in(self, shards: list[str], serving: int, keep: Collection[int]) -> tuple[FreshScores, dict[str, float]]:
         """`add_features` and `score_fresh`, with the metrics of both."""
         metrics = self.add_features(shards)
         started, cpu_started = time.perf_counter(), time.process_time()
@@ -192,8 +190,8 @@ class DrafterTrainer(Distiller):
     def _frozen_copy(self) -> Drafter:
         return copy.deepcopy(self.drafter).requires_grad_(False)
 
-    def _read(self, shard: FeatureShard) -> list[FeatureRecord]:
-        records = read_shard(shard.path)
+    def _read(self, shard: str) -> list[FeatureRecord]:
+        records = read_shard(shard)
         first = records[0]
         for name, theirs, known in (
             ("policy version", first.policy_version, sorted(self._target_weights)),
@@ -202,6 +200,6 @@ class DrafterTrainer(Distiller):
         ):
             if theirs not in known:
                 raise ValueError(
-                    f"features that cannot be trained on: {shard.path} has {name} {theirs}, the trainer knows {known}"
+                    f"features that cannot be trained on: {shard} has {name} {theirs}, the trainer knows {known}"
                 )
         return records

@@ -23,7 +23,7 @@ from typing import Literal
 from cotrain.config.errors import ConfigError
 from cotrain.config.files import write_json
 from cotrain.config.load import to_toml
-from cotrain.process.orphans import die_with_parent
+from cotrain.process.children import follow_parent
 from cotrain.run.checkpoint import latest_checkpoint
 from cotrain.run.mlflow_store import PARENT_RUN_VARIABLE
 from cotrain.run.provenance import FREE_FIELDS, flatten
@@ -134,7 +134,7 @@ def _start(run: Run, parent: str) -> subprocess.Popen:
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1", PARENT_RUN_VARIABLE: parent},
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=follow_parent,
         )
 
 

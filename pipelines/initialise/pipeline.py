@@ -20,8 +20,8 @@ from cotrain.config.load import read_config, write_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head
 from cotrain.process import threads
+from cotrain.process.children import engine_output_to
 from cotrain.process.cluster import place
-from cotrain.process.engine_output import engine_output_to
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
 from cotrain.records import SpeculationCounts, Versions
@@ -128,7 +128,7 @@ class Initialisation:
         assert self.config.drafter is not None
         init, folder = self.config.drafter.init, self.run_dir.path / "drafter_init"
         first = first_drafter(tracking_uri(self.config), init, self.model, folder)
-        device = place(self.config, len(machine()["gpus"])).device
+        device, _ = place(self.config, len(machine()["gpus"]))
         return Distiller(self.config, self.model, first, total_updates, device)
 
     def _engine_spec(self, scratch: Path) -> EngineSpec:
@@ -182,8 +182,8 @@ class Initialisation:
             group = rollouts[len(records) : len(records) + FEATURE_ROLLOUTS]
             sequences = [(r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids)) for r in group]
             for shard in await engine.tap_sequences(sequences):
-                records += read_shard(shard.path)
-                os.unlink(shard.path)
+                records += read_shard(shard)
+                os.unlink(shard)
             self.console.say(f"features of {len(records):,}/{len(rollouts):,} rollouts")
         return records
 

@@ -11,8 +11,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from cotrain.config.schema import DatasetRollouts, PolicyRollouts, RunConfig
-from cotrain.controller import request_seed
 from cotrain.records import RolloutRequest
+from cotrain.roles.engines import derived_seed
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from cotrain.tasks.base import build_task
@@ -47,7 +47,7 @@ class PromptStream:
             prompt_id, token_ids = self.encode(order.step(number + 1)[0])
             first_sample = number // self.num_prompts * samples
             for sample in range(first_sample, first_sample + samples):
-                requests.append(RolloutRequest(prompt_id, sample, token_ids, request_seed(seed, 0, prompt_id, sample)))
+                requests.append(RolloutRequest(prompt_id, sample, token_ids, derived_seed(seed, 0, prompt_id, sample)))
         return requests
 
 

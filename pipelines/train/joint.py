@@ -17,7 +17,7 @@ from cotrain.config.files import write_json
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head, resolve_model
-from cotrain.process.cluster import Cluster, place
+from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
@@ -121,7 +121,7 @@ def _start_cluster(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> Clus
     # Ray and not the imports in this thread: Ray's processes are killed when the thread that has started them ends.
     importing = Thread(target=import_module, args=("pipelines.train.roles",))
     importing.start()
-    cluster = Cluster(config.cluster, run_dir.logs, run_dir.resume)
+    cluster = Cluster(config, run_dir.logs, run_dir.resume)
     stack.callback(cluster.stop)
     importing.join()
     return cluster
@@ -236,6 +236,6 @@ def _notes(config: RunConfig, model_path: Path, cluster: Cluster) -> dict[str, s
     if config.drafter is not None:
         first = config.drafter.init or ("the policy's own head" if native_head(model_path) else "random init")
         notes["drafter"] = f"{config.drafter.model.type} from {first}"
-    gpus = place(config, cluster.num_gpus).gpus
+    gpus = cluster.gpus
     notes["devices"] = f"{gpus:g} GPU for each process" if gpus else f"CPU, {num_cores()} threads for each process"
     return notes | {"mlflow": f"cotrain ui{uri_argument(tracking_uri(config))}"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cotrain.config.schema import RunConfig
 from cotrain.controller import Roles
-from cotrain.process.cluster import Cluster, place
+from cotrain.process.cluster import Cluster
 from cotrain.roles.engines import RolloutEngines, engine_specs
 from cotrain.roles.learners import start_drafter, start_policy
 from cotrain.roles.publisher import Publisher
@@ -29,12 +29,11 @@ def start_roles(
 
     The engines need the folder of the first drafter, so the drafter comes first, while the engines import vLLM.
     """
-    versions, placement = state.versions, place(config, cluster.num_gpus)
-    engines = RolloutEngines(cluster, config, placement)
-    drafter, served = None, None
+    versions, drafter, served = state.versions, None, None
+    engines = RolloutEngines(cluster, config)
     if config.drafter is not None:
         init = first_drafter(tracking_uri(config), config.drafter.init, model_path, run_dir.path / "drafter_init")
-        drafter = start_drafter(cluster, config, model_path, init, placement)
+        drafter = start_drafter(cluster, config, model_path, init)
         if state.step:
             drafter.call("load", run_dir.checkpoint(state.step) / "drafter")
         served = run_dir.drafter(versions.drafter), drafter.call("serving")
@@ -42,7 +41,7 @@ def start_roles(
         drafter.call("save_checkpoint", served[0], versions.drafter)
         ready("drafter")
     loading = engines.start(engine_specs(config, model_path, served, scratch, versions, state.step))
-    policy = start_policy(cluster, config, model_path, placement)
+    policy = start_policy(cluster, config, model_path)
     from transformers import AutoTokenizer  # takes seconds to import, which pass while engines and policy load
 
     prompts = PromptEncoder(AutoTokenizer.from_pretrained(model_path), config.rollout.max_prompt_tokens)

@@ -39,7 +39,7 @@ class Engines:
         return replace(self.world.generate(self.world.step + 1), gain=self.gain)
 
     def update_policy(self, payload: WeightPayload, version: int) -> SwapReport:
-        return SwapReport(0.2, 10, 1)
+        return SwapReport(0.2, 10)
 
 
 class Learner:

@@ -63,7 +63,7 @@ def held_out(deep_engine: LiveEngine) -> list[DraftBatch]:
     """Features of rollouts without speculation, on prompts the drafter has not seen."""
     deep_engine.run(deep_engine.engine.set_num_speculative_tokens(0))
     batch = deep_engine.generate(make_requests(REQUESTS, seed=11))
-    return batches_of([record for shard in batch.features for record in read_shard(shard.path)], 4096)
+    return batches_of([record for shard in batch.features for record in read_shard(shard)], 4096)
 
 
 @pytest.fixture(scope="module", params=["greedy", "probabilistic"])
@@ -109,7 +109,7 @@ def grouped(deep_engine: LiveEngine) -> tuple[RolloutBatch, list[FeatureRecord]]
     ]
     deep_engine.generate(prompts[:8], tap=False)  # of the same policy
     batch = deep_engine.generate(groups(prompts))
-    return batch, [record for shard in batch.features for record in read_shard(shard.path)]
+    return batch, [record for shard in batch.features for record in read_shard(shard)]
 
 
 def test_cached_prompts_leave_no_hole(grouped: tuple[RolloutBatch, list[FeatureRecord]], target_model: Any) -> None:
@@ -152,7 +152,7 @@ def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:
     try:
         for call in range(8):
             batch = deep_engine.generate(make_requests(REQUESTS, seed=20 + call), stop_token_ids=stops)
-            records = [record for shard in batch.features for record in read_shard(shard.path)]
+            records = [record for shard in batch.features for record in read_shard(shard)]
             lengths += [len(r.token_ids) for r in batch.rollouts]
             tapped += [record.num_tokens - record.prompt_length for record in records]
             tapped_per_call.append(len(records))

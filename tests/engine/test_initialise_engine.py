@@ -34,8 +34,8 @@ def test_replayed_features_equal_those_tapped_during_generation(fresh: LiveEngin
     requests = make_requests(3, length=280, seed=21)  # two cached blocks each, which a replay must not read
     batch = fresh.generate(requests)
     sequences = [(r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids)) for r in batch.rollouts]
-    replayed = [r for s in fresh.run(fresh.engine.tap_sequences(sequences)) for r in read_shard(s.path)]
-    tapped = [r for s in batch.features for r in read_shard(s.path)]
+    replayed = [r for s in fresh.run(fresh.engine.tap_sequences(sequences)) for r in read_shard(s)]
+    tapped = [r for s in batch.features for r in read_shard(s)]
     for one, two in zip(tapped, replayed, strict=True):
         assert torch.equal(one.token_ids, two.token_ids) and one.prompt_length == two.prompt_length
         assert one.sampling == two.sampling and one.aux_layers == two.aux_layers
@@ -58,8 +58,8 @@ def test_a_replay_keeps_the_taps_bounds(fresh: LiveEngine) -> None:
             fresh.run(fresh.engine.tap_sequences([(list(range(300)), 4)]))
     finally:
         object.__setattr__(fresh.engine.spec.rollout, "features", bounds)
-    assert [shard.num_rollouts for shard in whole] == [4]
-    assert [shard.num_rollouts for shard in parts] == [2, 2]
+    assert [len(read_shard(shard)) for shard in whole] == [4]
+    assert [len(read_shard(shard)) for shard in parts] == [2, 2]
 
 
 def test_a_drafter_is_served_as_it_was_sent(fresh: LiveEngine, fitted_drafter: Drafter) -> None:

@@ -135,7 +135,7 @@ def test_the_policy_that_is_served_is_the_one_that_was_sent(target: Target, live
 
 def test_the_tap_takes_the_final_hidden_state_and_nothing_else(target: Target, live: LiveEngine) -> None:
     batch = live.generate(make_requests(4))
-    record = read_shard(batch.features[0].path)[0]
+    record = read_shard(batch.features[0])[0]
     expected = features_of(target.model, record.token_ids.tolist(), record.prompt_length, 0, ())
     kept = record.feature_mask
     assert record.aux_hidden.shape == (record.num_tokens, 0) and kept.sum() == record.num_tokens - 1
@@ -175,7 +175,7 @@ def test_a_policy_update_refreshes_embedding_and_head_of_the_drafter(target: Tar
     assert of_drafter == {name: digest(matrix) for name, matrix in zip(shared, matrices, strict=True)}
 
     batch = live.generate(make_requests(128, seed=11))
-    batches = batches_of([record for shard in batch.features for record in read_shard(shard.path)], 4096)
+    batches = batches_of([record for shard in batch.features for record in read_shard(shard)], 4096)
     served = batch.speculation
     rates = expected_rates(target.trained, batches, fresh, 3)
     error = 0.03
@@ -188,7 +188,7 @@ def test_a_policy_update_refreshes_embedding_and_head_of_the_drafter(target: Tar
 
 def test_expected_acceptance_is_served(target: Target, live: LiveEngine) -> None:
     batch = live.generate(make_requests(128, seed=12))
-    batches = batches_of([record for shard in batch.features for record in read_shard(shard.path)], 4096)
+    batches = batches_of([record for shard in batch.features for record in read_shard(shard)], 4096)
     rates = expected_rates(target.trained, batches, weights_of(target.state), 3)
     assert batch.speculation.acceptance_length > 1.5
     assert 1 + sum(rates) == pytest.approx(batch.speculation.acceptance_length, rel=0.04)

@@ -25,7 +25,7 @@ def batch(fresh: LiveEngine) -> RolloutBatch:
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_11_the_drafters_mask(shift: int, batch: RolloutBatch, fault: Fault) -> None:
     check_records(batch, None)
-    path = batch.features[0].path
+    path = batch.features[0]
     write_records(path, [replace(r, prompt_length=r.prompt_length + shift) for r in read_shard(path)])
     with pytest.raises(SelfCheckFailed, match=f"a prompt of {12 + shift}, the engine was given one of 12"):
         check_records(batch, None)

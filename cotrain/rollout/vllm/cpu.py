@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cotrain.process.orphans import die_with_parent, leave_terminal_group
+from cotrain.process.children import follow_parent
 
 SUPPORTED_VERSION = "0.32"
 
@@ -29,8 +29,7 @@ CPU_ARGUMENTS = {
 
 class _EngineCore(ForkProcess):
     def run(self) -> None:
-        die_with_parent()  # it holds copies of the parent's sockets, whose other ends notice the parent's death by them
-        leave_terminal_group()
+        follow_parent()  # it holds copies of the parent's sockets, whose other ends notice the parent's death by them
         gc.freeze()  # what belongs to the parent, such as Ray's references, is not collected here
         if "ray" in sys.modules:  # vLLM cannot set the title of a process whose title Ray has set before
             from ray._raylet import setproctitle  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from cotrain.process.orphans import die_with_parent, leave_terminal_group
+from cotrain.process.children import follow_parent
 from cotrain.rollout.speculation.controller import SpeculationController, Step
 
 
@@ -18,8 +18,7 @@ class DraftLengthScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         # The scheduler lives in the engine core, a process of its own.
-        die_with_parent()
-        leave_terminal_group()
+        follow_parent()
         super().__init__(*args, **kwargs)
         self.controller = SpeculationController(self.num_spec_tokens, self.scheduler_config.max_num_seqs)
 

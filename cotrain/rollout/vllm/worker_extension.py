@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from cotrain.process.orphans import die_with_parent, leave_terminal_group
+from cotrain.process.children import follow_parent
 from cotrain.rollout.tap_admission import TapRequest
 from cotrain.rollout.vllm import cpu, weights
 from cotrain.rollout.vllm.hooks import DraftingHook
@@ -33,8 +33,7 @@ class CotrainWorker:
 
         keep_folder: where the last good weights are kept, on the file system that updates are sent over.
         """
-        die_with_parent()
-        leave_terminal_group()
+        follow_parent()
         worker: Any = self
         runner = worker.model_runner
         if runner.device.type == "cpu" and runner.model_config.enforce_eager:

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 from ray import exceptions
 
-from cotrain.config.schema import ClusterConfig
-from cotrain.process.cluster import STARTING_FACTOR, Cluster, Placement, free_port, place
+from cotrain.process.cluster import STARTING_FACTOR, Cluster, free_port, place
 from cotrain.process.failures import RunFailure, SelfCheckFailed
 
 
-def placed(run_config, num_gpus: int, engines: int = 1, learners: int = 1, **changes) -> Placement:
+def placed(run_config, num_gpus: int, engines: int = 1, learners: int = 1, **changes) -> tuple[str, float]:
     config = run_config(**changes)
     rollout = config.rollout.model_copy(update={"num_engines": engines})
     policy = config.policy.model_copy(update={"num_processes": learners})
@@ -19,11 +18,11 @@ def placed(run_config, num_gpus: int, engines: int = 1, learners: int = 1, **cha
 
 
 def test_without_a_gpu_everything_is_on_the_cpu(run_config):
-    assert placed(run_config, 0) == Placement("cpu", 0)
+    assert placed(run_config, 0) == ("cpu", 0)
 
 
 def test_the_configuration_can_leave_gpus_alone(run_config):
-    assert placed(run_config, 8, cluster={"device": "cpu"}) == Placement("cpu", 0)
+    assert placed(run_config, 8, cluster={"device": "cpu"}) == ("cpu", 0)
 
 
 def test_asking_for_a_gpu_that_is_not_there_is_an_error(run_config):
@@ -33,20 +32,20 @@ def test_asking_for_a_gpu_that_is_not_there_is_an_error(run_config):
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_every_process_gets_a_gpu_when_there_are_enough(run_config, device):
-    assert placed(run_config, 3, cluster={"device": device}) == Placement("cuda", 1)
-    assert placed(run_config, 8, engines=4, learners=2) == Placement("cuda", 1)
+    assert placed(run_config, 3, cluster={"device": device}) == ("cuda", 1)
+    assert placed(run_config, 8, engines=4, learners=2) == ("cuda", 1)
 
 
 def test_a_run_without_drafter_needs_one_process_less(run_config):
-    assert placed(run_config, 2, drafter=None) == Placement("cuda", 1)
+    assert placed(run_config, 2, drafter=None) == ("cuda", 1)
 
 
 @pytest.mark.parametrize("num_gpus", range(1, 9))
 @pytest.mark.parametrize(("engines", "learners"), [(1, 1), (2, 1), (2, 2), (4, 4)])
 def test_all_processes_find_room(run_config, num_gpus, engines, learners):
     """Ray gives a process its share of one GPU; a share that only fits in sum would leave an actor pending forever."""
-    placement = placed(run_config, num_gpus, engines, learners)
-    shares = [placement.gpus] * (engines + learners + 1)
+    _, gpus = placed(run_config, num_gpus, engines, learners)
+    shares = [gpus] * (engines + learners + 1)
     room = [1.0] * num_gpus
     for share in shares:
         gpu = max(range(num_gpus), key=lambda g: room[g])
@@ -95,7 +94,7 @@ class Ray:
 def cluster(tmp_path):
     cluster = Cluster.__new__(Cluster)
     cluster._ray, cluster._logs, cluster._resume = Ray(), tmp_path, "--resume mine"
-    cluster._config = ClusterConfig(hang_after_s=30.0)
+    cluster._hang_after_s = 30.0
     cluster._actors = {"a": (None, "/logs/drafter.log"), "b": (None, "/logs/rollout_0.log")}
     cluster._answered = set()
     return cluster

@@ -13,7 +13,7 @@ PRIVATE = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
 from cotrain.process.cluster import Cluster
-from cotrain.config.schema import ClusterConfig
+from cotrain.config.schema import RunConfig
 
 CLIENT = '''
 import sys, ray
@@ -29,7 +29,9 @@ class Greeter:
     def greet(self): return "hello"
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-cluster = Cluster(ClusterConfig(), Path.cwd())
+task = {"type": "reasoning_gym", "name": "chain_sum"}
+config = RunConfig(name="private", steps=1, policy={"model": "tiny:llama"}, task=task, cluster={"device": "cpu"})
+cluster = Cluster(config, Path.cwd())
 import ray
 actor = cluster.start(Greeter, "greeter", environment={"GREETING": "1"})
 found = {"actor": cluster.get([actor.greet.remote()])[0]}

@@ -94,7 +94,7 @@ class World:
         if drafter_version in self.refuses:
             raise WeightUpdateRefused("engine 1: fc.weight has non-finite values")
         self.serving = drafter_version
-        return SwapReport(0.1, payload.num_bytes, 1)
+        return SwapReport(0.1, payload.num_bytes)
 
     def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
         return [{"fc.weight": "lost" if self.lost else str(self.serving)}] * 2

@@ -27,7 +27,7 @@ class Engine:
     def update_drafter(self, payload: WeightPayload, version: int, expected_rates: Any) -> SwapReport:
         self._note("update")
         self.served.append(version)
-        return SwapReport(0.1 * version, payload.num_bytes, 1)
+        return SwapReport(0.1 * version, payload.num_bytes)
 
     def undo_drafter_update(self) -> None:
         self._note("undo")

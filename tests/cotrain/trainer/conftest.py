@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cotrain.config.schema import RolloutConfig
-from cotrain.records import FeatureShard
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, write_records
 from drafters.base import SamplingParams
@@ -100,11 +99,10 @@ def target(tmp_path_factory) -> Target:
 def shard_of(tmp_path):
     """Write records as a shard, as the engine does."""
 
-    def write(records: list[FeatureRecord], name: str = "features") -> FeatureShard:
+    def write(records: list[FeatureRecord], name: str = "features") -> str:
         path = tmp_path / f"{name}.safetensors"
         write_records(path, records)
-        num_tokens = sum(record.num_tokens for record in records)
-        return FeatureShard(str(path), len(records), num_tokens, path.stat().st_size, records[0].policy_version)
+        return str(path)
 
     return write
 

@@ -113,16 +113,19 @@ def test_training_does_not_change_the_target(new_trainer, target, shard_of):
 
 def test_feature_files_are_deleted_and_a_broken_one_keeps_all(new_trainer, target, shard_of):
     trainer = new_trainer()
-    good, broken = (shard_of(target.rollouts(2, 2, seed=i, policy_version=0), name=f"shard_{i}") for i in range(2))
-    whole = Path(broken.path).read_bytes()
-    Path(broken.path).write_bytes(whole[:-1])
+    records = [target.rollouts(2, 2, seed=i, policy_version=0) for i in range(2)]
+    good, broken = (shard_of(part, name=f"shard_{i}") for i, part in enumerate(records))
+    whole = Path(broken).read_bytes()
+    Path(broken).write_bytes(whole[:-1])
     with pytest.raises(ValueError, match=r"shard_1\.safetensors cannot be read"):
         trainer.add_features([good, broken])
-    assert [Path(shard.path).exists() for shard in (good, broken)] == [True, True] and not trainer._buffer.records
-    Path(broken.path).write_bytes(whole)
+    assert [Path(shard).exists() for shard in (good, broken)] == [True, True] and not trainer._buffer.records
+    Path(broken).write_bytes(whole)
     trainer.add_features([good, broken])
-    assert [Path(shard.path).exists() for shard in (good, broken)] == [False, False]
-    assert trainer._buffer.metrics()["drafter/buffer_tokens"] == good.num_tokens + broken.num_tokens
+    assert [Path(shard).exists() for shard in (good, broken)] == [False, False]
+    assert trainer._buffer.metrics()["drafter/buffer_tokens"] == sum(
+        record.num_tokens for part in records for record in part
+    )
 
 
 def test_nan_feature_is_named_and_not_trained_on(new_trainer, target, shard_of):

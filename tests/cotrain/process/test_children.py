@@ -9,10 +9,10 @@ from pathlib import Path
 
 CHAIN = """
 import subprocess, sys, time
-from cotrain.process.orphans import die_with_parent
+from cotrain.process.children import follow_parent
 depth, dying = int(sys.argv[1]), sys.argv[2] == "dying"
 if dying:
-    die_with_parent()
+    follow_parent()
 if depth:
     subprocess.Popen([sys.executable, "-c", sys.argv[3], str(depth - 1), *sys.argv[2:]])
 print(depth, __import__("os").getpid(), flush=True)
@@ -62,9 +62,9 @@ def test_without_it_they_stay():
 
 IN_A_GROUP_OF_ITS_OWN = """
 import os
-from cotrain.process.orphans import leave_terminal_group
-leave_terminal_group()
-leave_terminal_group()
+from cotrain.process.children import follow_parent
+follow_parent()
+follow_parent()
 print(os.getpgrp() == os.getpid() != os.getppid())
 """
 

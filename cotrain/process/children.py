@@ -1,0 +1,59 @@
+"""The processes that a run starts: each has a log file, and none outlives the run, even when it is killed."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+PR_SET_PDEATHSIG = 1
+
+
+def follow_parent() -> None:
+    """Let the kernel kill this process when its parent dies (Linux), and leave Ctrl-C to the controller.
+
+    Actors and the processes of vLLM call this. Without it, `kill -9` of the run leaves vLLM's engine core and workers
+    behind, holding memory. Ray's own processes see to it themselves; two idle agents take a minute.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)  # Ctrl-C reaches the terminal's process group, whose controller finishes its step
+
+
+class Actor:
+    """A process of the run, with its own log file."""
+
+    def __init__(self, log_file: str):
+        redirect_output(log_file)
+        follow_parent()
+
+
+@contextmanager
+def engine_output_to(path: Path) -> Iterator[TextIO]:
+    """Send what an engine in this process and its children print to a file. Yields a stream to the console."""
+    saved = os.dup(1), os.dup(2)
+    try:
+        redirect_output(path)
+        with os.fdopen(os.dup(saved[0]), "w", buffering=1) as console:
+            yield console
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, original in zip((1, 2), saved, strict=True):
+            os.dup2(original, descriptor)
+            os.close(original)
+
+
+def redirect_output(path: str | Path) -> None:
+    """Append what this process and its children print to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
