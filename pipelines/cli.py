@@ -4,8 +4,6 @@ Exit status: 0 done, 1 the run's own check failed or a part of it died, 2 someth
 """
 
 import argparse
-import atexit
-import gc
 import importlib
 import sys
 import traceback
@@ -101,7 +99,6 @@ def train(arguments: Sequence[str]) -> int:
     check_run(*asked)
     from pipelines.train.joint import train as train_jointly
 
-    atexit.register(gc.freeze)  # or Python looks through all objects as it exits, which takes 2 s
     return train_jointly(*asked)
 
 
