@@ -216,7 +216,7 @@ def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None
         commands["measure its speed"] = f"cotrain bench {drafter}"
         commands["test that it changes no output"] = f"cotrain verify {drafter}"
     commands["look at the curves"] = f"cotrain ui{store}"
-    head = f"{'Done' if finished else 'Stopped'}: {progress(run)}"
+    head = f"{'Done' if finished else 'Stopped'}: {progress(run, config.steps)}"
     console.say("\n".join(["", head, aligned(lines), "", "Next:", aligned(commands)]))
 
 

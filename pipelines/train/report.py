@@ -82,10 +82,13 @@ def _subtitle(run: RunRecord) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def progress(run: RunRecord) -> str:
-    """Steps, time and tokens: "12 of 12 steps in 4m, 3,801 tokens generated"."""
+def progress(run: RunRecord, planned: int | None = None) -> str:
+    """Steps, time and tokens: "12 of 12 steps in 4m, 3,801 tokens generated".
+
+    planned: steps that the run was to make, which a resume may have changed since config.json was written.
+    """
     tokens = run.column("rollout/generated_tokens").sum()
-    steps = f"{run.metrics.index.size} of {run.settings.get('steps')} steps"
+    steps = f"{run.metrics.index.size}{f' of {planned}' if planned else ''} steps"
     return f"{steps} in {duration(run.column('time/step_s').sum())}, {tokens:,.0f} tokens generated"
 
 

@@ -31,6 +31,8 @@ from drafters.config import Eagle3Config, MtpConfig, ObjectiveConfig
 from drafters.losses import drafter_loss
 from tests import native_models
 
+pytest.register_assert_rewrite("tests.engine.mtp_head", "tests.engine.native_runs")
+
 ROOT = Path(__file__).parents[2]
 AUX_LAYERS = (2, 4, 5)
 DRAFT_VOCABULARY = 128

@@ -1,11 +1,12 @@
-"""An MTP head on a real engine: what it reads, what is served, what it accepts.
+"""What an MTP head must do on a real engine: what it reads, what is served, what it accepts.
 
-From scratch beside dense targets, and the native head of a policy with linear attention and experts.
+test_mtp_head.py and test_native_mtp_head.py run these tests, each with a `target` of its own.
 """
 
 import asyncio
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cotrain.config.schema import RolloutConfig
-from cotrain.models.loading import has_linear_attention, native_head, resolve_model
+from cotrain.models.loading import has_linear_attention, native_head
 from cotrain.process.scratch import scratch_folder
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.trainer.buffer import batches_of
@@ -29,8 +30,6 @@ from drafters.build import build_drafter, load_drafter
 from drafters.config import MtpConfig, ObjectiveConfig
 from drafters.losses import drafter_loss
 from tests.engine.conftest import LiveEngine, distilled, features_of, make_requests, moved, text_of, tokens, weights_of
-
-pytestmark = pytest.mark.engine
 
 MTP = MtpConfig(type="mtp")
 SAMPLING = SamplingParams(1.0, 1.0, 0, "probabilistic")
@@ -47,21 +46,15 @@ class Target:
     live: LiveEngine
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-next"])
-def target(
-    request: pytest.FixtureRequest, rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Target]:
-    if request.param == "qwen3-next":
-        folder = resolve_model(str(request.getfixturevalue("qwen3_next_folder")))
-    else:
-        folder = resolve_model(f"tiny:{request.param}")
+@contextmanager
+def running(folder: Path, rollout_config: RolloutConfig, checkpoint: Path) -> Iterator[Target]:
+    """An engine on the policy in this folder, with an untrained head; it is written to the folder `checkpoint`."""
     native = native_head(folder)
     spec = TargetSpec.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     state = load_file(folder / "model.safetensors")
     untrained = load_drafter(native, spec) if native else build_drafter(MTP, spec, seed=0)
     trained = distilled(text_of(model, ()), weights_of(state), folder, MTP)
-    checkpoint: Path = tmp_path_factory.mktemp("mtp") / "v0"
     untrained.save(checkpoint, torch.float32)
     dtype = "bfloat16" if has_linear_attention(folder) else "float32"
     config = rollout_config.model_copy(update={"dtype": dtype})
