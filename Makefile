@@ -35,6 +35,7 @@ test: $(STAMP) ## lint, then all tests
 	started=$$SECONDS
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q -m 'not engine' --numprocesses 2
+	$(BIN)/python -m tests.native_models
 	$(BIN)/python -m pytest -q -m 'engine and not alone' --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -q -m 'engine and alone'
 	echo "make test: $$((SECONDS - started)) s"

@@ -1,12 +1,19 @@
-"""Tiny policies that bring an MTP head of their own, as their makers store them; the head is random."""
+"""Tiny policies that bring an MTP head of their own, as their makers store them; the head is random.
 
+`python -m tests.native_models` trains those of the engine tests, which takes a minute, unless that was done before.
+"""
+
+import hashlib
 import json
+import tempfile
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
+from cotrain.models import tiny
 from cotrain.models.tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer, train_on_chain
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
@@ -49,3 +56,27 @@ def write_native(folder: Path, model: PreTrainedModel, architecture: str, traine
     config |= {"architectures": [architecture], "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+ARCHITECTURES = {"mimo": (mimo_model, "MiMoForCausalLM"), "qwen3-next": (qwen3_next_model, "Qwen3NextForCausalLM")}
+
+
+def trained_native(name: str) -> Path:
+    """A trained policy and a random head as one checkpoint, made once for all sessions."""
+    root = Path(__file__).parents[1]
+    drafters = [root / "drafters/build.py", *sorted((root / "drafters/mtp").glob("*.py"))]
+    sources = b"".join(Path(file).read_bytes() for file in [__file__, tiny.__file__, *drafters])
+    folder = root / ".pytest_cache/models" / f"{name}-{hashlib.blake2b(sources, digest_size=6).hexdigest()}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_model, architecture = ARCHITECTURES[name]
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            torch.manual_seed(0)
+            unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+            write_native(unfinished, make_model(), architecture, trained=True).rename(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    for name in ARCHITECTURES:
+        trained_native(name)

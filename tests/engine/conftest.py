@@ -1,21 +1,17 @@
 """A real vLLM engine on the tiny Llama, started once for all engine tests, and a drafter fitted to it."""
 
 import asyncio
-import hashlib
 import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from cotrain.config.schema import RolloutConfig
-from cotrain.models import tiny
 from cotrain.models.loading import resolve_model
 from cotrain.process import threads
 from cotrain.process.scratch import scratch_folder
@@ -29,7 +25,7 @@ from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, Targ
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config, MtpConfig, ObjectiveConfig
 from drafters.losses import drafter_loss
-from tests import native_models
+from tests.native_models import trained_native
 
 pytest.register_assert_rewrite("tests.engine.mtp_head", "tests.engine.native_runs")
 
@@ -88,31 +84,16 @@ def tokens(batch: RolloutBatch) -> list[list[int]]:
     return [rollout.token_ids for rollout in batch.rollouts]
 
 
-def trained_native(name: str, make_model: Callable[[], PreTrainedModel], architecture: str) -> Path:
-    """A trained policy and a random head as one checkpoint, made once for all sessions: training takes up to a minute."""
-    package = ROOT / "drafters"
-    sources = [native_models.__file__, tiny.__file__, package / "build.py", *sorted((package / "mtp").glob("*.py"))]
-    key = hashlib.blake2b(b"".join(Path(file).read_bytes() for file in sources), digest_size=6).hexdigest()
-    folder = ROOT / ".pytest_cache" / "models" / f"{name}-{key}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            torch.manual_seed(0)
-            unfinished = tempfile.mkdtemp(dir=folder.parent)
-            native_models.write_native(Path(unfinished), make_model(), architecture, trained=True).rename(folder)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def mimo_folder() -> Path:
     """A checkpoint of MiMo's format."""
-    return trained_native("mimo", native_models.mimo_model, "MiMoForCausalLM")
+    return trained_native("mimo")
 
 
 @pytest.fixture(scope="session")
 def qwen3_next_folder() -> Path:
     """A checkpoint of Qwen3-Next's format."""
-    return trained_native("qwen3-next", native_models.qwen3_next_model, "Qwen3NextForCausalLM")
+    return trained_native("qwen3-next")
 
 
 @pytest.fixture(scope="session")
