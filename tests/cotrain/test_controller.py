@@ -32,10 +32,12 @@ class Engines:
     def __init__(self, world: World):
         self.world = world
         self.gain: GainReport | None = None
+        self.seeds: list[int | None] = []
 
     def generate(self, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
         assert len(requests) == PROMPTS * SAMPLES
         self.tapped = tap
+        self.seeds += [request.seed for request in requests]
         return replace(self.world.generate(self.world.step + 1), gain=self.gain)
 
     def update_policy(self, payload: WeightPayload, version: int) -> SwapReport:
@@ -127,11 +129,17 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
     monkeypatch.setattr("cotrain.controller.check_records", lambda *_: None)
     opened: list[Any] = []
 
-    def build(world: World, name: str = "first", drafter: Any = None, **fields: Any) -> Controller:
+    def build(
+        world: World, name: str = "first", drafter: Any = None, method: str = "probabilistic", **fields: Any
+    ) -> Controller:
         fields = {"steps": 100, "lossless": {"every": 0}, "checkpoint": {"every": 3}} | fields
         config = run_config(
             name=name,
-            rollout={"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES},
+            rollout={
+                "prompts_per_step": PROMPTS,
+                "samples_per_prompt": SAMPLES,
+                "draft_sample_method": method,
+            },
             drafter={"model": {"type": "eagle3"}} | (drafter or {}),
             **fields,
         )
@@ -165,6 +173,17 @@ def go(controller: Controller, until: int) -> list[dict[str, Any]]:
 
 def output(controller: Controller) -> str:
     return controller.records.console._rich.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_every_sample_of_a_run_has_a_seed_of_its_own_where_drafts_allow_it(start: Any, method: str) -> None:
+    controller = start(World(), method=method)
+    go(controller, 3)
+    seeds = controller.roles.engines.seeds
+    if method == "greedy":
+        assert None not in seeds and len(set(seeds)) == len(seeds) == 3 * PROMPTS * SAMPLES
+    else:
+        assert set(seeds) == {None}
 
 
 def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> None:
