@@ -23,7 +23,7 @@ from cotrain.tasks.prompts import PromptOrder
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
 
 NO_DRAFTS = GainReport(num_steps=40, seconds=1.0, seconds_without=1.0)
-"""Of a step in which speculation would not have paid."""
+"""The report of a step in which speculation would not have paid."""
 
 
 class Engines:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.engine
 K = 5
 REQUESTS = 192
 TOLERANCE = 0.03
-"""Of the acceptance length. Its standard error over 192 rollouts of 48 tokens is below 0.01."""
+"""Tolerance of the acceptance length. Its standard error over 192 rollouts of 48 tokens is below 0.01."""
 
 BLOCK, SAMPLES, PROMPT_TOKENS = 32, 8, 164
 """Small cache blocks, as on a GPU: of a prompt, five are served from the cache to the samples after the first."""

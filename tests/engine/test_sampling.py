@@ -160,7 +160,7 @@ def test_unseeded_text_has_it_too(sampler: LiveEngine, laws: Laws) -> None:
 def test_log_probs_are_those_of_the_sampling_distribution(
     sampler: LiveEngine, target_model: Any, sampling: dict[str, Any], method: str
 ) -> None:
-    """Of the logits as they are when greedy."""
+    """The law of the logits as they are when sampling is greedy."""
     draft_with(sampler, method)
     batch = sampler.generate(make_requests(16), tap=False, **sampling)
     assert batch.speculation.acceptance_length > 1.2

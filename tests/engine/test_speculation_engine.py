@@ -171,7 +171,7 @@ def test_where_speculation_may_come_back_the_drafter_reads_prompts_and_nothing_e
 
 
 def accepted_at(live: LiveEngine, first: int, undrafted: int) -> list[dict[int, int]]:
-    """Of six long responses, each beside one of 20 tokens: accepted draft tokens by response tokens so far.
+    """Six long responses, each beside one of 20 tokens, give accepted draft tokens by response tokens so far.
 
     undrafted: tokens of the long response before its first draft.
     """
@@ -190,7 +190,7 @@ def accepted_at(live: LiveEngine, first: int, undrafted: int) -> list[dict[int, 
 
 
 def share_equal(found: list[dict[int, int]], reference: list[dict[int, int]]) -> tuple[float, int]:
-    """Of the places that both runs drafted at: share with as many accepted tokens, and their number."""
+    """Share of the places drafted at in both runs that have as many accepted tokens, and the number of places."""
     both = [a[at] == b[at] for a, b in zip(found, reference, strict=True) for at in a.keys() & b.keys()]
     return sum(both) / len(both), len(both)
 

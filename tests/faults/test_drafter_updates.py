@@ -19,7 +19,7 @@ from tests.publish_evidence import evidence_of, expected_from
 pytestmark = pytest.mark.engine
 
 STEPS = 100
-"""Of the run that false alarms are shared out over."""
+"""Length of the run that false alarms are shared out over."""
 
 
 def alarms_of(live: LiveEngine, batch: RolloutBatch, good: RolloutBatch, **read_back: Any) -> list[Alarm]:

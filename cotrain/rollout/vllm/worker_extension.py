@@ -26,7 +26,7 @@ class CotrainWorker:
 
     _cotrain_hook: DraftingHook
     _cotrain_weights: dict[bool, ServedWeights]
-    """Of the drafter (True) and of the policy."""
+    """True holds the drafter's served weights, False the policy's."""
 
     def cotrain_start(self, keep_folder: str, has_drafter: bool) -> None:
         """Get ready for updates, and hook into drafting where there is a drafter.

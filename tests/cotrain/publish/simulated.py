@@ -91,7 +91,7 @@ def serve(
 
 
 def true_length(skill: float, own: float = 0.2) -> float:
-    """Of a drafter on all rollouts of the policy."""
+    """What a drafter reaches on all rollouts of the policy."""
     rng = np.random.default_rng(1)
     scored = score(sample_rollouts(rng, 2000, 1), skill, rng, own)[-1]
     return 1 + float(scored.accepted.sum() / scored.steps.sum())

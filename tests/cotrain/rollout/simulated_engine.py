@@ -63,7 +63,7 @@ def best_fixed(shape: Shape, rates: Sequence[float], batch: int) -> float:
 
 @dataclass(frozen=True)
 class Noise:
-    """Of single steps, and of a machine that others use too."""
+    """Noise of single steps, and that of a machine that others use too."""
 
     steps: float = 0.12
     """Standard deviation of log seconds."""

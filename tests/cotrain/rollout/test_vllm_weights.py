@@ -118,7 +118,7 @@ def test_a_convolution_is_compared_in_every_copy_that_is_served(serve):
 
 @pytest.mark.parametrize(("columns", "turns"), [(24, 4), (40, 3), (96, 1), (200, 1)])
 def test_every_column_is_compared_once_in_so_many_turns(llama, columns, turns):
-    """Of 96: a column that stays wrong is found, whichever it is and whenever it went wrong."""
+    """A column of the 96 that stays wrong is found, whichever it is and whenever it went wrong."""
     name = "model.layers.0.mlp.down_proj.weight"
     vllm_weights.reload_weights(llama.model, llama.model_config, llama.state)
 
