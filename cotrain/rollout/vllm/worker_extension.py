@@ -12,7 +12,7 @@ from vllm.config import set_current_vllm_config
 from cotrain.process.children import follow_parent
 from cotrain.rollout.tap_admission import TapRequest
 from cotrain.rollout.vllm import cpu, weights
-from cotrain.rollout.vllm.hooks import DraftingHook
+from cotrain.rollout.vllm.hooks import DraftingHook, sample_plainly_without_drafts
 from cotrain.rollout.vllm.weight_transfer import ServedWeights
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.payload import digest
@@ -41,6 +41,8 @@ class CotrainWorker:
             torch.compiler.set_stance("force_eager")
         target, kept = worker.get_model(), Path(keep_folder)
         self._cotrain_weights = {False: ServedWeights(target, worker.model_config, kept / "target")}
+        if worker.speculative_config is not None:
+            sample_plainly_without_drafts(runner)
         if has_drafter:
             self._cotrain_hook = DraftingHook(runner)
             config = worker.speculative_config.draft_model_config

@@ -35,10 +35,16 @@ def expanded() -> dict[str, list]:
     }
 
 
-def first_token_counts(top_k: int | None) -> list[list[int]]:
-    """[temperature, token] counts of the first output token."""
+DRAFT = torch.softmax(torch.linspace(1, -1, VOCAB), dim=0)
+GREEDY = torch.nn.functional.one_hot(torch.tensor(5), VOCAB).float()
+
+
+def first_token_counts(top_k: int | None, draft: torch.Tensor = DRAFT, probs: bool | float = True) -> list[list[int]]:
+    """[temperature, token] counts of the first output token.
+
+    probs: are the drafter's probabilities handed over? A number stands in for each of them.
+    """
     logits = torch.linspace(-2, 2, VOCAB)
-    draft = torch.softmax(torch.linspace(1, -1, VOCAB), dim=0)
     temperature = torch.tensor(TEMPERATURES).repeat(NUM_REQUESTS // 2)
     running_sum = torch.arange(1, NUM_REQUESTS + 1, dtype=torch.int32)
     sampling = metadata(temperature, None if top_k is None else torch.full((NUM_REQUESTS,), top_k))
@@ -48,7 +54,7 @@ def first_token_counts(top_k: int | None) -> list[list[int]]:
         num_draft_tokens=[1] * NUM_REQUESTS,
         max_spec_len=1,
         cu_num_draft_tokens=running_sum,
-        draft_probs=draft.repeat(NUM_REQUESTS, 1),
+        draft_probs=(draft * probs).repeat(NUM_REQUESTS, 1) if probs else None,
         target_logits=target,
         bonus_token_ids=torch.zeros(NUM_REQUESTS, 1, dtype=torch.int32),
         sampling_metadata=sampling,
@@ -56,16 +62,20 @@ def first_token_counts(top_k: int | None) -> list[list[int]]:
     return [output[i::2, 0].bincount(minlength=VOCAB).tolist() for i in range(2)]
 
 
-def error_without_draft_tokens() -> str | None:
-    """Verification of a step in which no request has draft tokens, with top-k set."""
-    nothing, running_sum = torch.empty(0, VOCAB), torch.zeros(2, dtype=torch.int32)
-    try:
-        rejection_sampler.apply_sampling_constraints(
-            nothing, running_sum, metadata(torch.ones(2), torch.full((2,), 4, dtype=torch.int32))
+def seeded_pairs() -> list[list[str]]:
+    """Recovered tokens of a seeded request and of one without a seed, as text, in each of 4 calls."""
+    calls = []
+    for _ in range(4):
+        sampling = metadata(torch.ones(3))
+        sampling.generators = {1: torch.Generator().manual_seed(7)}
+        law = torch.full((32, 64), 1 / 64)
+        ends = torch.tensor([0, 16, 32], dtype=torch.int32)
+        drafts = torch.zeros(32, dtype=torch.int32)
+        tokens = rejection_sampler.sample_recovered_tokens(
+            16, [0, 16, 16], ends, drafts, None, law, sampling, torch.device("cpu")
         )
-    except Exception as error:
-        return str(error)
-    return None
+        calls.append([str(tokens[:16].tolist()), str(tokens[16:].tolist())])
+    return calls
 
 
 def findings() -> dict[str, object]:
@@ -74,7 +84,6 @@ def findings() -> dict[str, object]:
     return {
         "expanded": expanded(),
         "counts": first_token_counts(None),
-        "top_k_error": error_without_draft_tokens(),
     }
 
 
@@ -83,5 +92,10 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # new memory then holds NaN or the largest integer, never a lucky value
     before = findings()
     vllm_compat.apply_patches()
-    after = findings() | {"counts_top_k": first_token_counts(3)}
+    after = findings() | {
+        "counts_top_k": first_token_counts(3),
+        "counts_greedy": first_token_counts(None, GREEDY, False),
+        "counts_nan": first_token_counts(None, DRAFT, torch.nan),
+        "seeded": seeded_pairs(),
+    }
     print(json.dumps({"before": before, "after": after}))

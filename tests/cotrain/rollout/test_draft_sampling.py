@@ -21,10 +21,15 @@ def sampling(temperatures: list[float]) -> SimpleNamespace:
 
 
 @pytest.fixture
-def proposer(target_and_drafter: Any) -> Any:
-    """vLLM's proposer, without the engine it belongs to."""
+def proposer(target_and_drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's proposer, without the engine it belongs to, drawing as in our engines."""
+    from vllm.v1.spec_decode import llm_base_proposer
     from vllm.v1.spec_decode.eagle import EagleProposer
 
+    for patch in (vllm_compat.no_noise, vllm_compat.draw_draft_tokens):
+        name = vllm_compat.PATCHES[patch][1]
+        monkeypatch.setattr(llm_base_proposer, name, inspect.unwrap(getattr(llm_base_proposer, name)))
+        vllm_compat.apply(patch)
     proposer = object.__new__(EagleProposer)
     proposer.model = target_and_drafter[1].model
     vllm_weights.reload_weights(proposer.model, target_and_drafter[1].model_config, target_and_drafter[1].state)

@@ -236,3 +236,10 @@ def test_vllm_puts_its_own_suffix_on_request_ids():
     InputProcessor.assign_request_id(request)
     assert request.request_id != "b12r3"
     assert vllm_hooks.request_id_of(request.request_id) == "b12r3"
+
+
+def test_a_step_without_drafts_is_sampled_as_without_speculation():
+    runner = SimpleNamespace(_sample=lambda logits, drafts: drafts)
+    vllm_hooks.sample_plainly_without_drafts(runner)
+    none, some = SimpleNamespace(max_spec_len=0), SimpleNamespace(max_spec_len=2)
+    assert [runner._sample("logits", drafts) for drafts in (None, none, some)] == [None, None, some]
