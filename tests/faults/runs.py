@@ -141,3 +141,12 @@ def mlflow_server(database: Path, port: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def resume(root: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Continue the run `broken`."""
+    return start(root, "--resume", "broken", *arguments)
+
+
+def newest(folder: Path, pattern: str) -> Path:
+    return max(folder.glob(pattern))
