@@ -1,47 +1,58 @@
-"""The loop of a run. One synchronous step:
+"""The loop of a run. One step:
 
-    prompts --> rollout engines --rollouts--> reward, advantages --> policy learner --+
-                  |   ^   ^                                                           |
-        features  |   |   +------------- policy weights (policy_version + 1) <--------+
-                  v   |
-        drafter trainer (while the policy learns)
-                      |
-                      +-- drafter weights (drafter_version + 1), if they pass the gate
+    admit groups --> rollout engines --rollouts--> rewards --the P oldest groups--> policy learner --+
+                       |   ^   ^                                                                     |
+             features  |   |   +------------- policy weights (policy_version + 1); P slots are free <+
+                       v   |
+             drafter trainer (while the policy learns)
+                           |
+                           +-- drafter weights (drafter_version + 1), if they pass the gate
 
     then: metrics, step line, checkpoint.
 
-Every rollout carries the two versions it was made with. Rollouts are always of one policy version, because the engines
-are idle here while weights change; they could take them at any time.
+With stream.max_policy_lag = 0 no group is under way when weights change, and a step is one turn of generation and
+learning. Above, groups of later steps are generated all the while, and engines take weights in the middle of them. Every
+token carries the versions that made it.
 """
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cotrain.config.files import write_json
 from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.advantages import group_advantages
 from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome
-from cotrain.records import RolloutBatch, RolloutRequest, ScoredRollout, SwapReport, Versions
-from cotrain.roles.engines import RolloutEngines, derived_seed
+from cotrain.records import Prompt, RolloutBatch, ScoredRollout, SwapReport, Versions
+from cotrain.roles.engines import RolloutEngines
 from cotrain.roles.learners import Learner
 from cotrain.roles.publisher import Publisher
+from cotrain.roles.rewards import Rewards
+from cotrain.rollout.acceptance_stats import last_segment
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.decisions import DrafterEvent
-from cotrain.run.metrics import speculation_metrics
 from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
-from cotrain.tasks.base import Task
-from cotrain.tasks.prompts import PromptEncoder, PromptOrder, write_samples
+from cotrain.stream.advice import Advice
+from cotrain.stream.lag import check_lag
+from cotrain.stream.metrics import idle_metrics, lag_metrics, rollout_metrics
+from cotrain.stream.producer import GroupResult, Producer, Prompts
+from cotrain.stream.reactor import Reactor
+from cotrain.tasks.prompts import write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from drafters.base import SamplingParams
+
+STREAM = "stream.json"
+"""File of a checkpoint with the groups that are scored and not trained on."""
 
 
 @dataclass
@@ -52,19 +63,12 @@ class Roles:
     """
 
     engines: RolloutEngines
+    rewards: Rewards
     policy: Learner
     drafter: Learner | None
     publisher: Publisher | None
+    reactor: Reactor
     scratch: Path
-
-
-@dataclass
-class Prompts:
-    """The task, the order in which its prompts are drawn, and their encoding."""
-
-    task: Task
-    order: PromptOrder
-    encoder: PromptEncoder
 
 
 @dataclass
@@ -73,6 +77,8 @@ class Records:
 
     metrics: RowFile
     decisions: RowFile
+    events: RowFile
+    """What becomes of each group, and when the learners are at work."""
     tracker: Tracker
     console: Console
 
@@ -89,7 +95,17 @@ class Controller:
         self.run_seconds = state.seconds
         """Seconds of all steps, those before a resume included."""
         self.stop_requested: Callable[[], bool] = lambda: False
-        self.last_batch: RolloutBatch | None = None
+        self.last_rollouts: list[ScoredRollout] = []
+        """Those that the last step trained on."""
+        self.producer = Producer(config, roles.engines, roles.rewards, prompts, roles.reactor, records.events)
+        saved = run_dir.checkpoint(state.step) / STREAM
+        self.producer.start(state.step, json.loads(saved.read_text()) if saved.is_file() else ())
+        self._lags, self._advice = config.stream.max_policy_lag > 0, Advice()
+        self._training: list[Any] = []  # a training round of the drafter that is under way
+        self._trained: dict[str, float] = {}  # metrics of one that no row has yet
+        self._heads: list[Any] = []  # the trainer reads the policy's head
+        self._checked = False
+        self._window_began, self._waited = time.perf_counter(), 0.0
         rollout = config.rollout
         self._sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
         self.monitor = LosslessMonitor(config.lossless, self._sampling, rollout.dtype, config.seed)
@@ -119,68 +135,101 @@ class Controller:
         started = time.perf_counter()
         served = self.versions
         speculates = self.roles.publisher is not None and self.mode is None
-        with self._timed("generate"):
-            batch = self.roles.engines.generate(self._requests(step), tap=speculates)
-        is_first = step == self._first_state.step + 1
-        if is_first and speculates:
-            self._check_batch(batch)
-        with self._timed("reward"):
-            rollouts = self._score(batch)
-        row = _rollout_metrics(batch, rollouts)
-        alarms = self._check_distribution(step, batch, row) if speculates else []
+        self.producer.taps = speculates
+        self.producer.admit()
+        row = self.producer.metrics()
+        with self._timed("wait_for_rollouts" if self._lags else "generate"):
+            groups = self._take()
+        rollouts = self._scored(groups)
+        window = self._window(rollouts)
+        row |= lag_metrics([scored.rollout for scored in rollouts], served.policy)
+        check_lag([scored.rollout for scored in rollouts], served, self.config.stream.max_policy_lag)
+        if speculates and window is not None and not self._checked:
+            self._check_batch(window)
+        row |= rollout_metrics(rollouts, window, self._generate_seconds(window))
+        alarms = self._check_distribution(step, rollouts, row) if speculates else []
         with self._timed("learn"):
-            outcome = self._learn(step, rollouts, batch, alarms, row)
-        if is_first:
-            self._check_log_probs(row)
+            outcome = self._learn(step, rollouts, window, alarms, row)
+        self._check_log_probs(step, row)
         if self.config.policy.train:
             with self._timed("swap_policy"):
-                self._swap_policy(row)
+                self._swap_policy(step, row)
+        self.producer.release()
         if outcome is not None and outcome.swap is not None:
             row |= _swap_metrics("drafter", outcome.swap)
             self._keep_drafter(step, outcome)
-        self.last_batch = batch
+        self.last_rollouts = rollouts
         row |= {"versions/policy": served.policy, "versions/drafter": served.drafter}
         row |= {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         row["time/step_s"] = time.perf_counter() - started
+        row |= idle_metrics(row, self.producer.busy_seconds(), self.roles.drafter is not None)
         self.run_seconds += row["time/step_s"]
-        self._report(step, row, rollouts, outcome.events if outcome is not None else [])
+        prompts = {group.prompt.id: group.prompt for group in groups}
+        self._report(step, row, rollouts, outcome.events if outcome is not None else [], prompts)
 
-    def _requests(self, step: int) -> list[RolloutRequest]:
-        seeded = self.config.rollout.draft_sample_method == "greedy"
-        requests, encoder = [], self.prompts.encoder
-        encoder.in_flight.clear()
-        for index in self.prompts.order.step(step):
-            prompt = self.prompts.task.prompt(index)
-            token_ids = encoder.encode(prompt)
-            encoder.in_flight[prompt.id] = prompt
-            for sample in range(self.config.rollout.samples_per_prompt):
-                seed = derived_seed(self.config.seed, step, prompt.id, sample) if seeded else None
-                requests.append(RolloutRequest(prompt.id, sample, token_ids, seed))
-        return requests
+    def _take(self) -> list[GroupResult]:
+        taken: list[GroupResult] | None = None
 
-    def _score(self, batch: RolloutBatch) -> list[ScoredRollout]:
-        task, encoder = self.prompts.task, self.prompts.encoder
-        rewards = [task.score(encoder.in_flight[r.prompt_id], r.text) for r in batch.rollouts]
-        prompt_ids = [r.prompt_id for r in batch.rollouts]
+        def is_there() -> bool:
+            nonlocal taken
+            taken = self.producer.take()
+            return taken is not None
+
+        self.roles.reactor.until(is_there)
+        assert taken is not None
+        return taken
+
+    def _scored(self, groups: list[GroupResult]) -> list[ScoredRollout]:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rewards = [reward for group in groups for reward in group.rewards]
+        prompt_ids = [rollout.prompt_id for rollout in rollouts]
         advantages = group_advantages(prompt_ids, rewards, self.config.policy.advantage)
-        return [ScoredRollout(*fields) for fields in zip(batch.rollouts, rewards, advantages, strict=True)]
+        return [ScoredRollout(*fields) for fields in zip(rollouts, rewards, advantages, strict=True)]
+
+    def _window(self, rollouts: list[ScoredRollout]) -> RolloutBatch | None:
+        """What the engines have generated since the last window. Without lag these are the rollouts of the step."""
+        self._waited += self._seconds.get("wait_for_rollouts", 0.0)
+        window = self.producer.window()
+        if window is None:
+            return None
+        window = replace(window, gain=self.roles.engines.take_gain())
+        if not self._lags:
+            return replace(window, rollouts=[scored.rollout for scored in rollouts])
+        now = time.perf_counter()
+        seconds, self._window_began = now - self._window_began, now
+        waited, self._waited = self._waited, 0.0
+        return replace(window, seconds=seconds, exposed=min(1.0, waited / seconds))
 
     def _check_batch(self, batch: RolloutBatch) -> None:
+        if any(rollout.versions.policy != self.versions.policy for rollout in batch.rollouts):
+            return  # after a resume with lag some may be of a policy that the learner no longer has
+        self._checked = True
         rollout = self.config.rollout
         with self._timed("self_check"):
             error = check_features(batch, partial(self.roles.policy.call_first, "hidden_states"), rollout.dtype)
             check_records(batch, None if rollout.ignore_eos else self.prompts.encoder.tokenizer.eos_token_id)
         self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
-    def _check_log_probs(self, row: dict[str, float]) -> None:
+    def _check_log_probs(self, step: int, row: dict[str, float]) -> None:
+        """In the first step; with lag in every step, of the tokens that the newest policy generated."""
         rollout, gap = self.config.rollout, row.get("policy/rollout_log_prob_gap")
+        if self._lags and self.config.stream.on_swap != "keep_kv":
+            gap = row.get("policy/rollout_log_prob_gap_lag_0") if row["stream/lag_max"] else gap
+        elif step != self._first_state.step + 1 or row["stream/lag_max"]:
+            return
         if gap is not None and rollout.top_p == 1 and rollout.top_k == 0:
             check_log_probs(gap, rollout.dtype)
 
-    def _check_distribution(self, step: int, batch: RolloutBatch, row: dict[str, float]) -> list[Alarm]:
-        """Check, when it is due, that the rollouts have the distribution of the policy that generated them."""
+    def _check_distribution(self, step: int, rollouts: list[ScoredRollout], row: dict[str, float]) -> list[Alarm]:
+        """Check, when it is due, that what the learner's present policy generated has its distribution.
+
+        These are whole tails of the step's groups, which were chosen by number. Of rollouts that happen to have ended
+        short ones would be seen too often.
+        """
         monitor, started = self.monitor, time.perf_counter()
-        chosen = monitor.choose(batch.rollouts) if monitor.due(step, self.run_seconds) else None
+        tails = [last_segment(scored.rollout) for scored in rollouts]
+        current = [rollout for rollout in tails if rollout.versions.policy == self.versions.policy]
+        chosen = monitor.choose(current) if current and monitor.due(step, self.run_seconds) else None
         if chosen is None:
             return []
         arguments = chosen.rollouts, self._sampling, monitor.logit_tolerance
@@ -196,42 +245,87 @@ class Controller:
         return [Alarm("not_lossless", what, cause, remedy, metrics)]
 
     def _learn(
-        self, step: int, rollouts: list[ScoredRollout], batch: RolloutBatch, alarms: list[Alarm], row: dict[str, float]
+        self,
+        step: int,
+        rollouts: list[ScoredRollout],
+        window: RolloutBatch | None,
+        alarms: list[Alarm],
+        row: dict[str, float],
     ) -> Outcome | None:
         """Policy update; beside it the drafters are scored, one is swapped in or not, and the drafter is trained.
 
-        Raises DrafterAlarm. An alarm that ends the run is recorded before.
+        With lag the drafter goes on training beside the next step. Raises DrafterAlarm. An alarm that ends the run is
+        recorded before.
         """
         policy, drafter, publisher = self.roles.policy, self.roles.drafter, self.roles.publisher
         update = policy.begin("update", rollouts) if self.config.policy.train else None
-        outcome = training = None
-        if drafter is not None and publisher is not None and self.mode is None:
-            outcome = publisher.evaluate(step, batch, self.versions, alarms)
+        outcome = None
+        if publisher is not None:
+            publisher.serves(self.versions)
+        if drafter is not None and publisher is not None and self.mode is None and window is not None:
+            self._settle(step)
+            outcome = publisher.evaluate(step, window, self.versions, alarms)
             row |= outcome.metrics
             self._record_events(outcome.events)
             if outcome.failure is not None:
                 raise outcome.failure
-            training = drafter.begin("train", step) if outcome.trains else None
+            if outcome.swap is not None:
+                version = outcome.events[-1].version
+                self._event(step, "drafter swapped", version=version)
+                drafter.call("save_checkpoint", self.run_dir.drafter(version), version)
+            self._training = drafter.begin("train", step) if outcome.trains else []
+        elif window is not None:
+            for shard in window.features:  # tapped before speculation was switched off
+                Path(shard).unlink(missing_ok=True)
         if update is not None:
+            self.roles.reactor.wait(update)
             row |= policy.finish(update)
-        if drafter is not None and training is not None:
-            row |= drafter.finish(training)
+            self._seconds["update"] = self._ended(step, "policy updated", policy)
+        if not self._lags:
+            self._settle(step)
+        row |= self._trained
+        self._trained = {}
         return outcome
 
-    def _swap_policy(self, row: dict[str, float]) -> None:
+    def _settle(self, step: int) -> None:
+        """Wait for what the drafter trainer has been told to do. The next row has the metrics of its training round."""
+        drafter, training, heads = self.roles.drafter, self._training, self._heads
+        self._training, self._heads = [], []
+        if drafter is None:
+            return
+        self.roles.reactor.wait([*heads, *training])
+        if training:
+            self._trained = drafter.finish(training)
+            self._ended(step, "drafter trained", drafter)
+
+    def _ended(self, step: int, event: str, learner: Learner) -> float:
+        """Record the last call of a learner. Returns its seconds."""
+        began, ended = learner.last_call
+        self.records.events.write(step, {"time": ended, "event": event, "seconds": ended - began})
+        return ended - began
+
+    def _swap_policy(self, step: int, row: dict[str, float]) -> None:
+        drafter, ledger, reactor = self.roles.drafter, self.producer.ledger, self.roles.reactor
+        if self.config.stream.on_swap == "finish":
+            started = time.perf_counter()
+            reactor.until(lambda: not ledger.count("admitted", "dispatched"))
+            self._waited += time.perf_counter() - started
+        reactor.wait(self._heads)  # the file that is now written again has been read
         version = self.versions.policy + 1
         payload = self.roles.policy.call_first("write_payload", self.roles.scratch / "policy.safetensors")
-        row |= _swap_metrics("policy", self.roles.engines.update_policy(payload, version))
-        if self.roles.drafter is not None:
-            self.roles.drafter.call("set_target_weights", payload.path, version)
+        if drafter is not None:
+            # Before the engines: features of the new version are of one that the trainer knows.
+            self._heads = drafter.begin("set_target_weights", payload.path, version)
+        keeps = self.config.stream.on_swap == "keep_kv"
+        row |= _swap_metrics("policy", self.roles.engines.update_policy(payload, version, keeps))
+        self._event(step, "policy swapped", version=version)
         self.versions = Versions(version, self.versions.drafter)
 
     def _keep_drafter(self, step: int, outcome: Outcome) -> None:
-        """The drafter that was put into the engines goes into the run's folder and the registry."""
+        """The drafter that was put into the engines goes into the registry."""
         drafter, config, event = self.roles.drafter, self.config.drafter, outcome.events[-1]
         assert drafter is not None and config is not None
         folder = self.run_dir.drafter(event.version)
-        drafter.call("save_checkpoint", folder, event.version)
         self.versions = Versions(self.versions.policy, event.version)
         metrics = {}
         if (expected := outcome.expected) is not None:
@@ -252,14 +346,21 @@ class Controller:
             self.records.tracker.log_decisions(decisions.path, events[-1])
 
     def _report(
-        self, step: int, row: dict[str, float], rollouts: list[ScoredRollout], events: Sequence[DrafterEvent]
+        self,
+        step: int,
+        row: dict[str, float],
+        rollouts: list[ScoredRollout],
+        events: Sequence[DrafterEvent],
+        prompts: Mapping[str, Prompt],
     ) -> None:
         tracker, console = self.records.tracker, self.records.console
         self.records.metrics.write(step, row)
         tracker.log_step(step, row)
-        write_samples(self.run_dir.samples_file(step), rollouts, self.prompts.encoder)
+        write_samples(self.run_dir.samples_file(step), rollouts, prompts, self.prompts.encoder.tokenizer)
         notes = [event.in_short() for event in events] + [self.mode or ""]
         console.step(step, self.config.steps, row, self.versions, tracker.missing_steps, [*filter(None, notes)])
+        for advice in self._advice.look(row, self.config.stream.max_policy_lag) if self._lags else ():
+            console.say(f"  {advice}")
         for event in events:
             if event.is_bad_news:
                 console.say(f"  {event.kind}: {event.reason}")
@@ -276,10 +377,20 @@ class Controller:
             lossless=self.monitor.state(),
             drafting=None if publisher is None else publisher.state(),
         )
+        self._settle(self.step)
         with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last) as folder:
+            if self._lags:
+                write_json(folder / STREAM, self.producer.state())
             self.roles.policy.call("save", folder / "policy")
             if drafter is not None:
                 drafter.call("save", folder / "drafter")
+
+    def _event(self, step: int, event: str, **fields: Any) -> None:
+        self.records.events.write(step, {"time": time.time(), "event": event} | fields)
+
+    def _generate_seconds(self, window: RolloutBatch | None) -> float:
+        """Seconds that the step's rollouts took."""
+        return window.seconds if window is not None else self._seconds["wait_for_rollouts"]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -287,29 +398,6 @@ class Controller:
         with self.records.console.phase(name.replace("_", " "), terminal_only=True):
             yield
         self._seconds[name] = time.perf_counter() - started
-
-
-def _rollout_metrics(batch: RolloutBatch, rollouts: list[ScoredRollout]) -> dict[str, float]:
-    n = len(rollouts)
-    metrics: dict[str, Any] = {
-        "policy/reward": sum(r.reward for r in rollouts) / n,
-        "policy/groups_with_signal": len({r.rollout.prompt_id for r in rollouts if r.advantage}) * 1.0,
-        "rollout/response_length": batch.num_generated_tokens / n,
-        "rollout/generated_tokens": batch.num_generated_tokens,
-        "rollout/truncated": sum(r.rollout.finish_reason == "length" for r in rollouts) / n,
-        "rollout/tokens_per_s": batch.num_generated_tokens / batch.seconds,
-    }
-    metrics |= speculation_metrics(batch.speculation)
-    metrics |= {} if batch.gain is None else batch.gain.metrics()
-    if stats := batch.feature_stats:
-        tapped = stats["num_tokens"] or 1
-        metrics |= {
-            "rollout/tapped_rollouts": stats["num_rollouts"],
-            "rollout/feature_holes": stats["num_holes"] / tapped,
-            "rollout/tap_overhead": stats["record_seconds"] / batch.seconds,
-            "rollout/feature_bytes_per_token": sum(Path(path).stat().st_size for path in batch.features) / tapped,
-        }
-    return metrics
 
 
 def _swap_metrics(role: str, swap: SwapReport) -> dict[str, float]:

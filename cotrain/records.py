@@ -1,7 +1,7 @@
 """Everything that crosses a process. Plain data: no torch, no vLLM, no Ray."""
 
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,20 @@ class Versions:
 
     def __str__(self) -> str:
         return f"p{self.policy}-d{self.drafter}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Versions":
+        """From what `str` makes of them."""
+        policy, drafter = text.split("-")
+        return cls(int(policy[1:]), int(drafter[1:]))
+
+
+class Segment(NamedTuple):
+    """Tokens `start` to `end` (exclusive) of a response, which the same policy and drafter generated."""
+
+    versions: Versions
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +102,18 @@ class Rollout:
     finish_reason: str
     """stop or length."""
     versions: Versions
+    """What generated its last token."""
     speculation: SpeculationCounts | None
     verification_steps: tuple[tuple[int, int], ...] = ()
     """(draft tokens, accepted ones) of each verification step that verified any, in order."""
+    earlier: tuple[Segment, ...] = ()
+    """What other versions generated before `versions` did, in order."""
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """All tokens of the response by what generated them, as the engine stamped them."""
+        start = self.earlier[-1].end if self.earlier else 0
+        return (*self.earlier, Segment(self.versions, start, len(self.token_ids)))
 
     @property
     def drafted_throughout(self) -> bool:
@@ -188,4 +211,6 @@ class RolloutBatch:
     num_generated_tokens: int
     feature_stats: dict[str, float] = field(default_factory=dict)
     gain: GainReport | None = None
-    """Over all engines; None while the draft length is fixed, or the call had sampling parameters of its own."""
+    """Over all engines; None while draft lengths are fixed."""
+    exposed: float = 1.0
+    """Share of `seconds` in which the learner waited for rollouts."""

@@ -26,7 +26,13 @@ OWNED_VLLM_ARGUMENTS = {
 
 def broken_rules(config: RunConfig) -> list[str]:
     """Every rule that the configuration breaks, one line each."""
-    rules = (_log_probs_are_of_one_law, _samples_fit_the_learner, _vllm_arguments, _drafter_fits_the_steps)
+    rules = (
+        _log_probs_are_of_one_law,
+        _samples_fit_the_learner,
+        _lag_fits_the_run,
+        _vllm_arguments,
+        _drafter_fits_the_steps,
+    )
     return [line for rule in rules for line in rule(config)]
 
 
@@ -83,6 +89,41 @@ def _samples_fit_the_learner(config: RunConfig) -> Iterator[str]:
         yield (
             f"policy.micro_batch_tokens: {policy.micro_batch_tokens} is less than one rollout of full length "
             f"(rollout.max_prompt_tokens + rollout.max_new_tokens = {rollout.max_model_len}); raise it to that or more"
+        )
+
+
+def _lag_fits_the_run(config: RunConfig) -> Iterator[str]:
+    policy, rollout, stream = config.policy, config.rollout, config.stream
+    lag, synchronous = f"stream.max_policy_lag = {stream.max_policy_lag}", "or set max_policy_lag = 0"
+    if stream.max_policy_lag == 0:
+        if stream.on_swap != "recompute":
+            yield (
+                f'stream.on_swap: "{stream.on_swap}" has no effect with {lag}, where no rollout is under way when '
+                "weights are swapped; leave on_swap out, or raise max_policy_lag"
+            )
+        return
+    if stream.max_policy_lag >= config.steps:
+        yield f"stream.max_policy_lag: {stream.max_policy_lag} is not below steps = {config.steps}; lower it"
+    if rollout.synchronous_batches:
+        yield (
+            f"rollout.synchronous_batches: true makes batches the same in every run, which {lag} does not; leave it "
+            f"out, {synchronous}"
+        )
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        yield (
+            f"rollout.top_{'p' if rollout.top_p < 1 else 'k'}: with {lag} the loss needs the engine's log-probs, and "
+            f"those of truncated sampling are of another law than the learner's; set top_p = 1 and top_k = 0, "
+            f"{synchronous}"
+        )
+    if policy.old_log_probs == "recomputed" and policy.behaviour_correction == "none":
+        yield (
+            f'policy.old_log_probs: "recomputed" without a correction ignores the lag of {lag}; set '
+            'policy.behaviour_correction = "truncate" or "mask", or old_log_probs = "rollout"'
+        )
+    if stream.on_swap == "keep_kv" and config.drafter is not None and config.lossless.every:
+        yield (
+            "lossless.every: the monitor compares rollouts with the law of one policy, and keep_kv mixes two; set "
+            'lossless.every = 0, or stream.on_swap = "recompute"'
         )
 
 

@@ -184,6 +184,22 @@ class RolloutConfig(Section):
         return self.prompts_per_step * self.samples_per_prompt
 
 
+class StreamConfig(Section):
+    """How far generation may run ahead of learning."""
+
+    max_policy_lag: NonNegativeInt = 0
+    """Most policy versions between the one that generates a token and the one that trains on it. 0: generation and
+    learning take turns. Above: they overlap, and this lag is then the usual one."""
+
+    on_swap: Literal["recompute", "finish", "keep_kv"] = "recompute"
+    """New policy weights while rollouts are generated. recompute: these go on under the new policy, their text computed
+    anew. finish: they end first. keep_kv: they go on over the keys and values of the policy before."""
+
+    reward_timeout_s: PositiveFloat = 60.0
+    """Seconds for the rewards of one prompt's samples. After that the scoring process is replaced, and the samples are
+    generated again."""
+
+
 class GateConfig(Section):
     """When a candidate replaces the drafter that serves."""
 
@@ -408,6 +424,7 @@ class RunConfig(Section):
     """Prompts and rewards."""
 
     rollout: RolloutConfig = RolloutConfig()
+    stream: StreamConfig = StreamConfig()
     drafter: DrafterConfig | None = None
     lossless: MonitorConfig = MonitorConfig()
     init: InitConfig = InitConfig()

@@ -34,6 +34,7 @@ class MicroBatch:
     advantages: Tensor  # [N] float32
     behaviour_log_probs: Tensor  # [N] float32, from the engine
     old_log_probs: Tensor | None  # [N] float32, denominator of the importance ratio; None: the current policy
+    versions: Tensor  # [N] int64, policy version that generated each response token
 
 
 def split_minibatches(rollouts: Sequence[ScoredRollout], count: int) -> list[list[ScoredRollout]]:
@@ -102,4 +103,5 @@ def _micro_batch(rollouts: list[ScoredRollout], batching: Batching, device: torc
         advantages=advantages.repeat_interleave(lengths).to(device),
         behaviour_log_probs=behaviour,
         old_log_probs=behaviour,
+        versions=torch.tensor([s.versions.policy for r in rollouts for s in r.rollout.segments for _ in range(*s[1:])]),
     )

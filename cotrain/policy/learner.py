@@ -25,7 +25,7 @@ from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.policy.batching import MicroBatch, micro_batches, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import ResponseLogProbs
 from cotrain.policy.losses import kl_estimate, loss_denominator, policy_loss
-from cotrain.policy.metrics import step_metrics
+from cotrain.policy.metrics import by_lag, step_metrics
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from cotrain.transport.payload import write_payload
 from drafters.base import SamplingParams
@@ -101,15 +101,18 @@ class PolicyLearner:
         if config.old_log_probs == "recomputed":
             shares = [[self._with_own_log_probs(batch) for batch in share] for share in shares]
 
+        oldest = min(scored.rollout.segments[0].versions.policy for scored in rollouts)
         values: list[dict[str, Tensor]] = []
         steps: list[tuple[float, float, float]] = []
         for minibatch, share in zip(minibatches, shares, strict=True):
             lengths = [len(scored.rollout.token_ids) for scored in minibatch]
             denominator = loss_denominator(config, lengths, self._rollout.max_new_tokens)
             of_share = [self._forward_backward(batch, denominator, last=batch is share[-1]) for batch in share]
-            if steps:  # The gap is that of the policy which the engines served.
-                for of_batch in of_share:
+            for batch, of_batch in zip(share, of_share, strict=True):
+                if steps:  # The gap is that of the policy which the engines served.
                     del of_batch["rollout_log_prob_gap"]
+                elif oldest < self.policy_version:
+                    of_batch |= by_lag(of_batch, self.policy_version - batch.versions, self.policy_version - oldest)
             steps.append(self._optimizer_step(share, of_share))
             values += of_share
         self.policy_version += 1

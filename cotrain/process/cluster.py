@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,14 @@ class Cluster:
         """
         log_file = str((self._logs / f"{role}.log").resolve())
         remote = self._ray.remote(actor_class).options(
-            num_cpus=1,
-            num_gpus=self.gpus,
-            max_restarts=0,
-            max_task_retries=0,
-            runtime_env={"env_vars": environment},
-            **options,
+            **{
+                "num_cpus": 1,
+                "num_gpus": self.gpus,
+                "max_restarts": 0,
+                "max_task_retries": 0,
+                "runtime_env": {"env_vars": environment},
+            }
+            | options
         )
         actor = remote.remote(log_file)
         self._actors[actor._actor_id.hex()] = actor, log_file
@@ -121,11 +124,7 @@ class Cluster:
                 raise self._failure(actors, str(cause)) from None
             raise cause from None
         except errors.GetTimeoutError:
-            _, waiting = self._ray.wait(references, num_returns=len(references), timeout=0)
-            hung = (
-                f"no answer for {timeout:.0f} s, so it counts as hung (raise cluster.hang_after_s if it only is slow)"
-            )
-            raise self._failure({_actor_of(reference) for reference in waiting}, hung) from None
+            raise self.hung(references, timeout) from None
         except errors.RayActorError as error:
             if error.actor_init_failed:
                 raise
@@ -134,12 +133,30 @@ class Cluster:
         self._answered |= actors
         return results
 
+    def wait_any(self, references: list[Any], timeout: float) -> list[Any]:
+        """References that have a result, after this many seconds at most; there may be none."""
+        if references:
+            return self._ray.wait(references, timeout=timeout)[0]
+        time.sleep(timeout)
+        return []
+
+    def hung(self, references: list[Any], seconds: float) -> RunFailure:
+        """The failure of those of the references that have no result after this many seconds."""
+        _, waiting = self._ray.wait(references, num_returns=len(references), timeout=0)
+        advice = f"no answer for {seconds:.0f} s, so it counts as hung (raise cluster.hang_after_s if it only is slow)"
+        return self._failure({_actor_of(reference) for reference in waiting}, advice)
+
     def _failure(self, actors: Collection[str], what: str) -> RunFailure:
         logs = [self._actors[actor][1] for actor in sorted(actors)]
         roles = " and ".join(Path(log).stem for log in logs)
         return RunFailure(
             f"{roles}: {what}. Look into {', '.join(logs)}. What was saved is whole: continue with {self._resume}"
         )
+
+    def kill(self, actor: Any) -> None:
+        """Kill one actor. Nobody may wait for it any more."""
+        self._ray.kill(actor)
+        del self._actors[actor._actor_id.hex()]
 
     def stop(self) -> None:
         """Kill all actors (what they started dies with them, see children.py), and Ray itself."""

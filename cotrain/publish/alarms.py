@@ -110,7 +110,8 @@ def check_acceptance(
     tolerance: share of the expected gain that may be missing. No numbers where the step says nothing about the drafter.
     """
     # Of rollouts in which drafting paused it is not known what a drafter should reach.
-    rollouts = [rollout for rollout in evidence.batch.rollouts if rollout.drafted_throughout]
+    serving = evidence.serving.version
+    rollouts = [r for r in evidence.batch.rollouts if r.drafted_throughout and r.versions.drafter == serving]
     counts, expected = total_counts(rollout.speculation for rollout in rollouts), evidence.expected
     if counts is None or expected is None or not expected.covers(counts.steps):
         return {}, None
@@ -133,7 +134,7 @@ def check_acceptance(
 def _delivery_alarms(evidence: Evidence) -> Iterator[Alarm]:
     """Versions and weights are others than were sent, or draft tokens that were asked for do not come."""
     batch, believed, sent = evidence.batch, evidence.versions, evidence.sent
-    if others := {rollout.versions for rollout in batch.rollouts} - {believed}:
+    if others := {rollout.versions for rollout in batch.rollouts} - {believed, *evidence.known}:
         yield Alarm(
             "wrong_version",
             f"rollouts were made with {', '.join(sorted(map(str, others)))}, the step is of {believed}",
@@ -152,7 +153,7 @@ def _delivery_alarms(evidence: Evidence) -> Iterator[Alarm]:
             "resume from the last checkpoint; if it comes back, take sleeping and reloading out of the engine",
         )
     asked = batch.gain is None or batch.gain.longest_draft > 0  # by a step that a later one could have verified
-    drafted = any(r.speculation is not None and r.speculation.num_drafts for r in batch.rollouts)
+    drafted = batch.speculation is not None and batch.speculation.num_drafts > 0
     if asked and not drafted and any(len(rollout.token_ids) > 1 for rollout in batch.rollouts):
         yield Alarm(
             "no_draft_tokens",

@@ -134,6 +134,8 @@ def judge(
         f"{gain:+.3f}, at least {bound:+.3f} ({CONFIDENCE:.0%}, {judged_on}, {len(scores.candidate)} draft tokens), "
         f"{saved:.2f} s saved before the next candidate, {swap_seconds:.2f} s for the swap"
     )
+    if batch.exposed < 1:
+        reason += f"; {batch.exposed:.0%} of the generation time is waited for"
     numbers = {"publish": kind == "published", "candidate_length": candidate.longest, "serving_length": serving.longest}
     numbers |= {"gain": gain, "lower_bound": bound, "seconds_saved": saved, "swap_seconds": swap_seconds}
     numbers |= {"num_rollouts": num_rollouts, "num_prompts": num_prompts}
@@ -143,9 +145,9 @@ def judge(
 def seconds_saved(batch: RolloutBatch, candidate: ExpectedAcceptance, serving: ExpectedAcceptance) -> float:
     """Seconds that a step like this one takes less with the candidate, each drafter at its own fastest draft lengths.
 
-    The engines' step costs tell the lengths apart, 0 included. Where engines have none, every step drafts K tokens.
+    Only as far as somebody waits for rollouts: what is generated beside learning shortens no step. The engines' step costs tell the lengths apart, 0 included. Where engines have none, every step drafts K tokens.
     """
     costs = batch.gain.seconds_at if batch.gain is not None else []
     table = np.array(costs or [[np.inf] * len(serving.rates) + [1.0]])[:, : len(serving.lengths)]
     before, after = ((table / drafter.lengths).min(axis=1).sum() for drafter in (serving, candidate))
-    return float(batch.seconds * (1 - after / before))
+    return float(batch.seconds * batch.exposed * (1 - after / before))

@@ -1,6 +1,6 @@
 """What one step shows of the drafters, and what is remembered of the one that serves: all that a decision rests on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cotrain.publish.acceptance import ExpectedAcceptance
@@ -47,6 +47,7 @@ class Evidence:
 
     step: int
     batch: RolloutBatch
+    """Of each rollout the last segment: what the drafters were scored on, with counts of its own."""
     versions: Versions
     """What the controller believes to be served."""
     serving: Publication
@@ -58,3 +59,5 @@ class Evidence:
     """Digests of the drafter's tensors as they were sent."""
     served: Sequence[Mapping[str, str]] = ()
     """The same as each engine serves them; empty in steps in which nothing is read back."""
+    known: Collection[Versions] = ()
+    """What else may have generated rollouts that end now, where some run while weights change."""

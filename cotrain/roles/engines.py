@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import ServingSpec
+
+MOST_CALLS = 10_000
+"""Calls of an engine that may be under way. A call above that waits for another to end, which for an update of the weights
+could take as long as a rollout; the stream gives an engine far fewer groups. Ray's concurrency groups are no way out:
+each has an event loop of its own, and vLLM's asynchronous engine lives in one."""
 
 
 class EngineActor(Actor):
@@ -50,7 +56,8 @@ class RolloutEngines:
         self._cluster = cluster
         environment = threads.engine_environment(threads.num_cores())
         roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
-        self._actors = [cluster.start(EngineActor, role, environment, max_concurrency=8) for role in roles]
+        options = {"max_concurrency": MOST_CALLS}
+        self._actors = [cluster.start(EngineActor, role, environment, **options) for role in roles]
         for actor in self._actors:
             actor.load_library.remote()
 
@@ -66,11 +73,22 @@ class RolloutEngines:
         for request in requests:
             shares[engine_of[request.prompt_id]].append(request)
         batches = [engine.call.remote("generate", share, tap, **overrides) for engine, share in shares.items()]
-        return _merge(requests, self._cluster.get(batches))
+        merged = merge(self._cluster.get(batches))
+        by_key = {(r.prompt_id, r.sample_index): r for r in merged.rollouts}
+        return replace(merged, rollouts=[by_key[request.prompt_id, request.sample_index] for request in requests])
 
-    def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
+    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Any:
+        """Begin one response to each request on one engine. Returns the reference of their RolloutBatch."""
+        return self._actors[engine].call.remote("generate", requests, tap)
+
+    def take_gain(self) -> GainReport | None:
+        """What speculation gained in all engines since the last call; None while draft lengths are fixed."""
+        gains = [window.gain for window in self.call("take_window") if window.gain is not None]
+        return sum(gains, start=GainReport()) if gains else None
+
+    def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights everywhere. Reports the slowest engine's update."""
-        return max(self.call("update_policy", payload, policy_version), key=lambda report: report.seconds)
+        return max(self.call("update_policy", payload, policy_version, keep_kv), key=lambda report: report.seconds)
 
     def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
@@ -99,20 +117,18 @@ class RolloutEngines:
         return self._cluster.get([actor.call.remote(method, *args) for actor in self._actors])
 
 
-def _merge(requests: list[RolloutRequest], batches: list[RolloutBatch]) -> RolloutBatch:
-    by_key = {(r.prompt_id, r.sample_index): r for batch in batches for r in batch.rollouts}
-    gains = [batch.gain for batch in batches if batch.gain is not None]
+def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+    """Several batches as one."""
     stats: Counter[str] = Counter()
     for batch in batches:
         stats.update(batch.feature_stats)
     return RolloutBatch(
-        rollouts=[by_key[request.prompt_id, request.sample_index] for request in requests],
+        rollouts=[rollout for batch in batches for rollout in batch.rollouts],
         features=[shard for batch in batches for shard in batch.features],
         speculation=total_counts(batch.speculation for batch in batches),
         seconds=max(batch.seconds for batch in batches),
         num_generated_tokens=sum(batch.num_generated_tokens for batch in batches),
         feature_stats=dict(stats),
-        gain=sum(gains, start=GainReport()) if gains else None,
     )
 
 

@@ -1,6 +1,7 @@
 """The policy learner and the drafter trainer as the controller sees them: method calls by name, with Ray behind them."""
 
 import pkgutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ class LearnerActor(Actor):
         """Import and make the learner, named as module:class. Ray would bury an error of __init__ under its own."""
         self._learner = pkgutil.resolve_name(learner_class)(**arguments)
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the learner."""
-        return getattr(self._learner, method)(*args)
+    def call(self, method: str, *args: Any) -> tuple[Any, float, float]:
+        """Call a method of the learner. Returns its result, and when it began and ended (time.time)."""
+        began = time.time()
+        return getattr(self._learner, method)(*args), began, time.time()
 
 
 class PolicyActor(LearnerActor):
@@ -38,6 +40,8 @@ class Learner:
 
     def __init__(self, cluster: Cluster, actors: list[Any], learner_class: str, **arguments: Any):
         """Begin to make the learner in every actor, see LearnerActor.start."""
+        self.last_call = (0.0, 0.0)
+        """When the last call that was waited for began and ended on rank 0 (time.time)."""
         self._cluster, self._actors = cluster, actors
         self._started = [actor.start.remote(learner_class, arguments) for actor in actors]
 
@@ -49,7 +53,9 @@ class Learner:
         """Wait for all ranks; the result of rank 0."""
         results = self._cluster.get([*self._started, *begun])[len(self._started) :]
         self._started = []
-        return results[0]
+        result, *times = results[0]
+        self.last_call = (times[0], times[1])
+        return result
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method on all ranks; the result of rank 0."""

@@ -1,8 +1,10 @@
 """SpeculationCounts of requests and of steps; nothing is cumulative."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
 
-from cotrain.records import SpeculationCounts
+from cotrain.records import Rollout, SpeculationCounts
 
 
 def counts_of_steps(steps: Iterable[tuple[int, int]], most: int) -> SpeculationCounts:
@@ -26,3 +28,41 @@ def total_counts(counts: Iterable[SpeculationCounts | None]) -> SpeculationCount
         tuple(map(sum, zip(*(c.steps for c in present), strict=True))),
         tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in by_length),
     )
+
+
+def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:
+    """The last segment of a rollout as a rollout of its own, whose prompt is all that came before it.
+
+    Verification steps are given to segments by counting tokens: the first token of a response has no verification step,
+    nor has the first one after a policy update that computes the text anew (recomputes). Where that does not add up, because
+    drafting paused or a request was preempted, the segment has no counts.
+    """
+    start = rollout.segments[-1].start
+    if not start:
+        return rollout
+    steps, counts = _steps_from(start, rollout, recomputes), None
+    if rollout.speculation is not None and steps is not None:
+        counts = counts_of_steps(steps, len(rollout.speculation.steps))
+    return replace(
+        rollout,
+        prompt_token_ids=rollout.prompt_token_ids + rollout.token_ids[:start],
+        token_ids=rollout.token_ids[start:],
+        log_probs=rollout.log_probs[start:],
+        speculation=counts,
+        verification_steps=steps or (),
+        earlier=(),
+    )
+
+
+def _steps_from(start: int, rollout: Rollout, recomputes: bool) -> tuple[tuple[int, int], ...] | None:
+    """The verification steps that emitted tokens `start` and later ones; None where that cannot be said."""
+    parts = pairwise(rollout.segments)
+    updates = {b.start for a, b in parts if recomputes and a.versions.policy != b.versions.policy}
+    position, kept = 1, []
+    for drafted, accepted in rollout.verification_steps:
+        position += position in updates
+        if position >= start:
+            kept.append((drafted, accepted))
+        position += 1 + accepted
+    position += position in updates
+    return tuple(kept) if position >= len(rollout.token_ids) else None

@@ -4,13 +4,15 @@ A plain asynchronous class; `cluster.py` makes it a Ray actor. Its process envir
 `threads.engine_environment` and must be set before vLLM is imported, which is why vLLM is imported in `start`.
 """
 
+import asyncio
 import functools
 import os
 import time
-from collections.abc import Container, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.process.failures import RunFailure
@@ -19,13 +21,14 @@ from cotrain.records import (
     Rollout,
     RolloutBatch,
     RolloutRequest,
+    Segment,
     SwapReport,
     Versions,
     WeightPayload,
 )
 from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
 from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
-from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, row_bytes
+from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
 from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments
 from cotrain.rollout.vllm.engine_death import death_in_words
 from cotrain.transport.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
@@ -35,20 +38,28 @@ TIMED_PROMPT_TOKENS = 32
 """Last tokens of each prompt that engine steps are measured after. Prefilling more would take most of the time."""
 
 
+class Window(NamedTuple):
+    """What the speculation controller has seen since the window before."""
+
+    gain: GainReport | None
+    """None while the draft length is fixed."""
+    decoded: dict[int, tuple[int, float]]
+    """Tokens and seconds by number of requests in an engine step, for the steps that computed no prompt."""
+
+
 class RolloutEngine:
-    """Generates rollouts and takes weight updates. Not re-entrant, but for updates and untapped generation."""
+    """Generates rollouts and takes weight updates. Calls may overlap: each has its own requests, tap and counts."""
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
         self.versions = spec.versions
         self.decode_seconds = 0.0
         """Seconds of the last generate, from when every request had its first token until the last token."""
-        self.decoded: dict[int, tuple[int, float]] = {}
-        """Tokens and seconds of the last generate, by number of requests in an engine step, for the steps that computed
-        no prompt. Empty where nothing proposes draft tokens."""
         self._engine: Any = None
         self._chooses = False  # is the draft length chosen by the engine's speculation controller?
-        self._batches = 0
+        self._batches = self._tapped_bytes = 0
+        self._salt: dict[str, str] = {}  # keeps prefixes of one policy version from requests of the next
+        self._pausing = asyncio.Lock()  # vLLM does not count pauses: a second pause would end with the first resume
         self._before = spec.versions  # before the last update of the drafter
 
     async def start(self) -> None:
@@ -65,6 +76,7 @@ class RolloutEngine:
 
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec)))
         await self._call("cotrain_start", f"{self.spec.scratch}/kept", self.spec.drafter_folder is not None)
+        await self._stamp(self.versions)
 
     @property
     def speculates(self) -> bool:
@@ -133,38 +145,31 @@ class RolloutEngine:
     async def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
         """Generate one response to each request, in the order given.
 
-        Rollouts carry the versions served at the beginning, whatever is sent meanwhile. Calls may overlap with tap off.
+        Rollouts carry the versions that generated their tokens, which may change while they run.
         tap: keep and hand over hidden states, of as many rollouts as fit into rollout.features at their greatest length.
-        overrides: sampling parameters of this call (greedy checks, bench); the speculation controller learns nothing
-        from it then.
+        overrides: sampling parameters of this call (greedy checks, bench). The speculation controller learns nothing
+        until it ends, so that only calls of this kind may overlap it.
         """
-        named, versions = self._named(requests), self.versions
+        named = self._named(requests)
         tapped: dict[str, TapRequest] = {}
         if tap and self.spec.drafter_folder is not None:
             known = {
                 name: TapRequest(r.prompt_id, len(r.prompt_token_ids), self._max_tokens(r, overrides))
                 for name, r in named.items()
             }
-            key = f"{versions.policy}/{self._batches}"
-            tapped = choose(known, key, self.spec.rollout.features.max_bytes, self._row_bytes)
-            await self._call("cotrain_start_tapping", tapped)
-        chosen = self._chooses and not overrides
-        if self.speculates:
-            await self._speculation("begin", not overrides)
+            tapped = await self._tap(known)
+        if self.speculates and overrides:
+            await self._speculation("begin", False)
         started = time.perf_counter()
         outputs = await self._run(named, overrides, first_of_each_prompt(tapped))
         seconds = time.perf_counter() - started
-        report = await self._speculation("report") if self.speculates else {"gain": {}, "decoded": []}
-        self.decoded = {batch: (tokens, elapsed) for batch, tokens, elapsed in report["decoded"]}
+        if self.speculates and overrides:
+            await self._speculation("begin")
         times = [output.metrics for output in outputs]
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
-        rollouts = [self._rollout(request, output, versions) for request, output in zip(requests, outputs, strict=True)]
-        sequences = {
-            name: (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids))
-            for name, r in zip(named, rollouts, strict=True)
-            if name in tapped
-        }
-        features, stats = await self._take_features(sequences) if tapped else ([], {})
+        rollouts = [self._rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
+        of_request = dict(zip(named, rollouts, strict=True))
+        features, stats = await self._take_features(tapped, {name: of_request[name] for name in tapped})
         return RolloutBatch(
             rollouts=rollouts,
             features=features,
@@ -172,8 +177,15 @@ class RolloutEngine:
             seconds=seconds,
             num_generated_tokens=sum(len(r.token_ids) for r in rollouts),
             feature_stats=stats,
-            gain=GainReport(**report["gain"]) if chosen else None,
         )
+
+    async def take_window(self) -> Window:
+        """What the speculation controller has seen since the last call; empty where nothing proposes draft tokens."""
+        if not self.speculates:
+            return Window(None, {})
+        report = await self._speculation("report")
+        gain = GainReport(**report["gain"]) if self._chooses else None
+        return Window(gain, {batch: (tokens, seconds) for batch, tokens, seconds in report["decoded"]})
 
     async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[str]:
         """Hidden states of given tokens, (prompt and response, prompt length) each, computed in a prefill.
@@ -188,10 +200,23 @@ class RolloutEngine:
         for start in range(0, len(sequences), size):
             group = sequences[start : start + size]
             named = self._named([RolloutRequest(str(start + i), 0, ids, None) for i, (ids, _) in enumerate(group)])
-            tapped = {name: TapRequest(name, len(r.prompt_token_ids), 1) for name, r in named.items()}
-            await self._call("cotrain_start_tapping", tapped)
+            tapped = await self._tap({n: TapRequest(n, len(r.prompt_token_ids), 0) for n, r in named.items()})
             await self._run(named, {"max_tokens": 1}, named)
-            shards += (await self._take_features(dict(zip(named, group, strict=True))))[0]
+            given = [
+                Rollout(
+                    r.prompt_id,
+                    0,
+                    r.prompt_token_ids[:length],
+                    r.prompt_token_ids[length:],
+                    [],
+                    "",
+                    "length",
+                    self.versions,
+                    None,
+                )
+                for r, (_, length) in zip(named.values(), group, strict=True)
+            ]
+            shards += (await self._take_features(tapped, dict(zip(named, given, strict=True))))[0]
         return shards
 
     def _named(self, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
@@ -213,18 +238,24 @@ class RolloutEngine:
         self, requests: dict[str, RolloutRequest], overrides: dict[str, Any], computed_whole: Container[str] = ()
     ) -> list[Any]:
         """computed_whole: names of requests that compute their prompt although it may be in the prefix cache."""
-        engine, synchronous = self._engine, self.spec.rollout.synchronous_batches
+        engine, queues = self._engine, []
         async with death_in_words(engine):
-            if synchronous:
-                await engine.pause_generation(mode="keep", clear_cache=False)
-            queues = []
-            for name, request in requests.items():
-                prompt = {"prompt_token_ids": request.prompt_token_ids}
-                own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
-                queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
-            if synchronous:
-                await engine.resume_generation()
+            async with self._paused(False) if self.spec.rollout.synchronous_batches else nullcontext():
+                for name, request in requests.items():
+                    prompt = {"prompt_token_ids": request.prompt_token_ids} | self._salt
+                    own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
+                    queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
             return [await queue.get() for queue in queues]
+
+    @asynccontextmanager
+    async def _paused(self, clear_cache: bool) -> AsyncIterator[None]:
+        """The engine makes no step in the body; requests in flight stay, and with clear_cache are computed anew."""
+        async with self._pausing:
+            await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
+            try:
+                yield
+            finally:
+                await self._engine.resume_generation()
 
     def _sampling(self, request: RolloutRequest, overrides: dict[str, Any]) -> Any:
         import vllm
@@ -243,8 +274,9 @@ class RolloutEngine:
         }
         return vllm.SamplingParams(**(arguments | overrides), output_kind=RequestOutputKind.FINAL_ONLY)
 
-    def _rollout(self, request: RolloutRequest, output: Any, versions: Versions) -> Rollout:
+    def _rollout(self, request: RolloutRequest, output: Any) -> Rollout:
         completion = output.outputs[0]
+        *earlier, last = (Segment(Versions.parse(s.version), s.start, s.end) for s in completion.weight_versions)
         token_ids, drafting = list(completion.token_ids), completion.spec_decode_metrics
         steps = tuple(zip(drafting.per_step_drafted, drafting.per_step_accepted, strict=True)) if drafting else ()
         return Rollout(
@@ -255,43 +287,57 @@ class RolloutEngine:
             log_probs=[step[token].logprob for step, token in zip(completion.logprobs, token_ids, strict=True)],
             text=completion.text,
             finish_reason=completion.finish_reason,
-            versions=versions,
+            versions=last.versions,
             speculation=counts_of_steps(steps, drafting.num_spec_tokens) if drafting else None,
             verification_steps=steps,
+            earlier=tuple(earlier),
         )
 
-    async def _take_features(self, sequences: dict[str, tuple[list[int], int]]) -> tuple[list[str], dict[str, float]]:
-        """sequences: name of a tapped request -> (prompt and response, prompt length)."""
+    async def _tap(self, requests: dict[str, TapRequest]) -> dict[str, TapRequest]:
+        """Begin to tap those of these requests that fit beside the ones that run; their room is reserved."""
+        bound, key = self.spec.rollout.features.max_bytes, f"{self.versions.policy}/{self._batches}"
+        tapped = choose(requests, key, bound, self._row_bytes, self._tapped_bytes)
+        self._tapped_bytes += reserved_bytes(tapped, self._row_bytes)
+        if tapped:
+            await self._call("cotrain_start_tapping", tapped)
+        return tapped
+
+    async def _take_features(
+        self, tapped: dict[str, TapRequest], rollouts: dict[str, Rollout]
+    ) -> tuple[list[str], dict[str, float]]:
+        """Write what was tapped of finished rollouts, by name, and give its room back."""
+        if not tapped:
+            return [], {}
+        sequences = {
+            name: (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids), r.versions.policy, r.segments[-1].start)
+            for name, r in rollouts.items()
+        }
         rollout, serving = self.spec.rollout, self.spec.serving
         shared: dict[str, Any] = {
-            "policy_version": self.versions.policy,
             "sampling": {field.name: getattr(rollout, field.name) for field in fields(SamplingParams)},
             "aux_layers": list(serving.aux_layers) if serving else [],
         }
-        path = f"{self.spec.scratch}/features_{self._batches}.safetensors"
+        path = f"{self.spec.scratch}/features_{next(iter(tapped))}.safetensors"
         stats = await self._call("cotrain_take_features", sequences, path, shared)
-        if not stats["num_rollouts"]:
-            return [], stats
-        return [path], stats
+        self._tapped_bytes -= reserved_bytes(tapped, self._row_bytes)
+        return ([path] if stats["num_rollouts"] else []), stats
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    async def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
-        """Serve new policy weights. Requests in flight are preempted and recomputed under them.
+    async def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
+        """Serve new policy weights. Requests in flight are preempted and computed anew under them.
 
-        Raises WeightUpdateRefused with the worker's reason; the old weights stay. Raises RunFailure when they could not
+        keep_kv: they go on over the keys and values of the policy before instead. Raises WeightUpdateRefused with the worker's reason; the old weights stay. Raises RunFailure when they could not
         be served again.
         """
         if policy_version < self.versions.policy:
             raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")
         started = time.perf_counter()
-        async with death_in_words(self._engine):
-            await self._engine.pause_generation(mode="keep", clear_cache=True)
-            try:
-                await self._weights(False, "update", payload.path, payload.digests, policy_version)
-                self.versions = Versions(policy_version, self.versions.drafter)
-            finally:
-                await self._engine.resume_generation()
+        async with death_in_words(self._engine), self._paused(not keep_kv):
+            await self._weights(False, "update", payload.path, payload.digests, policy_version)
+            # Within the pause: the first token after it is of the new version.
+            await self._stamp(Versions(policy_version, self.versions.drafter))
+            self._salt = {"cache_salt": str(policy_version)} if keep_kv else {}
         return SwapReport(time.perf_counter() - started, payload.num_bytes)
 
     async def update_drafter(
@@ -307,7 +353,8 @@ class RolloutEngine:
             raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")
         started = time.perf_counter()
         await self._weights(True, "update", payload.path, payload.digests)
-        self._before, self.versions = self.versions, Versions(self.versions.policy, drafter_version)
+        self._before = self.versions
+        await self._stamp(Versions(self.versions.policy, drafter_version))
         await self._speculation("new_drafter", None if expected_rates is None else list(expected_rates))
         return SwapReport(time.perf_counter() - started, payload.num_bytes)
 
@@ -318,8 +365,16 @@ class RolloutEngine:
     async def undo_drafter_update(self) -> None:
         """Serve the drafter weights and version from before the last `update_drafter`; once after each."""
         await self._weights(True, "undo")
-        self.versions = Versions(self.versions.policy, self._before.drafter)
+        await self._stamp(Versions(self.versions.policy, self._before.drafter))
         await self._speculation("new_drafter")
+
+    async def _stamp(self, versions: Versions) -> None:
+        """Stamp tokens, and rows of the tap, with these versions from now on."""
+        if self.spec.drafter_folder is not None:
+            await self._call("cotrain_set_policy_version", versions.policy)
+        async with death_in_words(self._engine):
+            await self._engine.update_weight_version(str(versions))
+        self.versions = versions
 
     async def _weights(self, draft: bool, action: str, *args: Any) -> None:
         """Call a method of the worker's ServedWeights."""
@@ -350,10 +405,10 @@ class RolloutEngine:
     async def clear_drafter_cache(self) -> None:
         """Forget cached prefixes and the drafter's keys and values: after one that may have computed NaN.
 
-        Between two calls of generate.
+        Requests in flight are preempted and computed anew.
         """
-        await self.reset_prefix_cache()
-        await self._call("cotrain_clear_drafter_cache")
+        async with death_in_words(self._engine), self._paused(True):
+            await self._call("cotrain_clear_drafter_cache")
 
     async def _call(self, method: str, *args: Any) -> Any:
         """Call a method of the worker."""

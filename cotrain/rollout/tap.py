@@ -6,6 +6,9 @@ row is overwritten by the token that took its place.
 A prompt's rows are kept once for all requests with these tokens: they depend on nothing else but the policy. So the rows
 that a request did not compute, because its prompt was in the prefix cache, are those that another one computed. What no
 tapped request computed stays a hole, and `take` masks holes; the engine has one request of each prompt compute it whole.
+
+Each row is stamped with the policy version that computed it. A rollout's rows are those of one version; rows that another
+one computed are holes.
 """
 
 from collections.abc import Mapping
@@ -27,18 +30,22 @@ class _Recording:
     def __init__(self, length: int, like: Tensor):
         self.hidden = like.new_empty((length, like.shape[1]))
         self.token_ids = torch.full((length,), UNWRITTEN)
+        self.versions = torch.full((length,), UNWRITTEN)
 
-    def write(self, first: int, token_ids: Tensor, hidden: Tensor) -> None:
+    def write(self, first: int, token_ids: Tensor, hidden: Tensor, version: int) -> None:
         """Keep rows from position `first` on; drafts beyond the end of a response are verified too, and dropped."""
         num = len(self.token_ids[first : first + len(token_ids)])
         self.token_ids[first : first + num] = token_ids[:num]
         self.hidden[first : first + num] = hidden[:num]
+        self.versions[first : first + num] = version
 
 
 class FeatureTap:
-    """Hidden states of the requests that were chosen for one step, by request and absolute position."""
+    """Hidden states of the requests that were chosen, by request and absolute position."""
 
     def __init__(self) -> None:
+        self.policy_version = 0
+        """What the rows are stamped with; set where the weights are loaded."""
         self._requests: dict[str, TapRequest] = {}
         self._prompts: dict[str, _Recording] = {}
         self._responses: dict[str, _Recording] = {}
@@ -49,10 +56,8 @@ class FeatureTap:
         return bool(self._requests)
 
     def start(self, requests: Mapping[str, TapRequest]) -> None:
-        """Forget everything and start a new step, of these requests by name; all others are ignored."""
-        self._requests = dict(requests)
-        self._prompts.clear()
-        self._responses.clear()
+        """Tap these requests too, by name, until they are taken; all others are ignored."""
+        self._requests |= requests
 
     def record(self, name: str, first: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Keep rows of one request from position `first` on. token_ids [n], hidden [n, A*H + H]."""
@@ -64,27 +69,33 @@ class FeatureTap:
         if num:
             if request.prompt not in self._prompts:
                 self._prompts[request.prompt] = _Recording(length, hidden)
-            self._prompts[request.prompt].write(first, token_ids[:num], hidden[:num])
+            self._prompts[request.prompt].write(first, token_ids[:num], hidden[:num], self.policy_version)
         if num < len(token_ids):
             if name not in self._responses:
                 self._responses[name] = _Recording(request.max_new_tokens, hidden)
-            self._responses[name].write(max(0, first - length), token_ids[num:], hidden[num:])
+            self._responses[name].write(max(0, first - length), token_ids[num:], hidden[num:], self.policy_version)
 
-    def take(self, name: str, token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(hidden [T, A*H + H], mask [T]) of one finished request, whose response is forgotten; None if not tapped.
+    def take(self, name: str, token_ids: Tensor, policy_version: int) -> tuple[Tensor, Tensor] | None:
+        """(hidden [T, A*H + H], mask [T]) of one finished request, which is forgotten; None if it was not tapped.
 
-        token_ids [T]: the whole rollout, prompt and response. A row recorded for another token is a hole.
+        token_ids [T]: the whole rollout, prompt and response. A row recorded for another token, or computed by another
+        policy version, is a hole. The rows of a prompt are kept until its last request is taken.
         """
         request = self._requests.pop(name, None)
+        response = self._responses.pop(name, None)
         if request is None or request.prompt not in self._prompts:
             return None
-        prompt, response = self._prompts[request.prompt], self._responses.pop(name, None)
+        prompt = self._prompts[request.prompt]
+        if all(other.prompt != request.prompt for other in self._requests.values()):
+            del self._prompts[request.prompt]
         hidden = prompt.hidden.new_zeros((len(token_ids), prompt.hidden.shape[1]))
         mask = torch.zeros(len(token_ids), dtype=torch.bool)
         for recording, part in ((prompt, slice(request.prompt_length)), (response, slice(request.prompt_length, None))):
             if recording is not None:
                 num = len(token_ids[part])
                 hidden[part] = recording.hidden[:num]
-                mask[part] = recording.token_ids[:num] == token_ids[part]
+                mask[part] = (recording.token_ids[:num] == token_ids[part]) & (
+                    recording.versions[:num] == policy_version
+                )
         mask[-1] = False  # the last token was sampled but never fed back: it has no hidden state
         return hidden.masked_fill(~mask[:, None], 0), mask

@@ -20,11 +20,13 @@ class TapRequest(NamedTuple):
     max_new_tokens: int
 
 
-def choose(requests: Mapping[str, TapRequest], key: str, max_bytes: int, row_size: int) -> dict[str, TapRequest]:
+def choose(
+    requests: Mapping[str, TapRequest], key: str, max_bytes: int, row_size: int, taken: int = 0
+) -> dict[str, TapRequest]:
     """Those that are tapped, in the order given: as many as fit, taken in an order that the key decides.
 
-    The key must change from call to call, so that no sample is left out for ever. row_size: bytes of one row. Raises
-    ValueError when the first one does not fit.
+    The key must change from call to call, so that no sample is left out for ever. row_size: bytes of one row. taken:
+    bytes reserved for requests that run already. Raises ValueError when the first one does not fit into max_bytes.
     """
     chosen: set[str] = set()
     prompts: set[str] = set()
@@ -33,14 +35,20 @@ def choose(requests: Mapping[str, TapRequest], key: str, max_bytes: int, row_siz
         request = requests[name]
         num_rows = request.max_new_tokens + (0 if request.prompt in prompts else request.prompt_length)
         num_bytes += num_rows * row_size
-        if num_bytes > max_bytes:
+        if taken + num_bytes > max_bytes:
             break  # a shorter one further on might fit; to take it would favour short prompts
         chosen.add(name)
         prompts.add(request.prompt)
-    if requests and not chosen:
+    if not chosen and num_bytes > max_bytes:
         bound = f"one sequence takes {num_bytes} bytes of the tap, above {max_bytes}"
         raise ValueError(f"rollout.features.max_bytes: {bound}; raise it")
     return {name: request for name, request in requests.items() if name in chosen}
+
+
+def reserved_bytes(tapped: Mapping[str, TapRequest], row_size: int) -> int:
+    """Bytes that these requests take at most; those of a prompt share its rows."""
+    prompts = {request.prompt: request.prompt_length for request in tapped.values()}
+    return (sum(prompts.values()) + sum(request.max_new_tokens for request in tapped.values())) * row_size
 
 
 def first_of_each_prompt(tapped: Mapping[str, TapRequest]) -> set[str]:

@@ -27,7 +27,7 @@ from drafters.files import flush
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 5
+SCHEMA = 6
 FREE_BELOW = ("drafter.on_drafter_failure", "drafter.alarms.", "lossless.")
 """A resume may change these beside FREE_FIELDS, because they decide when a run stops and not what it computes."""
 

@@ -24,6 +24,8 @@ ETA_WINDOW = 10
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("time/step_s", "{:.1f}s"),
     ("policy/reward", "reward {:.2f}"),
+    ("lag", "lag {:.1f}"),
+    ("time/wait_for_rollouts_s", "wait {:.1f}s"),
     ("rollout/response_length", "len {:.0f}"),
     ("rollout/acceptance_length", "accept {:.2f}"),
     ("rollout/expected_acceptance_length", "(exp {:.2f})"),
@@ -93,7 +95,14 @@ def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> st
         shown["draft_length"] = (metrics.get("rollout/drafted_tokens") or 0) / drafts
     else:
         shown["no_drafts"] = metrics.get("rollout/expected_acceptance_length_longest")
+    if "time/wait_for_rollouts_s" in metrics:  # generation runs ahead of learning
+        shown["lag"] = metrics.get("stream/lag_mean")
     parts = [text.format(shown[name]) for name, text in COLUMNS if shown.get(name) is not None]
+    if "lag" in shown:
+        idle = {role.removeprefix("idle/"): share for role, share in metrics.items() if role.startswith("idle/")}
+        parts.append(
+            "idle " + " ".join(f"{role[0]}{share:.0%}" for role, share in sorted(idle.items()) if share is not None)
+        )
     return "  ".join([f"step {step}/{steps}", *parts, f"p{versions.policy} d{versions.drafter}"]).replace("  (", " (")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,10 @@ def chat_messages(question: str | Messages, instruction: str, system_prompt: str
 
 
 class PromptEncoder:
-    """Applies the policy's chat template, and holds the prompts of a step until their rollouts are scored."""
+    """Applies the policy's chat template."""
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int):
         self.tokenizer = tokenizer
-        self.in_flight: dict[str, Prompt] = {}
-        """Prompts of the step, by id."""
         self._max_prompt_tokens = max_prompt_tokens
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -78,15 +77,15 @@ class PromptOrder:
         return self._order[batch * self._prompts_per_step : (batch + 1) * self._prompts_per_step]
 
 
-def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: PromptEncoder) -> None:
-    """Write the first rollouts of a step as text for a reader, one JSON object a line."""
+def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: Mapping[str, Prompt], tokenizer: Any) -> None:
+    """Write the first rollouts of a step as text for a reader, one JSON object a line. prompts: those of the step by id."""
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
         for scored in rollouts[:SAMPLES_PER_STEP]:
             rollout = scored.rollout
-            answer = prompts.in_flight[rollout.prompt_id].answer
+            answer = prompts[rollout.prompt_id].answer
             row = {
-                "prompt": prompts.tokenizer.decode(rollout.prompt_token_ids),
+                "prompt": tokenizer.decode(rollout.prompt_token_ids),
                 "response": rollout.text,
                 "answer": answer.get("answer", answer) if isinstance(answer, dict) else answer,
                 "reward": scored.reward,

@@ -53,6 +53,7 @@ class DrafterTrainer(Distiller):
         """Arguments as those of Distiller."""
         drafter, rollout = config.drafter, config.rollout
         assert drafter is not None
+        self._max_policy_lag = config.stream.max_policy_lag
         updates = config.steps // drafter.train_every * drafter.updates_per_step
         super().__init__(config, model_path, init_folder, updates, device)
         self.drafter_version = 0
@@ -72,8 +73,8 @@ class DrafterTrainer(Distiller):
     def set_target_weights(self, payload_path: str | Path, policy_version: int) -> None:
         """As Distiller's; versions that no held feature needs are forgotten."""
         super().set_target_weights(payload_path, policy_version)
-        needed = {policy_version, *self._buffer.policy_versions}
-        self._target_weights = {v: weights for v, weights in self._target_weights.items() if v in needed}
+        held, oldest = self._buffer.policy_versions, policy_version - self._max_policy_lag
+        self._target_weights = {v: w for v, w in self._target_weights.items() if v in held or v >= oldest}
 
     def add_features(self, shards: list[str]) -> dict[str, float]:
         """Read and delete the shards' files and keep their rollouts.
@@ -110,11 +111,12 @@ class DrafterTrainer(Distiller):
         the engines have; other publications than that and `keep` are forgotten.
         """
         self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
-        records = spread_over_prompts(self._fresh, MAX_ROLLOUTS)
+        records = spread_over_prompts([r for r in self._fresh if r.last_segment().is_trainable], MAX_ROLLOUTS)
+        prompts = [record.prompt_key for record in records]
+        records = [record.last_segment() for record in records]
         has_candidate = self._rounds > self._published_round
         drafters = [self._published[serving], *([self.drafter] if has_candidate else [])]
         scores = self.score(drafters, records)
-        prompts = [record.prompt_key for record in records]
         return FreshScores(prompts, scores[0], scores[1] if has_candidate else None, self._rounds)
 
     def train(self, step: int) -> dict[str, float]:
@@ -192,14 +194,14 @@ class DrafterTrainer(Distiller):
 
     def _read(self, shard: str) -> list[FeatureRecord]:
         records = read_shard(shard)
-        first = records[0]
-        for name, theirs, known in (
-            ("policy version", first.policy_version, sorted(self._target_weights)),
-            ("sampling", first.sampling, [self._sampling]),
-            ("aux layers", first.aux_layers, [self.drafter.serving.aux_layers]),
-        ):
-            if theirs not in known:
-                raise ValueError(
-                    f"features that cannot be trained on: {shard} has {name} {theirs}, the trainer knows {known}"
-                )
+        for record in records:
+            for name, theirs, known in (
+                ("policy version", record.policy_version, sorted(self._target_weights)),
+                ("sampling", record.sampling, [self._sampling]),
+                ("aux layers", record.aux_layers, [self.drafter.serving.aux_layers]),
+            ):
+                if theirs not in known:
+                    raise ValueError(
+                        f"features that cannot be trained on: {shard} has {name} {theirs}, the trainer knows {known}"
+                    )
         return records

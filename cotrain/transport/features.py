@@ -7,12 +7,12 @@ state: in holes, and always for the last token, which was sampled but never fed 
 N tokens of R rollouts, A aux layers, H hidden size:
 
     token_ids [N] int64        aux_hidden [N, A*H], final_hidden [N, H] in the engine's dtype
-    feature_mask [N] bool      lengths, prompt_lengths [R] int64
+    feature_mask [N] bool      lengths, prompt_lengths, policy_versions, earlier_tokens [R] int64
 """
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,11 @@ class FeatureRecord:
     feature_mask: Tensor  # [T] bool
     prompt_length: int
     policy_version: int
+    """What computed the hidden states."""
     sampling: SamplingParams
     aux_layers: tuple[int, ...]
+    earlier_tokens: int = 0
+    """Response tokens that other versions generated before the last segment: a drafter is not judged by them."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +63,10 @@ class FeatureRecord:
         starts = self.feature_mask[:-2] & self.feature_mask[1:-1]
         return bool(starts[max(self.prompt_length - 2, 0) :].any())
 
+    def last_segment(self) -> "FeatureRecord":
+        """The record with all tokens of earlier versions as part of the prompt."""
+        return replace(self, prompt_length=self.prompt_length + self.earlier_tokens) if self.earlier_tokens else self
+
     @cached_property
     def prompt_key(self) -> str:
         """Digest of the prompt's tokens: the same for all samples of a prompt."""
@@ -68,15 +75,16 @@ class FeatureRecord:
 
 
 def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
-    """Write rollouts of one policy version, sampling and set of aux layers as one shard."""
+    """Write rollouts of one sampling and set of aux layers as one shard."""
     first = records[0]
     joined = {name: torch.cat([getattr(record, name) for record in records]) for name in ROWS}
     lengths = {
         "lengths": torch.tensor([record.num_tokens for record in records]),
         "prompt_lengths": torch.tensor([record.prompt_length for record in records]),
+        "policy_versions": torch.tensor([record.policy_version for record in records]),
+        "earlier_tokens": torch.tensor([record.earlier_tokens for record in records]),
     }
     shared = {
-        "policy_version": first.policy_version,
         "sampling": asdict(first.sampling),
         "aux_layers": first.aux_layers,
     }
@@ -102,13 +110,16 @@ def read_shard(path: str | Path) -> list[FeatureRecord]:
 def _records(tensors: dict[str, Tensor], shared: dict[str, Any]) -> list[FeatureRecord]:
     lengths = tensors["lengths"].tolist()
     rows = zip(*(tensors[name].split(lengths) for name in ROWS), strict=True)
-    common = (shared["policy_version"], SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"]))
+    sampling, aux_layers = SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"])
+    numbers = (tensors[name].tolist() for name in ("prompt_lengths", "policy_versions", "earlier_tokens"))
     width, num_layers = tensors["aux_hidden"].shape[1], len(shared["aux_layers"])
     if width != (expected := num_layers * tensors["final_hidden"].shape[1]):
         raise ValueError(f"aux_hidden has {width} columns, {num_layers} layers have {expected}")
     records = [
-        FeatureRecord(tokens.clone(), aux.clone(), final.clone(), mask.clone(), prompt_length, *common)
-        for (tokens, aux, final, mask), prompt_length in zip(rows, tensors["prompt_lengths"].tolist(), strict=True)
+        FeatureRecord(
+            tokens.clone(), aux.clone(), final.clone(), mask.clone(), length, version, sampling, aux_layers, earlier
+        )
+        for (tokens, aux, final, mask), length, version, earlier in zip(rows, *numbers, strict=True)
     ]
     for index, record in enumerate(records):
         if record.feature_mask[-1]:

@@ -197,12 +197,14 @@ async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, 
     if arm.method in DRAFTED:
         await engine.set_draft_sample_method(DRAFTED[arm.method])
     await engine.reset_prefix_cache()
+    await engine.take_window()
     generated, timed = [], []
     for group in range(bench.options.groups):
         generated.append(await engine.generate(bench.requests(batch, max(round_, 0), group), tap=False))
         whole = (generated[-1].num_generated_tokens - batch, engine.decode_seconds)
         equal_lengths = not (bench.options.drain or bench.options.stop_at_eos)
-        timed.append(engine.decoded.get(batch, whole) if equal_lengths else whole)
+        decoded = (await engine.take_window()).decoded
+        timed.append(decoded.get(batch, whole) if equal_lengths else whole)
     num_tokens = sum(result.num_generated_tokens - batch for result in generated)
     if not num_tokens:
         raise ValueError("--groups: every response of a turn ended with its first token; give more")

@@ -3,7 +3,7 @@
 import base64
 import io
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +86,21 @@ def range_figure(ranges: pd.DataFrame, xlabel: str) -> Figure:
         axes.set_yticks(rows, [textwrap.fill(label, 34) for label in ranges.index], fontsize=9)
         axes.set(xlabel=xlabel, ylim=(len(ranges) - 0.5, -0.7))
         axes.margins(x=0.12)
+    return figure
+
+
+def timeline_figure(rows: Mapping[str, Sequence[tuple[float, float]]], swaps: Mapping[str, Sequence[float]]) -> Figure:
+    """A row for each label with bars from begin to end (seconds), darker where they overlap; swaps are vertical lines."""
+    with _styled_axes(1.2 + 0.4 * len(rows)) as (figure, axes):
+        for row, bars in enumerate(rows.values()):
+            lengths = [(begin, end - begin) for begin, end in bars]
+            axes.broken_barh(lengths, (row - 0.35, 0.7), color=COLOURS[row % len(COLOURS)], alpha=0.4, linewidth=0)
+        for number, (label, times) in enumerate(swaps.items()):
+            style: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": DASHES[number]}
+            axes.vlines(times, -0.5, len(rows) - 0.5, label=label, **style)
+        axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
+        axes.set(xlabel="seconds", ylim=(len(rows) - 0.5, -0.5))
+        figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 

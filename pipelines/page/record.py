@@ -23,6 +23,8 @@ class RunRecord:
     """Starts and resumes; empty when provenance.json is missing."""
     decisions: list[dict[str, Any]]
     """Events of the drafter, see cotrain/run/decisions.py."""
+    stream: list[dict[str, Any]]
+    """Events of groups and learners, see cotrain/stream/producer.py."""
 
     def column(self, metric: str) -> pd.Series:
         """One value a step, all NaN when no step measured it."""
@@ -41,7 +43,8 @@ def read_run(folder: Path) -> RunRecord:
     provenance = folder / "provenance.json"
     attempts = read_object(provenance)["attempts"] if provenance.is_file() else []
     table = pd.DataFrame(rows).set_index("step").sort_index().astype(float)
-    return RunRecord(settings, table, attempts, read_rows(folder / "decisions.jsonl"))
+    events = (read_rows(folder / file) for file in ("decisions.jsonl", "stream.jsonl"))
+    return RunRecord(settings, table, attempts, *events)
 
 
 def drafter_marks(run: RunRecord) -> dict[str, pd.Series]:

@@ -72,6 +72,7 @@ def train(config: RunConfig, resume: bool) -> int:
         state = _first_state(config, run_dir, model_fingerprints(model_path), resume)
         metrics = RowFile(run_dir.metrics, resumed_step=state.step)
         decisions = RowFile(run_dir.decisions, resumed_step=state.step)
+        events = RowFile(run_dir.stream, resumed_step=state.step)
         scratch = stack.enter_context(scratch_folder(config.name))
         with console.phase("start of all roles"):
             cluster = _start_cluster(config, run_dir, stack)
@@ -79,7 +80,8 @@ def train(config: RunConfig, resume: bool) -> int:
             task = build_task(config.task, config.seed)
             order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
             tracking = _start_tracking(config, run_dir, state, console, stack)
-            from cotrain.controller import Controller, Prompts, Records
+            from cotrain.controller import Controller, Records
+            from cotrain.stream.producer import Prompts
             from pipelines.train.roles import start_roles
 
             encoder, roles = start_roles(config, cluster, run_dir, model_path, scratch, state, ready)
@@ -92,7 +94,7 @@ def train(config: RunConfig, resume: bool) -> int:
         write_json(run_dir.logs / "startup.json", ready_s)
         console.say("ready after: " + ", ".join(f"{part} {seconds:.1f}s" for part, seconds in ready_s.items()))
         console.banner(config, run_dir, _notes(config, model_path, cluster))
-        records = Records(metrics, decisions, tracker, console)
+        records = Records(metrics, decisions, events, tracker, console)
         controller = Controller(config, run_dir, roles, Prompts(task, order, encoder), records, state)
         controller.stop_requested = stop
         finished = _run(controller, run_dir)
@@ -158,12 +160,12 @@ def _run(controller: "Controller", run_dir: RunDir) -> bool:
 
 
 def _final_check(controller: "Controller") -> "GreedyCheck | None":
-    rollout, console, batch = controller.config.rollout, controller.records.console, controller.last_batch
-    if controller.roles.drafter is None or batch is None or controller.mode is not None:
+    rollout, console, last = controller.config.rollout, controller.records.console, controller.last_rollouts
+    if controller.roles.drafter is None or not last or controller.mode is not None:
         return None
     from cotrain.lossless.greedy import compare_greedy
 
-    seen = {r.prompt_id: r.prompt_token_ids for r in batch.rollouts}
+    seen = {scored.rollout.prompt_id: scored.rollout.prompt_token_ids for scored in last}
     requests = [RolloutRequest(prompt_id, 0, ids, None) for prompt_id, ids in list(seen.items())[:GREEDY_PROMPTS]]
     engines, max_tokens = controller.roles.engines, min(GREEDY_TOKENS, rollout.max_new_tokens)
     with console.phase("greedy output with and without speculation", terminal_only=True):

@@ -11,6 +11,7 @@ from cotrain.config.schema import LEAST_SPECULATED
 from cotrain.run.console import duration
 from pipelines.page.page import Fact, Page, Plot, Section, line_plot, write_page
 from pipelines.page.record import RunRecord, drafter_age, drafter_marks, read_run
+from pipelines.train.stream_report import stream_section
 
 MOST_DECISIONS = 50
 LEAST_SHARE = 0.005
@@ -18,8 +19,8 @@ LEAST_SHARE = 0.005
 
 STAGES = {
     "generate": "rollouts",
+    "wait_for_rollouts": "waiting for rollouts",
     "self_check": "feature check",
-    "reward": "reward",
     "lossless": "check of losslessness",
     "learn": "policy and drafter training",
     "swap_policy": "policy swap",
@@ -59,6 +60,7 @@ def run_page(run: RunRecord) -> Page:
         *_decisions(run),
         Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]),
         Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s")]),
+        *stream_section(run),
     ]
     if run.attempts:
         about = {"attempts": len(run.attempts)} | run.attempts[-1]

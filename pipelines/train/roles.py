@@ -9,10 +9,12 @@ from cotrain.process.cluster import Cluster
 from cotrain.roles.engines import RolloutEngines, engine_specs
 from cotrain.roles.learners import start_drafter, start_policy
 from cotrain.roles.publisher import Publisher
+from cotrain.roles.rewards import Rewards
 from cotrain.run.checkpoint import RunState
 from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
+from cotrain.stream.reactor import Reactor
 from cotrain.tasks.prompts import PromptEncoder
 
 
@@ -30,7 +32,7 @@ def start_roles(
     The engines need the folder of the first drafter, so the drafter comes first, while the engines import vLLM.
     """
     versions, drafter, served = state.versions, None, None
-    engines = RolloutEngines(cluster, config)
+    engines, rewards = RolloutEngines(cluster, config), Rewards(cluster, config)
     if config.drafter is not None:
         init = first_drafter(tracking_uri(config), config.drafter.init, model_path, run_dir.path / "drafter_init")
         drafter = start_drafter(cluster, config, model_path, init)
@@ -60,4 +62,5 @@ def start_roles(
     if drafter is not None:
         sent = drafter.call("write_payload", scratch / "drafter.safetensors", versions.drafter)
         publisher = Publisher(config, drafter, engines, scratch, sent, versions)
-    return prompts, Roles(engines, policy, drafter, publisher, scratch)
+    reactor = Reactor(cluster, config.cluster.hang_after_s)
+    return prompts, Roles(engines, rewards, policy, drafter, publisher, reactor, scratch)

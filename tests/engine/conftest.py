@@ -27,7 +27,7 @@ from drafters.config import Eagle3Config, MtpConfig, ObjectiveConfig
 from drafters.losses import drafter_loss
 from tests.native_models import trained_native
 
-pytest.register_assert_rewrite("tests.engine.mtp_head", "tests.engine.native_runs")
+pytest.register_assert_rewrite("tests.engine.mtp_head", "tests.engine.native_runs", "tests.engine.stream_runs")
 
 ROOT = Path(__file__).parents[2]
 AUX_LAYERS = (2, 4, 5)

@@ -12,7 +12,7 @@ import torch
 
 from cotrain.config.schema import RolloutConfig, SpeculationConfig
 from cotrain.process.scratch import scratch_folder
-from cotrain.records import RolloutBatch, RolloutRequest
+from cotrain.records import GainReport, RolloutBatch, RolloutRequest
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
@@ -144,6 +144,12 @@ def test_log_probs_are_those_of_the_law_whatever_the_draft_length_does(adaptive:
 # ---------------------------------------------------------------------------------------------------------------
 
 
+def gain_of(live: LiveEngine) -> GainReport | None:
+    """What speculation gained since the last call."""
+    gain: GainReport | None = live.run(live.engine.take_window()).gain
+    return gain
+
+
 def steps_of(live: LiveEngine) -> tuple[RolloutBatch, list[list[int]]]:
     """A batch of four, and of each of its engine steps: does it compute prompts, and how often did the drafter run?"""
     live.run(live.engine._call("cotrain_take_steps"))
@@ -157,7 +163,7 @@ def test_at_a_fixed_0_the_drafter_never_runs(adaptive: LiveEngine) -> None:
     batch, steps = steps_of(adaptive)
     assert batch.speculation is not None
     assert (batch.speculation.num_drafts, batch.speculation.num_draft_tokens) == (0, 0)
-    assert batch.gain is None
+    assert gain_of(adaptive) is None
     assert len(steps) >= 48 and not any(calls for _, calls in steps)
 
 
@@ -243,8 +249,9 @@ def test_the_gain_of_a_step_is_reported(timed: tuple[LiveEngine, int, float]) ->
     live, _, _ = timed
     live.run(live.engine.set_num_speculative_tokens(None))
     live.generate(make_requests(8), tap=False)
+    gain_of(live)
     batch = live.generate(make_requests(8, first=100), tap=False)
-    gain = batch.gain
+    gain = gain_of(live)
     assert gain is not None
     assert 0.2 < gain.speedup_vs_no_speculation < 5.0 and gain.num_steps >= 48 / (K + 1) - 1
     assert 0 < gain.seconds < 1.5 * batch.seconds
@@ -258,9 +265,13 @@ def test_nothing_is_reported_of_text_with_another_sampling_or_a_fixed_length(
 ) -> None:
     live, _, _ = timed
     live.run(live.engine.set_num_speculative_tokens(None))
-    assert live.greedy(make_requests(4), tap=False).gain is None
+    gain_of(live)
+    live.greedy(make_requests(4), tap=False)
+    gain = gain_of(live)
+    assert gain is not None and (gain.num_steps, gain.seconds) == (0, 0.0)
     fix(live, 2)
-    assert live.generate(make_requests(4), tap=False).gain is None
+    live.generate(make_requests(4), tap=False)
+    assert gain_of(live) is None
 
 
 def test_greedy_text_is_the_same_with_chosen_draft_lengths(timed: tuple[LiveEngine, int, float]) -> None:

@@ -23,7 +23,7 @@ REPEATABLE = (
 )
 """A run whose rows are the same to the last digit, however often it is interrupted."""
 
-BY_THE_CLOCK = re.compile(r"^time/|_s$|tokens_per_s|tap_overhead|swap_seconds|seconds_saved")
+BY_THE_CLOCK = re.compile(r"^time/|^idle/|_s$|tokens_per_s|tap_overhead|swap_seconds|seconds_saved")
 
 
 def start(root: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from cotrain.config.schema import DrafterConfig
+from cotrain.process.failures import RunFailure
 from cotrain.publish.alarms import LAG_ROUNDS, Alarm, check_step
 from cotrain.records import RolloutBatch, Versions
+from cotrain.stream.lag import check_lag
 from drafters.base import Drafter
 from tests.engine.conftest import LiveEngine, make_requests
 from tests.faults.conftest import Fault
@@ -53,13 +55,14 @@ def test_10_the_policy_moves_under_a_rollout(fresh: LiveEngine, moved_target_sta
         return await task
 
     batch = fresh.run(generate_and_move())
-    assert {rollout.versions for rollout in batch.rollouts} == {before}  # what they began with
-
-    def alarms(batch: RolloutBatch, believed: Versions) -> list[tuple[str, bool]]:
-        return [(alarm.name, alarm.fatal) for alarm in alarms_of(batch, believed, believed.policy)]
-
-    assert alarms(batch, fresh.engine.versions) == [("wrong_version", True)]
-    fault("10a", "policy updated in mid-generation, by the loop", "wrong_version", steps=1)
+    served = fresh.engine.versions
+    assert {tuple(segment.versions for segment in r.segments) for r in batch.rollouts} == {(before, served)}
+    check_lag(batch.rollouts, served, max_policy_lag=1)
+    with pytest.raises(RunFailure, match="lag_exceeded"):
+        check_lag(batch.rollouts, served, max_policy_lag=0)
+    fault("10a", "policy updated in mid-generation of a run without lag", "lag_exceeded", steps=1)
     later = fresh.generate(make_requests(4))
-    assert alarms(later, before) == [("wrong_version", True)]
-    fault("10b", "policy updated in mid-generation, and the loop does not know", "wrong_version", steps=2)
+    with pytest.raises(RunFailure, match="unknown_version"):
+        check_lag(later.rollouts, before, max_policy_lag=1)
+    assert [(alarm.name, alarm.fatal) for alarm in alarms_of(later, before, before.policy)] == [("wrong_version", True)]
+    fault("10b", "policy updated, and the loop does not know", "unknown_version", steps=2)

@@ -14,6 +14,7 @@ import torch
 from cotrain.config.schema import RolloutConfig
 from cotrain.models.loading import resolve_model
 from cotrain.records import RolloutBatch, RolloutRequest, SpeculationCounts
+from cotrain.rollout.engine import Window
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
@@ -167,7 +168,9 @@ class RecordingEngine:
 
     def __init__(self, name: str, log: list[Any]):
         self.name, self.log = name, log
-        self.decoded = {2: (6, 0.5), 1: (2, 0.5)}  # two requests, then one
+
+    async def take_window(self) -> Window:
+        return Window(None, {2: (6, 0.5), 1: (2, 0.5)})  # two requests, then one
 
     async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         self.num_speculative_tokens = num_speculative_tokens

@@ -70,12 +70,15 @@ class SpeculationController:
         self._decoded: dict[int, tuple[int, float]] = {}
 
     def report(self) -> dict[str, Any]:
-        """gain: fields of a GainReport. decoded: [batch size, tokens, seconds] of the steps without prompts."""
+        """The report, and start the next. gain: fields of a GainReport. decoded: [batch size, tokens, seconds] of the
+        steps without prompts."""
         gain = replace(self._gain, seconds_without=float(self._without.sum()), num_checks=self._num_checks)
         if self._costs is not None:
             seconds_at = self._without * self._costs.ratios()
             gain = replace(gain, seconds_at=seconds_at.T[self._without > 0].tolist())
-        return {"gain": asdict(gain), "decoded": [[batch, *row] for batch, row in self._decoded.items()]}
+        decoded = [[batch, *row] for batch, row in self._decoded.items()]
+        self.begin(self._learns)
+        return {"gain": asdict(gain), "decoded": decoded}
 
     def fix_num_speculative_tokens(self, num_speculative_tokens: int | None) -> bool:
         """The same length at every batch size; None gives the choice back. Is the length chosen here from now on?

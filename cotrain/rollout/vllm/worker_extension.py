@@ -53,37 +53,41 @@ class CotrainWorker:
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
             getattr(self._cotrain_weights[draft], action)(*args)
 
+    def cotrain_set_policy_version(self, policy_version: int) -> None:
+        """Stamp what the tap records from now on with this version of the policy."""
+        self._cotrain_hook.tap.policy_version = policy_version
+
     def cotrain_start_tapping(self, requests: dict[str, tuple[str, int, int]]) -> None:
-        """Start a step of the tap, until the features are taken. requests: request id -> fields of its TapRequest."""
-        self._cotrain_hook.tap_seconds = 0.0
+        """Tap these requests until their features are taken. requests: request id -> fields of its TapRequest."""
         self._cotrain_hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
 
     def cotrain_take_features(
-        self, rollouts: dict[str, tuple[list[int], int]], path: str, shared: dict[str, Any]
+        self, rollouts: dict[str, tuple[list[int], int, int, int]], path: str, shared: dict[str, Any]
     ) -> dict[str, float]:
-        """Write the features of finished rollouts as one shard. rollouts: request id -> (all token ids, prompt length).
+        """Write the features of finished rollouts as one shard.
 
-        shared: policy_version, sampling and aux_layers of their FeatureRecords.
+        rollouts: request id -> (all token ids, prompt length, policy version, tokens before the last segment). shared:
+        sampling and aux_layers of their FeatureRecords.
         """
-        tap = self._cotrain_hook.tap
+        hook = self._cotrain_hook
         final_size = self.model_runner.model_config.get_hidden_size()  # type: ignore[attr-defined]
-        common = (shared["policy_version"], SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"]))
+        common = (SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"]))
         records = []
-        for name, (token_ids, prompt_length) in rollouts.items():
+        for name, (token_ids, prompt_length, policy_version, earlier_tokens) in rollouts.items():
             tokens = torch.tensor(token_ids)
-            taken = tap.take(name, tokens)
+            taken = hook.tap.take(name, tokens, policy_version)
             if taken is not None:
                 hidden, mask = taken
-                aux, final = hidden[:, :-final_size], hidden[:, -final_size:]
-                records.append(FeatureRecord(tokens, aux, final, mask, prompt_length, *common))
-        tap.start({})
+                rows = (tokens, hidden[:, :-final_size], hidden[:, -final_size:], mask)
+                records.append(FeatureRecord(*rows, prompt_length, policy_version, *common, earlier_tokens))
+        seconds, hook.tap_seconds = hook.tap_seconds, 0.0
         if records:
             write_records(path, records)
         return {
             "num_rollouts": len(records),
             "num_tokens": sum(record.num_tokens for record in records),
             "num_holes": sum(int((~record.feature_mask).sum()) - 1 for record in records),  # the last token is none
-            "record_seconds": self._cotrain_hook.tap_seconds,
+            "record_seconds": seconds,
         }
 
     def cotrain_read_prompts(self, on: bool) -> None:
@@ -91,7 +95,7 @@ class CotrainWorker:
         self._cotrain_hook.reads_prompts = on
 
     def cotrain_clear_drafter_cache(self) -> None:
-        """Zero the keys and values of the drafter's attention layers. Valid while no request runs.
+        """Zero the keys and values of the drafter's attention layers. Valid while no request is computed.
 
         What a drafter wrote that computed NaN stays there for the next one: a masked position counts 0 * NaN = NaN.
         """

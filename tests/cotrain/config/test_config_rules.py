@@ -123,3 +123,44 @@ def test_a_correction_that_cannot_work_is_refused(correction: str) -> None:
         load_config([], [*BASE, *corrected, "policy.importance_ratio=sequence"])
     [problem] = error.value.problems
     assert 'policy.importance_ratio: "sequence" does not go with policy.behaviour_correction' in problem
+
+
+LAG = "stream.max_policy_lag=1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([LAG, "rollout.synchronous_batches=true"], "rollout.synchronous_batches: true makes batches the same"),
+        (
+            [LAG, "rollout.top_k=9", "policy.old_log_probs=recomputed", "policy.behaviour_correction=mask"],
+            "rollout.top_k",
+        ),
+        ([LAG, "policy.old_log_probs=recomputed"], 'policy.old_log_probs: "recomputed" without a correction ignores'),
+        ([LAG, "stream.on_swap=keep_kv"], "lossless.every: the monitor compares rollouts with the law of one policy"),
+        (["stream.max_policy_lag=4"], "stream.max_policy_lag: 4 is not below steps = 4; lower it"),
+        (["stream.on_swap=finish"], 'stream.on_swap: "finish" has no effect with stream.max_policy_lag = 0'),
+        (["stream.max_policy_lag=-1"], "stream.max_policy_lag: "),
+        (["stream.reward_timeout_s=0"], "stream.reward_timeout_s: "),
+    ],
+)
+def test_what_does_not_go_with_lag_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, *overrides])
+    assert any(message in problem for problem in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [LAG],
+        ["stream.max_policy_lag=3", "stream.on_swap=finish"],
+        [LAG, "stream.on_swap=keep_kv", "lossless.every=0"],
+        [LAG, "stream.on_swap=keep_kv", "drafter=none"],
+        [LAG, "policy.old_log_probs=recomputed", "policy.behaviour_correction=truncate"],
+        [LAG, "policy.importance_ratio=sequence"],
+    ],
+    ids=" ".join,
+)
+def test_what_goes_with_lag_is_accepted(overrides: list[str]) -> None:
+    load_config([], [*BASE, *overrides])

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from cotrain.config.schema import OptimizerConfig
 from cotrain.optimizer import learning_rate_factor
 from cotrain.policy.log_probs import ResponseLogProbs
+from cotrain.records import Segment, Versions
 
 
 def weights_after(model: str, updates: int = 1, **policy: Any) -> dict[str, torch.Tensor]:
@@ -193,6 +194,28 @@ def test_a_corrected_update_weighs_each_rollout_by_what_the_engine_got_wrong(
     assert metrics["policy/behaviour_ess"] == pytest.approx((w.sum() ** 2 / (len(w) * (w**2).sum())).item(), rel=1e-4)
     assert metrics["policy/behaviour_capped"] == pytest.approx((w == 1.5).double().mean().item())
     assert not any(name.startswith("policy/behaviour") for name in plain)
+
+
+def test_what_engine_and_learner_differ_by_is_told_by_lag(tiny_model: str) -> None:
+    """The log-probs of tokens that an older version generated are planted a whole nat off."""
+    learner = make_learner(tiny_model, micro_batch_tokens=40)
+    learner.policy_version = 3
+    rollouts, counts = [], [0, 0, 0]
+    for scored in make_rollouts(tiny_model, noise=0.0):
+        rollout, length = scored.rollout, len(scored.rollout.token_ids)
+        old, log_probs = length // 2, list(rollout.log_probs)
+        log_probs[:old] = [value - 1.0 for value in log_probs[:old]]
+        earlier = (Segment(Versions(1, 0), 0, old),) if old else ()
+        changed = replace(rollout, versions=Versions(3, 0), earlier=earlier, log_probs=log_probs)
+        rollouts.append(replace(scored, rollout=changed))
+        counts[2], counts[0] = counts[2] + old, counts[0] + length - old
+    metrics = learner.update(rollouts)
+    assert metrics["policy/rollout_log_prob_gap_lag_0"] < 1e-4 and "policy/rollout_log_prob_gap_lag_1" not in metrics
+    assert metrics["policy/rollout_log_prob_gap_lag_2"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["policy/rollout_log_prob_gap"] == pytest.approx(counts[2] / sum(counts), abs=1e-4)
+    assert metrics["policy/behaviour_kl_lag_2"] > metrics["policy/behaviour_kl_lag_0"] + 0.3
+    fresh = make_learner(tiny_model).update(make_rollouts(tiny_model))
+    assert not any("_lag_" in name for name in fresh)
 
 
 def test_masked_tokens_are_counted_and_a_fully_masked_step_has_no_weight(tiny_model: str) -> None:

@@ -68,3 +68,40 @@ def test_a_client_without_the_token_is_refused_by_a_private_cluster(tmp_path: Pa
     assert found["right"] == "connected 64.0\n"
     assert found["none"].startswith("refused") and found["wrong"].startswith("refused"), found
     assert not (tmp_path / ".ray").exists()  # the token is the run's own
+
+
+OUTSTANDING = """
+import asyncio, json, time
+from pathlib import Path
+from cotrain.process.cluster import Cluster
+from cotrain.config.schema import RunConfig
+from cotrain.roles.engines import EngineActor, RolloutEngines
+
+class Slow:
+    async def generate(self, requests, tap):
+        await asyncio.sleep(5)
+    async def update_policy(self, payload, version, keep_kv):
+        return "updated"
+
+class SlowEngine(EngineActor):
+    def load_library(self):
+        self._engine = Slow()
+
+import cotrain.roles.engines
+cotrain.roles.engines.EngineActor = SlowEngine
+task = {"type": "reasoning_gym", "name": "chain_sum"}
+config = RunConfig(name="slow", steps=1, policy={"model": "tiny:llama"}, task=task, cluster={"device": "cpu"})
+cluster = Cluster(config, Path.cwd())
+engines = RolloutEngines(cluster, config)
+engines.call("update_policy", None, 0, False)
+outstanding = [engines.begin_generate(0, [], False) for _ in range(12)]
+started = time.monotonic()
+engines.call("update_policy", None, 1, False)
+print(json.dumps({"seconds": time.monotonic() - started, "under way": 12 - len(cluster.wait_any(outstanding, 0.0))}))
+cluster.stop()
+"""
+
+
+def test_a_control_call_does_not_wait_behind_rollouts(tmp_path: Path) -> None:
+    found = run(OUTSTANDING, tmp_path)
+    assert found["under way"] == 12 and found["seconds"] < 0.5

@@ -164,6 +164,15 @@ def test_swap_that_costs_more_than_it_saves_is_not_made():
     assert not publishes(judge(*pair(1.0, 0.6), lifetime_steps=0))
 
 
+def test_only_seconds_that_somebody_waits_for_count():
+    """Of ten seconds of generation the learner waits for one; the rest passes beside learning."""
+    mostly_hidden = replace(served(), exposed=0.1)
+    decision = judge(*pair(1.0, 0.6), batch=mostly_hidden, lifetime_steps=3, swap_seconds=1.0)
+    assert decision.numbers["gate/seconds_saved"] == pytest.approx(0.1 * 3 * 10 * (1 - 1.6 / 2.0), rel=0.01)
+    assert not publishes(decision) and "10% of the generation time is waited for" in decision.reason
+    assert publishes(judge(*pair(1.0, 0.6), lifetime_steps=3, swap_seconds=1.0))
+
+
 def test_certain_gain_within_the_margin_is_not_published():
     candidate, serving, prompts = pair(0.61, 0.60)
     assert not publishes(judge(candidate, serving, prompts, swap_seconds=0))

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from cotrain.process.failures import RunFailure
-from cotrain.records import GainReport, RolloutBatch, SwapReport, Versions, WeightPayload
-from cotrain.roles.engines import RolloutEngines, _merge, engine_specs
+from cotrain.records import GainReport, SwapReport, Versions, WeightPayload
+from cotrain.roles.engines import RolloutEngines, engine_specs
+from cotrain.rollout.engine import Window
 from cotrain.transport.payload import WeightUpdateRefused
 
 PAYLOAD = WeightPayload("drafter.safetensors", 10, {"fc.weight": "00"})
@@ -20,6 +21,10 @@ class Engine:
         self.refuses, self.error = refuses, error
         self.served, self.before = [0], 0
         self.log: list[str] = []
+        self.window = Window(None, {})
+
+    def take_window(self) -> Window:
+        return self.window
 
     def check_drafter(self, payload: WeightPayload) -> None:
         self._note("check")
@@ -103,9 +108,11 @@ def test_an_engine_whose_weights_are_unknown_is_no_refusal() -> None:
 
 def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
     reports = [GainReport(100, 3.0, 3.6, 3.3, 5, 0.06, 2), GainReport(40, 1.0, 1.0, 1.0, 0, 0.0, 0), None]
-    batches = [RolloutBatch([], [], None, 1.0, 1, gain=gain) for gain in reports]
-    assert _merge([], batches).gain == GainReport(140, 4.0, 4.6, 4.3, 5, 0.06, 2)
-    assert _merge([], batches[2:]).gain is None
+    engines = [Engine() for _ in reports]
+    for engine, gain in zip(engines, reports, strict=True):
+        engine.window = Window(gain, {})
+    assert engines_of(*engines).take_gain() == GainReport(140, 4.0, 4.6, 4.3, 5, 0.06, 2)
+    assert engines_of(*engines[2:]).take_gain() is None
 
 
 def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise(run_config: Any) -> None:

@@ -32,8 +32,8 @@ def record(tap: FeatureTap, start: int, stop: int, request_id: str = "a", salt: 
     tap.record(request_id, start, token_at(positions) + token_shift, hidden_at(positions, salt))
 
 
-def take(tap: FeatureTap, length: int, request_id: str = "a"):
-    return tap.take(request_id, torch.tensor([token_at(p) for p in range(length)]))
+def take(tap: FeatureTap, length: int, request_id: str = "a", policy_version: int = 0):
+    return tap.take(request_id, torch.tensor([token_at(p) for p in range(length)]), policy_version)
 
 
 def kept(taken) -> list[int]:
@@ -143,10 +143,37 @@ def test_a_request_can_be_taken_once():
     assert take(tap, 5, "never seen") is None
 
 
-def test_a_step_begins_with_nothing_of_the_one_before():
-    tap = tap_of(one(), one())
+def test_requests_come_and_go_while_others_are_recorded():
+    tap = tap_of(one())
     record(tap, 0, 4)
-    tap.start({"b": one()})
-    record(tap, 3, 9, "b")
-    assert kept(take(tap, 10, "b")) == list(range(3, 9))
+    tap.start({"b": one(prompt="second")})
+    record(tap, 0, 9, "b")
+    record(tap, 4, 6)
+    assert kept(take(tap, 7)) == list(range(6))
+    assert kept(take(tap, 10, "b")) == list(range(9))
     assert not tap.is_recording
+    tap.start({"c": one()})
+    record(tap, 3, 9, "c")
+    assert kept(take(tap, 10, "c")) == list(range(3, 9))  # the first prompt's rows went with its last request
+
+
+def test_rows_of_another_policy_version_are_holes():
+    tap = tap_of(one(), one())
+    record(tap, 0, 4, salt=9.0)
+    record(tap, 4, 8, salt=9.0)
+    tap.policy_version = 1
+    record(tap, 2, 6, salt=1.0)  # the first two came from a cache that should have been cleared
+    taken = take(tap, 9, policy_version=1)
+    assert kept(taken) == [2, 3, 4, 5]
+    assert torch.equal(taken[0][2:6], hidden_at(torch.arange(2, 6), 1.0))
+    record(tap, 4, 6, "b")
+    assert kept(take(tap, 7, "b", policy_version=0)) == [0, 1]
+
+
+def test_computed_anew_all_rows_are_the_new_versions():
+    tap = tap_of(one())
+    record(tap, 0, 10, salt=9.0)
+    tap.policy_version = 1
+    record(tap, 0, 12)
+    taken = take(tap, 13, policy_version=1)
+    assert kept(taken) == list(range(12)) and torch.equal(taken[0][:12], hidden_at(torch.arange(12)))

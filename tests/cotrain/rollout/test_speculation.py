@@ -185,9 +185,10 @@ def test_the_report_says_what_the_tokens_would_take_at_each_length() -> None:
     engine = engine_of(GOOD, noise=QUIET)
     engine.rule.begin()
     engine.drain([100.0] * 4 + [400.0])
-    report = report_of(engine)
+    found = engine.rule.report()
+    report = GainReport(**found["gain"])
     table = np.array(report.seconds_at)
-    assert table.shape == (len(engine.rule.report()["decoded"]), K + 1)
+    assert table.shape == (len(found["decoded"]), K + 1)
     assert table[:, 0].sum() == pytest.approx(report.seconds_without)
     alone = table[0] / table[0, 0]  # rows are by batch size
     assert alone == pytest.approx([1.0, *CPU.ratios[0]], rel=0.05)

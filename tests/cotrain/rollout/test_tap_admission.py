@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from cotrain.config.schema import FeatureTapConfig, RolloutConfig
-from cotrain.rollout.tap_admission import TapRequest, choose, fewest_tapped, first_of_each_prompt
+from cotrain.rollout.tap_admission import TapRequest, choose, fewest_tapped, first_of_each_prompt, reserved_bytes
 
 ROW = 100
 
@@ -60,3 +60,14 @@ def test_the_share_of_a_run_is_that_of_all_its_engines():
     for num_engines, at_least, at_most in ((1, 7, 8), (2, 14, 16), (3, 20, 20), (9, 20, 20)):
         config = rollout.model_copy(update={"num_engines": num_engines, "features": features})
         assert at_least <= fewest_tapped(config, ROW) <= at_most
+
+
+def test_what_runs_already_keeps_its_room():
+    first = choose(groups(4, 4), "0", 10**9, ROW)
+    taken = reserved_bytes(first, ROW)
+    assert taken == (4 * 50 + 16 * 150) * ROW
+    later = {f"later {name}": request._replace(prompt=f"later {request.prompt}") for name, request in first.items()}
+    assert choose(later, "1", 2 * taken, ROW, taken) == later
+    assert choose(later, "1", taken, ROW, taken) == {}  # nothing is free, which is no error
+    with pytest.raises(ValueError, match="above 100; raise it"):
+        choose(later, "1", 100, ROW, taken)

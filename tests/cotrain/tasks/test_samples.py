@@ -15,10 +15,11 @@ def scored(i: int, speculation: SpeculationCounts | None = None) -> ScoredRollou
     return ScoredRollout(rollout, 1.0, 0.5)
 
 
-def prompts(answer) -> SimpleNamespace:
-    """A PromptEncoder, as far as samples need it."""
-    in_flight = {f"p{i}": Prompt(f"p{i}", [], answer) for i in range(6)}
-    return SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: f"prompt {ids}"), in_flight=in_flight)
+TOKENIZER = SimpleNamespace(decode=lambda ids: f"prompt {ids}")
+
+
+def prompts(answer) -> dict[str, Prompt]:
+    return {f"p{i}": Prompt(f"p{i}", [], answer) for i in range(6)}
 
 
 def rows(path) -> list[dict]:
@@ -28,7 +29,7 @@ def rows(path) -> list[dict]:
 def test_the_first_rollouts_are_written_one_a_line(tmp_path):
     path = tmp_path / "samples" / "step_000004.jsonl"
     drafted = counts(2, 3, (2, 1, 0))
-    write_samples(path, [scored(0, drafted), *(scored(i) for i in range(1, 6))], prompts("42"))
+    write_samples(path, [scored(0, drafted), *(scored(i) for i in range(1, 6))], prompts("42"), TOKENIZER)
     first, second, *others = rows(path)
     assert len(others) == 2
     assert first == {
@@ -58,5 +59,5 @@ def test_the_first_rollouts_are_written_one_a_line(tmp_path):
 )
 def test_an_answer_is_written_as_plainly_as_it_goes(tmp_path, answer, written):
     path = tmp_path / "x.jsonl"
-    write_samples(path, [scored(0)], prompts(answer))
+    write_samples(path, [scored(0)], prompts(answer), TOKENIZER)
     assert rows(path)[0]["answer"] == written

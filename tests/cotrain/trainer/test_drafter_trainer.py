@@ -306,6 +306,24 @@ def test_fresh_rollouts_score_the_served_drafter_and_the_candidate(new_trainer, 
     assert lengths_of(trainer.score_fresh(1, [0]))[0] == pytest.approx(candidate)
 
 
+def test_a_drafter_is_judged_on_last_segments_with_what_came_before_as_their_prompt(new_trainer, target, shard_of):
+    rollouts = target.rollouts(8, 2, seed=3, policy_version=0)
+    # The same texts twice: as they are, and with the first 12 response tokens made part of the prompt by hand.
+    mixed = [replace(record, earlier_tokens=12) for record in rollouts]
+    by_hand = [replace(record, prompt_length=record.prompt_length + 12) for record in rollouts]
+    lengths, steps = [], []
+    for records in (rollouts, mixed, by_hand):
+        trainer = new_trainer()
+        trainer.add_features([shard_of(records)])
+        scores = trainer.score_fresh(0, [0])
+        lengths.append(lengths_of(scores)[0])
+        steps.append(float(scores.serving[-1].steps.sum()))
+        if records is mixed:
+            assert sorted(set(scores.prompts)) == sorted({record.prompt_key for record in rollouts})
+    assert lengths[1] == pytest.approx(lengths[2]) and steps[1] == pytest.approx(steps[2])
+    assert steps[1] < 0.6 * steps[0]
+
+
 def test_what_is_published_is_what_was_scored_however_the_trainer_goes_on(new_trainer, target, shard_of, tmp_path):
     trainer = new_trainer()
     run_steps(trainer, target, shard_of, [1])

@@ -208,3 +208,40 @@ def test_decisions_are_marked_and_told(tmp_path: Path) -> None:
     assert drawn["candidate kept back"] == [4]
     assert drawn["taken back after this step"] == [6]
     assert "<b>" not in write_run_report(folder).read_text()
+
+
+def test_the_stream_is_drawn_from_its_events(tmp_path: Path) -> None:
+    """Groups of step 2 are generated while the policy learns from step 1, and its weights come in between."""
+    lags = {"stream__lag_tokens_0": 30.0, "stream__lag_tokens_1": 70.0}
+    rows = [row(1, stream__lag_tokens_0=100.0), row(2, **lags)]
+    shares = {"idle/rollout_0": 0.0, "idle/policy": 0.6}
+    folder = write_run(tmp_path / "run", [one | shares | {"stream/groups_running": 2.0} for one in rows])
+    events = [
+        (1, 100.0, "dispatched", {"group": 0, "engine": 0}), (2, 101.0, "dispatched", {"group": 1, "engine": 0}),
+        (1, 104.0, "finished", {"group": 0}), (1, 104.5, "taken", {"group": 0}),
+        (1, 107.0, "policy updated", {"seconds": 2.0}), (1, 107.5, "policy swapped", {"version": 1}),
+        (2, 109.0, "finished", {"group": 1}), (2, 109.5, "taken", {"group": 1}),
+        (2, 110.0, "dispatched", {"group": 2, "engine": 0}),
+    ]  # fmt: skip
+    lines = [{"step": step, "time": time, "event": event} | fields for step, time, event, fields in events]
+    (folder / "stream.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = plots(folder)
+    timeline = found["timeline"].figure
+    assert timeline is not None
+    axes = timeline.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["engine 0", "policy learner"]
+    engine, learner, swaps, _ = axes.collections
+    bars = [
+        [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in c.get_paths()] for c in (engine, learner)
+    ]
+    assert bars == [[(0.0, 4.0), (1.0, 9.0)], [(5.0, 7.0)]]
+    assert [path.vertices[0, 0] for path in swaps.get_paths()] == [7.5]
+    lag = found["lag"].figure
+    assert lag is not None
+    drawn = {str(line.get_label()): list(line.get_ydata()) for line in lag.axes[0].lines}
+    assert drawn == {"lag 0": [1.0, 0.3], "lag 1": [0.0, 0.7]}
+    assert {str(line.get_label()) for line in found["idle"].figure.axes[0].lines} == {"rollout_0", "policy"}
+
+
+def test_a_run_that_recorded_no_stream_has_no_such_section(full: Path) -> None:
+    assert "timeline" not in plots(full)

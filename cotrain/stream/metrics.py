@@ -1,0 +1,68 @@
+"""Metrics of one step: its rollouts, how old their tokens are, and who had nothing to do. Pure."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cotrain.records import Rollout, RolloutBatch, ScoredRollout
+from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.run.metrics import speculation_metrics
+
+
+def rollout_metrics(rollouts: list[ScoredRollout], window: RolloutBatch | None, seconds: float) -> dict[str, float]:
+    """Of the rollouts that are trained on; the tap's and the gain are of the window."""
+    n, num_tokens = len(rollouts), sum(len(r.rollout.token_ids) for r in rollouts)
+    metrics: dict[str, Any] = {
+        "policy/reward": sum(r.reward for r in rollouts) / n,
+        "policy/groups_with_signal": len({r.rollout.prompt_id for r in rollouts if r.advantage}) * 1.0,
+        "rollout/response_length": num_tokens / n,
+        "rollout/generated_tokens": num_tokens,
+        "rollout/truncated": sum(r.rollout.finish_reason == "length" for r in rollouts) / n,
+        "rollout/tokens_per_s": num_tokens / seconds,
+    }
+    metrics |= speculation_metrics(total_counts(r.rollout.speculation for r in rollouts))
+    if window is None:
+        return metrics
+    metrics |= {} if window.gain is None else window.gain.metrics()
+    if stats := window.feature_stats:
+        tapped = stats["num_tokens"] or 1
+        metrics |= {
+            "rollout/tapped_rollouts": stats["num_rollouts"],
+            "rollout/feature_holes": stats["num_holes"] / tapped,
+            "rollout/tap_overhead": stats["record_seconds"] / window.seconds,
+            "rollout/feature_bytes_per_token": sum(Path(path).stat().st_size for path in window.features) / tapped,
+        }
+    return metrics
+
+
+def token_lags(rollout: Rollout, policy_version: int) -> list[int]:
+    """For each response token, how many policy versions older than `policy_version` the one is that generated it."""
+    return [policy_version - s.versions.policy for s in rollout.segments for _ in range(s.start, s.end)]
+
+
+def lag_metrics(rollouts: Sequence[Rollout], policy_version: int) -> dict[str, float]:
+    """Lag by token when a step trains on these rollouts, and by token how much of it was gained before the group ended."""
+    lags = np.array([lag for rollout in rollouts for lag in token_lags(rollout, policy_version)])
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    in_queue = np.repeat([policy_version - rollout.versions.policy for rollout in rollouts], lengths)
+    metrics = {
+        "stream/lag_mean": lags.mean(),
+        "stream/lag_max": lags.max(),
+        "stream/lag_in_flight": (lags - in_queue).mean(),
+        "stream/lag_in_queue": in_queue.mean(),
+        "stream/segments_per_rollout": np.mean([len(rollout.segments) for rollout in rollouts]),
+        "stream/mixed_rollouts": sum(r.segments[0].versions.policy != r.versions.policy for r in rollouts),
+    }
+    metrics |= {f"stream/lag_tokens_{lag}": (lags == lag).sum() for lag in range(int(lags.max()) + 1)}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def idle_metrics(row: dict[str, float], engines_busy: Sequence[float], has_drafter: bool) -> dict[str, float]:
+    """Share of the step in which each role had nothing to do. engines_busy: seconds of each engine."""
+    busy = {f"rollout_{i}": seconds for i, seconds in enumerate(engines_busy)}
+    busy["policy"] = row.get("time/update_s", 0.0)
+    if has_drafter:
+        busy["drafter"] = row.get("drafter/train_s", 0.0) + row.get("drafter/score_s", 0.0)
+    return {f"idle/{role}": max(0.0, 1 - seconds / row["time/step_s"]) for role, seconds in busy.items()}

@@ -1,0 +1,290 @@
+"""Brings groups from the prompts to the learner: admits them, hands them to engines, has them scored, repeats lost ones.
+
+The ledger says which group may do what; here it is done. Without lag all groups of a step go to the engines in one call
+each, so that their batches are always the same. With lag each group is a call of its own.
+"""
+
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from cotrain.config.schema import RunConfig
+from cotrain.records import (
+    Prompt,
+    Rollout,
+    RolloutBatch,
+    RolloutRequest,
+    Segment,
+    SpeculationCounts,
+    Versions,
+)
+from cotrain.roles.engines import RolloutEngines, derived_seed, merge
+from cotrain.roles.rewards import Rewards
+from cotrain.run.rows import RowFile
+from cotrain.stream.ledger import Group, Ledger
+from cotrain.stream.reactor import Reactor
+from cotrain.tasks.base import Task
+from cotrain.tasks.prompts import PromptEncoder, PromptOrder
+
+SAME_PROMPT_TRIES = 2
+"""Times that a group is generated with its own prompt; another prompt then takes the place."""
+
+FILL = 1.25
+"""An engine is given so many times the requests that it can run at once. The others wait here, so that a request which
+starts late starts with newer weights, and an engine that dies takes little with it."""
+
+
+@dataclass
+class Prompts:
+    """The task, the order in which its prompts are drawn, and their encoding."""
+
+    task: Task
+    order: PromptOrder
+    encoder: PromptEncoder
+
+
+@dataclass
+class GroupResult:
+    """A group on its way through the producer."""
+
+    prompt: Prompt
+    index: int
+    """Of the prompt in the task."""
+    rollouts: list[Rollout]
+    rewards: list[float]
+
+
+class Producer:
+    """The groups of a run, by number."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: RolloutEngines,
+        rewards: Rewards,
+        prompts: Prompts,
+        reactor: Reactor,
+        events: RowFile,
+    ):
+        self._config, self._engines, self._rewards, self._prompts = config, engines, rewards, prompts
+        self._reactor, self._events = reactor, events
+        self.taps = False
+        """Whether hidden states of the groups that begin are kept."""
+        self._results: dict[int, GroupResult] = {}
+        self._queue: deque[Group] = deque()
+        self._scoring: deque[tuple[int, Any]] = deque()  # the scorer takes one after the other
+        self._score_began = 0.0
+        self._window: list[tuple[int, RolloutBatch]] = []
+        self._outstanding = [0] * config.rollout.num_engines  # requests
+        self._busy, self._busy_since = [0.0] * config.rollout.num_engines, [0.0] * config.rollout.num_engines
+        reactor.tick, reactor.describe = self._tick, lambda: self.ledger.describe()
+        self.start(0)
+
+    def start(self, served: int, saved: Sequence[dict[str, Any]] = ()) -> None:
+        """Begin behind so many served steps. saved: what `state` returned then."""
+        rollout, stream = self._config.rollout, self._config.stream
+        self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, self._config.steps, served)
+        self._saved = {row["number"]: row for row in saved}
+
+    # -- what a step does ---------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Let groups begin for which there are slots."""
+        for group in self.ledger.admit():
+            if group.number in self._saved:
+                self._restore(self._saved.pop(group.number))
+                continue
+            self._event("admitted", group.number)
+            self._queue.append(group)
+        self._dispatch()
+
+    def take(self) -> list[GroupResult] | None:
+        """The groups of the next step, in order, once all of them are scored; None before."""
+        numbers = self.ledger.take()
+        for number in numbers or ():
+            self._event("taken", number)
+        return None if numbers is None else [self._results[number] for number in numbers]
+
+    def release(self) -> None:
+        """The weights of the step are served: its slots are free."""
+        taken = [number for number, group in self.ledger.groups.items() if group.state == "taken"]
+        self.ledger.release()
+        for number in taken:
+            del self._results[number]
+            self._event("released", number)
+
+    def window(self) -> RolloutBatch | None:
+        """What the engines have generated since the last call; None where no group has finished."""
+        batches = [batch for _, batch in sorted(self._window, key=lambda item: item[0])]
+        self._window.clear()
+        return merge(batches) if batches else None
+
+    def busy_seconds(self) -> list[float]:
+        """Seconds in which each engine had requests, since the last call."""
+        now = time.perf_counter()
+        for engine, outstanding in enumerate(self._outstanding):
+            if outstanding:
+                self._busy[engine] += now - self._busy_since[engine]
+                self._busy_since[engine] = now
+        busy, self._busy = self._busy, [0.0] * len(self._busy)
+        return busy
+
+    def metrics(self) -> dict[str, float]:
+        """Groups by what they are at, and those that were lost."""
+        count, lost = self.ledger.count, self.ledger.lost
+        return {
+            "stream/groups_waiting": count("admitted"),
+            "stream/groups_running": count("dispatched"),
+            "stream/groups_finished": count("finished", "scored"),
+            "stream/lost_groups": lost.total(),
+        }
+
+    def state(self) -> list[dict[str, Any]]:
+        """The groups that are scored and not trained on, for a checkpoint. All others start over after a resume."""
+        scored = [group for group in self.ledger.groups.values() if group.state == "scored"]
+        rows = []
+        for group in scored:
+            result = self._results[group.number]
+            rollouts = [asdict(rollout) for rollout in result.rollouts]
+            rows.append(
+                {"number": group.number, "index": result.index, "rollouts": rollouts, "rewards": result.rewards}
+            )
+        return rows
+
+    # -- from state to state ------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        together = self._config.stream.max_policy_lag == 0
+        bundles: dict[int, list[Group]] = defaultdict(list)
+        while self._queue and (engine := self._place(self._queue[0])) is not None:
+            bundles[engine].append(self._queue.popleft())
+            if not self._outstanding[engine]:
+                self._busy_since[engine] = time.perf_counter()
+            self._outstanding[engine] += self._config.rollout.samples_per_prompt
+        for engine, groups in bundles.items():
+            for bundle in [groups] if together else [[group] for group in groups]:
+                self._begin(engine, bundle)
+
+    def _place(self, group: Group) -> int | None:
+        """The engine that takes a group; None while all of them have enough."""
+        rollout = self._config.rollout
+        if self._config.stream.max_policy_lag == 0:
+            return group.number % rollout.prompts_per_step % rollout.num_engines
+        engine = min(range(rollout.num_engines), key=self._outstanding.__getitem__)
+        outstanding = self._outstanding[engine]
+        fits = outstanding + rollout.samples_per_prompt <= FILL * rollout.max_num_seqs
+        return engine if fits or not outstanding else None
+
+    def _begin(self, engine: int, groups: list[Group]) -> None:
+        requests = [request for group in groups for request in self._requests(group)]
+        for group in groups:
+            self.ledger.move(group.number, "dispatched")
+            self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
+        reference = self._engines.begin_generate(engine, requests, self.taps)
+        self._reactor.add(reference, partial(self._finished, engine, [group.number for group in groups]))
+
+    def _requests(self, group: Group) -> list[RolloutRequest]:
+        rollout, seed = self._config.rollout, self._config.seed
+        index = self._index(group)
+        prompt = self._prompts.task.prompt(index)
+        self._results[group.number] = GroupResult(prompt, index, [], [])
+        token_ids = self._prompts.encoder.encode(prompt)
+        parts = [seed, group.number // rollout.prompts_per_step + 1, prompt.id]
+        attempt = [group.attempt] if group.attempt else []
+        seeded = rollout.draft_sample_method == "greedy"
+        return [
+            RolloutRequest(prompt.id, i, token_ids, derived_seed(*parts, i, *attempt) if seeded else None)
+            for i in range(rollout.samples_per_prompt)
+        ]
+
+    def _index(self, group: Group) -> int:
+        """The prompt of a group: its own, or another one for a group that is lost again and again."""
+        step, place = divmod(group.number, self._config.rollout.prompts_per_step)
+        own = self._prompts.order.step(step + 1)
+        if group.attempt < SAME_PROMPT_TRIES:
+            return own[place]
+        used = {result.index for result in self._results.values()}
+        others = sorted(set(range(len(self._prompts.task))) - {*own, *used}) or own
+        return random.Random(f"{self._config.seed}/{group.number}/{group.attempt}").choice(others)
+
+    def _finished(self, engine: int, numbers: list[int], batch: RolloutBatch) -> None:
+        samples = self._config.rollout.samples_per_prompt
+        self._outstanding[engine] -= samples * len(numbers)
+        if not self._outstanding[engine]:
+            self._busy[engine] += time.perf_counter() - self._busy_since[engine]
+        self._window.append((engine, batch))
+        for place, number in enumerate(numbers):
+            result = self._results[number]
+            result.rollouts = batch.rollouts[place * samples : (place + 1) * samples]
+            self.ledger.move(number, "finished")
+            tokens = sum(len(rollout.token_ids) for rollout in result.rollouts)
+            self._event("finished", number, engine=engine, tokens=tokens, versions=str(result.rollouts[-1].versions))
+            self._score(number)
+        self._dispatch()
+
+    # -- rewards ------------------------------------------------------------------------------------------------------
+
+    def _score(self, number: int) -> None:
+        result = self._results[number]
+        reference = self._rewards.begin(result.index, [rollout.text for rollout in result.rollouts])
+        if not self._scoring:
+            self._score_began = time.monotonic()
+        self._scoring.append((number, reference))
+        self._reactor.add(reference, partial(self._scored, number), lambda _: self._score_lost("the scorer died"))
+
+    def _scored(self, number: int, rewards: list[float]) -> None:
+        self._scoring = deque(item for item in self._scoring if item[0] != number)
+        self._score_began = time.monotonic()
+        self._results[number].rewards = rewards
+        self.ledger.move(number, "scored")
+        self._event("scored", number, reward=sum(rewards) / len(rewards))
+
+    def _tick(self) -> None:
+        late = time.monotonic() - self._score_began > self._config.stream.reward_timeout_s
+        if self._scoring and late and not self._reactor.is_there(self._scoring[0][1]):
+            self._score_lost("the scorer did not answer")
+
+    def _score_lost(self, reason: str) -> None:
+        """The group whose turn it was starts over; those that wait behind it are scored by a new process."""
+        (lost, _), *waiting = self._scoring
+        for _, reference in self._scoring:
+            self._reactor.drop(reference)
+        self._scoring.clear()
+        self._rewards.restart()
+        self._queue.appendleft(self.ledger.lose(lost, reason))
+        self._event("lost", lost, reason=reason)
+        for number, _ in waiting:
+            self._score(number)
+        self._dispatch()
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def _restore(self, row: dict[str, Any]) -> None:
+        """A group that was scored before a resume is ready to be taken."""
+        prompt = self._prompts.task.prompt(row["index"])
+        self._results[row["number"]] = GroupResult(
+            prompt, row["index"], [_rollout_of(fields) for fields in row["rollouts"]], row["rewards"]
+        )
+        self.ledger.restore(row["number"])
+        self._event("restored", row["number"])
+
+    def _event(self, event: str, number: int, **fields: Any) -> None:
+        step = number // self._config.rollout.prompts_per_step + 1
+        self._events.write(step, {"time": time.time(), "event": event, "group": number} | fields)
+
+
+def _rollout_of(fields: dict[str, Any]) -> Rollout:
+    """A rollout out of its fields, as a checkpoint keeps them."""
+    counts = fields["speculation"]
+    rollout = Rollout(**fields)
+    return replace(
+        rollout,
+        versions=Versions(**fields["versions"]),
+        speculation=counts and SpeculationCounts(tuple(counts["steps"]), tuple(map(tuple, counts["accepted"]))),
+        verification_steps=tuple(map(tuple, fields["verification_steps"])),
+        earlier=tuple(Segment(Versions(**versions), start, end) for versions, start, end in fields["earlier"]),
+    )

@@ -1,0 +1,85 @@
+"""Waits for everything that is under way at once: groups, rewards, the learner, the drafter trainer. One thread.
+
+What is waited for are Ray's references. Each has a handler, which is called with its result as soon as that is there.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from cotrain.process.cluster import Cluster
+from cotrain.process.failures import RunFailure
+
+TICK_SECONDS = 0.5
+"""How often time limits are looked at."""
+
+
+class Reactor:
+    """The references that somebody waits for, and what is done with their results."""
+
+    def __init__(self, cluster: Cluster, stalled_after_s: float):
+        """stalled_after_s: seconds without any result after which the run counts as stalled."""
+        self._cluster, self._stalled_after_s = cluster, stalled_after_s
+        self._handlers: dict[Any, tuple[Callable[[Any], None], Callable[[RunFailure], None] | None]] = {}
+        self.tick: Callable[[], None] = lambda: None
+        """Called between two waits."""
+        self.describe: Callable[[], str] = lambda: "nothing is known"
+        """What is under way, for the message of a run that stalls."""
+
+    def add(
+        self, reference: Any, handler: Callable[[Any], None], failed: Callable[[RunFailure], None] | None = None
+    ) -> None:
+        """Call `handler` with the result, once it is there. failed: called instead when the process has died."""
+        self._handlers[reference] = handler, failed
+
+    def drop(self, reference: Any) -> None:
+        """Wait for it no longer."""
+        self._handlers.pop(reference, None)
+
+    def is_there(self, reference: Any) -> bool:
+        """Whether a result waits to be handled."""
+        return bool(self._cluster.wait_any([reference], 0.0))
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Handle results until `done`.
+
+        Raises what a call raised, and RunFailure when a process has died, or when nothing has happened for too long,
+        whether or not anything is under way.
+        """
+        last = time.monotonic()
+        while not done():
+            if not self._handlers:
+                raise RunFailure(f"the run waits, and nothing is under way ({self.describe()}): please report this")
+            ready = self._cluster.wait_any(list(self._handlers), TICK_SECONDS)
+            for reference in ready:
+                if reference in self._handlers:  # the handler of another one may have dropped it
+                    self._handle(reference)
+            self.tick()
+            last = time.monotonic() if ready else last
+            if time.monotonic() - last > self._stalled_after_s:
+                raise RunFailure(
+                    f"{self._cluster.hung(list(self._handlers), self._stalled_after_s)}; {self.describe()}"
+                )
+
+    def wait(self, references: list[Any]) -> None:
+        """Handle results until these references have theirs."""
+        waiting = set(references)
+
+        def arrived(reference: Any, _: Any) -> None:
+            waiting.discard(reference)
+
+        for reference in references:
+            self.add(reference, partial(arrived, reference))
+        self.until(lambda: not waiting)
+
+    def _handle(self, reference: Any) -> None:
+        handler, failed = self._handlers.pop(reference)
+        try:
+            [result] = self._cluster.get([reference])
+        except RunFailure as failure:
+            if failed is None:
+                raise
+            failed(failure)
+        else:
+            handler(result)

@@ -1,0 +1,262 @@
+"""The producer between simulated engines and a simulated scorer, on the reactor that runs use."""
+
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cotrain.process.failures import RunFailure
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, SpeculationCounts, Versions
+from cotrain.run.rows import RowFile, read_rows
+from cotrain.stream.producer import Producer, Prompts
+from cotrain.stream.reactor import Reactor
+from cotrain.tasks.prompts import PromptOrder
+
+P, SAMPLES, NUM_PROMPTS = 4, 2, 40
+
+
+class Reference:
+    """A call under way. Its result, or the failure of its process, is there once it is set."""
+
+    def __init__(self, what: Any):
+        self.what, self.result = what, None
+
+
+class Cluster:
+    """Ray as the reactor sees it: something happens whenever somebody waits."""
+
+    def __init__(self) -> None:
+        self.happens: Callable[[list[Reference]], None] = lambda references: None
+
+    def wait_any(self, references: list[Reference], timeout: float) -> list[Reference]:
+        self.happens(references)
+        return [reference for reference in references if reference.result is not None]
+
+    def get(self, references: list[Reference]) -> list[Any]:
+        for reference in references:
+            if isinstance(reference.result, Exception):
+                raise reference.result
+        return [reference.result for reference in references]
+
+    def hung(self, references: list[Reference], seconds: float) -> RunFailure:
+        return RunFailure(f"{len(references)} do not answer")
+
+
+class Engines:
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, list[str]]] = []
+        self.seeds: dict[str, list[int | None]] = {}
+
+    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Reference:
+        self.calls.append((engine, [request.prompt_id for request in requests[::SAMPLES]]))
+        for request in requests:
+            self.seeds.setdefault(request.prompt_id, []).append(request.seed)
+        return Reference(("generate", requests))
+
+
+class Rewards:
+    def __init__(self) -> None:
+        self.restarts, self.begun = 0, deque[Reference]()
+
+    def begin(self, index: int, responses: list[str]) -> Reference:
+        self.begun.append(Reference(("score", responses)))
+        return self.begun[-1]
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+
+class Task:
+    def __len__(self) -> int:
+        return NUM_PROMPTS
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(f"p{index}", [], None)
+
+
+class Stream:
+    """A producer and what is around it. `answer` decides which of the calls under way get their result."""
+
+    def __init__(self, run_config: Any, folder: Path, served: int = 0, saved: Any = (), **fields: Any):
+        stream = {"max_policy_lag": fields.pop("lag", 0), "reward_timeout_s": fields.pop("timeout", 60)}
+        rollout = {"prompts_per_step": P, "samples_per_prompt": SAMPLES, "vllm": {"max_num_seqs": 4}} | fields
+        self.config = run_config(steps=8, rollout=rollout, stream=stream)
+        prompts = Prompts(Task(), PromptOrder(NUM_PROMPTS, P, 0), SimpleNamespace(encode=lambda prompt: [1, 2]))  # type: ignore[arg-type]
+        self.cluster, self.engines, self.rewards = Cluster(), Engines(), Rewards()
+        self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
+        self.events = RowFile(folder / "stream.jsonl")
+        self.producer = Producer(self.config, self.engines, self.rewards, prompts, self.reactor, self.events)  # type: ignore[arg-type]
+        self.producer.start(served, saved)
+        self.cluster.happens = self._answer_all
+
+    def _answer_all(self, references: list[Reference]) -> None:
+        for reference in references:
+            self.answer(reference)
+
+    def answer(self, reference: Reference) -> None:
+        kind, given = reference.what
+        reference.result = batch_of(given) if kind == "generate" else [float(len(text)) for text in given]
+
+    def step(self) -> list[Any]:
+        self.producer.admit()
+        taken: list[Any] = []
+        self.reactor.until(lambda: bool(taken.extend(self.producer.take() or ()) or taken))
+        return taken
+
+    def kinds(self, group: int) -> list[str]:
+        return [row["event"] for row in read_rows(self.events.path) if row.get("group") == group]
+
+
+def batch_of(requests: list[RolloutRequest]) -> RolloutBatch:
+    rollouts = [
+        Rollout(r.prompt_id, r.sample_index, r.prompt_token_ids, [5] * 3, [-1.0] * 3, "x" * (r.sample_index + 1), "stop",
+                Versions(0, 0), None)
+        for r in requests
+    ]  # fmt: skip
+    return RolloutBatch(rollouts, [], None, 1.0, 3 * len(rollouts))
+
+
+@pytest.fixture
+def new(run_config: Any, tmp_path: Path) -> Callable[..., Stream]:
+    return lambda **fields: Stream(run_config, tmp_path, **fields)
+
+
+def test_without_lag_a_step_is_one_call_for_each_engine_in_the_order_of_its_prompts(new: Any) -> None:
+    stream = new(num_engines=2)
+    order = PromptOrder(NUM_PROMPTS, P, 0)
+    for step in (1, 2):
+        taken = stream.step()
+        names = [f"p{i}" for i in order.step(step)]
+        assert [group.prompt.id for group in taken] == names
+        assert stream.engines.calls[-2:] == [(0, names[::2]), (1, names[1::2])]
+        assert [group.rewards for group in taken] == [[1.0, 2.0]] * P
+        window = stream.producer.window()
+        assert [r.prompt_id for r in window.rollouts[::SAMPLES]] == names[::2] + names[1::2]
+        assert stream.producer.window() is None
+        stream.producer.release()
+    assert stream.kinds(0) == ["admitted", "dispatched", "finished", "scored", "taken", "released"]
+
+
+def test_with_lag_each_group_is_a_call_and_engines_are_not_overfilled(new: Any) -> None:
+    stream = new(lag=2, num_engines=2)
+    stream.producer.admit()
+    assert stream.producer.ledger.admitted == 3 * P
+    # 4 requests at once, filled to 5: two groups of 2 samples on each engine; the others wait.
+    assert sorted(engine for engine, _ in stream.engines.calls) == [0, 0, 1, 1]
+    assert all(len(names) == 1 for _, names in stream.engines.calls)
+    metrics = stream.producer.metrics()
+    assert (metrics["stream/groups_waiting"], metrics["stream/groups_running"]) == (8, 4)
+    taken = stream.step()
+    assert len(taken) == P and stream.producer.ledger.count("taken") == P
+
+
+def test_a_scorer_that_does_not_answer_costs_its_group_which_is_generated_again(new: Any) -> None:
+    stream = new(timeout=0.05)
+    hung: list[Reference] = []
+
+    def answer(reference: Reference) -> None:
+        if reference.what[0] == "score" and (not hung or reference in hung):
+            hung[:] = [reference]
+        elif reference.what[0] == "score" and hung and not stream.rewards.restarts:
+            return  # it waits behind the one that hangs
+        else:
+            Stream.answer(stream, reference)
+
+    stream.answer = answer
+    taken = stream.step()
+    assert stream.rewards.restarts == 1 and len(taken) == P
+    lost = next(row for row in read_rows(stream.events.path) if row["event"] == "lost")
+    assert lost["reason"] == "the scorer did not answer"
+    assert stream.kinds(lost["group"]) == [
+        "admitted", "dispatched", "finished", "lost", "dispatched", "finished", "scored", "taken",
+    ]  # fmt: skip
+    assert stream.producer.metrics()["stream/lost_groups"] == 1
+    assert all(group.rewards == [1.0, 2.0] for group in taken)
+
+
+def test_a_scorer_that_dies_costs_its_group_and_in_the_end_another_prompt_takes_its_place(new: Any) -> None:
+    stream = new()
+    first = f"p{PromptOrder(NUM_PROMPTS, P, 0).step(1)[0]}"
+
+    def answer(reference: Reference) -> None:
+        Stream.answer(stream, reference)
+        number = next((n for n, begun in stream.producer._scoring if begun is reference), None)
+        if number is not None and stream.producer._results[number].prompt.id == first:
+            reference.result = RunFailure("rewards: its process has died")
+
+    stream.answer = answer
+    taken = stream.step()
+    assert stream.rewards.restarts == stream.producer.ledger.lost["the scorer died"] == 2
+    assert len(taken) == P and first not in [group.prompt.id for group in taken]
+    asked = [name for _, names in stream.engines.calls for name in names]
+    assert asked.count(first) == 2
+
+
+def test_what_a_scorer_raises_ends_the_run(new: Any) -> None:
+    stream = new()
+
+    def answer(reference: Reference) -> None:
+        Stream.answer(stream, reference)
+        if reference.what[0] == "score":
+            reference.result = ValueError("task.reward: my.reward must return a finite number")
+
+    stream.answer = answer
+    with pytest.raises(ValueError, match="must return a finite number"):
+        stream.step()
+
+
+def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> None:
+    stream = new(lag=1)
+    stream.step()
+    stream.producer.release()
+    stream.reactor.until(lambda: stream.producer.ledger.count("scored") == 2)
+    scored = [group.number for group in stream.producer.ledger.groups.values() if group.state == "scored"]
+    assert scored
+    number = scored[0]
+    result = stream.producer._results[number]
+    counts = SpeculationCounts((0, 2, 1), ((0, 0, 0), (1, 0, 0), (1, 1, 0)))
+    earlier = (Segment(Versions(0, 0), 0, 1),)
+    result.rollouts[0] = replace(
+        result.rollouts[0],
+        speculation=counts,
+        verification_steps=((2, 1), (3, 2)),
+        earlier=earlier,
+        versions=Versions(1, 1),
+    )
+    saved = json.loads(json.dumps(stream.producer.state()))
+    again = new(lag=1, served=1, saved=saved)
+    taken = again.step()
+    assert len(taken) == P
+    restored = again.producer._results[number]
+    assert restored.rollouts == result.rollouts and restored.rewards == result.rewards
+    assert restored.prompt == result.prompt and again.kinds(number)[0] == "restored"
+    asked = [name for _, names in again.engines.calls for name in names]
+    assert restored.prompt.id not in asked
+
+
+def test_a_run_in_which_nothing_happens_any_more_ends_and_says_what_is_under_way(new: Any) -> None:
+    stream = new()
+    stream.reactor._stalled_after_s = 0.05
+    stream.answer = lambda reference: None
+    with pytest.raises(RunFailure, match=r"1 do not answer; groups: 4 dispatched; oldest 0, admitted 4"):
+        stream.step()
+    idle = new()
+    with pytest.raises(RunFailure, match="nothing is under way"):
+        idle.reactor.until(lambda: False)
+
+
+def test_seeds_follow_from_the_place_of_a_group_and_not_from_when_it_begins(new: Any) -> None:
+    found = []
+    for lag in (0, 2):
+        stream = new(lag=lag, draft_sample_method="greedy")
+        for _ in range(3):
+            stream.step()
+            stream.producer.release()
+        found.append({name: seeds[:SAMPLES] for name, seeds in stream.engines.seeds.items()})
+    assert None not in found[0].values() and len(found[0]) == 3 * P
+    assert {name: found[1][name] for name in found[0]} == found[0]

@@ -1,0 +1,171 @@
+"""A real engine whose weights change while it generates: who generated each token, whose hidden states were tapped."""
+
+import asyncio
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cotrain.records import Rollout, RolloutBatch
+from cotrain.trainer.self_check import relative_error
+from cotrain.transport.features import FeatureRecord, read_shard
+from drafters.base import Drafter
+from tests.engine.conftest import AUX_LAYERS, LiveEngine, make_requests, tokens
+
+pytestmark = pytest.mark.engine
+
+NUM_REQUESTS, LENGTH = 8, 240
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def models(target_model: Any, moved_target_state: State) -> list[Any]:
+    """The policies that take turns: that of even versions and that of odd ones."""
+    moved = copy.deepcopy(target_model)
+    moved.load_state_dict(moved_target_state, strict=False)
+    return [target_model, moved]
+
+
+def swap_while_generating(
+    live: LiveEngine, states: list[State], drafters: list[State], keep_kv: bool, **sampling: Any
+) -> tuple[RolloutBatch, int]:
+    """Policies take turns, and so do drafters, until the rollouts are finished. Returns them and the number of swaps."""
+    policies = [live.payload(state) for state in states]
+    payloads = [live.payload(state) for state in drafters]
+
+    async def run() -> tuple[RolloutBatch, int]:
+        engine, swaps = live.engine, 0
+        task = asyncio.create_task(engine.generate(make_requests(NUM_REQUESTS), max_tokens=LENGTH, **sampling))
+        while not task.done():
+            await asyncio.sleep(0.2)
+            version = engine.versions.policy + 1
+            await engine.update_policy(policies[version % 2], version, keep_kv)
+            await engine.update_drafter(payloads[swaps % 2], engine.versions.drafter + 1)
+            swaps += 1
+        return await task, swaps
+
+    return live.run(run())
+
+
+def log_probs_of(rollout: Rollout, models: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each response token by the policy of its segment's version: its log-prob, and the likeliest token."""
+    text = torch.tensor([rollout.prompt_token_ids + rollout.token_ids])
+    first = len(rollout.prompt_token_ids) - 1
+    with torch.no_grad():
+        laws = [model(text).logits[0, first:-1].log_softmax(-1) for model in models]
+    parts = [laws[s.versions.policy % 2][s.start : s.end] for s in rollout.segments]
+    law = torch.cat(parts)
+    return law.gather(1, text[0, first + 1 :, None]).squeeze(1), law.argmax(-1)
+
+
+def records_of(batch: RolloutBatch) -> list[FeatureRecord]:
+    return [record for shard in batch.features for record in read_shard(shard)]
+
+
+def check_segments(batch: RolloutBatch, first_version: int) -> None:
+    for rollout in batch.rollouts:
+        bounds = [(s.start, s.end) for s in rollout.segments]
+        assert bounds[0][0] == 0 and bounds[-1][1] == len(rollout.token_ids) == LENGTH
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
+        policies = [s.versions.policy for s in rollout.segments]
+        assert policies == sorted(policies) and policies[0] >= first_version
+
+
+def check_features(record: FeatureRecord, model: Any) -> float:
+    """Largest relative error of a record's rows against a forward of the policy."""
+    keep = record.feature_mask
+    with torch.no_grad():
+        states = model(record.token_ids[None], output_hidden_states=True).hidden_states
+    aux = torch.cat([states[layer][0] for layer in AUX_LAYERS], -1)
+    return max(
+        relative_error(record.aux_hidden[keep], aux[keep]),
+        relative_error(record.final_hidden[keep], states[-1][0][keep]),
+    )
+
+
+@pytest.fixture
+def swapped(
+    fresh: LiveEngine, fitted_drafter: Drafter, untrained_drafter: Drafter, target_state: State,
+    moved_target_state: State,
+) -> Callable[..., tuple[RolloutBatch, int]]:  # fmt: skip
+    """Generate while both change; the first policy and a fitted drafter come first."""
+
+    def run(keep_kv: bool = False, **sampling: Any) -> tuple[RolloutBatch, int]:
+        if fresh.engine.versions.policy % 2 == 0:
+            fresh.send_policy(moved_target_state)
+        fresh.send_policy(target_state)
+        fresh.send_drafter(fitted_drafter.state_for_serving())
+        drafters = [untrained_drafter.state_for_serving(), fitted_drafter.state_for_serving()]
+        return swap_while_generating(fresh, [target_state, moved_target_state], drafters, keep_kv, **sampling)
+
+    return run
+
+
+def test_every_token_is_stamped_with_the_policy_that_generated_it(
+    fresh: LiveEngine, swapped: Callable[..., tuple[RolloutBatch, int]], models: list[Any]
+) -> None:
+    """Computed anew at a swap: tokens and log-probs before and after it are the old policy's and the new one's."""
+    greedy, swaps = swapped(temperature=0.0, seed=None)
+    assert swaps >= 3
+    sampled, _ = swapped()
+    for batch in (greedy, sampled):
+        check_segments(batch, 0)
+        assert sum(len({s.versions.policy for s in r.segments}) > 1 for r in batch.rollouts) == NUM_REQUESTS
+        for rollout in batch.rollouts:
+            own, likeliest = log_probs_of(rollout, models)
+            if batch is greedy:
+                assert likeliest.tolist() == rollout.token_ids
+            else:
+                assert (own - torch.tensor(rollout.log_probs)).abs().max() < 1e-4
+                # Stamps that are off by one would show.
+                shifted = rollout.segments[0].end
+                other, _ = log_probs_of(rollout, models[::-1])
+                assert (other - torch.tensor(rollout.log_probs)).abs()[shifted - 4 : shifted + 4].max() > 1e-3
+
+
+def test_hidden_states_are_those_of_the_last_policy(
+    swapped: Callable[..., tuple[RolloutBatch, int]], models: list[Any]
+) -> None:
+    batch, _ = swapped()
+    records = records_of(batch)
+    assert len(records) == NUM_REQUESTS
+    for record, rollout in zip(records, batch.rollouts, strict=True):
+        assert record.policy_version == rollout.versions.policy
+        assert record.earlier_tokens == rollout.segments[-1].start
+        assert record.feature_mask.float().mean() > 0.9
+        assert check_features(record, models[record.policy_version % 2]) < 1e-4
+
+
+def test_keys_and_values_that_are_kept_leave_rows_of_earlier_versions_out(
+    fresh: LiveEngine, swapped: Callable[..., tuple[RolloutBatch, int]], models: list[Any]
+) -> None:
+    batch, _ = swapped(keep_kv=True)
+    check_segments(batch, 0)
+    for record, rollout in zip(records_of(batch), batch.rollouts, strict=True):
+        policies = [s.versions.policy for s in rollout.segments]
+        start = len(rollout.prompt_token_ids) + rollout.segments[policies.index(policies[-1])].start
+        # The row of the last token before the swap may be computed after it.
+        assert not record.feature_mask[: start - 1].any() and record.feature_mask[start:-1].all()
+    fresh.run(fresh.engine.reset_prefix_cache())
+
+
+def test_calls_overlap_and_each_gets_its_own(fresh: LiveEngine, fitted_drafter: Drafter, target_model: Any) -> None:
+    fresh.send_drafter(fitted_drafter.state_for_serving())
+    groups = [make_requests(4, seed=seed, first=10 * seed) for seed in range(4)]
+    alone = [tokens(fresh.greedy(group)) for group in groups]
+
+    async def together() -> list[RolloutBatch]:
+        engine = fresh.engine
+        return await asyncio.gather(*(engine.generate(group, temperature=0.0, seed=None) for group in groups))
+
+    batches = fresh.run(together())
+    assert [tokens(batch) for batch in batches] == alone
+    for batch in batches:
+        records = records_of(batch)
+        assert [r.token_ids.tolist() for r in records] == [r.prompt_token_ids + r.token_ids for r in batch.rollouts]
+        assert batch.feature_stats["num_holes"] == 0
+        assert batch.speculation.num_drafts == sum(r.speculation.num_drafts for r in batch.rollouts)
+    assert fresh.engine._tapped_bytes == 0

@@ -1,0 +1,43 @@
+"""A run in which generation is ahead of learning is killed and resumed: the bound of the lag, and every group once."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.stream_runs import AHEAD, P, check_stream, events_of
+from tests.engine.test_runs import TIMEOUT_S, command, train
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(root: Path) -> None:
+    """Killed in step 5, while groups are generated, scored and waiting; the newest checkpoint is of step 4."""
+    arguments = [*AHEAD, "name=killed", "stream.max_policy_lag=1"]
+    process = subprocess.Popen(command(root, *arguments), start_new_session=True, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(row["event"] == "taken" and row["step"] == 5 for row in events_of(root, "killed")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    saved = json.loads((root / "killed/checkpoints/step_000004/stream.json").read_text())
+    assert all(4 * P <= row["number"] < 6 * P for row in saved)
+    output = train(root, "--resume", "killed")
+    check_stream(root, "killed", lag=1)
+    restored = [row["group"] for row in events_of(root, "killed") if row["event"] == "restored"]
+    assert restored == sorted(row["number"] for row in saved)
+    assert re.search(r"step 8/8 .* lag [01]\.\d  wait \d+\.\ds .* idle d\d+% p\d+% r\d+%  p8 d\d", output)
+    assert "prompts identical" in output and "DIFFERS" not in output
+    assert (root / "killed/report/timeline.png").is_file()
+    assert (root / "killed/report/lag.png").is_file()
