@@ -36,7 +36,9 @@ def table_row(name: str, rows: list[dict[str, float]], cores: int) -> str:
     spent = {
         "gate": sum(row.get("drafter/score_cpu_s") or 0.0 for row in rows) / cores,
         "monitor": sum(row.get("time/lossless_s") or 0.0 for row in rows),
-        "trials": sum((row.get("rollout/speculation_trial_share") or 0.0) * row.get("time/generate_s", 0.0) for row in rows),
+        "trials": sum(
+            (row.get("rollout/speculation_trial_share") or 0.0) * row.get("time/generate_s", 0.0) for row in rows
+        ),
     }
     spent["together"] = sum(spent.values())
     spent["gate, waiting"] = sum(row.get("drafter/score_s") or 0.0 for row in rows)

@@ -34,8 +34,9 @@ SAME_PROMPT_TRIES = 2
 """Times that a group is generated with its own prompt; another prompt then takes the place."""
 
 FILL = 1.25
-"""An engine is given so many times the requests that it can run at once. The others wait here, so that a request which
-starts late starts with newer weights, and an engine that dies takes little with it."""
+"""An engine is given groups until it has so many times the requests that it can run at once, so that none of its places is
+ever empty. The others wait here: a request that starts late starts with newer weights, and an engine that dies takes
+little with it."""
 
 
 @dataclass
@@ -175,9 +176,7 @@ class Producer:
         if self._config.stream.max_policy_lag == 0:
             return group.number % rollout.prompts_per_step % rollout.num_engines
         engine = min(range(rollout.num_engines), key=self._outstanding.__getitem__)
-        outstanding = self._outstanding[engine]
-        fits = outstanding + rollout.samples_per_prompt <= FILL * rollout.max_num_seqs
-        return engine if fits or not outstanding else None
+        return engine if self._outstanding[engine] < FILL * rollout.max_num_seqs else None
 
     def _begin(self, engine: int, groups: list[Group]) -> None:
         requests = [request for group in groups for request in self._requests(group)]
