@@ -223,8 +223,8 @@ class Controller:
     def _check_distribution(self, step: int, rollouts: list[ScoredRollout], row: dict[str, float]) -> list[Alarm]:
         """Check, when it is due, that what the learner's present policy generated has its distribution.
 
-        These are whole tails of the step's groups, which were chosen by number. Of rollouts that happen to have ended
-        short ones would be seen too often.
+        It checks whole tails of the step's groups, which were chosen by number. Among rollouts that happen to have
+        ended, short ones would be seen too often.
         """
         monitor, started = self.monitor, time.perf_counter()
         tails = [last_segment(scored.rollout) for scored in rollouts]

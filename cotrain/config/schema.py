@@ -189,7 +189,7 @@ class StreamConfig(Section):
 
     max_policy_lag: NonNegativeInt = 0
     """Most policy versions between the one that generates a token and the one that trains on it. 0: generation and
-    learning take turns. Above: they overlap, and this lag is then the usual one."""
+    learning take turns. Above: they overlap."""
 
     on_swap: Literal["recompute", "finish", "keep_kv"] = "recompute"
     """New policy weights while rollouts are generated. recompute: these go on under the new policy, their text computed

@@ -145,7 +145,8 @@ def judge(
 def seconds_saved(batch: RolloutBatch, candidate: ExpectedAcceptance, serving: ExpectedAcceptance) -> float:
     """Seconds that a step like this one takes less with the candidate, each drafter at its own fastest draft lengths.
 
-    Only as far as somebody waits for rollouts: what is generated beside learning shortens no step. The engines' step costs tell the lengths apart, 0 included. Where engines have none, every step drafts K tokens.
+    Only seconds that somebody waits for count: what is generated beside learning shortens no step. The engines' step
+    costs tell the lengths apart, 0 included. Where engines have none, every step drafts K tokens.
     """
     costs = batch.gain.seconds_at if batch.gain is not None else []
     table = np.array(costs or [[np.inf] * len(serving.rates) + [1.0]])[:, : len(serving.lengths)]

@@ -47,7 +47,7 @@ class Evidence:
 
     step: int
     batch: RolloutBatch
-    """Of each rollout the last segment: what the drafters were scored on, with counts of its own."""
+    """Its rollouts are last segments, with counts of their own: the drafters were scored on these."""
     versions: Versions
     """What the controller believes to be served."""
     serving: Publication

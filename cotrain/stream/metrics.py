@@ -12,7 +12,7 @@ from cotrain.run.metrics import speculation_metrics
 
 
 def rollout_metrics(rollouts: list[ScoredRollout], window: RolloutBatch | None, seconds: float) -> dict[str, float]:
-    """Of the rollouts that are trained on; the tap's and the gain are of the window."""
+    """Reward, length and acceptance come from the rollouts that are trained on; tap and gain from the window."""
     n, num_tokens = len(rollouts), sum(len(r.rollout.token_ids) for r in rollouts)
     metrics: dict[str, Any] = {
         "policy/reward": sum(r.reward for r in rollouts) / n,

@@ -54,7 +54,7 @@ class GroupResult:
 
     prompt: Prompt
     index: int
-    """Of the prompt in the task."""
+    """Where the prompt is in the task."""
     rollouts: list[Rollout]
     rewards: list[float]
 

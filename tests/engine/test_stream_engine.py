@@ -51,7 +51,7 @@ def swap_while_generating(
 
 
 def log_probs_of(rollout: Rollout, models: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each response token by the policy of its segment's version: its log-prob, and the likeliest token."""
+    """The log-prob of each response token under its segment's policy, and the likeliest token there."""
     text = torch.tensor([rollout.prompt_token_ids + rollout.token_ids])
     first = len(rollout.prompt_token_ids) - 1
     with torch.no_grad():

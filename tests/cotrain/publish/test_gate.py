@@ -165,7 +165,7 @@ def test_swap_that_costs_more_than_it_saves_is_not_made():
 
 
 def test_only_seconds_that_somebody_waits_for_count():
-    """Of ten seconds of generation the learner waits for one; the rest passes beside learning."""
+    """The learner waits for one of ten seconds of generation; the rest passes beside learning."""
     mostly_hidden = replace(served(), exposed=0.1)
     decision = judge(*pair(1.0, 0.6), batch=mostly_hidden, lifetime_steps=3, swap_seconds=1.0)
     assert decision.numbers["gate/seconds_saved"] == pytest.approx(0.1 * 3 * 10 * (1 - 1.6 / 2.0), rel=0.01)
