@@ -170,7 +170,7 @@ def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: arg
         for kind, (name, drafter) in kinds.items():
             candidate = by_step[name][trial] if drafter is None else score(drafter, records)
             prompts = [record.prompt_key for record in records]
-            scores = FreshScores(prompts, by_step[args.serving][trial], candidate, rounds=1)
+            scores = FreshScores(prompts, by_step[args.serving][trial], candidate, updates=1, served_by=[])
             found = judge(scores, batch, lifetime_steps=1, swap_seconds=0.2, config=GateConfig())
             gain, bound = (found.numbers.get(f"gate/{name}", math.nan) for name in ("gain", "lower_bound"))
             truth = lengths[name] - lengths[args.serving] if drafter is None else None

@@ -47,12 +47,13 @@ from cotrain.stream.lag import check_lag
 from cotrain.stream.metrics import idle_metrics, lag_metrics, rollout_metrics
 from cotrain.stream.producer import GroupResult, Producer, Prompts
 from cotrain.stream.reactor import Reactor
+from cotrain.stream.training import DrafterTraining
 from cotrain.tasks.prompts import write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from drafters.base import SamplingParams
 
 STREAM = "stream.json"
-"""File of a checkpoint with the groups that are scored and not trained on."""
+"""File of a checkpoint with the state of the Producer, where generation is ahead."""
 
 
 @dataclass
@@ -99,10 +100,11 @@ class Controller:
         """Those that the last step trained on."""
         self.producer = Producer(config, roles.engines, roles.rewards, prompts, roles.reactor, records.events)
         saved = run_dir.checkpoint(state.step) / STREAM
-        self.producer.start(state.step, json.loads(saved.read_text()) if saved.is_file() else ())
+        self.producer.start(state.step, json.loads(saved.read_text()) if saved.is_file() else None)
         self._lags, self._advice = config.stream.max_policy_lag > 0, Advice()
-        self._training: list[Any] = []  # a training round of the drafter that is under way
-        self._trained: dict[str, float] = {}  # metrics of one that no row has yet
+        self._training = (
+            DrafterTraining(config, roles.drafter, roles.reactor, records.events) if roles.drafter else None
+        )
         self._heads: list[Any] = []  # the trainer reads the policy's head
         self._checked = False
         self._window_began, self._waited = time.perf_counter(), 0.0
@@ -263,7 +265,7 @@ class Controller:
         if publisher is not None:
             publisher.serves(self.versions)
         if drafter is not None and publisher is not None and self.mode is None and window is not None:
-            self._settle(step)
+            self.roles.reactor.wait(self._heads)
             outcome = publisher.evaluate(step, window, self.versions, alarms)
             row |= outcome.metrics
             self._record_events(outcome.events)
@@ -273,36 +275,22 @@ class Controller:
                 version = outcome.events[-1].version
                 self._event(step, "drafter swapped", version=version)
                 drafter.call("save_checkpoint", self.run_dir.drafter(version), version)
-            self._training = drafter.begin("train", step) if outcome.trains else []
+            if outcome.trains and self._training is not None:
+                self._training.begin(step)
         elif window is not None:
             for shard in window.features:  # tapped before speculation was switched off
                 Path(shard).unlink(missing_ok=True)
         if update is not None:
             self.roles.reactor.wait(update)
             row |= policy.finish(update)
-            self._seconds["update"] = self._ended(step, "policy updated", policy)
-        if not self._lags:
-            self._settle(step)
-        row |= self._trained
-        self._trained = {}
+            began, ended = policy.last_call
+            self._seconds["update"] = ended - began
+            self.records.events.write(step, {"time": ended, "event": "policy updated", "seconds": ended - began})
+        if self._training is not None:
+            if not self._lags:
+                self._training.finish()
+            row |= self._training.metrics()
         return outcome
-
-    def _settle(self, step: int) -> None:
-        """Wait for what the drafter trainer has been told to do. The next row has the metrics of its training round."""
-        drafter, training, heads = self.roles.drafter, self._training, self._heads
-        self._training, self._heads = [], []
-        if drafter is None:
-            return
-        self.roles.reactor.wait([*heads, *training])
-        if training:
-            self._trained = drafter.finish(training)
-            self._ended(step, "drafter trained", drafter)
-
-    def _ended(self, step: int, event: str, learner: Learner) -> float:
-        """Record the last call of a learner. Returns its seconds."""
-        began, ended = learner.last_call
-        self.records.events.write(step, {"time": ended, "event": event, "seconds": ended - began})
-        return ended - began
 
     def _swap_policy(self, step: int, row: dict[str, float]) -> None:
         drafter, ledger, reactor = self.roles.drafter, self.producer.ledger, self.roles.reactor
@@ -377,7 +365,8 @@ class Controller:
             lossless=self.monitor.state(),
             drafting=None if publisher is None else publisher.state(),
         )
-        self._settle(self.step)
+        if self._training is not None:
+            self._training.finish()
         with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last) as folder:
             if self._lags:
                 write_json(folder / STREAM, self.producer.state())

@@ -40,25 +40,25 @@ def _log_probs_are_of_one_law(config: RunConfig) -> Iterator[str]:
     policy, rollout, correction = config.policy, config.rollout, config.policy.behaviour_correction
     truncated = rollout.top_p < 1 or rollout.top_k > 0
     sampling = f"truncated sampling (top_p={rollout.top_p:g}, top_k={rollout.top_k})"
-    if correction == "none" and policy.behaviour_cap != PolicyConfig.model_fields["behaviour_cap"].default:
+    if correction is None and policy.behaviour_cap != PolicyConfig.model_fields["behaviour_cap"].default:
         yield (
-            f'policy.behaviour_cap: {policy.behaviour_cap:g} has no effect with policy.behaviour_correction = "none"; '
+            f"policy.behaviour_cap: {policy.behaviour_cap:g} has no effect without policy.behaviour_correction; "
             'set that to "truncate" or "mask", or leave behaviour_cap out'
         )
-    if correction != "none" and policy.old_log_probs != "recomputed":
+    if correction is not None and policy.old_log_probs != "recomputed":
         yield (
             f"policy.behaviour_correction: '{correction}' corrects the learner's own log-probs; set "
             'policy.old_log_probs = "recomputed", or leave behaviour_correction out'
         )
-    if correction != "none" and policy.importance_ratio == "sequence":
+    if correction is not None and policy.importance_ratio == "sequence":
         yield (
             f'policy.importance_ratio: "sequence" does not go with policy.behaviour_correction = "{correction}", which '
-            'weighs single tokens; set importance_ratio = "token", or behaviour_correction = "none"'
+            'weighs single tokens; set importance_ratio = "token", or leave behaviour_correction out'
         )
-    if correction != "none" and truncated:
+    if correction is not None and truncated:
         yield (
             f"policy.behaviour_correction: '{correction}' does not go with {sampling}: the engine's log-probs are then "
-            'of another law than the learner\'s; set it to "none", or top_p = 1 and top_k = 0'
+            "of another law than the learner's; leave it out, or set top_p = 1 and top_k = 0"
         )
     if policy.old_log_probs == "rollout" and truncated:
         yield (
@@ -115,7 +115,7 @@ def _lag_fits_the_run(config: RunConfig) -> Iterator[str]:
             f"those of truncated sampling are of another law than the learner's; set top_p = 1 and top_k = 0, "
             f"{synchronous}"
         )
-    if policy.old_log_probs == "recomputed" and policy.behaviour_correction == "none":
+    if policy.old_log_probs == "recomputed" and policy.behaviour_correction is None:
         yield (
             f'policy.old_log_probs: "recomputed" without a correction ignores the lag of {lag}; set '
             'policy.behaviour_correction = "truncate" or "mask", or old_log_probs = "rollout"'

@@ -63,7 +63,7 @@ class PolicyConfig(Section):
     """Denominator of the importance ratio: the engine's behaviour log-probs, or the learner's own before its first
     minibatch. Truncated sampling (top_p < 1, top_k > 0) needs 'recomputed'."""
 
-    behaviour_correction: Literal["none", "truncate", "mask"] = "none"
+    behaviour_correction: Literal["truncate", "mask"] | None = None
     """Each token's loss is multiplied by the learner's probability before its first minibatch over the engine's.
     truncate cuts this weight at behaviour_cap, mask leaves out tokens where it is outside 1 / behaviour_cap to
     behaviour_cap. Needs old_log_probs = "recomputed"."""

@@ -17,8 +17,6 @@ MAX_LOG_RATIO = 20.0
 """Bound of |log pi_old - log pi_engine|, so that the ratio of the two and its mean stay finite."""
 
 WEIGHT_SQUARE = "behaviour_weight_square"
-LIMITED = {"truncate": "behaviour_capped", "mask": "behaviour_masked"}
-"""Name of the share of tokens whose behaviour weight is not their ratio, by policy.behaviour_correction."""
 
 
 def loss_denominator(config: PolicyConfig, lengths: Sequence[int], max_new_tokens: int) -> int:
@@ -45,10 +43,11 @@ def _behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_lo
     The expectation of the weighted loss under the engine is that of the loss under pi_old as far as no bound is met.
     """
     ratio = (old_log_probs - behaviour_log_probs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    limited = ratio > config.behaviour_cap
+    limited, name = ratio > config.behaviour_cap, "behaviour_capped"
     if config.behaviour_correction == "truncate":
         weight = ratio.clamp(max=config.behaviour_cap)
     else:
+        name = "behaviour_masked"
         limited |= ratio < 1 / config.behaviour_cap
         # A product and no selection: a ratio that is not a number has to show in the loss.
         weight = ratio * ~limited
@@ -56,7 +55,7 @@ def _behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_lo
         "behaviour_ratio_mean": ratio,
         "behaviour_weight_mean": weight,
         WEIGHT_SQUARE: weight.double().square(),
-        LIMITED[config.behaviour_correction]: limited,
+        name: limited,  # the share of tokens whose weight is not their ratio
     }
 
 
@@ -90,7 +89,7 @@ def policy_loss(
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * batch.advantages
     per_token = -torch.minimum(plain, clipped)
     values = {"clip_fraction": clipped < plain, "ratio_max": ratio.detach()}
-    if config.behaviour_correction != "none":
+    if config.behaviour_correction is not None:
         values |= _behaviour_weights(config, old_log_probs, batch.behaviour_log_probs)
         per_token = per_token * values["behaviour_weight_mean"]
     if reference_log_probs is not None:

@@ -89,13 +89,15 @@ class ExpectedAcceptance:
         return counted / counted.sum()
 
 
-def expected_of(scores: Sequence[RolloutAcceptance], prompts: Sequence[str]) -> ExpectedAcceptance | None:
+def expected_of(
+    scores: Sequence[RolloutAcceptance], prompts: Sequence[str], chosen: NDArray[np.bool_] | None = None
+) -> ExpectedAcceptance | None:
     """What a drafter is expected to reach, from its scores on the same R rollouts at draft lengths 1 to K.
 
     Rollouts with a hole are left out; None with fewer than two prompts of whole ones. prompts [R] names each rollout's
-    prompt.
+    prompt. chosen [R]: only these rollouts; None is all of them.
     """
-    whole = scores[-1].steps.isfinite().numpy()
+    whole = scores[-1].steps.isfinite().numpy() & (True if chosen is None else chosen)
     names, groups = np.unique(np.asarray(prompts)[whole], return_inverse=True)
     if len(names) < 2:
         return None

@@ -87,11 +87,11 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: S
         if not serving.watched:
             serving = replace(serving, last_good=serving.version)
             note("kept", f"version {serving.version} is served as expected: kept", outcome.metrics)
-    if scores.candidate is not None and scores.rounds != serving.judged_round:
+    if scores.candidate is not None and scores.updates != serving.judged_update:
         gate = judge(scores, evidence.batch, config.train_every, serving.swap_seconds, config.gate)
         note(gate.kind, gate.reason, gate.numbers)
         judged_on = evidence.versions.policy if gate.kind == "kept back" else serving.judged_on
-        serving = replace(serving, judged_round=scores.rounds, judged_on=judged_on)
+        serving = replace(serving, judged_update=scores.updates, judged_on=judged_on)
         outcome.metrics, outcome.expected = outcome.metrics | gate.numbers, gate.expected
     outcome.serving = serving
     return outcome
@@ -122,22 +122,23 @@ def judge(
         reason = f"{kind}{because}: {judged_on} in this step have features of all their tokens, {needed}"
         return Judgement(kind, reason, {"gate/publish": float(always)})
     gain, bound = gain_of(candidate, serving, CONFIDENCE)
-    saved = lifetime_steps * seconds_saved(batch, candidate, serving)
+    # Where generation passes beside learning, an engine second gained or lost is one that nobody waits for.
+    saved, cost = lifetime_steps * seconds_saved(batch, candidate, serving), swap_seconds * batch.exposed
     if not always and bound <= MARGIN:
         kind, because = "kept back", f", no gain above the margin of {MARGIN:g} is certain"
-    elif not always and saved <= swap_seconds:
+    elif not always and saved <= cost:
         kind, because = "kept back", ", the swap would cost more than it saves"
     else:
         kind = "published"
     reason = (
         f"{kind}{because}: acceptance length {candidate.longest:.3f} against {serving.longest:.3f} served, gain "
         f"{gain:+.3f}, at least {bound:+.3f} ({CONFIDENCE:.0%}, {judged_on}, {len(scores.candidate)} draft tokens), "
-        f"{saved:.2f} s saved before the next candidate, {swap_seconds:.2f} s for the swap"
+        f"{saved:.2f} s saved before the next candidate, {cost:.2f} s for the swap"
     )
     if batch.exposed < 1:
         reason += f"; {batch.exposed:.0%} of the generation time is waited for"
     numbers = {"publish": kind == "published", "candidate_length": candidate.longest, "serving_length": serving.longest}
-    numbers |= {"gain": gain, "lower_bound": bound, "seconds_saved": saved, "swap_seconds": swap_seconds}
+    numbers |= {"gain": gain, "lower_bound": bound, "seconds_saved": saved, "swap_seconds": cost}
     numbers |= {"num_rollouts": num_rollouts, "num_prompts": num_prompts}
     return Judgement(kind, reason, {f"gate/{name}": float(value) for name, value in numbers.items()}, candidate)
 
@@ -145,7 +146,7 @@ def judge(
 def seconds_saved(batch: RolloutBatch, candidate: ExpectedAcceptance, serving: ExpectedAcceptance) -> float:
     """Seconds that a step like this one takes less with the candidate, each drafter at its own fastest draft lengths.
 
-    Only seconds that somebody waits for count: what is generated beside learning shortens no step. The engines' step
+    Only the share of them that the learner waits for counts. The engines' step
     costs tell the lengths apart, 0 included. Where engines have none, every step drafts K tokens.
     """
     costs = batch.gain.seconds_at if batch.gain is not None else []

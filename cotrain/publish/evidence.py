@@ -20,8 +20,8 @@ class Publication:
     """The last version that was served as expected; what a roll-back goes back to."""
     judged_on: int
     """Policy version of the rollouts on which a candidate was last compared with the serving drafter."""
-    judged_round: int = 0
-    """Training rounds behind the candidate that was last evaluated: each is evaluated once."""
+    judged_update: int = 0
+    """Optimizer steps behind the candidate that was last evaluated: each is evaluated once."""
     swap_seconds: float = 0.0
     """Seconds that the last swap took."""
     watched: int = 0
@@ -34,7 +34,7 @@ class Publication:
         """
         before = self.version if self.watched < CANARY_STEPS else self.last_good
         last_good, watched = (before, CANARY_STEPS) if scored else (version, 0)
-        return Publication(version, last_good, policy_version, self.judged_round, swap_seconds, watched)
+        return Publication(version, last_good, policy_version, self.judged_update, swap_seconds, watched)
 
     def rolled_back(self, version: int, swap_seconds: float) -> "Publication":
         """The weights of the last good version serve again, under a version number of their own."""

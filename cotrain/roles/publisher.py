@@ -10,6 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cotrain.config.schema import RunConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
 from cotrain.publish.alarms import Alarm
@@ -67,7 +69,8 @@ class Publisher:
         batch = replace(batch, rollouts=[last_segment(rollout, self._recomputes) for rollout in batch.rollouts])
         keep = {serving.version, serving.last_good}
         scores, metrics = self._trainer.call("take_in", batch.features, serving.version, keep)
-        expected = expected_of(scores.serving, scores.prompts)
+        # Acceptance was served by this drafter in these rollouts alone, so it is expected of these.
+        expected = expected_of(scores.serving, scores.prompts, np.array(scores.served_by) == serving.version)
         reads_back = sent and step % DELIVERY_CHECK_STEPS == 0
         served = self._engines.call("served_digests", sorted(sent), True) if reads_back else []
         evidence = Evidence(step, batch, versions, serving, scores, expected, sent, served, self._known)

@@ -308,10 +308,10 @@ class RolloutEngine:
         """Write what was tapped of finished rollouts, by name, and give its room back."""
         if not tapped:
             return [], {}
-        sequences = {
-            name: (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids), r.versions.policy, r.segments[-1].start)
-            for name, r in rollouts.items()
-        }
+        sequences = {}
+        for name, r in rollouts.items():
+            last = r.versions.policy, r.segments[-1].start, r.versions.drafter
+            sequences[name] = (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids), *last)
         rollout, serving = self.spec.rollout, self.spec.serving
         shared: dict[str, Any] = {
             "sampling": {field.name: getattr(rollout, field.name) for field in fields(SamplingParams)},
@@ -327,8 +327,8 @@ class RolloutEngine:
     async def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights. Requests in flight are preempted and computed anew under them.
 
-        keep_kv: they go on over the keys and values of the policy before instead. Raises WeightUpdateRefused with the worker's reason; the old weights stay. Raises RunFailure when they could not
-        be served again.
+        keep_kv: they go on over the keys and values of the policy before instead. Raises WeightUpdateRefused with the
+        worker's reason; the old weights stay. Raises RunFailure when they could not be served again.
         """
         if policy_version < self.versions.policy:
             raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")

@@ -7,7 +7,6 @@ each, so that their batches are always the same. With lag each group is a call o
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -80,16 +79,20 @@ class Producer:
         self._scoring: deque[tuple[int, Any]] = deque()  # the scorer takes one after the other
         self._score_began = 0.0
         self._window: list[tuple[int, RolloutBatch]] = []
+        self._lost_features = 0
         self._outstanding = [0] * config.rollout.num_engines  # requests
         self._busy, self._busy_since = [0.0] * config.rollout.num_engines, [0.0] * config.rollout.num_engines
         reactor.tick, reactor.describe = self._tick, lambda: self.ledger.describe()
         self.start(0)
 
-    def start(self, served: int, saved: Sequence[dict[str, Any]] = ()) -> None:
+    def start(self, served: int, saved: dict[str, Any] | None = None) -> None:
         """Begin behind so many served steps. saved: what `state` returned then."""
         rollout, stream = self._config.rollout, self._config.stream
         self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, self._config.steps, served)
-        self._saved = {row["number"]: row for row in saved}
+        saved = saved or {"groups": [], "lost": {}, "lost_features": 0}
+        self._saved = {row["number"]: row for row in saved["groups"]}
+        self.ledger.lost.update(saved["lost"])
+        self._lost_features = saved["lost_features"]
 
     # -- what a step does ---------------------------------------------------------------------------------------------
 
@@ -135,17 +138,21 @@ class Producer:
         return busy
 
     def metrics(self) -> dict[str, float]:
-        """Groups by what they are at, and those that were lost."""
+        """Groups by what they are at, and what was lost."""
         count, lost = self.ledger.count, self.ledger.lost
         return {
             "stream/groups_waiting": count("admitted"),
             "stream/groups_running": count("dispatched"),
             "stream/groups_finished": count("finished", "scored"),
             "stream/lost_groups": lost.total(),
+            "drafter/lost_features": self._lost_features,
         }
 
-    def state(self) -> list[dict[str, Any]]:
-        """The groups that are scored and not trained on, for a checkpoint. All others start over after a resume."""
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: the groups that are scored and not trained on, and what was lost.
+
+        All other groups start over after a resume. Hidden states that no window has handed out are not kept.
+        """
         scored = [group for group in self.ledger.groups.values() if group.state == "scored"]
         rows = []
         for group in scored:
@@ -154,7 +161,8 @@ class Producer:
             rows.append(
                 {"number": group.number, "index": result.index, "rollouts": rollouts, "rewards": result.rewards}
             )
-        return rows
+        tapped = sum(batch.feature_stats.get("num_rollouts", 0) for _, batch in self._window)
+        return {"groups": rows, "lost": self.ledger.lost, "lost_features": self._lost_features + tapped}
 
     # -- from state to state ------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ MAX_ROLLOUTS = 32
 a tenth of its time and decide little better."""
 
 STATE = "trainer.pt"
-PLAIN_STATE = ("drafter_version", "_rounds", "_published_round", "_needs_vocabulary", "_buffer", "_target_weights")
+PLAIN_STATE = ("drafter_version", "_updates", "_published_update", "_needs_vocabulary", "_buffer", "_target_weights")
 """Attributes of a trainer that a checkpoint holds as they are."""
 STATE_CLASSES: list[Any] = [FeatureBuffer, FeatureRecord, SamplingParams, TargetWeights]
 """Classes that a checkpoint may hold; torch.load refuses all others."""
@@ -42,8 +42,10 @@ class FreshScores:
     """[K] of the serving drafter at draft lengths 1 to K."""
     candidate: list[RolloutAcceptance] | None
     """[K] of the trainer's weights; None while they are those of the last publication."""
-    rounds: int
-    """Training rounds behind the candidate."""
+    updates: int
+    """Optimizer steps behind the candidate."""
+    served_by: list[int]
+    """[R] the drafter version that each rollout was drafted with."""
 
 
 class DrafterTrainer(Distiller):
@@ -58,7 +60,7 @@ class DrafterTrainer(Distiller):
         super().__init__(config, model_path, init_folder, updates, device)
         self.drafter_version = 0
         """Publications so far."""
-        self._rounds = self._published_round = 0
+        self._updates = self._published_update = 0
         self._published: dict[int, Drafter] = {0: self._frozen_copy()}
         max_bytes = (drafter.buffer.max_age + 1) * rollout.num_engines * rollout.features.max_bytes
         self._buffer = FeatureBuffer(max_bytes, drafter.buffer.max_age)
@@ -114,13 +116,14 @@ class DrafterTrainer(Distiller):
         records = spread_over_prompts([r for r in self._fresh if r.last_segment().is_trainable], MAX_ROLLOUTS)
         prompts = [record.prompt_key for record in records]
         records = [record.last_segment() for record in records]
-        has_candidate = self._rounds > self._published_round
+        has_candidate = self._updates > self._published_update
         drafters = [self._published[serving], *([self.drafter] if has_candidate else [])]
         scores = self.score(drafters, records)
-        return FreshScores(prompts, scores[0], scores[1] if has_candidate else None, self._rounds)
+        served_by = [record.drafter_version for record in records]
+        return FreshScores(prompts, scores[0], scores[1] if has_candidate else None, self._updates, served_by)
 
-    def train(self, step: int) -> dict[str, float]:
-        """One training round: updates_per_step optimizer steps on the buffer.
+    def train(self, step: int, num_updates: int) -> dict[str, float]:
+        """Optimizer steps on the buffer.
 
         Metrics are those of `update` and lag_versions (newest policy version held minus the one trained on), as means
         over the updates. Raises ValueError when there is nothing to train on.
@@ -131,12 +134,12 @@ class DrafterTrainer(Distiller):
                 "raise rollout.features.max_bytes"
             )
         started, newest, updates = time.perf_counter(), max(self._buffer.policy_versions), []
-        for _ in range(self._config.updates_per_step):
+        for _ in range(num_updates):
             batch = self._buffer.sample(self._config.batch_tokens, self._rng)
             updates.append(self.update(batch, step))
             updates[-1]["lag_versions"] = float(newest - batch.policy_version)
         seconds = time.perf_counter() - started
-        self._rounds += 1
+        self._updates += num_updates
         num_tokens = sum(update.pop("num_tokens") for update in updates)
         metrics = {f"drafter/{name}": sum(u[name] for u in updates) / len(updates) for name in updates[0]}
         metrics["drafter/learning_rate"] = updates[-1]["learning_rate"]
@@ -154,7 +157,7 @@ class DrafterTrainer(Distiller):
         else:
             self.check_publishable(version)
             self._published[version] = self._frozen_copy()
-            self._published_round = self._rounds
+            self._published_update = self._updates
         self.drafter_version = version
         return version
 

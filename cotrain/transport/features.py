@@ -7,7 +7,7 @@ state: in holes, and always for the last token, which was sampled but never fed 
 N tokens of R rollouts, A aux layers, H hidden size:
 
     token_ids [N] int64        aux_hidden [N, A*H], final_hidden [N, H] in the engine's dtype
-    feature_mask [N] bool      lengths, prompt_lengths, policy_versions, earlier_tokens [R] int64
+    feature_mask [N] bool      lengths, prompt_lengths, policy_versions, earlier_tokens, drafter_versions [R] int64
 """
 
 import hashlib
@@ -27,6 +27,15 @@ from drafters.base import SamplingParams
 ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
 """Tensors with a row a token, in the order of FeatureRecord's fields."""
 
+NUMBERS = {
+    "lengths": "num_tokens",
+    "prompt_lengths": "prompt_length",
+    "policy_versions": "policy_version",
+    "earlier_tokens": "earlier_tokens",
+    "drafter_versions": "drafter_version",
+}
+"""Tensors with a number a rollout, by the field of FeatureRecord that they hold."""
+
 
 @dataclass(frozen=True, eq=False)
 class FeatureRecord:
@@ -43,6 +52,8 @@ class FeatureRecord:
     aux_layers: tuple[int, ...]
     earlier_tokens: int = 0
     """Response tokens that other versions generated before the last segment: a drafter is not judged by them."""
+    drafter_version: int = 0
+    """What drafted in the last segment."""
 
     @property
     def num_tokens(self) -> int:
@@ -78,17 +89,9 @@ def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
     """Write rollouts of one sampling and set of aux layers as one shard."""
     first = records[0]
     joined = {name: torch.cat([getattr(record, name) for record in records]) for name in ROWS}
-    lengths = {
-        "lengths": torch.tensor([record.num_tokens for record in records]),
-        "prompt_lengths": torch.tensor([record.prompt_length for record in records]),
-        "policy_versions": torch.tensor([record.policy_version for record in records]),
-        "earlier_tokens": torch.tensor([record.earlier_tokens for record in records]),
-    }
-    shared = {
-        "sampling": asdict(first.sampling),
-        "aux_layers": first.aux_layers,
-    }
-    save_file(joined | lengths, path, metadata={"cotrain": json.dumps(shared)})
+    numbers = {name: torch.tensor([getattr(record, field) for record in records]) for name, field in NUMBERS.items()}
+    shared = {"sampling": asdict(first.sampling), "aux_layers": first.aux_layers}
+    save_file(joined | numbers, path, metadata={"cotrain": json.dumps(shared)})
 
 
 def read_shard(path: str | Path) -> list[FeatureRecord]:
@@ -111,15 +114,15 @@ def _records(tensors: dict[str, Tensor], shared: dict[str, Any]) -> list[Feature
     lengths = tensors["lengths"].tolist()
     rows = zip(*(tensors[name].split(lengths) for name in ROWS), strict=True)
     sampling, aux_layers = SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"])
-    numbers = (tensors[name].tolist() for name in ("prompt_lengths", "policy_versions", "earlier_tokens"))
+    numbers = zip(*(tensors[name].tolist() for name in list(NUMBERS)[1:]), strict=True)
     width, num_layers = tensors["aux_hidden"].shape[1], len(shared["aux_layers"])
     if width != (expected := num_layers * tensors["final_hidden"].shape[1]):
         raise ValueError(f"aux_hidden has {width} columns, {num_layers} layers have {expected}")
     records = [
         FeatureRecord(
-            tokens.clone(), aux.clone(), final.clone(), mask.clone(), length, version, sampling, aux_layers, earlier
+            tokens.clone(), aux.clone(), final.clone(), mask.clone(), length, policy, sampling, aux_layers, *last
         )
-        for (tokens, aux, final, mask), length, version, earlier in zip(rows, *numbers, strict=True)
+        for (tokens, aux, final, mask), (length, policy, *last) in zip(rows, numbers, strict=True)
     ]
     for index, record in enumerate(records):
         if record.feature_mask[-1]:

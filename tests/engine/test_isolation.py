@@ -90,7 +90,7 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
             shard = write_features(scratch / f"features_{step}.safetensors", target_model, rollouts)
             update = beside.begin("update", rollouts)
             drafter.call("take_in", [shard], 0, ())
-            learned = drafter.call("train", step)
+            learned = drafter.call("train", step, 4)
             beside.finish(update)
             assert learned["drafter/loss"] > 0
         digests_beside = beside.call("write_payload", scratch / "beside.safetensors").digests

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.stream_runs import AHEAD, P, check_stream, events_of
-from tests.engine.test_runs import TIMEOUT_S, command, train
+from tests.engine.test_runs import TIMEOUT_S, command, metrics_of, train
 
 pytestmark = pytest.mark.engine
 
@@ -32,11 +32,13 @@ def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(root: Path)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     saved = json.loads((root / "killed/checkpoints/step_000004/stream.json").read_text())
-    assert all(4 * P <= row["number"] < 6 * P for row in saved)
+    numbers = [row["number"] for row in saved["groups"]]
+    assert all(4 * P <= number < 6 * P for number in numbers)
     output = train(root, "--resume", "killed")
     check_stream(root, "killed", lag=1)
     restored = [row["group"] for row in events_of(root, "killed") if row["event"] == "restored"]
-    assert restored == sorted(row["number"] for row in saved)
+    assert restored == sorted(numbers)
+    assert metrics_of(root, "killed")[-1]["drafter/lost_features"] == saved["lost_features"]
     assert re.search(r"step 8/8 .* lag [01]\.\d  wait \d+\.\ds .* idle d\d+% p\d+% r\d+%  p8 d\d", output)
     assert "prompts identical" in output and "DIFFERS" not in output
     assert (root / "killed/report/timeline.png").is_file()

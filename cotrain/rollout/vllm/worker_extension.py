@@ -62,24 +62,24 @@ class CotrainWorker:
         self._cotrain_hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
 
     def cotrain_take_features(
-        self, rollouts: dict[str, tuple[list[int], int, int, int]], path: str, shared: dict[str, Any]
+        self, rollouts: dict[str, tuple[list[int], int, int, int, int]], path: str, shared: dict[str, Any]
     ) -> dict[str, float]:
         """Write the features of finished rollouts as one shard.
 
-        rollouts: request id -> (all token ids, prompt length, policy version, tokens before the last segment). shared:
-        sampling and aux_layers of their FeatureRecords.
+        rollouts: request id -> (all token ids, prompt length, policy version, tokens before the last segment, drafter
+        version). shared: sampling and aux_layers of their FeatureRecords.
         """
         hook = self._cotrain_hook
         final_size = self.model_runner.model_config.get_hidden_size()  # type: ignore[attr-defined]
         common = (SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"]))
         records = []
-        for name, (token_ids, prompt_length, policy_version, earlier_tokens) in rollouts.items():
+        for name, (token_ids, prompt_length, policy_version, *last) in rollouts.items():
             tokens = torch.tensor(token_ids)
             taken = hook.tap.take(name, tokens, policy_version)
             if taken is not None:
                 hidden, mask = taken
                 rows = (tokens, hidden[:, :-final_size], hidden[:, -final_size:], mask)
-                records.append(FeatureRecord(*rows, prompt_length, policy_version, *common, earlier_tokens))
+                records.append(FeatureRecord(*rows, prompt_length, policy_version, *common, *last))
         seconds, hook.tap_seconds = hook.tap_seconds, 0.0
         if records:
             write_records(path, records)

@@ -27,7 +27,7 @@ REFUSED = [
         "policy.behaviour_correction: 'truncate' corrects the learner's own log-probs; set policy.old_log_probs = "
         '"recomputed"',
     ),
-    ("policy={behaviour_cap=3.0}", 'policy.behaviour_cap: 3 has no effect with policy.behaviour_correction = "none"'),
+    ("policy={behaviour_cap=3.0}", "policy.behaviour_cap: 3 has no effect without policy.behaviour_correction"),
     ("policy.behaviour_cap=0.9", "policy.behaviour_cap: "),
     ("policy.num_processes=3", "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 1 x 3"),
     ("policy.minibatches=5", "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 5 x 1"),
@@ -118,7 +118,7 @@ def test_a_correction_that_cannot_work_is_refused(correction: str) -> None:
             load_config([], [*BASE, *corrected, truncated])
         [problem] = error.value.problems
         assert f"policy.behaviour_correction: '{correction}' does not go with truncated sampling" in problem
-        assert 'set it to "none", or top_p = 1 and top_k = 0' in problem
+        assert "leave it out, or set top_p = 1 and top_k = 0" in problem
     with pytest.raises(ConfigError) as error:
         load_config([], [*BASE, *corrected, "policy.importance_ratio=sequence"])
     [problem] = error.value.problems

@@ -22,7 +22,7 @@ class World:
     def __init__(self, skill: float = RANDOM, learns: float = 0.0, seed: int = 0):
         self.skill, self.learns, self.seed = skill, learns, seed
         self.published = {0: skill}
-        self.rounds = self.published_round = 0
+        self.updates = self.published_update = 0
         self.version = self.serving = 0
         self.served_as: dict[int, float] = {}
         """Versions that the engines serve with another skill than they were trained to."""
@@ -62,15 +62,14 @@ class World:
         self.published = {version: self.published[version] for version in {serving, *keep}}
         rng = np.random.default_rng([self.seed, self.step, 1])
         serving_scores = score(self.rollouts, self.published[serving], rng)
-        candidate = score(self.rollouts, self.skill, rng) if self.rounds > self.published_round else None
-        return FreshScores(self.rollouts.names, serving_scores, candidate, self.rounds), {"drafter/buffer_tokens": 1.0}
+        candidate = score(self.rollouts, self.skill, rng) if self.updates > self.published_update else None
+        served_by = [serving] * len(self.rollouts.names)
+        scores = FreshScores(self.rollouts.names, serving_scores, candidate, self.updates, served_by)
+        return scores, {"drafter/buffer_tokens": 1.0}
 
-    def begin(self, method: str, step: int) -> int:
-        self.calls.append(method)
-        return step
-
-    def finish(self, training: int) -> dict[str, float]:
-        self.skill, self.rounds = self.skill + self.learns, self.rounds + 1
+    def train(self, step: int, num_updates: int) -> dict[str, float]:
+        self.calls.append("train")
+        self.skill, self.updates = self.skill + self.learns, self.updates + num_updates
         return {"drafter/train_s": 1.0, "drafter/loss": 2.0}
 
     def call(self, method: str, *args: Any) -> Any:
@@ -80,7 +79,7 @@ class World:
         self.calls.append("publish" if weights_of is None else f"publish {weights_of}")
         self.version += 1
         if weights_of is None:
-            self.published[self.version], self.published_round = self.skill, self.rounds
+            self.published[self.version], self.published_update = self.skill, self.updates
         else:
             self.published[self.version] = self.published[weights_of]
         return self.version

@@ -67,7 +67,7 @@ RANDOM_DRAFTER = expected_acceptance((0.0005, 0.0001, 0.0), 0.0004, 8)
 def evidence(rollouts: list[Rollout], gain: Any = None, **changes: Any) -> Evidence:
     counts = total_counts(r.speculation for r in rollouts)
     batch = RolloutBatch(rollouts, [], counts, 1.0, sum(len(r.token_ids) for r in rollouts), gain=gain)
-    scores = FreshScores([], [], None, 0)
+    scores = FreshScores([], [], None, 0, [])
     return replace(Evidence(1, batch, VERSIONS, SERVING, scores, PROMISE), **changes)
 
 

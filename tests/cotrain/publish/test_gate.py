@@ -21,7 +21,7 @@ SERVED = 1.0  # skill of the serving drafter: acceptance length 2.26
 
 
 def judge(candidate, serving, prompts, config=None, batch=None, lifetime_steps=1, swap_seconds=0.5) -> Judgement:
-    scores = FreshScores(prompts, serving, candidate, rounds=1)
+    scores = FreshScores(prompts, serving, candidate, updates=1, served_by=[])
     return judge_scores(scores, batch or served(), lifetime_steps, swap_seconds, config or GateConfig())
 
 
@@ -169,8 +169,10 @@ def test_only_seconds_that_somebody_waits_for_count():
     mostly_hidden = replace(served(), exposed=0.1)
     decision = judge(*pair(1.0, 0.6), batch=mostly_hidden, lifetime_steps=3, swap_seconds=1.0)
     assert decision.numbers["gate/seconds_saved"] == pytest.approx(0.1 * 3 * 10 * (1 - 1.6 / 2.0), rel=0.01)
-    assert not publishes(decision) and "10% of the generation time is waited for" in decision.reason
-    assert publishes(judge(*pair(1.0, 0.6), lifetime_steps=3, swap_seconds=1.0))
+    assert decision.numbers["gate/swap_seconds"] == pytest.approx(0.1)
+    assert publishes(decision) and "10% of the generation time is waited for" in decision.reason
+    never_waits = replace(served(), exposed=0.0)
+    assert not publishes(judge(*pair(1.0, 0.6), batch=never_waits, lifetime_steps=3, swap_seconds=1.0))
 
 
 def test_certain_gain_within_the_margin_is_not_published():

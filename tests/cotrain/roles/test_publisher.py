@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.records import GainReport, RolloutBatch, Versions, WeightPayload
 from cotrain.roles.publisher import Publisher
@@ -44,7 +46,7 @@ def run(publisher: Publisher, world: World, steps: Any) -> list[SimpleNamespace]
             if outcome.failure is not None:
                 raise outcome.failure
             if outcome.trains:
-                world.finish(world.begin("train", step))
+                world.train(step, 1)
             metrics, events = outcome.metrics, outcome.events
         counts = batch.speculation
         length = counts.acceptance_length if counts else 1.0
@@ -205,6 +207,22 @@ def test_drafts_that_were_verified_are_judged_whatever_the_controller_reports(ne
         run(new_publisher(world), world, [1])
 
 
+def test_acceptance_is_expected_of_the_rollouts_that_the_serving_drafter_drafted_for(new_publisher: Any) -> None:
+    """Beside a publication in mid-generation, rollouts of both drafters end in one step, and only one side counts."""
+    world = World(GOOD)
+    publisher, batch = new_publisher(world), world.generate(1)
+    scores, metrics = world.take_in([], 0, {0})
+    long = [rollout.prompt_id in "0123" for rollout in batch.rollouts]  # of another drafter, and with other lengths
+    for scored in scores.serving:
+        scored.accepted[torch.tensor(long)] *= 0
+    scores.served_by[:] = [1 if other else 0 for other in long]
+    world.take_in = lambda *_: (scores, metrics)  # type: ignore[method-assign]
+    outcome = publisher.evaluate(1, batch, Versions(0, 0))
+    mine = [not other for other in long]
+    expected = expected_of(scores.serving, scores.prompts, np.array(mine))
+    assert outcome.metrics["rollout/expected_acceptance_length_longest"] == expected.longest > 1.8
+
+
 def test_always_publishes_what_no_rollout_can_judge(new_publisher: Any) -> None:
     for mode, serving in (("always", 1), ("gain", 0)):
         world = World(learns=9.0)
@@ -213,7 +231,7 @@ def test_always_publishes_what_no_rollout_can_judge(new_publisher: Any) -> None:
         nothing = score(sample_rollouts(np.random.default_rng(0), 8, 4), 0.0, np.random.default_rng(0))
         for scored in nothing:
             scored.steps[:], scored.accepted[:], scored.known[:] = float("nan"), float("nan"), 0
-        world.take_in = lambda *_, nothing=nothing: (FreshScores(["a"] * 32, nothing, nothing, 1), {})  # type: ignore[method-assign]
+        world.take_in = lambda *_, nothing=nothing: (FreshScores(["a"] * 32, nothing, nothing, 1, [0] * 32), {})  # type: ignore[method-assign]
         [row] = run(publisher, world, [2])
         assert row.serving == serving
         assert "0 rollouts of 0 prompts in this step have features of all their tokens" in row.events[0].reason

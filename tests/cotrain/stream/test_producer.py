@@ -16,35 +16,9 @@ from cotrain.run.rows import RowFile, read_rows
 from cotrain.stream.producer import Producer, Prompts
 from cotrain.stream.reactor import Reactor
 from cotrain.tasks.prompts import PromptOrder
+from tests.cotrain.stream.simulated_ray import Cluster, Reference
 
 P, SAMPLES, NUM_PROMPTS = 4, 2, 40
-
-
-class Reference:
-    """A call under way. Its result, or the failure of its process, is there once it is set."""
-
-    def __init__(self, what: Any):
-        self.what, self.result = what, None
-
-
-class Cluster:
-    """Ray as the reactor sees it: something happens whenever somebody waits."""
-
-    def __init__(self) -> None:
-        self.happens: Callable[[list[Reference]], None] = lambda references: None
-
-    def wait_any(self, references: list[Reference], timeout: float) -> list[Reference]:
-        self.happens(references)
-        return [reference for reference in references if reference.result is not None]
-
-    def get(self, references: list[Reference]) -> list[Any]:
-        for reference in references:
-            if isinstance(reference.result, Exception):
-                raise reference.result
-        return [reference.result for reference in references]
-
-    def hung(self, references: list[Reference], seconds: float) -> RunFailure:
-        return RunFailure(f"{len(references)} do not answer")
 
 
 class Engines:
@@ -82,7 +56,7 @@ class Task:
 class Stream:
     """A producer and what is around it. `answer` decides which of the calls under way get their result."""
 
-    def __init__(self, run_config: Any, folder: Path, served: int = 0, saved: Any = (), **fields: Any):
+    def __init__(self, run_config: Any, folder: Path, served: int = 0, saved: Any = None, **fields: Any):
         stream = {"max_policy_lag": fields.pop("lag", 0), "reward_timeout_s": fields.pop("timeout", 60)}
         rollout = {"prompts_per_step": P, "samples_per_prompt": SAMPLES, "vllm": {"max_num_seqs": 4}} | fields
         self.config = run_config(steps=8, rollout=rollout, stream=stream)
@@ -228,9 +202,13 @@ def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> N
         earlier=earlier,
         versions=Versions(1, 1),
     )
+    stream.producer.ledger.lost["the scorer died"] += 3
+    stream.producer._window = [(0, replace(batch_of([]), feature_stats={"num_rollouts": 5}))]
     saved = json.loads(json.dumps(stream.producer.state()))
     again = new(lag=1, served=1, saved=saved)
     taken = again.step()
+    metrics = again.producer.metrics()
+    assert (metrics["stream/lost_groups"], metrics["drafter/lost_features"]) == (3, 5)
     assert len(taken) == P
     restored = again.producer._results[number]
     assert restored.rollouts == result.rollouts and restored.rewards == result.rewards

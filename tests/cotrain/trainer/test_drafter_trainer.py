@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,12 @@ from drafters.losses import drafter_loss
 from tests.cotrain.trainer.conftest import SAMPLING, VOCAB, make_record, payload_of, weights_of
 
 
-def run_steps(trainer, target, shard_of, steps):
+def run_steps(trainer, target, shard_of, steps, num_updates=3):
     """Rollouts, features, training and a new policy version for each step, as the controller does it."""
     rows = []
     for step in steps:
         records = target.rollouts(num_prompts=4, samples=2, seed=step, policy_version=step - 1)
-        row = trainer.add_features([shard_of(records)]) | trainer.train(step)
+        row = trainer.add_features([shard_of(records)]) | trainer.train(step, num_updates)
         trainer.set_target_weights(payload_of(target), step)
         rows.append(without_times(row))
     return rows
@@ -31,7 +32,7 @@ def test_loss_falls_and_expected_acceptance_rises(new_trainer, target, shard_of)
     records = target.rollouts(48, 1, seed=1, policy_version=0)
     trainer.add_features([shard_of(records[12:])])
     before = trainer.evaluate(records[:12])
-    rows = [trainer.train(step) for step in (1, 2, 3)]
+    rows = [trainer.train(step, 10) for step in (1, 2, 3)]
     assert rows[2]["drafter/loss"] < 0.75 * rows[0]["drafter/loss"]
     assert rows[2]["drafter/loss_pos_3"] < 0.75 * rows[0]["drafter/loss_pos_3"]
     after = trainer.evaluate(records[:12])
@@ -43,7 +44,7 @@ def test_metrics_of_a_step(new_trainer, target, shard_of):
     trainer.add_features([shard_of(target.rollouts(3, 2, seed=1, policy_version=0))])
     trainer.set_target_weights(payload_of(target), 1)
     trainer.add_features([shard_of(target.rollouts(3, 2, seed=2, policy_version=1))])
-    row = trainer.train(2)
+    row = trainer.train(2, 3)
     assert row["drafter/buffer_tokens"] == 2 * 6 * 24
     assert row["drafter/buffer_bytes"] == 12 * 24 * (8 + 4 * 4 * 64 + 1)
     assert row["drafter/lag_versions"] == pytest.approx(1 / 3)  # new, old, then a new epoch
@@ -71,20 +72,21 @@ def test_evaluation_is_of_the_served_positions_and_not_of_how_rollouts_are_batch
 
 def test_saved_and_loaded_trainer_continues_bit_for_bit(new_trainer, target, shard_of, tmp_path):
     schedule = {"learning_rate": 3e-3, "warmup_steps": 2, "schedule": "cosine"}
-    fields = {"optimizer": schedule, "updates_per_step": 1}  # saved in the middle of an epoch of the buffer
+    fields = {"optimizer": schedule, "updates_per_step": 1}
+    steps = partial(run_steps, num_updates=1)  # saved in the middle of an epoch of the buffer
     straight = new_trainer(**fields)
-    rows = run_steps(straight, target, shard_of, [1, 2])
-    rows += [without_times(straight.train(2))]  # on the features of the step before
-    rows += run_steps(straight, target, shard_of, [3])
+    rows = steps(straight, target, shard_of, [1, 2])
+    rows += [without_times(straight.train(2, 1))]  # on the features of the step before
+    rows += steps(straight, target, shard_of, [3])
 
     first = new_trainer(**fields)
-    rows_in_two = run_steps(first, target, shard_of, [1, 2])
+    rows_in_two = steps(first, target, shard_of, [1, 2])
     first.publish()
     first.save(tmp_path / "saved")
     second = new_trainer(**fields)
     second.load(tmp_path / "saved")
-    rows_in_two += [without_times(second.train(2))]
-    rows_in_two += run_steps(second, target, shard_of, [3])
+    rows_in_two += [without_times(second.train(2, 1))]
+    rows_in_two += steps(second, target, shard_of, [3])
 
     assert rows_in_two == rows
     assert second.drafter_version == 1
@@ -181,7 +183,7 @@ def test_each_batch_is_taught_by_the_head_of_its_own_version(new_trainer, target
         return drafter_loss(drafter, batch, weights, *rest)
 
     monkeypatch.setattr("cotrain.trainer.distiller.drafter_loss", loss)
-    trainer.train(2)
+    trainer.train(2, 4)
     assert set(seen) == {0, 1}
 
 
@@ -256,7 +258,7 @@ def test_non_finite_loss_stops_before_the_optimizer_moves(new_trainer, target, s
     trainer.add_features([shard_of(target.rollouts(4, 2, seed=2, policy_version=1))])
     before = weights_of(trainer)
     with pytest.raises(FloatingPointError, match=r"step 2: loss nan.* target's head of policy version 1 is not finite"):
-        trainer.train(2)
+        trainer.train(2, 3)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(trainer).items())
 
 
@@ -266,7 +268,7 @@ def test_broken_drafter_is_neither_trained_nor_published(new_trainer, target, sh
     with torch.no_grad():
         trainer.drafter.norm.weight[0] = torch.inf
     with pytest.raises(FloatingPointError, match=r"step 2: .*norm\.weight is not finite"):
-        trainer.train(2)
+        trainer.train(2, 3)
     with pytest.raises(FloatingPointError, match="drafter version 1 is not published"):
         trainer.publish()
     assert trainer.drafter_version == 0
@@ -274,7 +276,7 @@ def test_broken_drafter_is_neither_trained_nor_published(new_trainer, target, sh
 
 def test_nothing_to_train_on_is_an_error(new_trainer):
     with pytest.raises(ValueError, match="step 1: no features to train the drafter on"):
-        new_trainer().train(1)
+        new_trainer().train(1, 3)
 
 
 def test_each_publication_is_the_next_version(new_trainer):
@@ -294,11 +296,11 @@ def test_fresh_rollouts_score_the_served_drafter_and_the_candidate(new_trainer, 
     first = trainer.score_fresh(0, [0])
     assert first.candidate is None
     assert len(set(first.prompts)) == len(first.prompts) == len(first.serving[-1].steps) == 32, "MAX_ROLLOUTS"
-    trainer.train(1)
+    trainer.train(1, 30)
     trainer.add_features([shard_of(target.rollouts(12, 2, seed=2, policy_version=0))])
     scores = trainer.score_fresh(0, [0])
     serving, candidate = lengths_of(scores)
-    assert (scores.rounds, [s.accepted.shape for s in scores.candidate]) == (1, [(24, 1), (24, 2), (24, 3)])
+    assert (scores.updates, [s.accepted.shape for s in scores.candidate]) == (30, [(24, 1), (24, 2), (24, 3)])
     assert candidate > serving + 0.04
     assert not scores.serving[-1].accepted.requires_grad
     assert trainer.publish() == 1
@@ -360,7 +362,7 @@ def test_a_cosine_schedule_ends_with_the_last_training_round(new_trainer, target
     """10 steps, of which every third trains."""
     trainer = new_trainer(train_every=3, optimizer={"learning_rate": 1e-3, "schedule": "cosine"})
     trainer.add_features([shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
-    rates = [trainer.train(step)["drafter/learning_rate"] for step in (3, 6, 9)]
+    rates = [trainer.train(step, 3)["drafter/learning_rate"] for step in (3, 6, 9)]
     assert rates[0] > rates[1] > rates[2] == pytest.approx(1e-4)
 
 

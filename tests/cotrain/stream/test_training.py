@@ -1,0 +1,66 @@
+"""The drafter's training beside other calls of its trainer, on the reactor that runs use."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain.run.rows import RowFile, read_rows
+from cotrain.stream.reactor import Reactor
+from cotrain.stream.training import DrafterTraining
+from tests.cotrain.stream.simulated_ray import Cluster, Reference
+
+
+class Trainer:
+    """Calls wait in a line; `work` makes the first of them."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Reference] = []
+        self.made: list[Any] = []
+
+    def begin(self, *call: Any) -> list[Reference]:
+        self.waiting.append(Reference(call))
+        return self.waiting[-1:]
+
+    def work(self, _: Any = None) -> None:
+        if self.waiting:
+            first = self.waiting.pop(0)
+            self.made.append(first.what)
+            first.result = ({"drafter/train_s": 0.5, "drafter/loss": float(len(self.made))}, 10.0, 10.5)
+
+
+@pytest.fixture
+def new(run_config: Any, tmp_path: Path) -> Any:
+    def build(lag: int) -> Any:
+        drafter = {"model": {"type": "eagle3"}, "updates_per_step": 4}
+        config = run_config(steps=8, stream={"max_policy_lag": lag}, drafter=drafter)
+        cluster, trainer = Cluster(), Trainer()
+        cluster.happens = trainer.work
+        reactor = Reactor(cluster, 5.0)  # type: ignore[arg-type]
+        events = RowFile(tmp_path / f"stream{lag}.jsonl")
+        return trainer, reactor, DrafterTraining(config, trainer, reactor, events), events  # type: ignore[arg-type]
+
+    return build
+
+
+def test_without_lag_a_round_is_one_call(new: Any) -> None:
+    trainer, _, training, _ = new(lag=0)
+    training.begin(3)
+    training.finish()
+    assert trainer.made == [("train", 3, 4)]
+    assert training.metrics() == {"drafter/train_s": 0.5, "drafter/loss": 1.0, "drafter/updates": 4}
+    assert training.metrics() == {}
+
+
+def test_with_lag_other_calls_come_between_two_updates(new: Any) -> None:
+    trainer, reactor, training, events = new(lag=1)
+    training.begin(3)
+    heads = trainer.begin("set_target_weights")
+    reactor.wait(heads)
+    assert trainer.made == [("train", 3, 1), ("set_target_weights",)]
+    training.begin(4)  # a round begins before the last one has ended
+    training.finish()
+    assert trainer.made[2:] == [("train", 3, 1)] * 4
+    assert training.metrics() == {"drafter/train_s": 2.5, "drafter/loss": 3.8, "drafter/updates": 5}
+    assert not training.under_way and not trainer.waiting
+    assert [row["event"] for row in read_rows(events.path)] == ["drafter trained"] * 5
