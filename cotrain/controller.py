@@ -148,7 +148,8 @@ class Controller:
         check_lag([scored.rollout for scored in rollouts], served, self.config.stream.max_policy_lag)
         if speculates and window is not None and not self._checked:
             self._check_batch(window)
-        row |= rollout_metrics(rollouts, window, self._generate_seconds(window))
+        recomputes = self.config.stream.on_swap != "keep_kv"
+        row |= rollout_metrics(rollouts, window, self._generate_seconds(window), served.drafter, recomputes)
         alarms = self._check_distribution(step, rollouts, row) if speculates else []
         with self._timed("learn"):
             outcome = self._learn(step, rollouts, window, alarms, row)
@@ -365,8 +366,6 @@ class Controller:
             lossless=self.monitor.state(),
             drafting=None if publisher is None else publisher.state(),
         )
-        if self._training is not None:
-            self._training.finish()
         with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last) as folder:
             if self._lags:
                 write_json(folder / STREAM, self.producer.state())

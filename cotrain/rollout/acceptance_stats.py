@@ -1,10 +1,12 @@
 """SpeculationCounts of requests and of steps; nothing is cumulative."""
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from cotrain.records import Rollout, SpeculationCounts
+from cotrain.records import Rollout, SpeculationCounts, Versions
 
 
 def counts_of_steps(steps: Iterable[tuple[int, int]], most: int) -> SpeculationCounts:
@@ -33,36 +35,50 @@ def total_counts(counts: Iterable[SpeculationCounts | None]) -> SpeculationCount
 def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:
     """The last segment of a rollout as a rollout of its own, whose prompt is all that came before it.
 
-    Verification steps are given to segments by counting tokens: the first token of a response has no verification step,
-    nor has the first one after a policy update that computes the text anew (recomputes). Where that does not add up, because
-    drafting paused or a request was preempted, the segment has no counts.
+    It has no counts where `steps_by_segment` has none.
     """
     start = rollout.segments[-1].start
     if not start:
         return rollout
-    steps, counts = _steps_from(start, rollout, recomputes), None
-    if rollout.speculation is not None and steps is not None:
-        counts = counts_of_steps(steps, len(rollout.speculation.steps))
+    by_segment, counts = steps_by_segment(rollout, recomputes), None
+    if rollout.speculation is not None and by_segment is not None:
+        counts = counts_of_steps(by_segment[-1], len(rollout.speculation.steps))
     return replace(
         rollout,
         prompt_token_ids=rollout.prompt_token_ids + rollout.token_ids[:start],
         token_ids=rollout.token_ids[start:],
         log_probs=rollout.log_probs[start:],
         speculation=counts,
-        verification_steps=steps or (),
+        verification_steps=() if by_segment is None else tuple(by_segment[-1]),
         earlier=(),
     )
 
 
-def _steps_from(start: int, rollout: Rollout, recomputes: bool) -> tuple[tuple[int, int], ...] | None:
-    """The verification steps that emitted tokens `start` and later ones; None where that cannot be said."""
+def counts_by_versions(rollouts: Iterable[Rollout], recomputes: bool = True) -> dict[Versions, SpeculationCounts]:
+    """Counts of each policy and drafter, over the rollouts whose verification steps can be told apart."""
+    found: dict[Versions, list[SpeculationCounts]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.speculation is not None and not rollout.earlier:
+            found[rollout.versions].append(rollout.speculation)
+        elif rollout.speculation is not None:
+            for segment, steps in zip(rollout.segments, steps_by_segment(rollout, recomputes) or (), strict=False):
+                found[segment.versions].append(counts_of_steps(steps, len(rollout.speculation.steps)))
+    return {versions: total for versions, counts in found.items() if (total := total_counts(counts)) is not None}
+
+
+def steps_by_segment(rollout: Rollout, recomputes: bool = True) -> list[list[tuple[int, int]]] | None:
+    """The verification steps of each segment, told apart by counting tokens.
+
+    The first token of a response has no verification step, nor has the first one after a policy update that computes the
+    text anew (recomputes). None where that does not add up, because drafting paused or a request was preempted.
+    """
+    starts = [segment.start for segment in rollout.segments]
     parts = pairwise(rollout.segments)
     updates = {b.start for a, b in parts if recomputes and a.versions.policy != b.versions.policy}
-    position, kept = 1, []
+    position, found = 1, [list[tuple[int, int]]() for _ in starts]
     for drafted, accepted in rollout.verification_steps:
         position += position in updates
-        if position >= start:
-            kept.append((drafted, accepted))
+        found[bisect_right(starts, position) - 1].append((drafted, accepted))
         position += 1 + accepted
     position += position in updates
-    return tuple(kept) if position >= len(rollout.token_ids) else None
+    return found if position >= len(rollout.token_ids) else None

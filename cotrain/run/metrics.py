@@ -13,8 +13,11 @@ from cotrain.records import SpeculationCounts
 LEAST_DRAFTS = 30
 """A version is ranked from so many verification steps on; the acceptance length of fewer is mostly noise."""
 
-DRAFTS, ACCEPTED = "rollout/drafts_k", "rollout/accepted_k"
-"""Metrics of a step; the draft length follows the name."""
+DRAFTS_AND_ACCEPTED = [
+    ("rollout/drafts_k", "rollout/accepted_k"),
+    ("rollout/previous_drafts_k", "rollout/previous_accepted_k"),
+]
+"""Metrics of a step, for the drafter version that serves and the one before it; the draft length follows the name."""
 
 
 class ServedDrafts:
@@ -23,13 +26,17 @@ class ServedDrafts:
     def __init__(self) -> None:
         self._drafts, self._accepted = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
 
-    def add(self, version: int, metrics: Mapping[str, Any]) -> None:
-        """Count one step that this version served, from the metrics that `metrics_of` made."""
-        for name, drafts in metrics.items():
-            if name.startswith(DRAFTS) and drafts:
-                k = int(name.removeprefix(DRAFTS))
-                self._drafts[k, version] += int(drafts)
-                self._accepted[k, version] += int(metrics[f"{ACCEPTED}{k}"])
+    def add(self, version: int, metrics: Mapping[str, Any]) -> set[int]:
+        """Count one step that this version served, from the metrics of `metrics_of`. Returns the versions that drafted."""
+        drafted = set()
+        for age, (drafts, accepted) in enumerate(DRAFTS_AND_ACCEPTED):
+            for name in metrics:
+                if name.startswith(drafts) and metrics[name]:
+                    k = name.removeprefix(drafts)
+                    self._drafts[int(k), version - age] += int(metrics[name])
+                    self._accepted[int(k), version - age] += int(metrics[f"{accepted}{k}"])
+                    drafted.add(version - age)
+        return drafted
 
     def of(self, version: int) -> dict[str, float]:
         """Acceptance of a version at the draft length at which it was served most; empty when it never was."""
@@ -52,12 +59,16 @@ class ServedDrafts:
         return max(ranked, key=lambda v: self._accepted[most, v] / self._drafts[most, v], default=None)
 
 
-def metrics_of(counts: SpeculationCounts) -> dict[str, float]:
-    """Verification steps and accepted draft tokens of one step, for each draft length that it served."""
+def metrics_of(counts: SpeculationCounts, age: int = 0) -> dict[str, float]:
+    """Verification steps and accepted draft tokens of one step, for each draft length that it served.
+
+    age: 0 for the drafter version that serves, 1 for the one before it.
+    """
+    drafts_of, accepted_of = DRAFTS_AND_ACCEPTED[age]
     metrics: dict[str, float] = {}
     for k, (drafts, accepted) in enumerate(zip(counts.steps, counts.accepted, strict=True), start=1):
         if drafts:
-            metrics |= {f"{DRAFTS}{k}": drafts, f"{ACCEPTED}{k}": sum(accepted)}
+            metrics |= {f"{drafts_of}{k}": drafts, f"{accepted_of}{k}": sum(accepted)}
     return metrics
 
 
@@ -74,7 +85,7 @@ def speculation_metrics(counts: SpeculationCounts | None) -> dict[str, float]:
         "rollout/num_drafts": counts.num_drafts,
     }
     if counts.num_drafts:
-        metrics |= {"rollout/acceptance_length": counts.acceptance_length} | metrics_of(counts)
+        metrics |= {"rollout/acceptance_length": counts.acceptance_length}
         for position, accepted in enumerate(counts.accepted_per_position, start=1):
             metrics[f"rollout/acceptance_rate_pos_{position}"] = accepted / counts.num_drafts
     return metrics

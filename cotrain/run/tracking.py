@@ -75,21 +75,22 @@ class Tracker(AbstractContextManager["Tracker"]):
     def log_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Queue one step, unless MLflow has it already: a replayed step is not recorded twice.
 
-        The drafter that served is tagged with what it has reached so far, and `best` moves to the best of the run.
+        Drafters that drafted are tagged with what they have reached so far, and `best` moves to the best of the run.
         """
         version = int(metrics.get("versions/drafter") or 0)
-        self._served.add(version, metrics)
+        drafted = self._served.add(version, metrics)
         if step <= self._last_step:
             return
         self._last_step = step
-        reached, best = self._served.of(version), self._served.best()
+        reached, best = {v: self._served.of(v) for v in drafted}, self._served.best()
         points = _points({name: value for name, value in metrics.items() if value is not None} | {MARKER: step}, step)
 
         def send() -> None:
             # MLflow keeps one of two equal points, so sending again after a lost answer does no harm.
             self._client.log_batch(self.run_id, metrics=points)
             self._sent_step = step
-            self._send_served(version, reached, best, step)
+            for served, acceptance in reached.items():
+                self._send_served(served, acceptance, best, step)
 
         self._enqueue(send)
 

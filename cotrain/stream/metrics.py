@@ -7,12 +7,17 @@ from typing import Any
 import numpy as np
 
 from cotrain.records import Rollout, RolloutBatch, ScoredRollout
-from cotrain.rollout.acceptance_stats import total_counts
-from cotrain.run.metrics import speculation_metrics
+from cotrain.rollout.acceptance_stats import counts_by_versions, total_counts
+from cotrain.run.metrics import metrics_of, speculation_metrics
 
 
-def rollout_metrics(rollouts: list[ScoredRollout], window: RolloutBatch | None, seconds: float) -> dict[str, float]:
-    """Reward, length and acceptance come from the rollouts that are trained on; tap and gain from the window."""
+def rollout_metrics(
+    rollouts: list[ScoredRollout], window: RolloutBatch | None, seconds: float, drafter_version: int, recomputes: bool
+) -> dict[str, float]:
+    """Reward, length and acceptance come from the rollouts that are trained on; tap and gain from the window.
+
+    drafter_version: what serves. recomputes: whether a policy update computes text anew (see `steps_by_segment`).
+    """
     n, num_tokens = len(rollouts), sum(len(r.rollout.token_ids) for r in rollouts)
     metrics: dict[str, Any] = {
         "policy/reward": sum(r.reward for r in rollouts) / n,
@@ -23,6 +28,11 @@ def rollout_metrics(rollouts: list[ScoredRollout], window: RolloutBatch | None, 
         "rollout/tokens_per_s": num_tokens / seconds,
     }
     metrics |= speculation_metrics(total_counts(r.rollout.speculation for r in rollouts))
+    by_versions = counts_by_versions((r.rollout for r in rollouts), recomputes)
+    for age, name in enumerate(("serving", "previous")):
+        counts = total_counts(c for v, c in by_versions.items() if v.drafter == drafter_version - age)
+        if counts is not None and counts.num_drafts:
+            metrics |= {f"rollout/acceptance_length_{name}": counts.acceptance_length} | metrics_of(counts, age)
     if window is None:
         return metrics
     metrics |= {} if window.gain is None else window.gain.metrics()

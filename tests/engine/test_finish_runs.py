@@ -1,4 +1,4 @@
-"""A run in which rollouts end before weights are swapped repeats its versions, however fast anything is."""
+"""A run in which rollouts end before weights are swapped repeats its versions, however slow the drafter's training is."""
 
 from pathlib import Path
 
@@ -9,12 +9,18 @@ from tests.engine.test_runs import metrics_of, train
 
 pytestmark = pytest.mark.engine
 
+UPDATES = 24
+
 
 def test_with_finish_versions_follow_from_the_order_of_groups_alone(tmp_path: Path) -> None:
-    train(tmp_path, *AHEAD, "name=finish", "stream.max_policy_lag=2", "stream.on_swap=finish")
+    slow = f"drafter.updates_per_step={UPDATES}"
+    train(tmp_path, *AHEAD, "name=finish", "stream.max_policy_lag=2", "stream.on_swap=finish", slow)
     check_stream(tmp_path, "finish", lag=2)
     finished = {row["group"]: row["versions"] for row in events_of(tmp_path, "finish") if row["event"] == "finished"}
     assert {group: int(versions[1:].split("-")[0]) for group, versions in finished.items()} == {
         group: max(0, group // P - 2) for group in range(P * STEPS)
     }
-    assert all(row["stream/mixed_rollouts"] == 0 for row in metrics_of(tmp_path, "finish"))
+    rows = metrics_of(tmp_path, "finish")
+    assert all(row["stream/mixed_rollouts"] == 0 for row in rows)
+    # Policies were swapped while a training round of the drafter was under way.
+    assert any(0 < row.get("drafter/updates", 0) < UPDATES for row in rows)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cotrain.records import Rollout, RolloutBatch
+from cotrain.rollout.acceptance_stats import counts_by_versions, total_counts
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.base import Drafter
@@ -124,6 +125,21 @@ def test_every_token_is_stamped_with_the_policy_that_generated_it(
                 shifted = rollout.segments[0].end
                 other, _ = log_probs_of(rollout, models[::-1])
                 assert (other - torch.tensor(rollout.log_probs)).abs()[shifted - 4 : shifted + 4].max() > 1e-3
+
+
+def test_verification_steps_are_counted_by_policy_and_drafter(
+    fresh: LiveEngine, swapped: Callable[..., tuple[RolloutBatch, int]]
+) -> None:
+    """They add up to vLLM's own totals, and the poor drafter that takes turns with a fitted one shows in its own counts."""
+    batch, swaps = swapped()
+    found = counts_by_versions(batch.rollouts)
+    assert total_counts(found.values()) == batch.speculation
+    fitted_first = fresh.engine.versions.drafter - swaps  # what served before the first swap
+    lengths = [
+        total_counts(c for v, c in found.items() if (v.drafter - fitted_first) % 2 == poor).acceptance_length
+        for poor in (0, 1)
+    ]
+    assert lengths[1] < 1.3 < 1.6 < lengths[0]
 
 
 def test_hidden_states_are_those_of_the_last_policy(

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from cotrain.run.metrics import speculation_metrics
+from cotrain.run.metrics import ServedDrafts, metrics_of, speculation_metrics
 from cotrain.run.rows import RowFile, read_rows
 from tests.speculation_counts import counts
 
@@ -56,8 +56,6 @@ def test_speculation_metrics_by_hand():
             "rollout/acceptance_rate_pos_1": 0.8,
             "rollout/acceptance_rate_pos_2": 0.4,
             "rollout/acceptance_rate_pos_3": 0.1,
-            "rollout/drafts_k3": 10,
-            "rollout/accepted_k3": 13,
         }
     )
 
@@ -68,3 +66,12 @@ def test_no_acceptance_is_claimed_where_nothing_was_drafted():
         "rollout/drafted_tokens": 0,
         "rollout/num_drafts": 0,
     }
+
+
+def test_each_version_is_credited_with_its_own_drafts():
+    """Where generation is ahead, rollouts of two drafters are trained on in one step."""
+    served = ServedDrafts()
+    served.add(4, metrics_of(counts(100, 2, (80, 40))) | metrics_of(counts(50, 2, (10, 0)), age=1))
+    assert served.of(4) == {"acceptance_length": 2.2, "num_speculative_tokens": 2, "num_drafts": 100}
+    assert served.of(3) == {"acceptance_length": 1.2, "num_speculative_tokens": 2, "num_drafts": 50}
+    assert served.best() == 4 and served.of(2) == {}

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from cotrain.process.failures import RunFailure
-from cotrain.records import Rollout, Segment, Versions
-from cotrain.rollout.acceptance_stats import counts_of_steps, last_segment
+from cotrain.records import Rollout, ScoredRollout, Segment, Versions
+from cotrain.rollout.acceptance_stats import counts_by_versions, counts_of_steps, last_segment, total_counts
 from cotrain.stream.lag import check_lag
-from cotrain.stream.metrics import lag_metrics, token_lags
+from cotrain.stream.metrics import lag_metrics, rollout_metrics, token_lags
 
 
 def rollout(length: int, versions: Versions, *earlier: tuple[Versions, int], steps=()) -> Rollout:
@@ -74,3 +74,20 @@ def test_where_steps_do_not_add_up_the_segment_has_no_counts() -> None:
 def test_an_update_at_the_last_token() -> None:
     segment = last_segment(rollout(5, Versions(2, 0), (Versions(1, 0), 4), steps=[(3, 2)]))
     assert segment.token_ids == [4] and segment.verification_steps == () and segment.speculation.num_drafts == 0
+
+
+def test_verification_steps_are_counted_by_policy_and_drafter() -> None:
+    """A new drafter at token 4, which drafts at once, and a new policy at token 7, whose first token has no draft."""
+    versions = [Versions(1, 0), Versions(1, 1), Versions(2, 1)]
+    steps = [(3, 2), (3, 1), (2, 0), (3, 2)]
+    mixed = rollout(11, versions[2], (versions[0], 4), (versions[1], 7), steps=steps)
+    whole = rollout(3, versions[0], steps=[(3, 1)])
+    found = counts_by_versions([mixed, whole])
+    of_mixed = zip(versions, (steps[:1], steps[1:3], steps[3:]), strict=True)
+    expected = {v: counts_of_steps(own, 3) for v, own in of_mixed}
+    expected[versions[0]] = total_counts([expected[versions[0]], whole.speculation])
+    assert found == expected
+    assert total_counts(found.values()) == total_counts([mixed.speculation, whole.speculation])
+    row = rollout_metrics([ScoredRollout(r, 0.0, 0.0) for r in (mixed, whole)], None, 1.0, 1, True)
+    assert row["rollout/acceptance_length_serving"] == 2 and row["rollout/acceptance_length_previous"] == 2.5
+    assert (row["rollout/drafts_k3"], row["rollout/previous_drafts_k3"], row["rollout/num_drafts"]) == (2, 2, 5)
