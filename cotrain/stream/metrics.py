@@ -1,6 +1,7 @@
 """Metrics of one step: its rollouts, how old their tokens are, and who had nothing to do. Pure."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def rollout_metrics(
         "rollout/truncated": sum(r.rollout.finish_reason == "length" for r in rollouts) / n,
         "rollout/tokens_per_s": num_tokens / seconds,
     }
+    if recomputes:
+        metrics["rollout/recomputed_tokens"] = sum(recomputed_tokens(scored.rollout) for scored in rollouts)
     metrics |= speculation_metrics(total_counts(r.rollout.speculation for r in rollouts))
     by_versions = counts_by_versions((r.rollout for r in rollouts), recomputes)
     for age, name in enumerate(("serving", "previous")):
@@ -45,6 +48,13 @@ def rollout_metrics(
             "rollout/feature_bytes_per_token": sum(Path(path).stat().st_size for path in window.features) / tapped,
         }
     return metrics
+
+
+def recomputed_tokens(rollout: Rollout) -> int:
+    """Tokens, those of the prompt included, that were computed anew because the policy changed."""
+    parts = pairwise(rollout.segments)
+    starts = [b.start for a, b in parts if a.versions.policy != b.versions.policy]
+    return sum(starts) + len(starts) * len(rollout.prompt_token_ids)
 
 
 def token_lags(rollout: Rollout, policy_version: int) -> list[int]:
