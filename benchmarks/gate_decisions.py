@@ -200,7 +200,7 @@ class Scorer:
         batches = batches_of(records, self._config.batch_tokens)
         arguments = self._weights, self._sampling, self._config.objective
         starts = [acceptances([drafter], batch, *arguments)[0] for batch in batches]
-        return rollout_acceptances(starts, min(self._k, drafter.trained_depth))
+        return rollout_acceptances(starts, min(self._k, drafter.shape.trained_depth))
 
 
 def length_of(scored: Sequence) -> float:

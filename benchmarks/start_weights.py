@@ -128,7 +128,7 @@ def unserved_share(
     objective: ObjectiveConfig,
 ) -> list[float]:
     """Share of each position's weight that falls on starts where no verification step begins."""
-    depth = drafter.trained_depth
+    depth = drafter.shape.trained_depth
     of_unserved, of_all = torch.zeros(depth), torch.zeros(depth)
     for batch in batches:
         alignment = drafters.losses.align(batch, depth)

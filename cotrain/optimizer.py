@@ -12,7 +12,6 @@ from cotrain.config.schema import OptimizerConfig
 BETAS = (0.9, 0.95)
 """AdamW's running-average coefficients, those usual for language models."""
 MAX_GRAD_NORM = 1.0
-"""Gradients are clipped to this norm."""
 COSINE_FLOOR = 0.1
 """Share of the peak learning rate that a cosine schedule ends at."""
 

@@ -74,7 +74,6 @@ class Alignment:
 
 
 def align(batch: DraftBatch, depth: int) -> Alignment:
-    """Align a batch for `depth` draft positions."""
     ids, rows = batch.document_ids, torch.arange(len(batch.token_ids), device=batch.token_ids.device)
     context = batch.feature_mask & (ids == _ahead(ids, 1, -1))
     has_target = [_ahead(batch.feature_mask, k + 1, False) for k in range(depth)]

@@ -116,11 +116,6 @@ class Drafter(nn.Module, ABC):
         """Say how an engine serves it."""
 
     @property
-    def trained_depth(self) -> int:
-        """Count the draft positions unrolled in training."""
-        return self.shape.trained_depth
-
-    @property
     def draft_to_target(self) -> Tensor:
         """Return the target token ids [V_draft] that it can propose, ascending; all of them unless overridden."""
         return torch.arange(self.shape.sizes.vocab_size, device=next(self.parameters()).device)

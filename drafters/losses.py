@@ -62,7 +62,7 @@ def drafter_loss(
     drafter: Drafter, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, objective: ObjectiveConfig
 ) -> DraftLoss:
     """Unroll a drafter to its trained depth and compare each position with the target's processed distribution."""
-    alignment = align(batch, drafter.trained_depth)
+    alignment = align(batch, drafter.shape.trained_depth)
     hidden, head = drafter.drafts(batch, alignment, target)
     teacher = Teacher(batch, target, drafter.draft_to_target, sampling)
     loss, per_position, accepted = draft_loss(hidden, head, teacher, alignment, objective)
@@ -81,7 +81,7 @@ def acceptances(
 
     Drafters may differ in weights and draft vocabulary, but not in trained depth.
     """
-    alignment = align(batch, drafters[0].trained_depth)
+    alignment = align(batch, drafters[0].shape.trained_depth)
     heads = [
         (*d.drafts(batch, alignment, target), Teacher(batch, target, d.draft_to_target, sampling)) for d in drafters
     ]
@@ -221,5 +221,4 @@ class _DraftLoss(torch.autograd.Function):
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Return logits in float32, or as they are when they are wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -18,10 +18,7 @@ COMMANDS = {
     "init": ("pipelines.initialise.command:main", "train a drafter on the policy's own rollouts, before RL"),
     "ablate": ("pipelines.ablate.command:main", "run a study: arms x seeds, and one table"),
     "report": ("pipelines.cli:report", "write the report of a run or a study"),
-    "export": (
-        "pipelines.export.command:main",
-        "write a run's policy and drafter as folders that stock vLLM serves",
-    ),
+    "export": ("pipelines.export.command:main", "write a run's policy and drafter as folders that stock vLLM serves"),
     "verify": ("pipelines.verify.command:main", "test whether speculation leaves the sampled distribution alone"),
     "bench": ("pipelines.bench.command:main", "measure speculation arms side by side on one engine"),
     "drafters": ("pipelines.cli:drafters", "list or pull the drafters that runs have published"),
@@ -84,7 +81,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """`cotrain train`: check everything, then run."""
     from pipelines.preflight import check_run, read_command_line
 
     epilog = TRAIN_EPILOG
@@ -103,7 +99,6 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def report(arguments: Sequence[str]) -> int:
-    """`cotrain report`: write the report of a run or of a study, and print its path."""
     parser = argparse.ArgumentParser(
         prog="cotrain report",
         description="Write the report of a run or a study into its report/ folder: report.html, which needs no other "
@@ -124,7 +119,6 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def drafters(arguments: Sequence[str]) -> int:
-    """`cotrain drafters list` and `cotrain drafters pull`."""
     parser = argparse.ArgumentParser(prog="cotrain drafters")
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     listing = actions.add_parser("list", help="all versions, newest first")

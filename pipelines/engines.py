@@ -102,7 +102,7 @@ class EngineSetup:
     def notes(self) -> list[str]:
         """What the user should know before the start."""
         longest = self.rollout.num_speculative_tokens
-        if self.drafter is None or longest <= (depth := self.drafter.trained_depth):
+        if self.drafter is None or longest <= (depth := self.drafter.shape.trained_depth):
             return []
         return [f"k = {longest} is beyond the {depth} draft positions the drafter was trained for"]
 

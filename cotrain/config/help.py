@@ -15,8 +15,6 @@ NAMES = {"boolean": "true | false", "object": "table"}
 
 @dataclass(frozen=True)
 class SectionHelp:
-    """One section of a configuration."""
-
     section: type[Section]
     path: str
     """Dotted path; "" is the top level."""

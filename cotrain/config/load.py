@@ -29,15 +29,21 @@ def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resu
     An override's value is read as TOML, a bare word as a string, and `none` as "not set". With `resume`, the saved
     configuration of that run comes before the files. Raises ConfigError listing all problems.
     """
-    problems: list[str] = []
-    tables = [read_toml(Path(file), problems) for file in files]
-    tables += [read_override(override, problems) for override in overrides]
-    if problems:
-        raise ConfigError(problems)
+    tables = read_tables(files, overrides)
     if resume is not None:
         run_root = reduce(merge, tables, Table()).get("run_root", RunConfig.model_fields["run_root"].default)
         tables = [_saved_table(Path(run_root), resume), *tables, {"name": resume}]
     return parse_config(reduce(merge, tables, Table()))
+
+
+def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[Table]:
+    """Read the files, then the overrides. Raises ConfigError listing what is wrong with any of them."""
+    problems: list[str] = []
+    tables = [_read_toml(Path(file), problems) for file in files]
+    tables += [_read_override(override, problems) for override in overrides]
+    if problems:
+        raise ConfigError(problems)
+    return tables
 
 
 def parse_config(fields: Table) -> RunConfig:
@@ -115,7 +121,7 @@ def _toml_value(value: Any) -> str:
     return re.sub(r'("(?:[^"\\]|\\.)*")(:?)', lambda match: match[1] + (" =" if match[2] else ""), text)
 
 
-def read_toml(path: Path, problems: list[str]) -> Table:
+def _read_toml(path: Path, problems: list[str]) -> Table:
     """The file's table; what is wrong with the file is added to `problems`."""
     if not path.is_file():
         found = sorted(str(other) for other in path.parent.glob("*.toml"))
@@ -128,7 +134,7 @@ def read_toml(path: Path, problems: list[str]) -> Table:
         return {}
 
 
-def read_override(text: str, problems: list[str]) -> Table:
+def _read_override(text: str, problems: list[str]) -> Table:
     """Table of one `section.field=value`; what is wrong with it is added to `problems`."""
     path, equals, value = text.partition("=")
     if not equals or not all(re.fullmatch(r"\w[\w-]*", name) for name in path.split(".")):

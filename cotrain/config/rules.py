@@ -25,7 +25,6 @@ OWNED_VLLM_ARGUMENTS = {
 
 
 def broken_rules(config: RunConfig) -> list[str]:
-    """Every rule that the configuration breaks, one line each."""
     rules = (
         _log_probs_are_of_one_law,
         _samples_fit_the_learner,

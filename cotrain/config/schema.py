@@ -180,7 +180,6 @@ class RolloutConfig(Section):
 
     @property
     def rollouts_per_step(self) -> int:
-        """Rollouts generated in one step."""
         return self.prompts_per_step * self.samples_per_prompt
 
 

@@ -16,8 +16,6 @@ POWER = 0.9
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check of one setting."""
-
     check: str
     setting: str
     """For example "k=3 probabilistic, T=0.7 top_p=0.9: drafted 2"."""

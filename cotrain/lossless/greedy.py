@@ -27,7 +27,6 @@ class GreedyCheck:
 
     @property
     def passed(self) -> bool:
-        """The texts do not differ, but for ties."""
         return self.num_identical + self.num_tied == self.num_prompts
 
     def result(self, setting: str) -> CheckResult:

@@ -33,8 +33,6 @@ WEIGHT_ROUNDING = 2.0
 
 
 class Chosen(NamedTuple):
-    """The rollouts to check."""
-
     rollouts: list[Rollout]
     speculated_tokens: int
     """Response tokens among these that verification steps emitted."""
@@ -126,7 +124,6 @@ class LosslessMonitor:
         return asdict(self._state)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
         self._state = _State(**state)
 
 

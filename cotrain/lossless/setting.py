@@ -29,7 +29,6 @@ class Setting:
     """While it runs, the draft length jumps between 0 and num_speculative_tokens, and drafters are swapped for each other."""
 
     def sampling(self, request: int) -> SamplingParams:
-        """Sampling parameters of a request."""
         return self.samplings[request % len(self.samplings)]
 
     def is_seeded(self, request: int) -> bool:

@@ -132,7 +132,6 @@ def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arg
 
 
 def cache_folder() -> Path:
-    """Return $COTRAIN_CACHE, by default ~/.cache/cotrain."""
     return Path(os.environ.get("COTRAIN_CACHE") or "~/.cache/cotrain").expanduser()
 
 

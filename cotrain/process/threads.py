@@ -11,7 +11,6 @@ from pathlib import Path
 
 
 def openmp_library() -> str | None:
-    """Path of libiomp5.so in this environment, or None."""
     paths = [Path(prefix) / "lib" / "libiomp5.so" for prefix in (sys.prefix, sys.base_prefix)]
     return next((str(path) for path in paths if path.exists()), None)
 
@@ -44,5 +43,4 @@ def engine_environment(num_threads: int) -> dict[str, str]:
 
 
 def num_cores() -> int:
-    """Cores this process may use."""
     return len(os.sched_getaffinity(0))

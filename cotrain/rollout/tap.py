@@ -52,7 +52,6 @@ class FeatureTap:
 
     @property
     def is_recording(self) -> bool:
-        """Is there a request to tap?"""
         return bool(self._requests)
 
     def start(self, requests: Mapping[str, TapRequest]) -> None:

@@ -129,7 +129,6 @@ def find_defect(folder: Path) -> str | None:
 
 
 def load_state(folder: Path) -> RunState:
-    """state.json of a whole checkpoint."""
     fields = json.loads((folder / "state.json").read_text())
     return RunState(**fields | {"versions": Versions(**fields["versions"])})
 
@@ -197,6 +196,5 @@ def is_disk_full(error: BaseException | None, folder: Path) -> bool:
 
 
 def file_digest(path: Path) -> str:
-    """Hex digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -46,7 +46,6 @@ class Console:
         self._step_seconds: deque[float] = deque(maxlen=ETA_WINDOW)
 
     def say(self, text: str) -> None:
-        """Print one message on lines of its own."""
         self._rich.print(text)
 
     def banner(self, config: RunConfig, run_dir: RunDir, notes: Mapping[str, str]) -> None:

@@ -9,8 +9,6 @@ Kind = Literal["published", "kept back", "refused", "rolled back", "kept", "alar
 
 @dataclass(frozen=True)
 class DrafterEvent:
-    """One decision."""
-
     step: int
     kind: Kind
     """A candidate is published, kept back or refused; a publication is rolled back or kept by its canary; a step raises

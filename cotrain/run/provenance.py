@@ -52,7 +52,6 @@ def git_state(package: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the installed packages that decide results."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -61,7 +60,6 @@ def package_versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, usable cores, memory and GPUs."""
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "system": f"{platform.system()} {platform.machine()}",

@@ -39,7 +39,6 @@ def list_drafters(uri: str) -> list[ModelVersion]:
 
 
 def drafter_table(rows: list[ModelVersion]) -> str:
-    """A table for people."""
     if not rows:
         return "No drafters yet: a run with [drafter] registers each one that it publishes."
     table = [

@@ -52,7 +52,6 @@ class RunDir(AbstractContextManager["RunDir"]):
         return cls(root, name)
 
     def close(self) -> None:
-        """Release the lock."""
         self._lock.release()
 
     def __exit__(self, *exc_info: object) -> None:

@@ -47,11 +47,9 @@ class DatasetProblems:
         return len(self._prompts)
 
     def prompt(self, index: int) -> Prompt:
-        """Return the row of that index."""
         return self._prompts[index]
 
     def score(self, prompt: Prompt, response: str) -> float:
-        """Return task.reward of the response."""
         return self._reward(prompt.messages, response, prompt.answer)
 
 

@@ -28,7 +28,6 @@ class FeatureBuffer:
 
     @property
     def policy_versions(self) -> set[int]:
-        """Versions held."""
         return {record.policy_version for record in self.records}
 
     def add(self, records: Sequence[FeatureRecord]) -> None:

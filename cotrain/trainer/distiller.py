@@ -68,7 +68,7 @@ class Distiller:
         else:
             drafter = load_drafter(init_folder, self._target, rollout.num_positions, self._config.model)
         self.drafter: Drafter = drafter.to(device)
-        self._served_depth = min(rollout.num_speculative_tokens, drafter.trained_depth)
+        self._served_depth = min(rollout.num_speculative_tokens, drafter.shape.trained_depth)
         self._sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
         self._optimizer, self._scheduler = build_optimizer(
             self.drafter.parameters(), self._config.optimizer, total_updates

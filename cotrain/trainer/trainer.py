@@ -69,7 +69,6 @@ class DrafterTrainer(Distiller):
         self._rng = torch.Generator().manual_seed(config.seed)
 
     def serving(self) -> ServingSpec:
-        """How engines serve the drafter."""
         return self.drafter.serving
 
     def set_target_weights(self, payload_path: str | Path, policy_version: int) -> None:

@@ -7,7 +7,7 @@ state: in holes, and always for the last token, which was sampled but never fed 
 N tokens of R rollouts, A aux layers, H hidden size:
 
     token_ids [N] int64        aux_hidden [N, A*H], final_hidden [N, H] in the engine's dtype
-    feature_mask [N] bool      lengths, prompt_lengths, policy_versions, earlier_tokens, drafter_versions [R] int64
+    feature_mask [N] bool      lengths, prompt_length, policy_version, earlier_tokens, drafter_version [R] int64
 """
 
 import hashlib
@@ -25,16 +25,10 @@ from torch import Tensor
 from drafters.base import SamplingParams
 
 ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
-"""Tensors with a row a token, in the order of FeatureRecord's fields."""
+"""Fields of FeatureRecord with a row a token."""
 
-NUMBERS = {
-    "lengths": "num_tokens",
-    "prompt_lengths": "prompt_length",
-    "policy_versions": "policy_version",
-    "earlier_tokens": "earlier_tokens",
-    "drafter_versions": "drafter_version",
-}
-"""Tensors with a number a rollout, by the field of FeatureRecord that they hold."""
+NUMBERS = ("prompt_length", "policy_version", "earlier_tokens", "drafter_version")
+"""Fields of FeatureRecord with a number a rollout."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +51,10 @@ class FeatureRecord:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return len(self.token_ids)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(t.nbytes for t in (self.token_ids, self.aux_hidden, self.final_hidden, self.feature_mask))
 
     @property
@@ -89,7 +81,8 @@ def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
     """Write rollouts of one sampling and set of aux layers as one shard."""
     first = records[0]
     joined = {name: torch.cat([getattr(record, name) for record in records]) for name in ROWS}
-    numbers = {name: torch.tensor([getattr(record, field) for record in records]) for name, field in NUMBERS.items()}
+    numbers = {name: torch.tensor([getattr(record, name) for record in records]) for name in NUMBERS}
+    numbers["lengths"] = torch.tensor([record.num_tokens for record in records])
     shared = {"sampling": asdict(first.sampling), "aux_layers": first.aux_layers}
     save_file(joined | numbers, path, metadata={"cotrain": json.dumps(shared)})
 
@@ -104,25 +97,22 @@ def read_shard(path: str | Path) -> list[FeatureRecord]:
         with safe_open(path, framework="pt") as file:
             shared = json.loads(file.metadata()["cotrain"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        records = _records(tensors, shared)
+        return _records(tensors, shared)
     except (FileNotFoundError, SafetensorError, ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"feature shard {path} cannot be read: {error}") from error
-    return records
 
 
 def _records(tensors: dict[str, Tensor], shared: dict[str, Any]) -> list[FeatureRecord]:
-    lengths = tensors["lengths"].tolist()
-    rows = zip(*(tensors[name].split(lengths) for name in ROWS), strict=True)
+    lengths: list[int] = tensors["lengths"].tolist()
+    columns: dict[str, list[Any]] = {name: [r.clone() for r in tensors[name].split(lengths)] for name in ROWS}
+    columns |= {name: tensors[name].tolist() for name in NUMBERS}
     sampling, aux_layers = SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"])
-    numbers = zip(*(tensors[name].tolist() for name in list(NUMBERS)[1:]), strict=True)
-    width, num_layers = tensors["aux_hidden"].shape[1], len(shared["aux_layers"])
+    width, num_layers = tensors["aux_hidden"].shape[1], len(aux_layers)
     if width != (expected := num_layers * tensors["final_hidden"].shape[1]):
         raise ValueError(f"aux_hidden has {width} columns, {num_layers} layers have {expected}")
     records = [
-        FeatureRecord(
-            tokens.clone(), aux.clone(), final.clone(), mask.clone(), length, policy, sampling, aux_layers, *last
-        )
-        for (tokens, aux, final, mask), (length, policy, *last) in zip(rows, numbers, strict=True)
+        FeatureRecord(**dict(zip(columns, row, strict=True)), sampling=sampling, aux_layers=aux_layers)
+        for row in zip(*columns.values(), strict=True)
     ]
     for index, record in enumerate(records):
         if record.feature_mask[-1]:

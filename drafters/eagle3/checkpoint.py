@@ -32,7 +32,6 @@ class Eagle3Shape(Shape):
 
 
 def to_config(shape: Eagle3Shape) -> dict[str, object]:
-    """Return the contents of config.json."""
     own = {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
     llama = shape.sizes.layer_config() | own
     return {

@@ -18,7 +18,6 @@ TRAINED_DEPTH = "trained_draft_positions"
 
 
 def to_config(shape: Shape) -> dict[str, object]:
-    """Return the contents of config.json."""
     sizes, head_format = shape.sizes, TARGETS[shape.sizes.model_type]
     rope = {"rope_theta": sizes.rope_theta, "partial_rotary_factor": sizes.partial_rotary_factor}
     return {

@@ -60,11 +60,6 @@ class MtpHead(DraftLayer):
         self.mlp = SparseMLP(size, sizes.experts) if sizes.experts else MLP(size, sizes.intermediate_size)
         self.output_norm = norm(size, eps)
 
-    def pass_hidden_state(self) -> None:
-        """Let the joined vector be the normed hidden state."""
-        weight = self.joining.weight.zero_()
-        weight.chunk(2, dim=1)[0 if self.hidden_first else 1].fill_diagonal_(1.0)
-
     def join(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Residual [R, H] that enters the decoder layer."""
         if self.hidden_first:
@@ -115,6 +110,7 @@ class MtpDrafter(Drafter):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """The target's hidden state passes through to its head."""
+        """The target's hidden state passes through to its head: the joined vector is the normed hidden state."""
         super().initialise(generator)
-        self.head.pass_hidden_state()
+        halves = self.head.joining.weight.zero_().chunk(2, dim=1)
+        halves[0 if self.head.hidden_first else 1].fill_diagonal_(1.0)

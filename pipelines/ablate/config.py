@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from cotrain.config.errors import ConfigError, readable_problems
-from cotrain.config.load import Table, merge, read_override, read_toml
+from cotrain.config.load import Table, merge, read_tables
 from drafters.config import Section
 
 NO_INIT = "none"
@@ -48,8 +48,6 @@ class ArmConfig(Section):
 
 
 class StudyConfig(Section):
-    """The study file."""
-
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the study: its folder below `folder`, and its MLflow run."""
 
@@ -78,12 +76,8 @@ class StudyConfig(Section):
 
 def read_study(path: Path, overrides: Sequence[str]) -> StudyConfig:
     """The file with overrides such as "seeds=[0]". Raises ConfigError listing what is wrong outside of its arms."""
-    problems: list[str] = []
-    tables = [read_toml(path, problems), *(read_override(text, problems) for text in overrides)]
-    if problems:
-        raise ConfigError(problems)
     try:
-        config = StudyConfig.model_validate(functools.reduce(merge, tables))
+        config = StudyConfig.model_validate(functools.reduce(merge, read_tables([path], overrides)))
     except ValidationError as error:
         raise ConfigError(readable_problems(error, StudyConfig)) from None
     if len(set(config.seeds)) < len(config.seeds):
@@ -111,7 +105,6 @@ def _grid_arms(grid: dict[str, list[Any]]) -> Iterator[Table]:
 
 
 def _word(name: str, value: Any) -> str:
-    """A value as part of an arm's name."""
     if isinstance(value, dict):
         value = " ".join(f"{key} {field}" for key, field in value.items())
     words = {"init": value, "online": "co-trained" if value else "frozen", "num_speculative_tokens": f"k {value}"}

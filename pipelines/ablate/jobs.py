@@ -39,7 +39,6 @@ Action = Literal["finished", "resume", "start", "start over"]
 
 
 def save_state(study: Study) -> None:
-    """Write study.json."""
     arms = []
     for arm in study.arms:
         runs = [

@@ -57,7 +57,6 @@ class Arm:
 
     @property
     def slug(self) -> str:
-        """The name as part of a folder's name."""
         return re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-.")
 
     def fields(self) -> dict[str, Any]:
@@ -77,8 +76,6 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """A checked study."""
-
     config: StudyConfig
     here: Path
     """Folder of the study file."""
@@ -88,7 +85,6 @@ class Study:
 
     @property
     def folder(self) -> Path:
-        """The study's own folder."""
         return self.config.folder / self.config.name
 
 

@@ -68,7 +68,6 @@ class Bench:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `cotrain bench`."""
     add_engine_options(parser, "bench", tokens=64)
     parser.set_defaults(dtype="bfloat16")
     parser.add_argument("--k", type=at_least(1), nargs="+", default=[1, 2, 3], help="draft lengths (default 1 2 3)")

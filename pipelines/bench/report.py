@@ -16,16 +16,12 @@ METHODS = ("none", "ngram", "greedy", "probabilistic", ADAPTIVE)
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to generate."""
-
     method: str
-    """One of METHODS."""
     num_speculative_tokens: int
     """Draft tokens of every step; the most of any step when adaptive."""
 
     @property
     def engine(self) -> str:
-        """Which engine serves it."""
         return {"none": "stock", "ngram": "ngram"}.get(self.method, "drafter")
 
     def __str__(self) -> str:
@@ -39,8 +35,6 @@ NO_SPECULATION = Arm("none", 0)
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of one arm."""
-
     arm: str
     batch: int
     round: int
@@ -86,7 +80,6 @@ def results(turns: list[Turn]) -> pd.DataFrame:
 
 
 def write_results(out: Path, about: dict[str, Any], turns: list[Turn]) -> None:
-    """Write bench.json, bench.md and bench.png."""
     found = results(turns)
     arms = found.astype(object).where(found.notna(), None).rename_axis("name").reset_index().to_dict("records")
     write_json(out / "bench.json", about | {"arms": arms, "turns": [asdict(turn) for turn in turns]})

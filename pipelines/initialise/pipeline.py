@@ -88,8 +88,6 @@ def initialise(config: RunConfig, resume: bool) -> int:
 
 @dataclass(frozen=True)
 class Initialisation:
-    """One run of the command."""
-
     config: RunConfig
     run_dir: RunDir
     model: Path

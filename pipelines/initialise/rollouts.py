@@ -19,8 +19,6 @@ FILE = "rollouts.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """One rollout of the corpus."""
-
     prompt_id: str
     sample_index: int
     prompt_token_ids: list[int]
@@ -29,7 +27,6 @@ class StoredRollout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and response together."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
 
@@ -51,7 +48,6 @@ class Corpus(RowFile):
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens of all responses."""
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
     def append(self, rollouts: Sequence[StoredRollout]) -> None:

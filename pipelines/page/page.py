@@ -30,7 +30,6 @@ class Fact:
 
     @property
     def text(self) -> str:
-        """Value and note in one line."""
         return ", ".join(filter(None, (self.value, self.note))).replace(", (", "   (")
 
 
@@ -62,8 +61,6 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a report shows."""
-
     title: str
     kind: str
     subtitle: str

@@ -51,7 +51,6 @@ GREEDY_TOKENS = 32
 
 
 def seconds_since_start() -> float:
-    """Age of this process."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     return round(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), 1)
 
@@ -191,7 +190,6 @@ def greedy_rollouts(
 
 
 def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None") -> None:
-    """Close the run in MLflow, write the report, and print the summary."""
     config, run_dir, records = controller.config, controller.run_dir, controller.records
     tracker, console = records.tracker, records.console
     tracker.finish("FINISHED" if finished else "KILLED")

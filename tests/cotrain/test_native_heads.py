@@ -89,7 +89,7 @@ def test_the_head_is_a_drafter_and_the_policy_has_none_of_it(whole: Path, tmp_pa
     policy, head = parts(whole, tmp_path)
     assert has_native_head(whole) and not has_native_head(policy)
     drafter = load_drafter(head, TargetSpec.from_pretrained(policy), config=MtpConfig(type="mtp", trained_depth=2))
-    assert drafter.trained_depth == 2
+    assert drafter.shape.trained_depth == 2
     learner = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     ours, theirs = dict(drafter.named_parameters()), dict(learner.named_parameters())
     assert not ours.keys() & theirs.keys()

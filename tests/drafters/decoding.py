@@ -89,9 +89,9 @@ def decode(decoder: CachedDecoder, batch: DraftBatch, embedding: Tensor, depth: 
 
 def assert_unroll_equals(decoder: CachedDecoder, drafter: Drafter, batch: DraftBatch, target: TargetWeights) -> None:
     """At every supervised draft position of every start."""
-    alignment = align(batch, drafter.trained_depth)
+    alignment = align(batch, drafter.shape.trained_depth)
     outputs = drafter.drafts(batch, alignment, target)[0]
-    expected = decode(decoder, batch, target.embedding, drafter.trained_depth)
+    expected = decode(decoder, batch, target.embedding, drafter.shape.trained_depth)
     compared = 0
     for position, output in enumerate(outputs):
         for start, row in enumerate(alignment.start_rows.tolist()):

@@ -63,7 +63,7 @@ def test_roundtrip(kind, dtype, as_configured, tmp_path):
     drafter.save(tmp_path, dtype)
     loaded = load_drafter(tmp_path, kind.target, config=config)
     assert loaded.serving == drafter.serving
-    assert loaded.trained_depth == config.trained_depth
+    assert loaded.shape.trained_depth == config.trained_depth
     assert loaded.to_config(loaded.shape) == drafter.to_config(drafter.shape)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == str(dtype).removeprefix("torch.")
     assert_same_state(loaded, drafter.to(dtype).float())
@@ -150,9 +150,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_drafter_or_none(kind, drafter, tmp_
         except ValueError as error:
             assert "config.json does not exist" in str(error)
         else:
-            whole = newer if found.trained_depth == newer.trained_depth else drafter
+            whole = newer if found.shape.trained_depth == newer.shape.trained_depth else drafter
             assert_same_state(found, whole)
-            assert found.trained_depth == whole.trained_depth
+            assert found.shape.trained_depth == whole.shape.trained_depth
     assert moments >= 6
     assert_same_state(load_drafter(folder, kind.target), newer)
 
@@ -279,10 +279,10 @@ def test_the_tokens_that_can_be_drafted_ascend(kind, target_weights):
     assert 0 < drafter.choose_vocabulary(counts, target_weights) <= 1
     tokens = drafter.draft_to_target
     assert (tokens.diff() > 0).all() and tokens[0] >= 0 and tokens[-1] < TARGET.vocab_size
-    hidden, head = drafter.drafts(batch, align(batch, drafter.trained_depth), target_weights)
+    hidden, head = drafter.drafts(batch, align(batch, drafter.shape.trained_depth), target_weights)
     assert len(head) == len(tokens)
     assert torch.equal(head.detach(), target_weights.head[tokens])
-    assert len(hidden) == drafter.trained_depth
+    assert len(hidden) == drafter.shape.trained_depth
 
 
 def test_nothing_is_accepted_behind_the_end_of_sequence(kind, target_weights, sampling):

@@ -11,7 +11,7 @@ from tests.drafters.conftest import TARGET, make_batch
 
 
 def unrolled(drafter, batch, target):
-    alignment = align(batch, drafter.trained_depth)
+    alignment = align(batch, drafter.shape.trained_depth)
     return alignment, drafter.drafts(batch, alignment, target)[0]
 
 

@@ -98,7 +98,6 @@ class Trials:
 
     @property
     def due(self) -> bool:
-        """Has the time come to begin one?"""
         return self.num_speculative_tokens is None and self._wait <= 0
 
     def begin(self, chosen: int, gains: Array, ratios: Array) -> None:

@@ -20,14 +20,11 @@ GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagra
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is started with."""
-
     rollout: RolloutConfig
     model_path: str
     drafter_folder: str | None
     """Checkpoint folder of the first serving drafter; None runs without a drafter."""
     serving: ServingSpec | None
-    """How that drafter is served; None without one."""
     seed: int
     scratch: str
     """Folder in shared memory for features and weights of this engine."""

@@ -230,7 +230,6 @@ def apply_patches() -> None:
 
 
 def apply(patch: Callable[..., Any]) -> None:
-    """Put one of PATCHES in its place."""
     owner, name = PATCHES[patch]
     place = pkgutil.resolve_name(owner)
     original = getattr(place, name)

@@ -52,7 +52,6 @@ class UnreadRows:
         self.num_bytes += rows.hidden.nbytes
 
     def clear(self) -> None:
-        """Forget all."""
         self._runs.clear()
         self.num_bytes = 0
 

@@ -73,7 +73,7 @@ def test_a_missing_or_truncated_shard_is_an_error_that_names_it(shard):
     ("change", "message"),
     [
         ({"aux_layers": [2, 4]}, "aux_hidden has 192 columns, 2 layers have 128"),
-        ({"policy_versions": None}, "policy_versions"),
+        ({"policy_version": None}, "policy_version"),
         ({"lengths": torch.tensor([10, 8])}, "split"),
         ({"feature_mask": torch.ones(17, dtype=torch.bool)}, "rollout 0 claims features for its last token"),
         ({"final_hidden": None}, "final_hidden"),

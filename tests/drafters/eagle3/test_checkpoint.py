@@ -74,7 +74,7 @@ def test_depth_is_the_checkpoints_own_unless_it_says_none(folder):
     assert Eagle3Drafter.read(folder, TARGET, 5)[0].trained_depth == 3
     edit_config(folder, speculators_config=None)
     config = Eagle3Config(type="eagle3", draft_vocab_size=20, trained_depth=5)
-    assert load_drafter(folder, TARGET, config=config).trained_depth == 5
+    assert load_drafter(folder, TARGET, config=config).shape.trained_depth == 5
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_depth_is_the_checkpoints_own_unless_it_says_none(kind, folder):
     assert depth(5) == depth(None) == 3
     edit_config(folder, trained_draft_positions=None)
     assert (depth(5), depth(None)) == (5, 1)
-    assert load_drafter(folder, kind.target, config=MtpConfig(type="mtp", trained_depth=4)).trained_depth == 4
+    assert load_drafter(folder, kind.target, config=MtpConfig(type="mtp", trained_depth=4)).shape.trained_depth == 4
 
 
 def test_a_checkpoint_without_a_position_limit_has_the_targets(kind, folder):

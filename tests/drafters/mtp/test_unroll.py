@@ -93,7 +93,7 @@ def test_unroll_equals_decoding_with_a_kv_cache(kind, documents, target_weights)
 @pytest.mark.parametrize(("kind", "is_read"), [(MIMO, False), (QWEN3_NEXT, True)], ids=["mimo", "qwen3_next"])
 def test_who_reads_the_token_that_is_fed_at_position_0(kind, is_read, target_weights):
     drafter, batch = kind.make(), make_batch((1, 8, 0), (2, 7, 0))
-    alignment = align(batch, drafter.trained_depth)
+    alignment = align(batch, drafter.shape.trained_depth)
     before = torch.stack(drafter.drafts(batch, alignment, target_weights)[0])
     # Each rollout's second token is fed at position 0 alone.
     batch.token_ids[[1, 10]] = (batch.token_ids[[1, 10]] + 1) % kind.target.vocab_size
