@@ -63,7 +63,7 @@ def summary(folder: Path) -> dict[str, float]:
         "waited share": mean("time/wait_for_rollouts_s") / mean("time/step_s"),
         "acceptance first": mean("rollout/acceptance_length", first),
         "acceptance last": mean("rollout/acceptance_length", last),
-        "draft tokens last": mean("rollout/drafted_tokens", last) / mean("rollout/num_drafts", last),
+        "draft tokens last": mean("rollout/drafted_tokens", last) / max(1, mean("rollout/num_drafts", last)),
         "expected at K last": mean("rollout/expected_acceptance_length_longest", last),
         "step s": mean("time/step_s"),
     }
