@@ -209,7 +209,7 @@ class Controller:
         self._checked = True
         rollout = self.config.rollout
         with self._timed("self_check"):
-            error = check_features(batch, partial(self.roles.policy.call_first, "hidden_states"), rollout.dtype)
+            error = check_features(batch, partial(self.roles.policy.call, "hidden_states"), rollout.dtype)
             check_records(batch, None if rollout.ignore_eos else self.prompts.encoder.tokenizer.eos_token_id)
         self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
@@ -237,7 +237,7 @@ class Controller:
             return []
         arguments = chosen.rollouts, self._sampling, monitor.logit_tolerance
         with self._timed("lossless"):
-            draws = self.roles.policy.call_first("response_draws", *arguments)
+            draws = self.roles.policy.call("response_draws", *arguments)
             verdict, metrics = monitor.check(step, chosen, draws, time.perf_counter() - started)
         row |= metrics
         if verdict.passed:
@@ -301,7 +301,7 @@ class Controller:
             self._waited += time.perf_counter() - started
         reactor.wait(self._heads)  # the file that is now written again has been read
         version = self.versions.policy + 1
-        payload = self.roles.policy.call_first("write_payload", self.roles.scratch / "policy.safetensors")
+        payload = self.roles.policy.call("write_payload", self.roles.scratch / "policy.safetensors")
         if drafter is not None:
             # Before the engines: features of the new version are of one that the trainer knows.
             self._heads = drafter.begin("set_target_weights", payload.path, version)

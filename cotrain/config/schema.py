@@ -49,6 +49,10 @@ class PolicyConfig(Section):
     num_processes: PositiveInt = 1
     """Learner processes (data parallel through Accelerate)."""
 
+    sharding: Literal["fsdp2"] | None = None
+    """fsdp2: each learner process holds a part of weights, gradients and optimizer, for a policy too large for one GPU.
+    Default: each holds all of it (DDP)."""
+
     advantage: Literal["group_mean", "group_mean_std"] = "group_mean_std"
     """Baseline of a prompt's group of samples: its mean reward (Dr. GRPO), or mean and standard deviation (GRPO)."""
 

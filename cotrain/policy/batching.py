@@ -7,7 +7,7 @@ trained on) and positions 1 2 3 predict 4 5 6:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -35,6 +35,7 @@ class MicroBatch:
     behaviour_log_probs: Tensor  # [N] float32, from the engine
     old_log_probs: Tensor | None  # [N] float32, denominator of the importance ratio; None: the current policy
     versions: Tensor  # [N] int64, policy version that generated each response token
+    has_advantage: bool  # some advantage is not 0
 
 
 def split_minibatches(rollouts: Sequence[ScoredRollout], count: int) -> list[list[ScoredRollout]]:
@@ -75,6 +76,24 @@ def micro_batches(
     return [_micro_batch(batch, batching, device) for batch in batches]
 
 
+def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
+    """Return a micro-batch of one position and no response token, whose loss and gradient are 0; `batch` is any other.
+
+    With it, a rank that has run out of rollouts takes part in a forward pass that all ranks make together, and with
+    has_advantage in the backward pass too.
+    """
+    tokens = ("predictors", "targets", "sequence_ids", "lengths", "advantages", "behaviour_log_probs", "versions")
+    return replace(
+        batch,
+        rollouts=[],
+        token_ids=batch.token_ids[:1, :1],
+        position_ids=None if batch.position_ids is None else batch.position_ids[:, :1],
+        old_log_probs=None if batch.old_log_probs is None else batch.old_log_probs[:0],
+        has_advantage=has_advantage,
+        **{name: getattr(batch, name)[:0] for name in tokens},
+    )
+
+
 def _micro_batch(rollouts: list[ScoredRollout], batching: Batching, device: torch.device) -> MicroBatch:
     rows = [torch.tensor(s.rollout.prompt_token_ids + s.rollout.token_ids[:-1]) for s in rollouts]
     position_ids = None
@@ -104,4 +123,5 @@ def _micro_batch(rollouts: list[ScoredRollout], batching: Batching, device: torc
         behaviour_log_probs=behaviour,
         old_log_probs=behaviour,
         versions=torch.tensor([s.versions.policy for r in rollouts for s in r.rollout.segments for _ in range(*s[1:])]),
+        has_advantage=any(scored.advantage != 0 for scored in rollouts),
     )

@@ -1,37 +1,48 @@
-"""The policy learner: one rank's copy of the policy and its GRPO update.
+"""The policy learner: one rank's copy of the policy, or its part under FSDP2, and its GRPO update.
 
-Every rank is given the same rollouts and takes its share. Loss weights are normalised over the whole minibatch, so
-the update does not depend on the number of ranks or on the micro-batch size. Ranks find each other as Accelerate
-does, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Nothing here draws a random number: no dropout, no shuffling.
+Every public method is collective: all ranks call it, with the same arguments. Of an update's rollouts each rank takes its
+share. Loss weights are normalised over the whole minibatch, so the update does not depend on the number of ranks or on
+the micro-batch size. Ranks find each other as Accelerate does, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Nothing
+here draws a random number: no dropout, no shuffling.
 """
 
 import contextlib
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, fsdp2_prepare_model, gather_object, set_seed
 from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cotrain.config.schema import PolicyConfig, RolloutConfig
 from cotrain.lossless.draws import Draws
 from cotrain.lossless.emitted import response_draws
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
-from cotrain.policy.batching import MicroBatch, micro_batches, share_of_rank, split_minibatches
+from cotrain.policy.batching import MicroBatch, empty_micro_batch, micro_batches, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import ResponseLogProbs
 from cotrain.policy.losses import kl_estimate, loss_denominator, policy_loss
 from cotrain.policy.metrics import by_lag, step_metrics
+from cotrain.policy.sharding import (
+    check_converts,
+    load_optimizer,
+    load_weights,
+    save_optimizer,
+    sharding_accelerator,
+    whole_tensors,
+    write_weights,
+)
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
-from cotrain.transport.payload import write_payload
 from drafters.base import SamplingParams
+from drafters.files import WEIGHTS
 
 LEARNER_STATE = "learner.pt"
-"""Optimizer, schedule and version, beside the weights in a checkpoint folder."""
+"""Schedule and version, beside the weights in a checkpoint folder."""
 
 
 class PolicyLearner:
@@ -49,18 +60,24 @@ class PolicyLearner:
         """Load the policy from model_path and join the other ranks.
 
         total_steps counts update() calls and sets the length of a cosine schedule. device is "cpu" or "cuda". Raises
-        ValueError when the device is not there or the number of ranks is not policy.num_processes.
+        ValueError when the device is not there, the number of ranks is not policy.num_processes, or transformers saves
+        this type of model in a way that cannot be written one parameter at a time.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is 'cuda', but torch sees no GPU; set cluster.device=cpu")
         self._config = config
         self._rollout = rollout
         self.policy_version = 0  # calls of update() behind the current weights
-        self._accelerator = Accelerator(
-            cpu=device == "cpu",
-            mixed_precision="no",  # ResponseLogProbs sets autocast itself, for the frozen reference too
-            # A no-grad forward on one rank only must not wait for the others to send their buffers.
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        self._sharded, cpu = config.sharding is not None, device == "cpu"
+        self._accelerator = (
+            sharding_accelerator(cpu)
+            if self._sharded
+            else Accelerator(
+                cpu=cpu,
+                mixed_precision="no",  # ResponseLogProbs sets autocast itself, for the frozen reference too
+                # A no-grad forward on one rank only must not wait for the others to send their buffers.
+                kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+            )
         )
         if self._accelerator.num_processes != config.num_processes:
             raise ValueError(
@@ -69,6 +86,7 @@ class PolicyLearner:
             )
         set_seed(seed)
         self._policy = self._load_model(model_path)
+        check_converts(self._policy.model)
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(self._policy.model)
         self._reference = None
@@ -77,10 +95,17 @@ class PolicyLearner:
         optimizer, self._scheduler = build_optimizer(
             self._policy.parameters(), config.optimizer, total_steps * config.minibatches
         )
-        self._ddp_policy, self._optimizer = self._accelerator.prepare(self._policy, optimizer)
+        # DDP's wrapper of the policy; under FSDP the policy itself.
+        self._prepared, self._optimizer = self._accelerator.prepare(self._policy, optimizer)
+        if self._sharded:
+            register_fsdp_forward_method(self._policy, "with_weights")
+            if self._reference is not None:
+                fsdp2_prepare_model(self._accelerator, self._reference)
 
     def _load_model(self, model_path: str) -> ResponseLogProbs:
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to(self._accelerator.device)
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        if not self._sharded:  # FSDP moves one layer after the other, and keeps this rank's part
+            model = model.to(self._accelerator.device)
         return ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
 
     def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
@@ -123,7 +148,13 @@ class PolicyLearner:
         config, accelerator = self._config, self._accelerator
         share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
         parts = [[s for s in share if s.advantage == 0], [s for s in share if s.advantage != 0]]
-        batches = (micro_batches(p, config.micro_batch_tokens, config.batching, accelerator.device) for p in parts)
+        batches = [micro_batches(p, config.micro_batch_tokens, config.batching, accelerator.device) for p in parts]
+        if self._sharded:
+            # The weights of a layer are gathered in each pass over it, so every rank has to make the same passes.
+            counts = torch.tensor([[len(part) for part in batches]], device=accelerator.device)
+            some = (batches[0] + batches[1])[0]
+            for part, most in enumerate(accelerator.gather(counts).amax(0).tolist()):
+                batches[part] += [empty_micro_batch(some, part == 1) for _ in range(most - len(batches[part]))]
         return [batch for part in batches for batch in part]
 
     @torch.no_grad()
@@ -139,15 +170,17 @@ class PolicyLearner:
     def _forward_backward(self, batch: MicroBatch, denominator: int, last: bool) -> dict[str, Tensor]:
         """Accumulate the gradient of one micro-batch. Returns values [N] of its tokens: their loss and what is logged."""
         # The last one always runs backward, because DDP's gradient exchange waits for it.
-        with_gradient = last or self._reference is not None or bool((batch.advantages != 0).any())
-        with contextlib.nullcontext() if last else self._accelerator.no_sync(self._ddp_policy):
+        with_gradient = last or self._reference is not None or batch.has_advantage
+        # FSDP exchanges gradients every time: until it does, each rank holds those of the whole policy.
+        synced = last or self._sharded
+        with contextlib.nullcontext() if synced else self._accelerator.no_sync(self._prepared):
             with torch.set_grad_enabled(with_gradient):
-                log_probs, entropy = self._log_probs(self._ddp_policy if with_gradient else self._policy, batch)
+                log_probs, entropy = self._log_probs(self._prepared if with_gradient else self._policy, batch)
                 with torch.no_grad():
                     reference = None if self._reference is None else self._log_probs(self._reference, batch)[0]
                 per_token, values = policy_loss(self._config, denominator, batch, log_probs, reference)
             if with_gradient:
-                # DDP averages gradients over the ranks; the loss is already normalised over all of them.
+                # Gradients are averaged over the ranks; the loss is already normalised over all of them.
                 self._accelerator.backward(per_token.sum() * self._accelerator.num_processes)
         current = log_probs.detach()
         return values | {
@@ -160,7 +193,7 @@ class PolicyLearner:
     def _optimizer_step(self, share: list[MicroBatch], values: list[dict[str, Tensor]]) -> tuple[float, float, float]:
         """Step on the gradient of this rank's micro-batches. Returns loss, gradient norm and learning rate of all ranks."""
         losses = [of_batch.pop("loss") for of_batch in values]
-        parameters = self._ddp_policy.parameters()
+        parameters = self._prepared.parameters()
         grad_norm = float(self._accelerator.clip_grad_norm_(parameters, MAX_GRAD_NORM))
         local_loss = torch.tensor(sum(float(tokens.sum()) for tokens in losses), device=self._accelerator.device)
         loss, learning_rate = float(self._accelerator.reduce(local_loss, "sum")), self._scheduler.get_last_lr()[0]
@@ -181,53 +214,73 @@ class PolicyLearner:
 
     def state_for_serving(self) -> dict[str, Tensor]:
         """Return CPU copies of the weights in Hugging Face names and rollout.dtype, without tied duplicates."""
-        model = self._policy.model
-        tied = set(model.all_tied_weights_keys)
-        state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-        dtype = getattr(torch, self._rollout.dtype)
-        return {
-            name: tensor.detach().to("cpu", dtype, copy=True)
-            for name, tensor in revert_weight_conversion(model, state).items()
-        }
+        tensors = whole_tensors(self._policy.model, getattr(torch, self._rollout.dtype))
+        return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
 
-    def write_payload(self, path: str | Path) -> WeightPayload:
-        """Write the weights for the engines."""
-        return write_payload(self.state_for_serving(), path, getattr(torch, self._rollout.dtype))
+    def write_payload(self, path: str | Path) -> WeightPayload | None:
+        """Write the weights for the engines, and describe them on rank 0. Raises OSError when the disk is full."""
+        return write_weights(self._policy.model, Path(path), getattr(torch, self._rollout.dtype))
 
     @torch.no_grad()
-    def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
         """Return hidden states of T tokens to compare an engine's with: aux [T, A*H], final [T, H], float32 on the CPU.
 
-        Layer id k is Hugging Face's hidden_states[k], the input of decoder layer k; final is after the final norm.
+        Layer id k is Hugging Face's hidden_states[k], the input of decoder layer k; final is after the final norm. Ranks
+        other than 0 return None where they are not needed.
         """
+        if not self._is_needed:
+            return None
         tokens = torch.tensor([token_ids], device=self._accelerator.device)
-        output = self._policy.last_hidden(tokens, output_hidden_states=True)
+        output = self._policy.with_weights(lambda: self._policy.last_hidden(tokens, output_hidden_states=True))
         final = output.last_hidden_state[0]
         aux = torch.cat([final[:, :0], *(output.hidden_states[layer][0] for layer in layers)], dim=-1)
         return aux.float().cpu(), final.float().cpu()
 
-    def response_draws(self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float) -> list[Draws]:
-        """Return the response tokens of each rollout under the laws of the current weights, in float32."""
-        return [
-            response_draws(self._policy.model, r.prompt_token_ids, r.token_ids, sampling, None, logit_tolerance)
-            for r in rollouts
-        ]
+    @torch.no_grad()
+    def response_draws(
+        self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float
+    ) -> list[Draws] | None:
+        """Return the response tokens of each rollout under the laws of the current weights, in float32.
+
+        Ranks other than 0 return None where they are not needed.
+        """
+        if not self._is_needed:
+            return None
+
+        def draws(of: Rollout) -> Draws:
+            return response_draws(
+                self._policy.model, of.prompt_token_ids, of.token_ids, sampling, None, logit_tolerance
+            )
+
+        return [self._policy.with_weights(partial(draws, rollout)) for rollout in rollouts]
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether this rank takes part in a forward pass whose result rank 0 alone returns."""
+        return self._sharded or self._accelerator.is_main_process
 
     def save(self, folder: str | Path) -> None:
-        """Write weights (a Hugging Face folder, float32) and everything an exact resume needs; call on every rank."""
+        """Write weights (a Hugging Face folder, float32) and everything an exact resume needs into one folder."""
+        folder, model = Path(folder), self._policy.model
         if self._accelerator.is_main_process:
-            self._policy.model.save_pretrained(folder)
-            parts = {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
-            torch.save({"policy_version": self.policy_version, **parts}, Path(folder) / LEARNER_STATE)
+            model.config.save_pretrained(folder)
+            model.generation_config.save_pretrained(folder)
+            state = {"policy_version": self.policy_version, "scheduler": self._scheduler.state_dict()}
+            torch.save(state, folder / LEARNER_STATE)
+        write_weights(model, folder / WEIGHTS, torch.float32)
+        # After the weights: taking these splits again what FSDP leaves whole after a look at the policy.
+        save_optimizer(model, self._optimizer, folder)
         self._accelerator.wait_for_everyone()
 
     def load(self, folder: str | Path) -> None:
-        """Continue from a folder written by save(); call on every rank. The reference stays the initial policy."""
-        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._policy.model.load_state_dict(saved.state_dict())
-        state = torch.load(Path(folder) / LEARNER_STATE, map_location="cpu", weights_only=True)
-        self._optimizer.load_state_dict(state["optimizer"])
+        """Continue from a folder written by save(), of any number of ranks. The reference stays the initial policy."""
+        folder, model = Path(folder), self._policy.model
+        load_weights(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+        load_optimizer(model, self._optimizer, folder)
+        state = torch.load(folder / LEARNER_STATE, map_location="cpu", weights_only=True)
         self._scheduler.load_state_dict(state["scheduler"])
+        for group, learning_rate in zip(self._optimizer.param_groups, self._scheduler.get_last_lr(), strict=True):
+            group["lr"] = learning_rate
         self.policy_version = state["policy_version"]
 
     def close(self) -> None:

@@ -4,11 +4,14 @@ With a vocabulary of 49k, logits are the memory peak of a policy update. The hea
 predict a response token only, a chunk at a time, and the chunk's logits are computed again in the backward pass.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+T = TypeVar("T")
 
 CHUNK_LOGITS = 2**25
 """Most logits in memory at once (128 MiB in float32, held up to three times)."""
@@ -30,7 +33,8 @@ class HeadLogProbs(torch.autograd.Function):
         dtype is the number format of the matrix products; everything after them is float32.
         """
         scaled, weight_cast = (hidden / temperature).to(dtype), weight.to(dtype)
-        log_probs, entropy, log_normaliser = hidden.new_empty(3, len(hidden), dtype=torch.float32)
+        # Each is a tensor of its own: under FSDP, outputs must not be views.
+        log_probs, entropy, log_normaliser = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _chunks(len(hidden), len(weight)):
             logits = (scaled[rows] @ weight_cast.T).float()
             target_logits = logits.gather(1, targets[rows, None])[:, 0]
@@ -73,7 +77,7 @@ def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
 
 
 class ResponseLogProbs(nn.Module):
-    """A causal language model whose forward pass returns log-probs instead of logits (so that DDP can wrap it).
+    """A causal language model whose forward pass returns log-probs instead of logits (so that DDP or FSDP can wrap it).
 
     Master weights are float32; with dtype bfloat16 the layers run under autocast.
     """
@@ -83,6 +87,11 @@ class ResponseLogProbs(nn.Module):
         self.model = model
         self.temperature = temperature
         self.dtype = dtype
+        self._no_split_modules = model._no_split_modules  # the layers, which Accelerate shards one by one
+
+    def with_weights(self, function: Callable[[], T]) -> T:
+        """Return function(), for other uses of the model than forward: FSDP gathers weights around this method too."""
+        return function()
 
     def last_hidden(self, token_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
         """Return the base model's output for token_ids [B, L]; last_hidden_state [B, L, H] is after the final norm."""

@@ -34,7 +34,7 @@ def step_metrics(
     if square is not None:
         # Kish's effective sample size as a share of the tokens: (sum w)^2 / (N sum w^2).
         metrics["policy/behaviour_ess"] = metrics["policy/behaviour_weight_mean"] ** 2 / square if square else 0.0
-    largest = torch.stack([of_batch["ratio_max"].max() for of_batch in values]).max()
+    largest = torch.cat([of_batch["ratio_max"] for of_batch in values]).max()
     losses, grad_norms, learning_rates = zip(*steps, strict=True)
     return {
         **metrics,

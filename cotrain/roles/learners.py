@@ -61,10 +61,6 @@ class Learner:
         """Call a method on all ranks; the result of rank 0."""
         return self.finish(self.begin(method, *args))
 
-    def call_first(self, method: str, *args: Any) -> Any:
-        """Call a method on rank 0 alone."""
-        return self.finish([self._actors[0].call.remote(method, *args)])
-
 
 def start_policy(cluster: Cluster, config: RunConfig, model_path: Path) -> Learner:
     """Begin to start the ranks of a PolicyLearner."""
@@ -72,9 +68,13 @@ def start_policy(cluster: Cluster, config: RunConfig, model_path: Path) -> Learn
     for rank in range(world):
         role, environment = "policy", threads.openmp_environment(threads.num_cores())
         if world > 1:
-            role, places = f"policy_{rank}", {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
-            places |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-            environment |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in places.items()}
+            role = f"policy_{rank}"
+        if world > 1 or config.policy.sharding:
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            environment |= {name: str(value) for name, value in (places | {"MASTER_PORT": port}).items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1"}
+            if config.policy.sharding and cluster.device == "cpu":
+                environment["CUDA_VISIBLE_DEVICES"] = ""  # FSDP shards over GPUs wherever it sees any
         actors.append(cluster.start(PolicyActor, role, environment))
     return Learner(
         cluster,

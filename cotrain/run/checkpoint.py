@@ -27,9 +27,9 @@ from drafters.files import flush
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 6
-FREE_BELOW = ("drafter.on_drafter_failure", "drafter.alarms.", "lossless.")
-"""A resume may change these beside FREE_FIELDS, because they decide when a run stops and not what it computes."""
+SCHEMA = 7
+FREE_BELOW = ("drafter.on_drafter_failure", "drafter.alarms.", "lossless.", "policy.num_processes", "policy.sharding")
+"""A resume may change these beside FREE_FIELDS: they decide when a run stops or where it computes, and not what."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ def check_resume(config: RunConfig, fingerprints: dict[str, str], saved: RunStat
     if changed:
         raise ValueError(
             "--resume: the run was started with other settings:\n" + "\n".join(changed) + "\nOnly steps, "
-            "checkpoint.*, tracking.*, cluster.*, lossless.*, drafter.alarms.* and drafter.on_drafter_failure may "
-            "change; for anything else start a new run with name=..."
+            "checkpoint.*, tracking.*, cluster.*, lossless.*, policy.num_processes, policy.sharding, "
+            "drafter.alarms.* and drafter.on_drafter_failure may change; for anything else start a new run with name=..."
         )
 
 

@@ -1,13 +1,14 @@
 """Weights on their way to an engine: written to shared memory, described, and checked on arrival. No vLLM here."""
 
+import json
 import os
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from cotrain.models.loading import weight_files
@@ -15,6 +16,12 @@ from cotrain.records import WeightPayload
 
 Manifest = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> (shape, dtype) of every tensor an update must carry."""
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Names of number formats in the header of a safetensors file."""
 
 WEIGHTS_UNKNOWN = "the engine's weights are unknown"
 """In the message of an engine that could not be brought back to its last good weights, and so must not go on.
@@ -28,30 +35,61 @@ class WeightUpdateRefused(ValueError):
 
 def digest(tensor: Tensor) -> str:
     """xxh3 checksum (128 bits) of the tensor's bytes, row-major. It finds accidents, and is not meant against attacks."""
-    flat = tensor.detach().contiguous().cpu().flatten()
-    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)
+    return xxhash.xxh3_128_hexdigest(_bytes(tensor))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data
 
 
 def write_payload(state: dict[str, Tensor], path: str | Path, dtype: torch.dtype) -> WeightPayload:
-    """Write `state` for the engines, floating tensors in `dtype`.
+    """Write `state` for the engines as write_tensors does, floating tensors in `dtype`."""
+    dtypes = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in state.items()}
+    layout = {name: (tuple(tensor.shape), dtypes[name]) for name, tensor in state.items()}
+    return write_tensors(layout, ((name, tensor.to(dtypes[name])) for name, tensor in state.items()), path)
+
+
+def write_tensors(layout: Manifest, tensors: Iterable[tuple[str, Tensor]], path: str | Path) -> WeightPayload:
+    """Write a safetensors file of the tensors that `layout` announces, each as soon as it comes, in any order.
 
     The file takes its name when it is complete, so a reader that has an older file of this name open keeps that one.
     Raises OSError when the disk is full.
     """
     path = Path(path)
-    tensors = {
-        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
-        for name, tensor in state.items()
-    }
-    partial = path.with_suffix(".partial")
+    header, places = _header(layout)
+    partial, digests = path.with_suffix(".partial"), {}
     try:
-        save_file(tensors, str(partial))
+        with partial.open("wb") as file:
+            file.write(header)
+            for name, tensor in tensors:
+                assert (tuple(tensor.shape), tensor.dtype) == layout[name], f"{name}: {tensor.shape} {tensor.dtype}"
+                data = _bytes(tensor)
+                digests[name] = xxhash.xxh3_128_hexdigest(data)
+                file.seek(places[name])
+                file.write(data)
+                del tensor, data  # before the next one is made
+        assert digests.keys() == layout.keys(), f"never came: {sorted(layout.keys() - digests.keys())[:4]}"
         os.replace(partial, path)
-    except SafetensorError as error:  # safetensors' own type for a full disk too
-        raise OSError(f"cannot write {path}: {error}") from error
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
     finally:
         partial.unlink(missing_ok=True)
-    return WeightPayload(str(path), path.stat().st_size, {name: digest(tensor) for name, tensor in tensors.items()})
+    return WeightPayload(str(path), path.stat().st_size, digests)
+
+
+def _header(layout: Manifest) -> tuple[bytes, dict[str, int]]:
+    """Return the beginning of a safetensors file, as its own library writes it, and where in the file each tensor is."""
+    names = sorted(layout, key=lambda name: (-layout[name][1].itemsize, name))
+    sizes = [torch.Size(layout[name][0]).numel() * layout[name][1].itemsize for name in names]
+    spans = dict(zip(names, pairwise(accumulate(sizes, initial=0)), strict=True))
+    fields = {
+        name: {"dtype": DTYPES[layout[name][1]], "shape": layout[name][0], "data_offsets": spans[name]}
+        for name in names
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}} | fields, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, (start, _) in spans.items()}
 
 
 def read_manifest(folder: str | Path, dtype: torch.dtype, without: Iterable[str] = ()) -> Manifest:

@@ -50,7 +50,7 @@ def start_roles(
     ready("tokenizer")
     if state.step:
         policy.call("load", run_dir.checkpoint(state.step) / "policy")
-    payload = policy.call_first("write_payload", scratch / "policy.safetensors")
+    payload = policy.call("write_payload", scratch / "policy.safetensors")
     ready("policy")
     if drafter is not None:
         drafter.call("set_target_weights", payload.path, versions.policy)

@@ -86,8 +86,6 @@ class Learner:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 
-    call_first = call
-
     def save(self, folder: Path) -> None:
         folder.mkdir()
 

@@ -1,13 +1,17 @@
 """A tiny random policy, rollouts of it, and a learner for it."""
 
 import random
+import socket
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, multiprocessing
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -15,6 +19,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from cotrain.config.schema import OptimizerConfig, PolicyConfig, RolloutConfig
@@ -25,11 +31,23 @@ VOCAB = 128
 ROLLOUT = RolloutConfig(
     prompts_per_step=3, samples_per_prompt=4, temperature=0.8, max_prompt_tokens=12, max_new_tokens=12, dtype="float32"
 )
+EXPERTS = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+"""What Qwen3-Next has besides."""
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=2, schedule="cosine")
 
 
-def save_tiny_model(folder: Path, kind: str = "qwen3") -> str:
-    """kind: qwen3 (tied embeddings) or llama (untied)."""
+def save_tiny_model(folder: Path, kind: str = "qwen3", **sizes: int) -> str:
+    """kind: qwen3 (tied embeddings), llama (untied) or qwen3_next (experts, linear attention)."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -41,8 +59,14 @@ def save_tiny_model(folder: Path, kind: str = "qwen3") -> str:
         "head_dim": 16,
         "initializer_range": 0.15,
         "tie_word_embeddings": kind == "qwen3",
+        **sizes,
     }
-    model = Qwen3ForCausalLM(Qwen3Config(**shape)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**shape))
+    kinds = {
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**shape)),
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**shape)),
+        "qwen3_next": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**shape, **EXPERTS)),
+    }
+    model = kinds[kind]()
     model.save_pretrained(folder)
     return str(folder)
 
@@ -80,6 +104,26 @@ def make_learner(model_path: str, rollout: RolloutConfig = ROLLOUT, **policy: An
     """policy: fields of PolicyConfig that differ from the case's."""
     config = PolicyConfig.model_validate({"model": "tiny", "optimizer": OPTIMIZER, **policy})
     return PolicyLearner(config, rollout, model_path, total_steps=6, seed=0)
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports on loopback that nothing listens on, all of them different."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def run_ranks(run_rank: Callable[..., None], *arguments: Any, seconds: float) -> None:
+    """Run run_rank(rank, *arguments) in two processes. The test fails when they take longer."""
+    ranks = multiprocessing.spawn(run_rank, args=arguments, nprocs=2, join=False)
+    deadline = time.monotonic() + seconds
+    while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
+        if time.monotonic() > deadline:  # ranks that wait for each other would do so for gloo's 30 minutes
+            for process in ranks.processes:
+                process.kill()
+            pytest.fail(f"the two learner processes did not finish in {seconds:.0f} s")
 
 
 def update_difference(model_path: str, one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from cotrain.policy.learner import PolicyLearner
 from cotrain.records import ScoredRollout
+from drafters.base import SamplingParams
 
 VARIANTS = {
     "token_mean": {"loss_aggregation": "token_mean", "minibatches": 2},
@@ -48,7 +49,16 @@ def run_rank(rank: int, port: int, model_path: str, folder: str) -> None:
         save_file(learner.state_for_serving(), output / f"{name}-{rank}.safetensors")
         (output / f"{name}-{rank}.json").write_text(json.dumps(metrics))
 
+    learner.save(output / "saved")
     rollouts = make_rollouts(model_path)
+    returned = [
+        learner.write_payload(output / "policy.safetensors"),
+        learner.hidden_states([1, 2, 3], (0, 1)),
+        learner.response_draws([rollouts[0].rollout], SamplingParams(1.0, 1.0, 0, "greedy"), 0.0),
+    ]
+    (output / f"returns-{rank}.json").write_text(json.dumps([result is not None for result in returned]))
+    (output / f"on-{rank}.json").write_text(json.dumps([learner.update(make_rollouts(model_path, seed=4))]))
+
     rollouts[5] = replace(rollouts[5], advantage=math.nan)
     try:
         learner.update(rollouts)

@@ -1,31 +1,19 @@
 """Two real processes against one."""
 
 import json
-import socket
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from policy_cases import make_learner, update_difference
+from policy_cases import free_ports, make_learner, make_rollouts, run_ranks, update_difference
 from policy_ddp_rank import VARIANTS, run_rank, train
 from safetensors.torch import load_file
-from torch import multiprocessing
 
 
 @pytest.fixture(scope="module")
 def two_processes(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two_processes")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    ranks = multiprocessing.spawn(run_rank, args=(port, tiny_model, str(folder)), nprocs=2, join=False)
-    deadline = time.monotonic() + 180
-    while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
-        if time.monotonic() > deadline:  # ranks that wait for each other would do so for gloo's 30 minutes
-            for process in ranks.processes:
-                process.kill()
-            pytest.fail("the two learner processes did not finish in 180 s")
+    run_ranks(run_rank, *free_ports(1), tiny_model, str(folder), seconds=180)
     return folder
 
 
@@ -45,6 +33,22 @@ def test_two_processes_update_like_one(tiny_model: str, two_processes: Path, nam
         metrics = json.loads((two_processes / f"{name}-{rank}.json").read_text())
         for step, of_one in zip(metrics, expected, strict=True):
             assert step == pytest.approx(of_one, rel=2e-5, abs=1e-7)
+
+
+def test_one_process_continues_what_two_have_saved(tiny_model: str, two_processes: Path) -> None:
+    name = list(VARIANTS)[-1]
+    resumed = make_learner(tiny_model, **VARIANTS[name])
+    resumed.load(two_processes / "saved")
+    state = resumed.state_for_serving()
+    saved = load_file(two_processes / f"{name}-0.safetensors")
+    assert state.keys() == saved.keys() and all(torch.equal(state[key], saved[key]) for key in saved)
+    [expected] = json.loads((two_processes / "on-0.json").read_text())
+    assert resumed.update(make_rollouts(tiny_model, seed=4)) == pytest.approx(expected, rel=2e-5, abs=1e-7)
+
+
+def test_only_rank_0_computes_what_it_alone_returns(two_processes: Path) -> None:
+    assert json.loads((two_processes / "returns-0.json").read_text()) == [True, True, True]
+    assert json.loads((two_processes / "returns-1.json").read_text()) == [False, False, False]
 
 
 def test_a_broken_rollout_of_one_rank_stops_both_with_its_name(two_processes: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_checkpoint_of_another_version_is_neither_used_nor_passed_over(run):
     """Passed over, it would be deleted with all that a run from the first step on writes again."""
     save(run, 1)
     (run.checkpoint(1) / "COMPLETE").write_text('{"schema": 1, "files": {}}')
-    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 6: resume with"):
+    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 7: resume with"):
         latest_checkpoint(run)
     assert run.checkpoint(1).is_dir()
 
@@ -201,6 +201,13 @@ def test_a_resume_may_change_the_length_and_the_surroundings(run_config, tmp_pat
         "cluster": {"device": "cpu"},
     }
     check_resume(run_config(**changes, run_root=tmp_path / "moved"), {}, saved)
+
+
+def test_a_resume_may_change_the_number_of_ranks(run_config):
+    model = run_config().policy.model
+    check_resume(
+        run_config(policy={"model": model, "num_processes": 4, "sharding": "fsdp2"}), {}, saved_by(run_config())
+    )
 
 
 def test_a_resume_may_change_what_an_alarm_does(run_config):

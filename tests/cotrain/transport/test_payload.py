@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cotrain.transport.payload import WeightUpdateRefused, digest, read_manifest, read_payload, write_payload
+from cotrain.transport.payload import (
+    WeightUpdateRefused,
+    digest,
+    read_manifest,
+    read_payload,
+    write_payload,
+    write_tensors,
+)
 
 STATE = {
     "layers.0.weight": torch.linspace(-1, 1, 12).reshape(3, 4),
@@ -102,14 +109,30 @@ def test_a_full_disk_leaves_the_last_payload_and_nothing_else(tmp_path, full_dis
     read_payload(str(path), first.digests, EXPECTED)
 
 
-def test_a_crash_while_writing_leaves_nothing_under_the_name(tmp_path, monkeypatch):
-    def half_written(tensors, filename):
-        Path(filename).write_bytes(b"half")
+def test_a_crash_while_writing_leaves_nothing_under_the_name(tmp_path):
+    def half():
+        yield "norm.weight", STATE["norm.weight"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cotrain.transport.payload.save_file", half_written)
     with pytest.raises(KeyboardInterrupt):
-        write_payload(STATE, tmp_path / "w.safetensors", torch.float32)
+        write_tensors(EXPECTED, half(), tmp_path / "w.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_is_that_of_the_safetensors_library_in_whatever_order_tensors_come(tmp_path):
+    state = STATE | {"flag": torch.tensor([True, False, True]), "none": torch.zeros(0, 4), "one": torch.tensor(2.5)}
+    layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    payload = write_tensors(layout, reversed(state.items()), tmp_path / "w.safetensors")
+    save_file(state, tmp_path / "expected.safetensors", metadata={"format": "pt"})
+    assert Path(payload.path).read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+    assert payload.digests == {name: digest(tensor) for name, tensor in state.items()}
+
+
+def test_a_tensor_that_never_comes_or_is_another_makes_no_file(tmp_path):
+    short = STATE | {"norm.weight": torch.ones(2)}
+    for tensors in (list(STATE.items())[:-1], short.items()):
+        with pytest.raises(AssertionError, match=r"norm\.weight|d2t"):
+            write_tensors(EXPECTED, tensors, tmp_path / "w.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
