@@ -29,7 +29,12 @@ DISK_GIB = 8.0
 """Four checkpoints of a policy of 135 M parameters take 6.5 GiB."""
 PROBE_SECONDS = 120
 
-BLOCKTIME = "import ctypes; print(ctypes.CDLL(None).kmp_get_blocktime())"
+OPENMP_IN_USE = """
+import ctypes, sys
+first, wanted = (ctypes.CDLL(name) for name in (None, sys.argv[1]))
+assert bytes(first.omp_get_max_threads) == bytes(wanted.omp_get_max_threads), "another OpenMP comes first"
+print(wanted.kmp_get_blocktime())
+"""
 TORCH_FACTS = """
 import json, torch
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}))
@@ -84,9 +89,10 @@ def openmp() -> str:
     if library is None:
         raise Problem("there is no libiomp5.so in this environment; waiting threads of libgomp spin")
     environment = os.environ | threads.openmp_environment(1)
-    run = subprocess.run([sys.executable, "-c", BLOCKTIME], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", OPENMP_IN_USE, library]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
-        raise Problem(f"{library} is not Intel's OpenMP: a process that preloads it has no kmp_get_blocktime")
+        raise Problem(f"an engine would not compute with Intel's OpenMP of {library}: {run.stderr.splitlines()[-1]}")
     return f"libiomp5, waiting threads sleep after {run.stdout.strip()} ms; {threads.num_cores()} cores"
 
 

@@ -23,8 +23,7 @@ CONNECT_SECONDS = 5.0
 class NodeAgent:
     """Runs on one node. Ray sends its code along, so that it also runs where cotrain is older or missing."""
 
-    def __init__(self) -> None:
-        self._listeners: list[Any] = []
+    _listener: socket.socket
 
     def facts(self, packages: Sequence[str]) -> dict[str, str]:
         """Versions of Python and of these packages; "missing" where one is not installed."""
@@ -41,8 +40,8 @@ class NodeAgent:
         import ray
 
         address = ray.util.get_node_ip_address()
-        self._listeners.append(socket.create_server((address, 0)))
-        return address, self._listeners[-1].getsockname()[1]
+        self._listener = socket.create_server((address, 0))
+        return address, self._listener.getsockname()[1]
 
     def connect(self, address: str, port: int, seconds: float) -> str | None:
         """Why the port cannot be reached from this node; None when it can."""
@@ -61,19 +60,19 @@ class Nodes:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self._ray, agent, self._agents = ray, ray.remote(NodeAgent), dict[str, Any]()
-        nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        nodes = sorted((n["NodeManagerAddress"], n["NodeID"]) for n in ray.nodes() if n["Alive"])
         self.about = f"ray {ray.__version__}, {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
-        for number, node in enumerate(nodes):
+        for number, (address, node) in enumerate(nodes):
             there = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._agents[f"node {number}"] = agent.options(num_cpus=0, scheduling_strategy=there).remote()
+            self._agents[f"node {number} ({address})"] = agent.options(num_cpus=0, scheduling_strategy=there).remote()
 
     def nodes(self) -> str:
         """Python and packages are the same on all nodes."""
         facts = {name: self._answer(name, agent.facts.remote(PACKAGES)) for name, agent in self._agents.items()}
         if problems := different(facts):
             raise Problem("; ".join(problems))
-        packages = ", ".join(f"{name} {facts['node 0'][name]}" for name in ("python", "torch", "ray", "cotrain"))
-        return f"{packages} on each"
+        (found, *_) = facts.values()
+        return ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "ray", "cotrain")) + " on each"
 
     def ports(self) -> str:
         """Each node reaches a port that the next one has opened, in a ring; a single node reaches its own."""
@@ -114,6 +113,7 @@ async def ray_nodes(address: str | None) -> AsyncIterator[Nodes]:
     if address is None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one into the home folder
         private = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1"}
+        private["include_dashboard"] = False
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)

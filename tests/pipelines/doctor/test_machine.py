@@ -81,14 +81,20 @@ def test_another_vllm_fails(
 def test_openmp_that_is_missing_or_another_one_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch
 
+    intel, gomp = str(threads.openmp_library()), str(Path(torch.__file__).parent / "lib" / "libgomp.so.1")
+    monkeypatch.setenv("LD_PRELOAD", intel)  # as after an engine was started from this process
     assert "sleep after 1 ms" in machine.openmp()
+    with monkeypatch.context() as planted:
+        planted.setattr(threads, "openmp_environment", lambda _: {"LD_PRELOAD": f"{gomp}:{intel}"})
+        with pytest.raises(Problem, match=r"not compute with Intel's OpenMP of .* another OpenMP comes first"):
+            machine.openmp()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
     with pytest.raises(Problem, match=r"no libiomp5\.so"):
         machine.openmp()
     (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "libiomp5.so").symlink_to(Path(torch.__file__).parent / "lib" / "libgomp.so.1")
-    with pytest.raises(Problem, match=r"libiomp5\.so is not Intel's OpenMP"):
+    (tmp_path / "lib" / "libiomp5.so").symlink_to(gomp)
+    with pytest.raises(Problem, match=r"not compute with Intel's OpenMP of .* undefined symbol: kmp_get_blocktime"):
         machine.openmp()
 
 
