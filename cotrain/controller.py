@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from cotrain.config.files import write_json
@@ -50,7 +49,11 @@ from cotrain.stream.reactor import Reactor
 from cotrain.stream.training import DrafterTraining
 from cotrain.tasks.prompts import write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
+from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
+
+POLICY_FILE = "policy.safetensors"
+"""Weights of the policy on their way to the engines, in the folder in shared memory of the learner's node."""
 
 STREAM = "stream.json"
 """File of a checkpoint with the state of the Producer, where generation is ahead."""
@@ -58,7 +61,7 @@ STREAM = "stream.json"
 
 @dataclass
 class Roles:
-    """Who takes part, and the folder in shared memory through which weights are sent.
+    """Who takes part, and the nodes they are on.
 
     `drafter` and `publisher` are None without speculation; the trainer of a frozen drafter only scores it.
     """
@@ -69,7 +72,7 @@ class Roles:
     drafter: Learner | None
     publisher: Publisher | None
     reactor: Reactor
-    scratch: Path
+    nodes: Nodes
 
 
 @dataclass
@@ -196,6 +199,9 @@ class Controller:
         if window is None:
             return None
         window = replace(window, gain=self.roles.engines.take_gain())
+        if self.roles.drafter is not None:
+            shards = self.roles.nodes.bring_all(window.features, self.roles.drafter.node)
+            window = replace(window, features=shards)
         if not self._lags:
             return replace(window, rollouts=[scored.rollout for scored in rollouts])
         now = time.perf_counter()
@@ -209,7 +215,9 @@ class Controller:
         self._checked = True
         rollout = self.config.rollout
         with self._timed("self_check"):
-            error = check_features(batch, partial(self.roles.policy.call, "hidden_states"), rollout.dtype)
+            here = [self.roles.nodes.bring(shard, self.roles.nodes.local) for shard in batch.features]
+            forward = partial(self.roles.policy.call, "hidden_states")
+            error = check_features(replace(batch, features=here), forward, rollout.dtype)
             check_records(batch, None if rollout.ignore_eos else self.prompts.encoder.tokenizer.eos_token_id)
         self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
@@ -279,8 +287,7 @@ class Controller:
             if outcome.trains and self._training is not None:
                 self._training.begin(step)
         elif window is not None:
-            for shard in window.features:  # tapped before speculation was switched off
-                Path(shard).unlink(missing_ok=True)
+            self.roles.nodes.remove_all(window.features)  # tapped before speculation was switched off
         if update is not None:
             self.roles.reactor.wait(update)
             row |= policy.finish(update)
@@ -294,17 +301,17 @@ class Controller:
         return outcome
 
     def _swap_policy(self, step: int, row: dict[str, float]) -> None:
-        drafter, ledger, reactor = self.roles.drafter, self.producer.ledger, self.roles.reactor
+        drafter, nodes, ledger, reactor = self.roles.drafter, self.roles.nodes, self.producer.ledger, self.roles.reactor
         if self.config.stream.on_swap == "finish":
             started = time.perf_counter()
             reactor.until(lambda: not ledger.count("admitted", "dispatched"))
             self._waited += time.perf_counter() - started
         reactor.wait(self._heads)  # the file that is now written again has been read
         version = self.versions.policy + 1
-        payload = self.roles.policy.call("write_payload", self.roles.scratch / "policy.safetensors")
+        payload = self.roles.policy.call("write_payload", nodes.scratch[self.roles.policy.node] / POLICY_FILE)
         if drafter is not None:
             # Before the engines: features of the new version are of one that the trainer knows.
-            self._heads = drafter.begin("set_target_weights", payload.path, version)
+            self._heads = drafter.begin("set_target_weights", nodes.bring(payload.path, drafter.node), version)
         keeps = self.config.stream.on_swap == "keep_kv"
         row |= _swap_metrics("policy", self.roles.engines.update_policy(payload, version, keeps))
         self._event(step, "policy swapped", version=version)

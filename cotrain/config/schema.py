@@ -396,7 +396,17 @@ class CheckpointConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Which devices, and how long to wait for them."""
+    """Which nodes and devices, and how long to wait for them."""
+
+    address: str | None = None
+    """Ray cluster to run on, "auto" for the one that this machine belongs to; without one the run starts its own Ray on this
+    machine."""
+
+    strategy: Literal["PACK", "SPREAD"] = "PACK"
+    """Ray's placement strategy: as few nodes as possible, or as many."""
+
+    min_engines: PositiveInt = 1
+    """An engine whose process dies is started again. The run ends when fewer than these are left meanwhile."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and learners run; auto takes a GPU when there is one."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
+from cotrain.process.placement import Placement, roles_of
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -27,6 +28,9 @@ RAY_ENVIRONMENT = {
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Room for rollouts and metrics; weights and features travel as files in shared memory."""
+
+CONNECT_SECONDS = 10.0
+"""How long to knock at cluster.address before saying that nobody is there."""
 
 STARTING_FACTOR = 4
 """A role's first answer may take so many times cluster.hang_after_s, because it loads a model."""
@@ -57,35 +61,27 @@ def free_port() -> int:
 
 
 class Cluster:
-    """A private Ray that takes orders from one run alone, and the actors of that run."""
+    """Ray, and the actors of one run. Unless the run joins a cluster, its Ray is private and takes orders from it alone."""
 
     def __init__(self, config: RunConfig, logs: Path, resume: str = "--resume"):
-        """Start Ray. resume: the arguments that continue the run, for messages."""
+        """Start or join Ray, and place the roles. resume: the arguments that continue the run, for messages.
+
+        Raises RunFailure when no cluster answers at cluster.address, and when it cannot place all roles.
+        """
         self._hang_after_s, self._logs, self._resume = config.cluster.hang_after_s, logs, resume
         self._actors: dict[str, tuple[Any, str]] = {}
         """Each actor and its log file, by the actor's id."""
         self._answered: set[str] = set()
         for name, value in RAY_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        import ray
-
-        self._ray = ray
-        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        ray.init(
-            address="local",
-            num_cpus=64,  # logical: the roles take turns on the cores, see threads.py
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level="ERROR",
-            configure_logging=False,
-            _node_ip_address="127.0.0.1",
-        )
+        self._ray = _join(config.cluster.address) if config.cluster.address else _start_private()
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
-        self.device, self.gpus = place(config, int(ray.cluster_resources().get("GPU", 0)))
+        self.device, self.gpus = place(config, int(self._ray.cluster_resources().get("GPU", 0)))
+        gpus = {role: self.gpus for role in roles_of(config) if role != "rewards"}
+        self.placement = Placement(config, gpus)
+        self.local_node: str = self._ray.get_runtime_context().get_node_id()
+        """Id of the node that the controller runs on."""
 
     def start(self, actor_class: type, role: str, environment: dict[str, str], **options: Any) -> Any:
         """Start the actor actor_class(log_file); its process writes into logs/ROLE.log.
@@ -95,26 +91,47 @@ class Cluster:
         log_file = str((self._logs / f"{role}.log").resolve())
         remote = self._ray.remote(actor_class).options(
             **{
-                "num_cpus": 1,
+                "num_cpus": 0,  # the place of a role has one
                 "num_gpus": self.gpus,
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "runtime_env": {"env_vars": environment},
             }
+            | self.placement.options(role)
             | options
         )
-        actor = remote.remote(log_file)
-        self._actors[actor._actor_id.hex()] = actor, log_file
+        return self._remember(remote.remote(log_file), log_file)
+
+    def start_agent(self, agent_class: type, node: str, *args: Any) -> Any:
+        """Start the actor agent_class(*args) on a node."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = self._ray.remote(agent_class).options(num_cpus=0, scheduling_strategy=place).remote(*args)
+        return self._remember(actor, f"Ray's logs of {self.node_name(node)}")
+
+    def node_name(self, node: str) -> str:
+        """What people call a node: its address, and its id where two nodes share one."""
+        known = {row["NodeID"]: row["NodeManagerAddress"] for row in self._ray.nodes()}
+        address = known.get(node, "a lost node")
+        return f"{address} ({node[:8]})" if list(known.values()).count(address) > 1 else address
+
+    def node_address(self, node: str) -> str:
+        """Address at which processes of other nodes reach those of a node."""
+        return next(row["NodeManagerAddress"] for row in self._ray.nodes() if row["NodeID"] == node)
+
+    def _remember(self, actor: Any, log: str) -> Any:
+        self._actors[actor._actor_id.hex()] = actor, log
         return actor
 
-    def get(self, references: list[Any]) -> list[Any]:
-        """Wait for results of actors; an actor's exception is raised as its own type.
+    def get(self, references: list[Any], seconds: float | None = None) -> list[Any]:
+        """Wait for results of actors, for this many seconds at most; an actor's exception is raised as its own type.
 
         Raises RunFailure naming the role and its log when its process has died (at once), or has not answered within
         cluster.hang_after_s.
         """
         actors = {_actor_of(reference) for reference in references}
-        timeout = self._hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
+        timeout = seconds or self._hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
         errors = self._ray.exceptions
         try:
             results = self._ray.get(references, timeout=timeout)
@@ -154,15 +171,52 @@ class Cluster:
         )
 
     def kill(self, actor: Any) -> None:
-        """Kill one actor. Nobody may wait for it any more."""
+        """Kill one actor, which may be dead. Whoever waits for it is told that its process has died."""
         self._ray.kill(actor)
-        del self._actors[actor._actor_id.hex()]
 
     def stop(self) -> None:
         """Kill all actors (what they started dies with them, see children.py), and Ray itself."""
         for actor, _ in self._actors.values():
             self._ray.kill(actor)
+        self.placement.remove()
         self._ray.shutdown()
+
+
+def _start_private() -> Any:
+    """Start a Ray of this run's own. Returns the module."""
+    # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token
+    ray.init(
+        address="local",
+        num_cpus=64,  # logical: the roles take turns on the cores, see threads.py
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level="ERROR",
+        configure_logging=False,
+        _node_ip_address="127.0.0.1",
+    )
+    return ray
+
+
+def _join(address: str) -> Any:
+    """Join a cluster that is there. Returns the module."""
+    import ray
+
+    try:
+        if address != "auto":  # Ray would try again for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    except (OSError, ValueError, ray.exceptions.AuthenticationError) as error:
+        raise RunFailure(
+            f"cluster.address: no Ray cluster answers at {address} ({str(error).splitlines()[0]}); start one with ray start "
+            "--head, or leave cluster.address out"
+        ) from error
+    return ray
 
 
 def _actor_of(reference: Any) -> str:

@@ -2,18 +2,19 @@
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RunConfig
-from cotrain.process import threads
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
+from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.vllm.arguments import EngineSpec
+from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import ServingSpec
 
@@ -21,6 +22,16 @@ MOST_CALLS = 10_000
 """Calls of an engine that may be under way. A call above that waits for another to end, which for an update of the weights
 could take as long as a rollout; the stream gives an engine far fewer groups. Ray's concurrency groups are no way out:
 each has an event loop of its own, and vLLM's asynchronous engine lives in one."""
+
+
+MOST_RESTARTS = 3
+"""An engine that dies more often stays away: what kills it is no accident."""
+
+SETTINGS = ("time_draft_lengths", "set_num_speculative_tokens")
+"""Calls that last: an engine that is started again is given the last one of each."""
+
+UPDATE_SECONDS = 300.0
+"""An engine that has not checked or taken weights after so long counts as dead: seconds are usual."""
 
 
 class EngineActor(Actor):
@@ -49,26 +60,112 @@ class EngineActor(Actor):
 
 
 class RolloutEngines:
-    """All vLLM replicas; they serve the same versions."""
+    """All vLLM replicas; they serve the same versions.
 
-    def __init__(self, cluster: Cluster, config: RunConfig):
+    A replica whose process dies is quarantined: nothing is asked of it until it has been started again and serves the
+    policy and the drafter of record.
+    """
+
+    def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig):
         """Start the processes, which import vLLM meanwhile; `start` loads the models."""
-        self._cluster = cluster
-        environment = threads.engine_environment(threads.num_cores())
-        roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
-        options = {"max_concurrency": MOST_CALLS}
-        self._actors = [cluster.start(EngineActor, role, environment, **options) for role in roles]
-        for actor in self._actors:
-            actor.load_library.remote()
+        self._cluster, self._nodes, self._min_engines = cluster, nodes, config.cluster.min_engines
+        self._roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
+        self.node_of = [cluster.placement.node(role) for role in self._roles]
+        self._actors = [self._new_actor(i) for i in range(len(self._roles))]
+        self._away: dict[int, Any] = {}  # quarantined engines, and the reference of their start
+        self._deaths: Counter[int] = Counter()
+        self._settings: dict[str, tuple[Any, ...]] = {}  # of record, too: the last call of each of SETTINGS
+        self._new: list[int] = []  # those of them that nobody waits for yet
+        self._policy: tuple[WeightPayload, int] | None = None  # of record
+        self._drafter: tuple[WeightPayload, int] | None = None
 
-    def start(self, specs: list[EngineSpec]) -> list[Any]:
-        """Begin to load the models. Cluster.get waits for what this returns; no other call may come before."""
+    def start(self, specs: list[EngineSpec], drafter_folder: Callable[[int], Path]) -> list[Any]:
+        """Begin to load the models. Cluster.get waits for what this returns; no other call may come before.
+
+        drafter_folder: where a published drafter version is.
+        """
+        self._specs, self._drafter_folder = specs, drafter_folder
         return [actor.start.remote(spec) for actor, spec in zip(self._actors, specs, strict=True)]
+
+    def _new_actor(self, engine: int) -> Any:
+        environment = self._nodes.call(self.node_of[engine], "environment", "engine")
+        actor = self._cluster.start(EngineActor, self._roles[engine], environment, max_concurrency=MOST_CALLS)
+        actor.load_library.remote()
+        return actor
+
+    # -- engines that die --------------------------------------------------------------------------------------------
+
+    @property
+    def in_dispatch(self) -> list[int]:
+        """The engines that may be given groups."""
+        return [engine for engine in range(len(self._actors)) if engine not in self._away]
+
+    def lose(self, engine: int, failure: RunFailure) -> None:
+        """Quarantine an engine and begin to start it again. Raises the failure when too few engines are left."""
+        if engine in self._away:
+            return
+        if len(self.in_dispatch) - 1 < self._min_engines:
+            raise failure
+        self._deaths[engine] += 1
+        self._away[engine] = None
+        self.give_up(engine)
+        if self._deaths[engine] > MOST_RESTARTS:
+            return
+        try:
+            self._actors[engine] = self._new_actor(engine)
+        except RunFailure:  # its node has gone
+            return
+        self._away[engine] = self._actors[engine].start.remote(self._spec_of_record(engine))
+        self._new.append(engine)
+
+    def take_starting(self) -> list[tuple[int, Any]]:
+        """Engines that were quarantined since the last call, each with the reference of its start."""
+        new, self._new = self._new, []
+        return [(engine, self._away[engine]) for engine in new]
+
+    def give_up(self, engine: int) -> None:
+        """End what is left of an engine. It stays in quarantine unless it is started again."""
+        self._cluster.kill(self._actors[engine])
+
+    def come_back(self, engine: int) -> None:
+        """An engine has started: give it what is of record, see what it serves, and let it be dispatched to.
+
+        Raises RunFailure when it serves other weights than those of record.
+        """
+        actor, node = self._actors[engine], self.node_of[engine]
+        if self._policy is not None:
+            payload, version = self._policy
+            here = replace(payload, path=self._nodes.bring(payload.path, node))
+            self._cluster.get([actor.call.remote("update_policy", here, version)])
+        for record, draft in ((self._policy, False), (self._drafter, True)):
+            if record is not None:
+                digests = record[0].digests
+                [served] = self._cluster.get([actor.call.remote("served_digests", sorted(digests), draft)])
+                if served != digests:
+                    raise RunFailure(f"{self._roles[engine]} was started again and does not serve what the others do")
+        for method, args in self._settings.items():
+            self._cluster.get([actor.call.remote(method, *args)])
+        del self._away[engine]
+
+    def _spec_of_record(self, engine: int) -> EngineSpec:
+        """What an engine is started again with. Its seed is a new one: the first draws are not made twice."""
+        spec = self._specs[engine]
+        versions = Versions(self._policy[1] if self._policy else spec.versions.policy, spec.versions.drafter)
+        spec = replace(spec, versions=versions, seed=derived_seed(spec.seed, "started again"))
+        if self._drafter is not None and spec.drafter_folder is not None:
+            version = self._drafter[1]
+            folder = str(self._drafter_folder(version))
+            spec = replace(spec, drafter_folder=folder, versions=replace(versions, drafter=version))
+        self._specs[engine] = spec
+        return spec
+
+    # -- calls -------------------------------------------------------------------------------------------------------
 
     def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
         """One response to each request, in the order given. A prompt's samples go to one engine, for its cache."""
         prompts = list(dict.fromkeys(request.prompt_id for request in requests))
-        engine_of = {prompt: self._actors[i % len(self._actors)] for i, prompt in enumerate(prompts)}
+        actors = [self._actors[engine] for engine in self.in_dispatch]
+        engine_of = {prompt: actors[i % len(actors)] for i, prompt in enumerate(prompts)}
         shares = defaultdict(list)
         for request in requests:
             shares[engine_of[request.prompt_id]].append(request)
@@ -88,7 +185,9 @@ class RolloutEngines:
 
     def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights everywhere. Reports the slowest engine's update."""
-        return max(self.call("update_policy", payload, policy_version, keep_kv), key=lambda report: report.seconds)
+        reports, _ = self._update("update_policy", payload, policy_version, keep_kv)
+        self._policy = payload, policy_version
+        return max(reports.values(), key=lambda report: report.seconds)
 
     def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
@@ -97,24 +196,55 @@ class RolloutEngines:
 
         All engines check the weights before one takes them. Raises WeightUpdateRefused; all go on with what they had.
         """
-        if len(self._actors) > 1:
-            self.call("check_drafter", payload)
-        updates = [a.call.remote("update_drafter", payload, drafter_version, expected_rates) for a in self._actors]
-        reports, switched, refusal = [], [], None
-        for actor, update in zip(self._actors, updates, strict=True):
-            try:
-                reports += self._cluster.get([update])
-                switched.append(actor)
-            except WeightUpdateRefused as error:
-                refusal = error
+        if len(self.in_dispatch) > 1:
+            _, refusal = self._update("check_drafter", payload)
+            if refusal is not None:
+                raise refusal
+        reports, refusal = self._update("update_drafter", payload, drafter_version, expected_rates)
         if refusal is not None:
-            self._cluster.get([actor.call.remote("undo_drafter_update") for actor in switched])
+            self._ask(dict.fromkeys(reports, ("undo_drafter_update",)))
             raise refusal
-        return max(reports, key=lambda report: report.seconds)
+        self._drafter = payload, drafter_version
+        return max(reports.values(), key=lambda report: report.seconds)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of RolloutEngine on all engines; the result of each."""
-        return self._cluster.get([actor.call.remote(method, *args) for actor in self._actors])
+        if method in SETTINGS:
+            self._settings[method] = args
+        results, _ = self._ask(dict.fromkeys(self.in_dispatch, (method, *args)))
+        return list(results.values())
+
+    def _update(
+        self, method: str, payload: WeightPayload, *args: Any
+    ) -> tuple[dict[int, Any], WeightUpdateRefused | None]:
+        """Call a method with the payload's file on each engine's node. A node is sent the file once."""
+        there: dict[str, str] = {}
+        for engine in self.in_dispatch:
+            node = self.node_of[engine]
+            try:
+                there[node] = there.get(node) or self._nodes.bring(payload.path, node)
+            except RunFailure as failure:
+                self.lose(engine, failure)
+        calls = {e: (method, replace(payload, path=there[self.node_of[e]]), *args) for e in self.in_dispatch}
+        return self._ask(calls, UPDATE_SECONDS)
+
+    def _ask(
+        self, calls: dict[int, tuple[Any, ...]], seconds: float | None = None
+    ) -> tuple[dict[int, Any], WeightUpdateRefused | None]:
+        """Call a method of each of these engines. Returns the results, and a refusal where there was one.
+
+        An engine whose process dies, or does not answer for so many seconds, is quarantined and has no result.
+        """
+        begun = {engine: self._actors[engine].call.remote(*call) for engine, call in calls.items()}
+        results, refusal = {}, None
+        for engine, reference in begun.items():
+            try:
+                [results[engine]] = self._cluster.get([reference], seconds)
+            except WeightUpdateRefused as error:
+                refusal = error
+            except RunFailure as failure:
+                self.lose(engine, failure)
+        return results, refusal
 
 
 def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:
@@ -136,13 +266,13 @@ def engine_specs(
     config: RunConfig,
     model_path: Path,
     drafter: tuple[Path, ServingSpec] | None,
-    scratch: Path,
+    scratch: Sequence[Path],
     versions: Versions,
     first_step: int,
 ) -> list[EngineSpec]:
     """One spec a replica.
 
-    drafter: its folder and how it is served. first_step: steps made before. Every engine of every run has a seed of its
+    scratch: for each, the folder in shared memory of its node. drafter: its folder and how it is served. first_step: steps made before. Every engine of every run has a seed of its
     own for every step that a run is resumed after, so that a resumed engine does not draw the first steps' noise again.
     """
     folder, serving = drafter or (None, None)
@@ -153,10 +283,10 @@ def engine_specs(
             drafter_folder=None if folder is None else str(folder),
             serving=serving,
             seed=derived_seed("engine", config.seed, i, first_step),
-            scratch=str(scratch / f"rollout_{i}"),
+            scratch=str(folder_of_node / f"rollout_{i}"),
             versions=versions,
         )
-        for i in range(config.rollout.num_engines)
+        for i, folder_of_node in enumerate(scratch)
     ]
 
 

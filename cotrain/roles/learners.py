@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RunConfig
-from cotrain.process import threads
 from cotrain.process.children import Actor
-from cotrain.process.cluster import Cluster, free_port
+from cotrain.process.cluster import Cluster
+from cotrain.process.placement import roles_of
+from cotrain.transport.nodes import Nodes
 
 
 class LearnerActor(Actor):
@@ -38,8 +39,10 @@ class Learner:
     A rank makes its calls one after the other, so the first of them waits until the learner is made.
     """
 
-    def __init__(self, cluster: Cluster, actors: list[Any], learner_class: str, **arguments: Any):
+    def __init__(self, cluster: Cluster, actors: list[Any], node: str, learner_class: str, **arguments: Any):
         """Begin to make the learner in every actor, see LearnerActor.start."""
+        self.node = node
+        """The node that rank 0 is on."""
         self.last_call = (0.0, 0.0)
         """When the last call that was waited for began and ended on rank 0 (time.time)."""
         self._cluster, self._actors = cluster, actors
@@ -62,35 +65,46 @@ class Learner:
         return self.finish(self.begin(method, *args))
 
 
-def start_policy(cluster: Cluster, config: RunConfig, model_path: Path) -> Learner:
+def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Learner:
     """Begin to start the ranks of a PolicyLearner."""
-    world, port, actors = config.policy.num_processes, free_port(), []
-    for rank in range(world):
-        role, environment = "policy", threads.openmp_environment(threads.num_cores())
-        if world > 1:
-            role = f"policy_{rank}"
+    roles = [role for role in roles_of(config) if role.startswith("policy")]
+    node_of = [cluster.placement.node(role) for role in roles]
+    world, first, actors = len(roles), node_of[0], []
+    shared = {"MASTER_ADDR": cluster.node_address(first), "MASTER_PORT": nodes.call(first, "free_port")}
+    for rank, (role, node) in enumerate(zip(roles, node_of, strict=True)):
+        environment = nodes.call(node, "environment", "learner")
         if world > 1 or config.policy.sharding:
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-            environment |= {name: str(value) for name, value in (places | {"MASTER_PORT": port}).items()}
-            environment |= {"MASTER_ADDR": "127.0.0.1"}
+            own = {"RANK": rank, "LOCAL_RANK": node_of[:rank].count(node)}
+            own |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": node_of.count(node)}
+            environment |= {name: str(value) for name, value in (shared | own).items()}
             if config.policy.sharding and cluster.device == "cpu":
                 environment["CUDA_VISIBLE_DEVICES"] = ""  # FSDP shards over GPUs wherever it sees any
         actors.append(cluster.start(PolicyActor, role, environment))
     return Learner(
         cluster,
         actors,
+        first,
         "cotrain.policy.learner:PolicyLearner",
         config=config.policy,
         rollout=config.rollout,
-        model_path=str(model_path),
+        model_path=str(nodes.model_path),
         total_steps=config.steps,
         seed=config.seed,
         device=cluster.device,
     )
 
 
-def start_drafter(cluster: Cluster, config: RunConfig, model_path: Path, init_folder: Path | None) -> Learner:
+def start_drafter(cluster: Cluster, nodes: Nodes, config: RunConfig, init_folder: Path | None) -> Learner:
     """Begin to start a DrafterTrainer."""
-    actor = cluster.start(DrafterActor, "drafter", threads.openmp_environment(threads.num_cores()))
-    name, device = "cotrain.trainer.trainer:DrafterTrainer", cluster.device
-    return Learner(cluster, [actor], name, config=config, model_path=model_path, init_folder=init_folder, device=device)
+    node = cluster.placement.node("drafter")
+    actor = cluster.start(DrafterActor, "drafter", nodes.call(node, "environment", "learner"))
+    return Learner(
+        cluster,
+        [actor],
+        node,
+        "cotrain.trainer.trainer:DrafterTrainer",
+        config=config,
+        model_path=nodes.model_path,
+        init_folder=init_folder,
+        device=cluster.device,
+    )

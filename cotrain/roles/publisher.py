@@ -28,6 +28,10 @@ DELIVERY_CHECK_STEPS = 10
 between (sleep, a reload) costs acceptance only, and reading back takes about as long as a swap."""
 
 
+DRAFTER_FILE = "drafter.safetensors"
+"""Weights of a drafter on their way to the engines, in the folder in shared memory of the trainer's node."""
+
+
 class Publisher:
     """Decides after each step which drafter serves, and remembers what the next decision needs."""
 
@@ -104,7 +108,7 @@ class Publisher:
         event, expected = outcome.events[-1], outcome.expected
         rolls_back = event.kind == "rolled back"
         version = self._trainer.call("publish", self.serving.last_good if rolls_back else None)
-        payload = self._trainer.call("write_payload", self._scratch / "drafter.safetensors", version)
+        payload = self._trainer.call("write_payload", self._scratch / DRAFTER_FILE, version)
         rates = None if expected is None else expected.rates[-1].tolist()
         self._known.add(Versions(versions.policy, version))
         try:

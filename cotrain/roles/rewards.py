@@ -3,9 +3,9 @@
 from typing import Any
 
 from cotrain.config.schema import RunConfig
-from cotrain.process import threads
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
+from cotrain.transport.nodes import Nodes
 
 
 class RewardActor(Actor):
@@ -26,8 +26,9 @@ class RewardActor(Actor):
 class Rewards:
     """The scoring process as the stream sees it."""
 
-    def __init__(self, cluster: Cluster, config: RunConfig):
+    def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig):
         self._cluster, self._config = cluster, config
+        self._environment = nodes.call(cluster.placement.node("rewards"), "environment", "rewards")
         self._actor: Any = None
         self._first = [self.restart()]
 
@@ -35,7 +36,7 @@ class Rewards:
         """Begin to start the process, in place of the one before. Its calls wait until it has started."""
         if self._actor is not None:
             self._cluster.kill(self._actor)
-        self._actor = self._cluster.start(RewardActor, "rewards", threads.openmp_environment(1), num_gpus=0)
+        self._actor = self._cluster.start(RewardActor, "rewards", self._environment, num_gpus=0)
         return self._actor.start.remote(self._config)
 
     def begin(self, index: int, responses: list[str]) -> Any:

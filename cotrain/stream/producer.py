@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from cotrain.config.schema import RunConfig
+from cotrain.process.failures import RunFailure
 from cotrain.records import (
     Prompt,
     Rollout,
@@ -24,7 +25,7 @@ from cotrain.records import (
 from cotrain.roles.engines import RolloutEngines, derived_seed, merge
 from cotrain.roles.rewards import Rewards
 from cotrain.run.rows import RowFile
-from cotrain.stream.ledger import Group, Ledger
+from cotrain.stream.ledger import ENGINE_DIED, Group, Ledger
 from cotrain.stream.reactor import Reactor
 from cotrain.tasks.base import Task
 from cotrain.tasks.prompts import PromptEncoder, PromptOrder
@@ -98,6 +99,7 @@ class Producer:
 
     def admit(self) -> None:
         """Let groups begin for which there are slots."""
+        self._watch_starts()
         for group in self.ledger.admit():
             if group.number in self._saved:
                 self._restore(self._saved.pop(group.number))
@@ -180,10 +182,10 @@ class Producer:
 
     def _place(self, group: Group) -> int | None:
         """The engine that takes a group; None while all of them have enough."""
-        rollout = self._config.rollout
+        rollout, there = self._config.rollout, self._engines.in_dispatch
         if self._config.stream.max_policy_lag == 0:
-            return group.number % rollout.prompts_per_step % rollout.num_engines
-        engine = min(range(rollout.num_engines), key=self._outstanding.__getitem__)
+            return there[group.number % rollout.prompts_per_step % len(there)]
+        engine = min(there, key=self._outstanding.__getitem__)
         return engine if self._outstanding[engine] < FILL * rollout.max_num_seqs else None
 
     def _begin(self, engine: int, groups: list[Group]) -> None:
@@ -192,7 +194,10 @@ class Producer:
             self.ledger.move(group.number, "dispatched")
             self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
         reference = self._engines.begin_generate(engine, requests, self.taps)
-        self._reactor.add(reference, partial(self._finished, engine, [group.number for group in groups]))
+        numbers = [group.number for group in groups]
+        self._reactor.add(
+            reference, partial(self._finished, engine, numbers), partial(self._engine_died, engine, numbers)
+        )
 
     def _requests(self, group: Group) -> list[RolloutRequest]:
         rollout, seed = self._config.rollout, self._config.seed
@@ -220,9 +225,7 @@ class Producer:
 
     def _finished(self, engine: int, numbers: list[int], batch: RolloutBatch) -> None:
         samples = self._config.rollout.samples_per_prompt
-        self._outstanding[engine] -= samples * len(numbers)
-        if not self._outstanding[engine]:
-            self._busy[engine] += time.perf_counter() - self._busy_since[engine]
+        self._has_less(engine, numbers)
         self._window.append((engine, batch))
         for place, number in enumerate(numbers):
             result = self._results[number]
@@ -232,6 +235,35 @@ class Producer:
             self._event("finished", number, engine=engine, tokens=tokens, versions=str(result.rollouts[-1].versions))
             self._score(number)
         self._dispatch()
+
+    def _has_less(self, engine: int, numbers: list[int]) -> None:
+        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
+        if not self._outstanding[engine]:
+            self._busy[engine] += time.perf_counter() - self._busy_since[engine]
+
+    # -- engines that die ---------------------------------------------------------------------------------------------
+
+    def _engine_died(self, engine: int, numbers: list[int], failure: RunFailure) -> None:
+        """Its groups start over elsewhere, and it is started again."""
+        self._engines.lose(engine, failure)
+        self._has_less(engine, numbers)
+        for number in reversed(numbers):
+            self._queue.appendleft(self.ledger.lose(number, ENGINE_DIED))
+            self._event("lost", number, reason=ENGINE_DIED, engine=engine)
+        self._watch_starts()
+        self._dispatch()
+
+    def _watch_starts(self) -> None:
+        """Engines that are started again come back when they have started."""
+        for engine, starting in self._engines.take_starting():
+            self._reactor.add(starting, partial(self._came_back, engine), partial(self._stays_away, engine))
+
+    def _came_back(self, engine: int, _: None) -> None:
+        self._engines.come_back(engine)
+        self._dispatch()
+
+    def _stays_away(self, engine: int, _: RunFailure) -> None:
+        self._engines.give_up(engine)
 
     # -- rewards ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head, resolve_model
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
-from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
 from cotrain.process.threads import num_cores
 from cotrain.records import Rollout, RolloutRequest, Versions
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from cotrain.lossless.greedy import GreedyCheck
     from cotrain.roles.engines import RolloutEngines
     from cotrain.run.tracking import Tracker
+    from cotrain.transport.nodes import Nodes
 
 GREEDY_PROMPTS = 8
 GREEDY_TOKENS = 32
@@ -72,9 +72,8 @@ def train(config: RunConfig, resume: bool) -> int:
         metrics = RowFile(run_dir.metrics, resumed_step=state.step)
         decisions = RowFile(run_dir.decisions, resumed_step=state.step)
         events = RowFile(run_dir.stream, resumed_step=state.step)
-        scratch = stack.enter_context(scratch_folder(config.name))
         with console.phase("start of all roles"):
-            cluster = _start_cluster(config, run_dir, stack)
+            cluster, nodes = _start_cluster(config, run_dir, stack)
             ready("Ray")
             task = build_task(config.task, config.seed)
             order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
@@ -83,7 +82,7 @@ def train(config: RunConfig, resume: bool) -> int:
             from cotrain.stream.producer import Prompts
             from pipelines.train.roles import start_roles
 
-            encoder, roles = start_roles(config, cluster, run_dir, model_path, scratch, state, ready)
+            encoder, roles = start_roles(config, cluster, nodes, run_dir, state, ready)
             tracker = tracking.result()
             ready("MLflow")
         if config.drafter is not None and config.rollout.speculation.adaptive:
@@ -117,15 +116,20 @@ def _first_state(config: RunConfig, run_dir: RunDir, fingerprints: dict[str, str
     return state
 
 
-def _start_cluster(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> Cluster:
-    """Start Ray, and import beside it what takes seconds."""
+def _start_cluster(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> "tuple[Cluster, Nodes]":
+    """Start or join Ray and look at its nodes, and import beside it what takes seconds."""
     # Ray and not the imports in this thread: Ray's processes are killed when the thread that has started them ends.
     importing = Thread(target=import_module, args=("pipelines.train.roles",))
     importing.start()
     cluster = Cluster(config, run_dir.logs, run_dir.resume)
     stack.callback(cluster.stop)
     importing.join()
-    return cluster
+    from cotrain.transport.nodes import Nodes
+
+    nodes = Nodes(cluster, config.name)
+    stack.callback(nodes.close)
+    nodes.check(run_dir.config, config.policy.model)
+    return cluster, nodes
 
 
 def _start_tracking(
@@ -150,7 +154,8 @@ def _run(controller: "Controller", run_dir: RunDir) -> bool:
             raise
         failure = str(error)
         if not isinstance(error, RunFailure):
-            full = [folder for folder in (run_dir.path, controller.roles.scratch) if is_disk_full(error, folder)]
+            nodes = controller.roles.nodes
+            full = [folder for folder in (run_dir.path, nodes.scratch[nodes.local]) if is_disk_full(error, folder)]
             if not full:
                 raise
             failure = f"disk full in step {controller.step + 1} ({full[0]}): {error}. Make room first"

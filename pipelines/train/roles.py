@@ -1,14 +1,13 @@
 """Starts the roles of a run side by side and brings them to one version. Importing this module takes seconds."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from cotrain.config.schema import RunConfig
-from cotrain.controller import Roles
+from cotrain.controller import POLICY_FILE, Roles
 from cotrain.process.cluster import Cluster
 from cotrain.roles.engines import RolloutEngines, engine_specs
 from cotrain.roles.learners import start_drafter, start_policy
-from cotrain.roles.publisher import Publisher
+from cotrain.roles.publisher import DRAFTER_FILE, Publisher
 from cotrain.roles.rewards import Rewards
 from cotrain.run.checkpoint import RunState
 from cotrain.run.mlflow_store import tracking_uri
@@ -16,14 +15,14 @@ from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
 from cotrain.stream.reactor import Reactor
 from cotrain.tasks.prompts import PromptEncoder
+from cotrain.transport.nodes import Nodes
 
 
 def start_roles(
     config: RunConfig,
     cluster: Cluster,
+    nodes: Nodes,
     run_dir: RunDir,
-    model_path: Path,
-    scratch: Path,
     state: RunState,
     ready: Callable[[str], None],
 ) -> tuple[PromptEncoder, Roles]:
@@ -32,35 +31,39 @@ def start_roles(
     The engines need the folder of the first drafter, so the drafter comes first, while the engines import vLLM.
     """
     versions, drafter, served = state.versions, None, None
-    engines, rewards = RolloutEngines(cluster, config), Rewards(cluster, config)
+    model_path = nodes.model_path
+    engines, rewards = RolloutEngines(cluster, nodes, config), Rewards(cluster, nodes, config)
     if config.drafter is not None:
         init = first_drafter(tracking_uri(config), config.drafter.init, model_path, run_dir.path / "drafter_init")
-        drafter = start_drafter(cluster, config, model_path, init)
+        drafter = start_drafter(cluster, nodes, config, init)
         if state.step:
             drafter.call("load", run_dir.checkpoint(state.step) / "drafter")
         served = run_dir.drafter(versions.drafter), drafter.call("serving")
         # Written anew on a resume too: a run that was killed may have left half of it.
         drafter.call("save_checkpoint", served[0], versions.drafter)
         ready("drafter")
-    loading = engines.start(engine_specs(config, model_path, served, scratch, versions, state.step))
-    policy = start_policy(cluster, config, model_path)
+    folders = [nodes.scratch[node] for node in engines.node_of]
+    specs = engine_specs(config, model_path, served, folders, versions, state.step)
+    loading = engines.start(specs, run_dir.drafter)
+    policy = start_policy(cluster, nodes, config)
     from transformers import AutoTokenizer  # takes seconds to import, which pass while engines and policy load
 
     prompts = PromptEncoder(AutoTokenizer.from_pretrained(model_path), config.rollout.max_prompt_tokens)
     ready("tokenizer")
     if state.step:
         policy.call("load", run_dir.checkpoint(state.step) / "policy")
-    payload = policy.call("write_payload", scratch / "policy.safetensors")
+    payload = policy.call("write_payload", nodes.scratch[policy.node] / POLICY_FILE)
     ready("policy")
     if drafter is not None:
-        drafter.call("set_target_weights", payload.path, versions.policy)
+        drafter.call("set_target_weights", nodes.bring(payload.path, drafter.node), versions.policy)
     cluster.get(loading)
     if versions.policy:
         engines.update_policy(payload, versions.policy)
     ready("engine")
     publisher = None
     if drafter is not None:
-        sent = drafter.call("write_payload", scratch / "drafter.safetensors", versions.drafter)
+        scratch = nodes.scratch[drafter.node]
+        sent = drafter.call("write_payload", scratch / DRAFTER_FILE, versions.drafter)
         publisher = Publisher(config, drafter, engines, scratch, sent, versions)
     reactor = Reactor(cluster, config.cluster.hang_after_s)
-    return prompts, Roles(engines, rewards, policy, drafter, publisher, reactor, scratch)
+    return prompts, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes)

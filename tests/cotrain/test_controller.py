@@ -34,6 +34,10 @@ class Engines:
         self.world = world
         self.gain: GainReport | None = None
         self.seeds: list[int | None] = []
+        self.in_dispatch = [0]
+
+    def take_starting(self) -> list[Any]:
+        return []
 
     def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
         assert len(requests) == PROMPTS * SAMPLES
@@ -75,7 +79,7 @@ class Reactor:
 class Learner:
     """Calls by name, on the object itself."""
 
-    last_call = (0.0, 1.0)
+    last_call, node = (0.0, 1.0), "here"
 
     def begin(self, method: str, *args: Any) -> Any:
         return self.call(method, *args)
@@ -125,6 +129,23 @@ class Drafter(Learner):
 
     def save_checkpoint(self, folder: Path, version: int) -> None:
         folder.mkdir(parents=True)
+
+
+class Nodes:
+    """One node."""
+
+    local = "here"
+
+    def __init__(self, scratch: Path):
+        self.scratch = {"here": scratch}
+
+    def bring(self, path: str, node: str) -> str:
+        return path
+
+    def bring_all(self, paths: list[str], node: str) -> list[str]:
+        return paths
+
+    def remove_all(self, paths: list[str]) -> None: ...
 
 
 class Tracker:
@@ -182,7 +203,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None))
         publisher = Publisher(config, world, world, tmp_path, None, state.versions)
         learners: Any = (Policy(), Drafter(world), publisher)
-        roles: Any = Roles(Engines(world), Rewards(), *learners, Reactor(), tmp_path)  # type: ignore[arg-type]
+        roles: Any = Roles(Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path))  # type: ignore[arg-type]
         files = [RowFile(path, state.step) for path in (run_dir.metrics, run_dir.decisions, run_dir.stream)]
         prompts: Any = Prompts(task, order, Encoder())  # type: ignore[arg-type]
         records: Any = Records(*files, Tracker(), Console(io.StringIO()))  # type: ignore[arg-type]

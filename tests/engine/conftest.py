@@ -25,6 +25,7 @@ from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, Targ
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config, MtpConfig, ObjectiveConfig
 from drafters.losses import drafter_loss
+from tests.engine.two_nodes import address, two_nodes  # noqa: F401
 from tests.native_models import trained_native
 
 pytest.register_assert_rewrite("tests.engine.mtp_head", "tests.engine.native_runs", "tests.engine.stream_runs")

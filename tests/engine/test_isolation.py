@@ -8,10 +8,10 @@ import torch
 
 from cotrain.config.schema import DrafterBufferConfig, DrafterConfig, PolicyConfig, RolloutConfig, RunConfig
 from cotrain.process.cluster import Cluster
-from cotrain.process.scratch import scratch_folder
 from cotrain.records import Rollout, ScoredRollout, Versions
 from cotrain.roles.learners import start_drafter, start_policy
 from cotrain.transport.features import FeatureRecord, write_records
+from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
 from tests.engine.conftest import AUX_LAYERS, features_of
 
@@ -74,16 +74,18 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
     )
     rollouts = make_rollouts()
     with ExitStack() as stack:
-        scratch = stack.enter_context(scratch_folder("isolation"))
         cluster = Cluster(config, tmp_path)
         stack.callback(cluster.stop)
-        alone = start_policy(cluster, config, target_folder)
+        nodes = Nodes(cluster, "isolation")
+        stack.callback(nodes.close)
+        scratch, nodes.model_path = nodes.scratch[nodes.local], target_folder
+        alone = start_policy(cluster, nodes, config)
         for _ in range(2):
             alone.call("update", rollouts)
         digests_alone = alone.call("write_payload", scratch / "alone.safetensors").digests
 
-        beside = start_policy(cluster, config, target_folder)
-        drafter = start_drafter(cluster, config, target_folder, None)
+        beside = start_policy(cluster, nodes, config)
+        drafter = start_drafter(cluster, nodes, config, None)
         first = beside.call("write_payload", scratch / "first.safetensors")
         drafter.call("set_target_weights", first.path, 0)
         for step in (1, 2):

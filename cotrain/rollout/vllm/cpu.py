@@ -16,8 +16,16 @@ import torch
 from torch import Tensor
 
 from cotrain.process.children import follow_parent
-
-SUPPORTED_VERSION = "0.32"
+from cotrain.rollout.vllm.interface import (
+    DRAFTING,
+    KNOWN_VERSION,
+    LINEAR_ATTENTION,
+    MOE_METHOD,
+    PROPOSER,
+    RUNNER,
+    SAMPLING,
+    moved,
+)
 
 CPU_ARGUMENTS = {
     "enforce_eager": True,  # compiling takes half a minute at each start
@@ -202,28 +210,31 @@ def pad_short_drafts(
     return original(layer, metadata, padded(mixed_qkv), padded(b), padded(a), *caches)[places]
 
 
-DRAFTING = "vllm.v1.spec_decode.llm_base_proposer"
-MOE_METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
 PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
-    expand_batch_to_tokens: ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
-    spare_generators: ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "sample_tokens"),
-    sample_in_draft_vocabulary: (f"{DRAFTING}:SpecDecodeBaseProposer", "_sample_draft_tokens"),
+    expand_batch_to_tokens: (SAMPLING, "expand_batch_to_tokens"),
+    spare_generators: (RUNNER, "sample_tokens"),
+    sample_in_draft_vocabulary: (PROPOSER, "_sample_draft_tokens"),
     no_noise: (DRAFTING, "empty_exponential_noise_like"),
     draw_draft_tokens: (DRAFTING, "sample_with_exponential_noise"),
-    draw_recovered_tokens: ("vllm.v1.sample.rejection_sampler", "sample_recovered_tokens"),
+    draw_recovered_tokens: (SAMPLING, "sample_recovered_tokens"),
     pack_updated_experts: (MOE_METHOD, "_setup_kernel"),
-    pad_short_drafts: ("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention", "_spec_forward"),
+    pad_short_drafts: (LINEAR_ATTENTION, "_spec_forward"),
 }
 """Our function -> module or class, and name, of the one that it replaces and gets as its first argument."""
 
 
 def apply_patches() -> None:
-    """Apply what this platform needs, once a process. Raises RuntimeError for a vLLM that is not supported."""
+    """Apply what this platform needs, once a process.
+
+    Raises RuntimeError for a vLLM that is not supported, and for one in which something that our code needs has moved.
+    """
     from vllm import __version__
     from vllm.platforms import current_platform
 
-    if not __version__.startswith(SUPPORTED_VERSION):
-        raise RuntimeError(f"cotrain supports vLLM {SUPPORTED_VERSION}, this is {__version__}")
+    if not __version__.startswith(KNOWN_VERSION):
+        raise RuntimeError(f"cotrain supports vLLM {KNOWN_VERSION}, this is {__version__}")
+    if problems := moved():
+        raise RuntimeError(f"this vLLM {__version__} is not the one that cotrain knows: {'; '.join(problems)}")
     if current_platform.is_cpu():
         for patch in PATCHES:
             apply(patch)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,12 +71,44 @@ def test_a_client_without_the_token_is_refused_by_a_private_cluster(tmp_path: Pa
     assert not (tmp_path / ".ray").exists()  # the token is the run's own
 
 
+TOO_MANY = """
+import json
+from pathlib import Path
+from cotrain.process import placement
+from cotrain.process.cluster import Cluster
+from cotrain.process.failures import RunFailure
+from cotrain.config.schema import RunConfig
+
+placement.PLACEMENT_SECONDS = 1.0
+task = {"type": "reasoning_gym", "name": "chain_sum"}
+policy = {"model": "tiny:llama"}
+found = {}
+for name, rollout, cluster in (("many", {"num_engines": 70}, {}), ("nobody", {}, {"address": "127.0.0.1:1"})):
+    config = RunConfig(name=name, steps=1, policy=policy, task=task, rollout=rollout, cluster={"device": "cpu"} | cluster)
+    try:
+        Cluster(config, Path.cwd())
+    except RunFailure as failure:
+        found[name] = str(failure)
+    import ray
+    ray.shutdown()
+print(json.dumps(found))
+"""
+
+
+def test_a_cluster_that_is_not_there_or_too_small_says_what_was_asked_and_what_is_free(tmp_path: Path) -> None:
+    found = run(TOO_MANY, tmp_path)
+    assert found["many"].startswith("the cluster cannot place all roles at once. Asked for: rollout_0 1 CPU, ")
+    assert re.search(r"policy 1 CPU, rewards 1 CPU\. Free: \S+ 64 CPU and 0 GPU\. Add nodes", found["many"])
+    assert found["nobody"].startswith("cluster.address: no Ray cluster answers at 127.0.0.1:1 (")
+
+
 OUTSTANDING = """
 import asyncio, json, time
 from pathlib import Path
 from cotrain.process.cluster import Cluster
 from cotrain.config.schema import RunConfig
 from cotrain.roles.engines import EngineActor, RolloutEngines
+from cotrain.transport.nodes import Nodes
 
 class Slow:
     async def generate(self, requests, tap):
@@ -84,20 +117,23 @@ class Slow:
         return "updated"
 
 class SlowEngine(EngineActor):
-    def load_library(self):
-        self._engine = Slow()
+    _engine = Slow()  # calls of an asynchronous actor may overtake each other
+    def load_library(self): pass
 
 import cotrain.roles.engines
 cotrain.roles.engines.EngineActor = SlowEngine
 task = {"type": "reasoning_gym", "name": "chain_sum"}
 config = RunConfig(name="slow", steps=1, policy={"model": "tiny:llama"}, task=task, cluster={"device": "cpu"})
 cluster = Cluster(config, Path.cwd())
-engines = RolloutEngines(cluster, config)
+nodes = Nodes(cluster, "slow")
+engines = RolloutEngines(cluster, nodes, config)
+engines._update = lambda method, payload, *args: engines._ask({0: (method, payload, *args)})
 engines.call("update_policy", None, 0, False)
 outstanding = [engines.begin_generate(0, [], False) for _ in range(12)]
 started = time.monotonic()
 engines.call("update_policy", None, 1, False)
 print(json.dumps({"seconds": time.monotonic() - started, "under way": 12 - len(cluster.wait_any(outstanding, 0.0))}))
+nodes.close()
 cluster.stop()
 """
 

@@ -1,6 +1,7 @@
 """The ranks of a policy learner: how they find each other, and that a call goes to all of them. Actors are stand-ins."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ class Cluster:
 
     device = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: tuple[str, ...]) -> None:
         self.environments: dict[str, dict[str, str]] = {}
+        self.placement = SimpleNamespace(node=lambda role: nodes[int(role.partition("_")[2] or 0)])
+
+    def node_address(self, node: str) -> str:
+        return f"address of {node}"
 
     def start(self, actor_class: type, role: str, environment: dict[str, str]) -> "Actor":
         self.environments[role] = environment
@@ -36,10 +41,11 @@ class Actor:
         return (self.role, *arguments), 0.0, 1.0
 
 
-def started(run_config: Any, **policy: Any) -> tuple[Cluster, Learner]:
-    cluster = Cluster()
+def started(run_config: Any, *nodes: str, **policy: Any) -> tuple[Cluster, Learner]:
+    cluster = Cluster(nodes or ("a", "a"))
     config = run_config(policy={"model": "tiny:llama", **policy})
-    return cluster, start_policy(cluster, config, Path("model"))  # type: ignore[arg-type]
+    agents = SimpleNamespace(model_path=Path("model"), call=lambda node, what, *_: 1234 if what == "free_port" else {})
+    return cluster, start_policy(cluster, agents, config)  # type: ignore[arg-type]
 
 
 def test_every_call_goes_to_all_ranks_and_returns_what_rank_0_does(run_config: Any) -> None:
@@ -53,7 +59,16 @@ def test_two_processes_are_told_where_the_other_is(run_config: Any) -> None:
     first, second = (cluster.environments[f"policy_{rank}"] for rank in range(2))
     assert (first["RANK"], second["RANK"]) == ("0", "1")
     assert first["WORLD_SIZE"] == second["WORLD_SIZE"] == "2"
-    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first["MASTER_PORT"] == second["MASTER_PORT"] == "1234"
+    assert (first["LOCAL_RANK"], second["LOCAL_RANK"], first["LOCAL_WORLD_SIZE"]) == ("0", "1", "2")
+
+
+def test_ranks_count_anew_on_each_node_and_meet_at_the_first(run_config: Any) -> None:
+    cluster, learner = started(run_config, "a", "a", "b", num_processes=3)
+    found = [cluster.environments[f"policy_{rank}"] for rank in range(3)]
+    assert [of_rank["LOCAL_RANK"] for of_rank in found] == ["0", "1", "0"]
+    assert [of_rank["LOCAL_WORLD_SIZE"] for of_rank in found] == ["2", "2", "1"]
+    assert {of_rank["MASTER_ADDR"] for of_rank in found} == {"address of a"} and learner.node == "a"
 
 
 @pytest.mark.parametrize("sharding", [None, "fsdp2"])

@@ -1,14 +1,16 @@
 """Several rollout engines as one: what they serve together, and how their figures add up. Actors are stand-ins."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, SwapReport, Versions, WeightPayload
-from cotrain.roles.engines import RolloutEngines, engine_specs
+from cotrain.roles.engines import MOST_RESTARTS, RolloutEngines, engine_specs
 from cotrain.rollout.engine import Window
+from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.transport.payload import WeightUpdateRefused
 
 PAYLOAD = WeightPayload("drafter.safetensors", 10, {"fc.weight": "00"})
@@ -22,6 +24,7 @@ class Engine:
         self.served, self.before = [0], 0
         self.log: list[str] = []
         self.window = Window(None, {})
+        self.digests = PAYLOAD.digests
 
     def take_window(self) -> Window:
         return self.window
@@ -38,6 +41,16 @@ class Engine:
         self._note("undo")
         self.served.pop()
 
+    def update_policy(self, payload: WeightPayload, version: int, keep_kv: bool = False) -> SwapReport:
+        self._note(f"{payload.path} p{version}")
+        return SwapReport(1.0, payload.num_bytes)
+
+    def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
+        self._note(f"draft {num_speculative_tokens}")
+
+    def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
+        return self.digests
+
     def _note(self, what: str) -> None:
         self.log.append(what)
         if self.refuses == what:
@@ -48,27 +61,51 @@ class Remote:
     """`actor.call.remote(method, ...)` of an engine; its result comes from the cluster."""
 
     def __init__(self, engine: Engine):
-        self._engine, self.call = engine, self
+        self.engine, self.call, self.start = engine, self, SimpleNamespace(remote=lambda spec: ("start", spec))
 
     def remote(self, method: str, *args: Any) -> Any:
         try:
-            return getattr(self._engine, method)(*args)
+            return getattr(self.engine, method)(*args)
         except Exception as error:
             return error
 
 
 class Cluster:
-    def get(self, references: list[Any]) -> list[Any]:
+    def __init__(self) -> None:
+        self.killed: list[Remote] = []
+
+    def kill(self, actor: Remote) -> None:
+        self.killed.append(actor)
+
+    def get(self, references: list[Any], seconds: float | None = None) -> list[Any]:
         for result in references:
             if isinstance(result, Exception):
                 raise result
         return references
 
 
-def engines_of(*engines: Engine) -> RolloutEngines:
-    together = RolloutEngines.__new__(RolloutEngines)
-    together._cluster, together._actors = Cluster(), [Remote(engine) for engine in engines]  # type: ignore[assignment]
-    return together
+class Engines(RolloutEngines):
+    """Engines on nodes of their own; one that is started again is a new stand-in."""
+
+    def __init__(self, *engines: Engine, min_engines: int = 1):
+        config = SimpleNamespace(
+            cluster=SimpleNamespace(min_engines=min_engines), rollout=SimpleNamespace(num_engines=len(engines))
+        )
+        self.stand_ins = [*engines]
+        cluster, nodes = Cluster(), SimpleNamespace(bring=lambda path, node: f"{node}/{path}")
+        cluster.placement = SimpleNamespace(node=lambda role: f"node of {role}")  # type: ignore[attr-defined]
+        super().__init__(cluster, nodes, config)  # type: ignore[arg-type]
+        specs = [EngineSpec(None, "m", "v0000", None, i, "s") for i in range(len(engines))]  # type: ignore[arg-type]
+        self.start(specs, lambda version: Path(f"v{version:04d}"))
+
+    def _new_actor(self, engine: int) -> Any:
+        if engine in getattr(self, "_away", ()):
+            self.stand_ins[engine] = Engine()
+        return Remote(self.stand_ins[engine])
+
+
+def engines_of(*engines: Engine) -> Engines:
+    return Engines(*engines)
 
 
 def test_a_drafter_goes_to_all_engines() -> None:
@@ -103,7 +140,48 @@ def test_an_engine_whose_weights_are_unknown_is_no_refusal() -> None:
     """A refusal is answered by going on with the old drafter."""
     engines = [Engine(), Engine(refuses="update", error=RunFailure)]
     with pytest.raises(RunFailure, match="refused in update"):
-        engines_of(*engines).update_drafter(PAYLOAD, 3)
+        Engines(*engines, min_engines=2).update_drafter(PAYLOAD, 3)
+
+
+def test_an_engine_that_dies_is_out_until_it_serves_what_is_of_record() -> None:
+    engines = Engines(Engine(), Engine())
+    engines.update_policy(PAYLOAD, 4)
+    engines.stand_ins[1].refuses, engines.stand_ins[1].error = "check", RunFailure
+    dead = engines._actors[1]
+    assert engines.update_drafter(PAYLOAD, 3).seconds == pytest.approx(0.3)
+    assert engines.in_dispatch == [0] and engines._cluster.killed == [dead]  # type: ignore[attr-defined]
+    [(engine, (_, spec))] = engines.take_starting()
+    assert (engine, spec.drafter_folder, str(spec.versions)) == (1, "v0000", "p4-d0"), "no drafter was of record then"
+    assert engines.take_starting() == []
+    engines.update_policy(PAYLOAD, 5)
+    assert engines.stand_ins[1].log == [], "nothing is asked of an engine that starts"
+    engines.call("set_num_speculative_tokens", 3)
+    engines.call("set_num_speculative_tokens", 0)
+    engines.come_back(1)
+    back = ["node of rollout_1/drafter.safetensors p5", "draft 0"]
+    assert engines.in_dispatch == [0, 1] and engines.stand_ins[1].log == back
+    with pytest.raises(RunFailure, match="died"):
+        Engines(Engine()).lose(0, RunFailure("it died"))
+
+
+def test_an_engine_that_comes_back_with_other_weights_ends_the_run() -> None:
+    engines = Engines(Engine(), Engine())
+    engines.update_policy(PAYLOAD, 4)
+    engines.lose(1, RunFailure("it died"))
+    engines.stand_ins[1].digests = {"fc.weight": "01"}
+    with pytest.raises(RunFailure, match="rollout_1 was started again and does not serve what the others do"):
+        engines.come_back(1)
+    assert engines.in_dispatch == [0]
+
+
+def test_an_engine_that_dies_again_and_again_stays_away() -> None:
+    engines = Engines(Engine(), Engine())
+    for death in range(MOST_RESTARTS + 1):
+        engines.lose(1, RunFailure("it died"))
+        assert len(engines.take_starting()) == (death < MOST_RESTARTS)
+        if death < MOST_RESTARTS:
+            engines.come_back(1)
+    assert engines.in_dispatch == [0]
 
 
 def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
@@ -118,7 +196,7 @@ def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
 def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise(run_config: Any) -> None:
     def seeds(seed: int, first_step: int) -> list[int]:
         config = run_config(seed=seed, rollout={"num_engines": 4})
-        return [s.seed for s in engine_specs(config, Path(), None, Path(), Versions(0, 0), first_step)]
+        return [s.seed for s in engine_specs(config, Path(), None, [Path()] * 4, Versions(0, 0), first_step)]
 
     found = [seed for run in range(50) for first_step in (0, 1, 40) for seed in seeds(run, first_step)]
     assert len(set(found)) == len(found) == 600

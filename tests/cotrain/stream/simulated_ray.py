@@ -10,7 +10,7 @@ class Reference:
     """A call under way. Its result, or the failure of its process, is there once it is set."""
 
     def __init__(self, what: Any):
-        self.what, self.result = what, None
+        self.what, self.result, self.engine = what, None, 0
 
 
 class Cluster:

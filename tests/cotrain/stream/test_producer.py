@@ -25,12 +25,27 @@ class Engines:
     def __init__(self) -> None:
         self.calls: list[tuple[int, list[str]]] = []
         self.seeds: dict[str, list[int | None]] = {}
+        self.in_dispatch, self.starting = [0], list[tuple[int, Reference]]()
 
     def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Reference:
         self.calls.append((engine, [request.prompt_id for request in requests[::SAMPLES]]))
         for request in requests:
             self.seeds.setdefault(request.prompt_id, []).append(request.seed)
-        return Reference(("generate", requests))
+        reference = Reference(("generate", requests))
+        reference.engine = engine
+        return reference
+
+    def lose(self, engine: int, failure: RunFailure) -> None:
+        if engine in self.in_dispatch:
+            self.in_dispatch.remove(engine)
+            self.starting.append((engine, Reference(("start", engine))))
+
+    def take_starting(self) -> list[tuple[int, Reference]]:
+        starting, self.starting = self.starting, []
+        return starting
+
+    def come_back(self, engine: int) -> None:
+        self.in_dispatch.append(engine)
 
 
 class Rewards:
@@ -65,6 +80,7 @@ class Stream:
         self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
         self.events = RowFile(folder / "stream.jsonl")
         self.producer = Producer(self.config, self.engines, self.rewards, prompts, self.reactor, self.events)  # type: ignore[arg-type]
+        self.engines.in_dispatch = list(range(self.config.rollout.num_engines))
         self.producer.start(served, saved)
         self.cluster.happens = self._answer_all
 
@@ -74,6 +90,9 @@ class Stream:
 
     def answer(self, reference: Reference) -> None:
         kind, given = reference.what
+        if kind == "start":
+            reference.result = "started"
+            return
         reference.result = batch_of(given) if kind == "generate" else [float(len(text)) for text in given]
 
     def step(self) -> list[Any]:
@@ -169,6 +188,39 @@ def test_a_scorer_that_dies_costs_its_group_and_in_the_end_another_prompt_takes_
     assert len(taken) == P and first not in [group.prompt.id for group in taken]
     asked = [name for _, names in stream.engines.calls for name in names]
     assert asked.count(first) == 2
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_groups_of_an_engine_that_dies_are_generated_elsewhere_until_it_is_back(new: Any, lag: int) -> None:
+    stream = new(lag=lag, num_engines=2)
+    dead: list[Reference] = []
+
+    def answer(reference: Reference) -> None:
+        if reference.what[0] == "start" and stream.producer.ledger.served < 2:
+            return  # it is still starting
+        if reference.what[0] == "generate" and not dead and reference.engine == 1:
+            dead.append(reference)
+            reference.result = RunFailure("rollout_1: its process has died")
+        elif reference.result is None:
+            Stream.answer(stream, reference)
+
+    stream.answer = answer
+    taken = []
+    for _ in range(4):
+        taken += [group.prompt.id for group in stream.step()]
+        stream.producer.release()
+    order = PromptOrder(NUM_PROMPTS, P, 0)
+    assert taken == [f"p{index}" for step in range(1, 5) for index in order.step(step)]
+    lost = [row for row in read_rows(stream.events.path) if row["event"] == "lost"]
+    assert lost and all(row["engine"] == 1 and row["reason"] == "its engine died" for row in lost)
+    again = [
+        row
+        for row in read_rows(stream.events.path)
+        if row["event"] == "dispatched" and row["attempt"] and row["engine"] == 0
+    ]
+    assert {row["group"] for row in lost} == {row["group"] for row in again}
+    assert stream.engines.in_dispatch == [0, 1] and (lag or stream.producer._outstanding == [0, 0])
+    assert {engine for engine, _ in stream.engines.calls[-4:]} == {0, 1}
 
 
 def test_what_a_scorer_raises_ends_the_run(new: Any) -> None:

@@ -1,0 +1,133 @@
+"""What our code wraps, calls and reads of vLLM, as it is in the version that we know.
+
+An engine refuses to start, and `cotrain doctor` says why, when a function or an attribute of these tables has moved.
+"""
+
+import dis
+import inspect
+import pkgutil
+from typing import Any
+
+KNOWN_VERSION = "0.32"
+
+RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+DRAFTING = "vllm.v1.spec_decode.llm_base_proposer"
+PROPOSER = f"{DRAFTING}:SpecDecodeBaseProposer"
+SAMPLING = "vllm.v1.sample.rejection_sampler"
+MOE_METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
+LINEAR_ATTENTION = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+RELOAD = "vllm.model_executor.model_loader.reload"
+ENGINE = "vllm.v1.engine.async_llm:AsyncLLM"
+
+WRAPPED = {
+    f"{RUNNER}.propose_draft_token_ids": "self scheduler_output sampled_token_ids sampling_metadata hidden_states "
+    "sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata slot_mappings",
+    f"{RUNNER}._sample": "self logits spec_decode_metadata",
+    f"{SCHEDULER}.schedule": "self throttle_prefills",
+    f"{SCHEDULER}.update_from_output": "self scheduler_output model_runner_output",
+}
+"""Functions that ours stand in for, and all their parameters in order."""
+
+WRAPPED_ON_CPU = {
+    f"{SAMPLING}:expand_batch_to_tokens": "x cu_num_tokens num_tokens replace_from replace_to",
+    f"{SAMPLING}:sample_recovered_tokens": "max_spec_len num_draft_tokens cu_num_draft_tokens draft_token_ids "
+    "draft_probs target_probs sampling_metadata device use_fp64_gumbel",
+    f"{RUNNER}.sample_tokens": "self grammar_output",
+    f"{PROPOSER}._sample_draft_tokens": "self hidden_states sampling_metadata",
+    f"{DRAFTING}:empty_exponential_noise_like": "probs use_fp64_gumbel",
+    f"{DRAFTING}:sample_with_exponential_noise": "probs q",
+    f"{MOE_METHOD}._setup_kernel": "self layer w13 w2",
+    f"{LINEAR_ATTENTION}:_spec_forward": "layer attn_metadata_i mixed_qkv_spec b_spec a_spec conv_buf ssm_state width "
+    "state_len",
+}
+
+USED = {
+    RUNNER: "_get_positions input_batch input_ids drafter device model_config compilation_config",
+    PROPOSER: "model block_size max_num_tokens _enable_probabilistic_draft_probs _draft_attn_layer_names",
+    f"{PROPOSER}.propose": "num_speculative_tokens target_token_ids target_positions target_hidden_states "
+    "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata",
+    SCHEDULER: "dynamic_sd_lookup num_spec_tokens scheduler_config has_unfinished_requests",
+    "vllm.v1.core.sched.output:SchedulerOutput": "num_spec_tokens_to_schedule num_scheduled_tokens "
+    "scheduled_spec_decode_tokens scheduled_new_reqs",
+    "vllm.v1.outputs:ModelRunnerOutput": "sampled_token_ids req_id_to_index",
+    "vllm.v1.attention.backend:CommonAttentionMetadata": "query_start_loc query_start_loc_cpu seq_lens num_reqs "
+    "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping seq_lens_cpu_upper_bound",
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_reqs generators",
+    "vllm.v1.utils:CpuGpuBuffer": "gpu",
+    "vllm.v1.worker.gpu_worker:Worker": "get_model get_draft_model speculative_config",
+    "vllm.v1.engine.input_processor:InputProcessor.assign_request_id": "request_id",
+    f"{RELOAD}:initialize_layerwise_reload": "model",
+    f"{RELOAD}:finalize_layerwise_reload": "",
+    "vllm.model_executor.model_loader.mtp_validation:disable_mtp_completeness_check": "",
+    "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_substr orig_to_new_prefix apply_list",
+    "vllm.model_executor.layers.linear:QKVParallelLinear": "total_num_heads total_num_kv_heads head_size input_size",
+    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": "org_vocab_size embedding_dim",
+    f"{ENGINE}.add_request": "request_id prompt params",
+    f"{ENGINE}.pause_generation": "mode clear_cache",
+    f"{ENGINE}.collective_rpc": "method args",
+    ENGINE: "resume_generation update_weight_version reset_prefix_cache shutdown errored engine_core model_config",
+    "vllm.v1.engine.core_client:AsyncMPClient": "call_utility_async",
+    "vllm.outputs:CompletionOutput": "token_ids logprobs weight_versions spec_decode_metrics finish_reason",
+    "vllm.v1.metrics.stats:RequestStateStats": "first_token_ts last_token_ts",
+    "vllm.sampling_params:SamplingParams": "skip_reading_prefix_cache output_kind ignore_eos",
+    "vllm.engine.arg_utils:AsyncEngineArgs": "worker_extension_cls scheduler_cls async_scheduling speculative_config "
+    "per_request_spec_decode_metrics logprobs_mode cudagraph_capture_sizes",
+}
+"""Classes and functions, and what we read or set of a class, or pass to a function."""
+
+USED_ON_CPU = {
+    RUNNER: "discard_request_mask",
+    f"{PROPOSER}._sample_from_logits": "logits sampling_metadata",
+    "vllm.v1.engine.utils:get_mp_context": "",
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "cpu_linear",
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": "isa _use_zentorch",
+    "vllm._custom_ops:cpu_prepack_moe_weight": "weight isa",
+    "vllm._custom_ops:causal_conv1d_weight_pack": "weight",
+}
+
+
+def moved() -> list[str]:
+    """What is not as in KNOWN_VERSION, by name, with what was expected and what is there. Imports vLLM, which takes 6 s."""
+    from vllm.platforms import current_platform
+
+    tables = [(WRAPPED, True), (USED, False)]
+    if current_platform.is_cpu():
+        tables += [(WRAPPED_ON_CPU, True), (USED_ON_CPU, False)]
+    return [
+        problem
+        for table, is_wrapped in tables
+        for path, names in table.items()
+        for problem in _differences(path, names, is_wrapped)
+    ]
+
+
+def _differences(path: str, names: str, is_wrapped: bool) -> list[str]:
+    try:
+        place = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        place = None
+    if place is None or getattr(place, "__isabstractmethod__", False):
+        return [f"{path} is missing"]
+    if is_wrapped:
+        found = " ".join(inspect.signature(place).parameters)
+        return [] if found == names else [f"{path} takes ({found}) instead of ({names})"]
+    missing = _not_in_class if inspect.isclass(place) else _not_in_function
+    return [f"{path} has no {name}" for name in sorted(missing(place, set(names.split())))]
+
+
+def _not_in_function(function: Any, names: set[str]) -> set[str]:
+    """Those of the names that are neither parameters nor used."""
+    return names - {*inspect.signature(function).parameters, *inspect.unwrap(function).__code__.co_names}
+
+
+def _not_in_class(owner: type, names: set[str]) -> set[str]:
+    """Those of the names that are no attributes, and that no method sets. A name that is only read does not count."""
+    names = names - set(dir(owner))
+    for base in owner.__mro__:
+        names -= {*getattr(base, "__annotations__", ())}
+        for method in filter(inspect.isfunction, vars(base).values()):
+            code = inspect.unwrap(method).__code__
+            if names & {*code.co_names}:
+                names -= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    return names

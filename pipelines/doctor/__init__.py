@@ -1,0 +1,1 @@
+"""What works on the machine or cluster that a run is going to use."""

