@@ -13,7 +13,7 @@ OWNED_VLLM_ARGUMENTS = {
     "max_model_len": "set rollout.max_prompt_tokens and rollout.max_new_tokens",
     "speculative_config": "set [drafter] and rollout.num_speculative_tokens / rollout.draft_sample_method",
     "worker_extension_cls": "cotrain's own extension carries the weight transfer and the feature tap",
-    "weight_transfer_config": "cotrain's transactional updates are always used",
+    "weight_transfer_config": "set policy.weight_transfer",
     "logprobs_mode": "the learner needs log-probs of the sampling distribution",
     "scheduler_cls": "cotrain's scheduler sets the draft length at run time",
     "async_scheduling": "the draft length is read by a synchronous scheduler",

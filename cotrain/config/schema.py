@@ -53,6 +53,11 @@ class PolicyConfig(Section):
     """fsdp2: each learner process holds a part of weights, gradients and optimizer, for a policy too large for one GPU.
     Default: each holds all of it (DDP)."""
 
+    weight_transfer: Literal["files", "nccl", "ipc"] = "files"
+    """How weights reach the engines. files: over shared memory or a network, checked before an engine is touched, undone
+    when one refuses. nccl: from GPU to GPU. ipc: within the one GPU that all roles share. Both are vLLM's own: a part of
+    the weights is compared afterwards, and an engine that differs is started again."""
+
     advantage: Literal["group_mean", "group_mean_std"] = "group_mean_std"
     """Baseline of a prompt's group of samples: its mean reward (Dr. GRPO), or mean and standard deviation (GRPO)."""
 

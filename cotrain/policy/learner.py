@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -30,6 +31,7 @@ from cotrain.policy.losses import kl_estimate, loss_denominator, policy_loss
 from cotrain.policy.metrics import by_lag, step_metrics
 from cotrain.policy.sharding import (
     check_converts,
+    layout,
     load_optimizer,
     load_weights,
     save_optimizer,
@@ -43,6 +45,9 @@ from drafters.files import WEIGHTS
 
 LEARNER_STATE = "learner.pt"
 """Schedule and version, beside the weights in a checkpoint folder."""
+
+COMPARED_EVERY = 16
+"""Of weights that are sent without a file, every tensor is compared within so many updates."""
 
 
 class PolicyLearner:
@@ -68,6 +73,7 @@ class PolicyLearner:
         self._config = config
         self._rollout = rollout
         self.policy_version = 0  # calls of update() behind the current weights
+        self._sender: Any = None  # of vLLM, once engines are connected
         self._sharded, cpu = config.sharding is not None, device == "cpu"
         self._accelerator = (
             sharding_accelerator(cpu)
@@ -218,8 +224,31 @@ class PolicyLearner:
         return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
 
     def write_payload(self, path: str | Path) -> WeightPayload | None:
-        """Write the weights for the engines, and describe them on rank 0. Raises OSError when the disk is full."""
-        return write_weights(self._policy.model, Path(path), getattr(torch, self._rollout.dtype))
+        """Write the weights for the engines, and describe them on rank 0. Raises OSError when the disk is full.
+
+        Where engines get the weights without a file, it holds the embedding and the head, which the drafter trainer
+        borrows, and others in turn, which the engines compare with what they have got.
+        """
+        model, dtype, names = self._policy.model, getattr(torch, self._rollout.dtype), None
+        if self._config.weight_transfer != "files":
+            known = layout(model, dtype)
+            names = {name for name in known if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
+            names |= {*list(known)[self.policy_version % COMPARED_EVERY :: COMPARED_EVERY]}
+        return write_weights(model, Path(path), dtype, names)
+
+    def connect_engines(self, engines: list[Any], workers: int, address: str, port: int) -> None:
+        """Prepare to send weights to these engines straight from memory, see transfer.connect."""
+        from cotrain.policy import transfer
+
+        source = transfer.PolicySource(self._policy.model, getattr(torch, self._rollout.dtype))
+        rank, backend = self._accelerator.process_index, self._config.weight_transfer
+        self._sender = transfer.connect(backend, rank, source, engines, workers, address, port)
+
+    def send_weights(self) -> int:
+        """Send the weights to the connected engines, which stand still. Returns their bytes."""
+        self._sender.send_weights()
+        tensors = layout(self._policy.model, getattr(torch, self._rollout.dtype)).values()
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
 
     @torch.no_grad()
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:

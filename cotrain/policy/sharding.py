@@ -56,35 +56,39 @@ def check_converts(model: PreTrainedModel) -> None:
     """Raise ValueError for a model that transformers saves by joining parameters, which never are in one place here."""
     tensors = {name: _empty(tensor) for name, tensor in _state(model).items()}
     whole = {name: tensor.shape for name, tensor in revert_weight_conversion(model, tensors).items()}
-    if whole != {name: shape for name, (shape, _) in _layout(model, torch.float32).items()}:
+    if whole != {name: shape for name, (shape, _) in layout(model, torch.float32).items()}:
         raise ValueError(
             f"policy.model: transformers joins parameters of a {model.config.model_type} model into one tensor when it "
             "saves them, and cotrain writes one parameter at a time; train a model of another type"
         )
 
 
-def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(
+    model: PreTrainedModel, dtype: torch.dtype, names: set[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's tensors in the names of its checkpoint, without tied duplicates, floating ones in `dtype`.
 
-    Collective: each parameter is cast, gathered from all ranks, and let go before the next one.
+    names: yield only these. Collective: each parameter is cast, gathered from all ranks, and let go before the next one.
     """
 
     def whole(tensor: Tensor) -> Tensor:
         cast = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype)
         return cast.full_tensor() if isinstance(cast, DTensor) else cast
 
-    return _converted(model, whole)
+    return _converted(model, whole, names)
 
 
-def write_weights(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> WeightPayload | None:
+def write_weights(
+    model: PreTrainedModel, path: Path, dtype: torch.dtype, names: set[str] | None = None
+) -> WeightPayload | None:
     """Write what whole_tensors yields to a safetensors file on rank 0, and describe it there; None on other ranks.
 
     Collective. Raises OSError when the disk is full.
     """
-    tensors = whole_tensors(model, dtype)
+    tensors = whole_tensors(model, dtype, names)
     try:
         if not distributed.is_initialized() or distributed.get_rank() == 0:
-            return write_tensors(_layout(model, dtype), tensors, path)
+            return write_tensors(layout(model, dtype, names), tensors, path)
         return None
     finally:
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -139,13 +143,17 @@ def _empty(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _converted(model: PreTrainedModel, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _converted(
+    model: PreTrainedModel, whole: Callable[[Tensor], Tensor], names: set[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in _state(model).items():
-        yield from revert_weight_conversion(model, {name: whole(tensor)}).items()
+        if names is None or names & revert_weight_conversion(model, {name: _empty(tensor)}).keys():
+            yield from revert_weight_conversion(model, {name: whole(tensor)}).items()
 
 
-def _layout(model: PreTrainedModel, dtype: torch.dtype) -> Manifest:
-    shapes = _converted(model, _empty)
+def layout(model: PreTrainedModel, dtype: torch.dtype, names: set[str] | None = None) -> Manifest:
+    """Return shape and dtype of each tensor that whole_tensors yields; nothing is gathered."""
+    shapes = _converted(model, _empty, names)
     return {
         name: (tuple(tensor.shape), dtype if tensor.is_floating_point() else tensor.dtype) for name, tensor in shapes
     }

@@ -39,14 +39,20 @@ STARTING_FACTOR = 4
 def place(config: RunConfig, num_gpus: int) -> tuple[str, float]:
     """Device of all roles, and GPUs of each process: one of its own if there are enough, else a share; 0 on CPU.
 
-    Raises ValueError when the configuration asks for a GPU and there is none.
+    Raises ValueError when the configuration asks for GPUs that are not there.
     """
-    device = config.cluster.device
+    device, transfer = config.cluster.device, config.policy.weight_transfer
     if device == "cuda" and num_gpus == 0:
         raise ValueError('cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"')
-    if device == "cpu" or num_gpus == 0:
-        return "cpu", 0
     processes = config.rollout.num_engines + config.policy.num_processes + (config.drafter is not None)
+    usable = 0 if device == "cpu" else num_gpus
+    if (transfer == "nccl" and usable < processes) or (transfer == "ipc" and usable != 1):
+        needs = f"a GPU for each of the {processes} processes" if transfer == "nccl" else "one GPU that all roles share"
+        raise ValueError(
+            f'policy.weight_transfer: "{transfer}" needs {needs}, and there are {usable}; set it to "files"'
+        )
+    if not usable:
+        return "cpu", 0
     if num_gpus >= processes:
         return "cuda", 1
     # Whole processes on each GPU, so that none is split over two.

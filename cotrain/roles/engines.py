@@ -12,6 +12,7 @@ from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
+from cotrain.roles.learners import Learner
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.transport.nodes import Nodes
@@ -29,6 +30,9 @@ MOST_RESTARTS = 3
 
 SETTINGS = ("time_draft_lengths", "set_num_speculative_tokens")
 """Calls that last: an engine that is started again is given the last one of each."""
+
+KEPT_DRAFTER = "kept/drafter.safetensors"
+"""In an engine's folder: the drafter that it was sent last, see ServedWeights."""
 
 UPDATE_SECONDS = 300.0
 """An engine that has not checked or taken weights after so long counts as dead: seconds are usual."""
@@ -69,6 +73,7 @@ class RolloutEngines:
     def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig):
         """Start the processes, which import vLLM meanwhile; `start` loads the models."""
         self._cluster, self._nodes, self._min_engines = cluster, nodes, config.cluster.min_engines
+        self._transfer = config.policy.weight_transfer
         self._roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
         self.node_of = [cluster.placement.node(role) for role in self._roles]
         self._actors = [self._new_actor(i) for i in range(len(self._roles))]
@@ -76,8 +81,16 @@ class RolloutEngines:
         self._deaths: Counter[int] = Counter()
         self._settings: dict[str, tuple[Any, ...]] = {}  # of record, too: the last call of each of SETTINGS
         self._new: list[int] = []  # those of them that nobody waits for yet
+        self._workers = config.rollout.vllm.get("tensor_parallel_size", 1)
+        self._learner: Learner | None = None
+        self._connected: list[Any] = []  # actors that the learner sends the policy to
+        self._returning: list[int] = []  # engines that have started and wait for it
         self._policy: tuple[WeightPayload, int] | None = None  # of record
         self._drafter: tuple[WeightPayload, int] | None = None
+
+    def receive_from(self, learner: Learner) -> None:
+        """Let this learner send the policy, unless it comes in files."""
+        self._learner = learner if self._transfer != "files" else None
 
     def start(self, specs: list[EngineSpec], drafter_folder: Callable[[int], Path]) -> list[Any]:
         """Begin to load the models. Cluster.get waits for what this returns; no other call may come before.
@@ -89,6 +102,8 @@ class RolloutEngines:
 
     def _new_actor(self, engine: int) -> Any:
         environment = self._nodes.call(self.node_of[engine], "environment", "engine")
+        if self._transfer == "ipc":
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory go to the workers pickled
         actor = self._cluster.start(EngineActor, self._roles[engine], environment, max_concurrency=MOST_CALLS)
         actor.load_library.remote()
         return actor
@@ -130,13 +145,28 @@ class RolloutEngines:
     def come_back(self, engine: int) -> None:
         """An engine has started: give it what is of record, see what it serves, and let it be dispatched to.
 
-        Raises RunFailure when it serves other weights than those of record.
+        Where the learner sends the policy, all that waits for its next update. Raises RunFailure when the engine serves
+        other weights than those of record.
         """
+        if self._transfer != "files":
+            self._returning.append(engine)
+            return
         actor, node = self._actors[engine], self.node_of[engine]
         if self._policy is not None:
             payload, version = self._policy
             here = replace(payload, path=self._nodes.bring(payload.path, node))
             self._cluster.get([actor.call.remote("update_policy", here, version)])
+        self._take_over(engine, self.in_dispatch[0])
+        del self._away[engine]
+
+    def _take_over(self, engine: int, other: int) -> None:
+        """An engine that has the policy of record gets the drafter and the settings that another one has."""
+        actor = self._actors[engine]
+        if self._drafter is not None and self._specs[engine].versions.drafter < self._drafter[1]:
+            # It was published after the engine began to start. The others keep the file.
+            path = self._nodes.bring(f"{self._specs[other].scratch}/{KEPT_DRAFTER}", self.node_of[engine])
+            payload = replace(self._drafter[0], path=path)
+            self._cluster.get([actor.call.remote("update_drafter", payload, self._drafter[1])])
         for record, draft in ((self._policy, False), (self._drafter, True)):
             if record is not None:
                 digests = record[0].digests
@@ -145,7 +175,6 @@ class RolloutEngines:
                     raise RunFailure(f"{self._roles[engine]} was started again and does not serve what the others do")
         for method, args in self._settings.items():
             self._cluster.get([actor.call.remote(method, *args)])
-        del self._away[engine]
 
     def _spec_of_record(self, engine: int) -> EngineSpec:
         """What an engine is started again with. Its seed is a new one: the first draws are not made twice."""
@@ -185,9 +214,30 @@ class RolloutEngines:
 
     def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights everywhere. Reports the slowest engine's update."""
+        returned, num_bytes = self._send_policy(keep_kv) if self._learner else ([], payload.num_bytes)
         reports, _ = self._update("update_policy", payload, policy_version, keep_kv)
         self._policy = payload, policy_version
-        return max(reports.values(), key=lambda report: report.seconds)
+        for engine in returned:
+            self._take_over(engine, min({*self.in_dispatch} - {*returned}))
+        return SwapReport(max(report.seconds for report in reports.values()), num_bytes)
+
+    def _send_policy(self, keep_kv: bool) -> tuple[list[int], int]:
+        """The learner sends its weights to the engines, which hold still until `update_policy`.
+
+        An engine that dies meanwhile ends the run, since the learner waits for it. Returns the engines that have come
+        back with this update, and the bytes of the weights.
+        """
+        learner, returning, self._returning = self._learner, self._returning, []
+        assert learner is not None
+        for engine in returning:
+            del self._away[engine]
+        self._ask(dict.fromkeys(self.in_dispatch, ("hold", keep_kv)), UPDATE_SECONDS)
+        actors = [self._actors[engine] for engine in self.in_dispatch]
+        if actors != self._connected:
+            address, port = self._cluster.node_address(learner.node), self._nodes.call(learner.node, "free_port")
+            learner.call("connect_engines", actors, self._workers, address, port)
+            self._connected = actors
+        return [engine for engine in returning if engine in self.in_dispatch], learner.call("send_weights")
 
     def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
@@ -285,6 +335,7 @@ def engine_specs(
             seed=derived_seed("engine", config.seed, i, first_step),
             scratch=str(folder_of_node / f"rollout_{i}"),
             versions=versions,
+            weight_transfer=config.policy.weight_transfer,
         )
         for i, folder_of_node in enumerate(scratch)
     ]

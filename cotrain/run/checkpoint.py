@@ -28,7 +28,10 @@ from drafters.files import flush
 log = logging.getLogger(__name__)
 
 SCHEMA = 7
-FREE_BELOW = ("drafter.on_drafter_failure", "drafter.alarms.", "lossless.", "policy.num_processes", "policy.sharding")
+FREE_BELOW = (
+    "drafter.on_drafter_failure", "drafter.alarms.", "lossless.", "policy.num_processes", "policy.sharding",
+    "policy.weight_transfer",
+)  # fmt: skip
 """A resume may change these beside FREE_FIELDS: they decide when a run stops or where it computes, and not what."""
 
 
@@ -181,7 +184,7 @@ def check_resume(config: RunConfig, fingerprints: dict[str, str], saved: RunStat
     if changed:
         raise ValueError(
             "--resume: the run was started with other settings:\n" + "\n".join(changed) + "\nOnly steps, "
-            "checkpoint.*, tracking.*, cluster.*, lossless.*, policy.num_processes, policy.sharding, "
+            "checkpoint.*, tracking.*, cluster.*, lossless.*, policy.num_processes, policy.sharding, policy.weight_transfer, "
             "drafter.alarms.* and drafter.on_drafter_failure may change; for anything else start a new run with name=..."
         )
 

@@ -46,6 +46,7 @@ def start_roles(
     specs = engine_specs(config, model_path, served, folders, versions, state.step)
     loading = engines.start(specs, run_dir.drafter)
     policy = start_policy(cluster, nodes, config)
+    engines.receive_from(policy)
     from transformers import AutoTokenizer  # takes seconds to import, which pass while engines and policy load
 
     prompts = PromptEncoder(AutoTokenizer.from_pretrained(model_path), config.rollout.max_prompt_tokens)

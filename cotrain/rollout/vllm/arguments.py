@@ -29,6 +29,8 @@ class EngineSpec:
     scratch: str
     """Folder in shared memory for features and weights of this engine."""
     versions: Versions = field(default_factory=lambda: Versions(0, 0))
+    weight_transfer: str = "files"
+    """How the policy's weights arrive, see PolicyConfig."""
     speculation: Literal["drafter", "ngram"] = "drafter"
     """What proposes draft tokens: the drafter, if there is one, or a look-up of n-grams in the request's own text."""
 
@@ -66,6 +68,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments |= {"async_scheduling": False, "scheduler_cls": f"{PACKAGE}.scheduling.DraftLengthScheduler"}
         if not current_platform.is_cpu() and not GRAPH_ARGUMENTS & rollout.vllm.keys():
             arguments["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs, rollout.num_speculative_tokens)
+    if spec.weight_transfer != "files":
+        arguments["weight_transfer_config"] = {"backend": spec.weight_transfer}
     arguments |= rollout.vllm
     if speculation is not None:
         arguments["speculative_config"] = speculation

@@ -18,6 +18,7 @@ SAMPLING = "vllm.v1.sample.rejection_sampler"
 MOE_METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
 LINEAR_ATTENTION = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 RELOAD = "vllm.model_executor.model_loader.reload"
+TRANSFER = "vllm.distributed.weight_transfer"
 ENGINE = "vllm.v1.engine.async_llm:AsyncLLM"
 
 WRAPPED = {
@@ -55,10 +56,14 @@ USED = {
     "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping seq_lens_cpu_upper_bound",
     "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_reqs generators",
     "vllm.v1.utils:CpuGpuBuffer": "gpu",
-    "vllm.v1.worker.gpu_worker:Worker": "get_model get_draft_model speculative_config",
+    "vllm.v1.worker.gpu_worker:Worker": "get_model get_draft_model speculative_config "
+    "init_weight_transfer_engine start_weight_update update_weights finish_weight_update",
     "vllm.v1.engine.input_processor:InputProcessor.assign_request_id": "request_id",
     f"{RELOAD}:initialize_layerwise_reload": "model",
     f"{RELOAD}:finalize_layerwise_reload": "",
+    f"{TRANSFER}.factory:WeightTransferTrainerFactory.trainer_init": "init_info client source",
+    f"{TRANSFER}.nccl_engine:NCCLTrainerInitInfo": "rank master_address master_port world_size",
+    f"{TRANSFER}.ipc_engine:IPCTrainerInitInfo": "rank packed",
     "vllm.model_executor.model_loader.mtp_validation:disable_mtp_completeness_check": "",
     "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_substr orig_to_new_prefix apply_list",
     "vllm.model_executor.layers.linear:QKVParallelLinear": "total_num_heads total_num_kv_heads head_size input_size",

@@ -67,6 +67,13 @@ class ServedWeights:
             os.replace(self._kept, self._before)
         os.replace(self._new, self._kept)
 
+    def compare(self, path: str, digests: dict[str, str], turn: int) -> None:
+        """Compare what is served with the tensors of a file. Raises RuntimeError with WEIGHTS_UNKNOWN where they differ."""
+        expected = self._expected()
+        tensors = read_payload(path, digests, {name: expected[name] for name in digests})
+        if differing := vllm_weights.differing_tensors(self.model, tensors, READBACK_COLUMNS, turn):
+            raise RuntimeError(f"{WEIGHTS_UNKNOWN}: they are not those that the learner has sent: {differing[:4]}")
+
     def undo(self) -> None:
         """Go back to the state before the last update of the drafter."""
         self._kept.unlink()

@@ -1,6 +1,7 @@
 """Placement on GPUs, and what a user reads when a role fails. Actors on a real Ray are part of the end-to-end tests."""
 
 import socket
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,26 @@ def test_the_configuration_can_leave_gpus_alone(run_config):
 def test_asking_for_a_gpu_that_is_not_there_is_an_error(run_config):
     with pytest.raises(ValueError, match=r'cluster\.device = "cuda", but there is no GPU; use "auto" or "cpu"'):
         placed(run_config, 0, cluster={"device": "cuda"})
+
+
+@pytest.mark.parametrize(
+    ("transfer", "num_gpus", "problem"),
+    [
+        (
+            "nccl",
+            2,
+            r'weight_transfer: "nccl" needs a GPU for each of the 3 processes, and there are 2; set it to "files"',
+        ),
+        ("nccl", 3, None),
+        ("ipc", 2, r'weight_transfer: "ipc" needs one GPU that all roles share, and there are 2; set it to "files"'),
+        ("ipc", 1, None),
+        ("ipc", 0, "there are 0"),
+    ],
+)
+def test_weights_pass_between_gpus_only_where_each_role_can_reach_them(run_config, transfer, num_gpus, problem):
+    policy = {"model": "tiny:llama", "weight_transfer": transfer}
+    with pytest.raises(ValueError, match=problem) if problem else nullcontext():
+        assert placed(run_config, num_gpus, policy=policy)[0] == "cuda"
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])

@@ -1,0 +1,139 @@
+"""The policy straight from the learner's memory into the engines. On a CPU by gloo; on GPUs by vLLM's NCCL or IPC.
+
+One command shows what only GPUs can: `pytest tests/engine/test_policy_transfer.py`, with NCCL on three GPUs or more, by IPC
+on a single one.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import cotrain.roles.learners
+from cotrain.config.schema import PolicyConfig, RolloutConfig, RunConfig
+from cotrain.process.failures import RunFailure
+from cotrain.records import Versions
+from cotrain.roles.engines import RolloutEngines, engine_specs
+from cotrain.roles.learners import Learner, PolicyActor, start_policy
+from cotrain.transport.nodes import Nodes
+from cotrain.transport.payload import digest, write_payload
+from drafters.base import Drafter
+from tests.engine.conftest import SERVING, make_requests
+from tests.engine.test_isolation import make_rollouts
+
+pytestmark = pytest.mark.engine
+
+GPUS = torch.cuda.device_count()
+BACKEND = "nccl" if GPUS > 2 else "ipc" if GPUS == 1 else "gloo"
+
+
+class GlooPolicyActor(PolicyActor):
+    """A learner in whose process the sender is gloo's."""
+
+    def start(self, learner_class: str, arguments: dict[str, Any]) -> None:
+        from cotrain.policy import transfer
+        from tests.engine.gloo_transfer import GlooInitInfo
+
+        transfer.NCCLTrainerInitInfo = GlooInitInfo  # type: ignore[misc]
+        super().start(learner_class, arguments)
+
+
+@pytest.fixture(scope="module")
+def roles(
+    target_folder: Path, drafter_folder: Path, rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[RolloutEngines, Learner, Nodes, Any]]:
+    from cotrain.process.cluster import Cluster
+
+    folder = tmp_path_factory.mktemp("transfer")
+    own = {"worker_extension_cls": "tests.engine.gloo_transfer.GlooWorker"} if BACKEND == "gloo" else {}
+    rollout = rollout_config.model_copy(update={"num_engines": 2, "vllm": rollout_config.vllm | own})
+    policy = PolicyConfig(model="tiny:llama").model_copy(update={"weight_transfer": BACKEND})
+    task = {"type": "reasoning_gym", "name": "chain_sum"}
+    config = RunConfig.model_validate({"name": "transfer", "steps": 4, "policy": {"model": "tiny:llama"}, "task": task})
+    config = config.model_copy(update={"policy": policy, "rollout": rollout})
+    with pytest.MonkeyPatch.context() as patch:
+        if BACKEND == "gloo":
+            patch.setattr(cotrain.roles.learners, "PolicyActor", GlooPolicyActor)
+        cluster = Cluster(config, folder)
+        nodes = Nodes(cluster, "transfer")
+        (folder / "config.json").write_text("{}")
+        nodes.check(folder / "config.json", "tiny:llama")
+        engines = RolloutEngines(cluster, nodes, config)
+        folders = [nodes.scratch[node] for node in engines.node_of]
+        specs = engine_specs(config, nodes.model_path, (drafter_folder, SERVING), folders, Versions(0, 0), 0)
+        starting = engines.start(specs, lambda version: folder / f"v{version}")
+        learner = start_policy(cluster, nodes, config)
+        engines.receive_from(learner)
+        cluster.get(starting)
+        yield engines, learner, nodes, cluster
+        nodes.close()
+        cluster.stop()
+
+
+def next_policy(roles: tuple[RolloutEngines, Learner, Nodes, Any], version: int) -> Any:
+    """The learner makes an update and writes the file of it."""
+    _, learner, nodes, _ = roles
+    learner.call("update", make_rollouts())
+    return learner.call("write_payload", nodes.scratch[nodes.local] / f"policy_{version}.safetensors")
+
+
+def digests_of_learner(learner: Learner) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in learner.call("state_for_serving").items()}
+
+
+def test_all_engines_serve_what_the_learner_has_while_they_generate(
+    roles: tuple[RolloutEngines, Learner, Nodes, Any],
+) -> None:
+    engines, learner, _, cluster = roles
+    payload = next_policy(roles, 1)
+    running = [engines.begin_generate(engine, make_requests(4), False) for engine in (0, 1)]
+    report = engines.update_policy(payload, 1)
+    wanted = digests_of_learner(learner)
+    assert engines.call("served_digests", sorted(wanted), False) == [wanted] * 2
+    assert {name for name in wanted if "embed" in name or "lm_head" in name} < payload.digests.keys() < wanted.keys()
+    assert report.num_bytes == sum(tensor.nbytes for tensor in learner.call("state_for_serving").values())
+    for batch in cluster.get(running):
+        assert {rollout.versions.policy for rollout in batch.rollouts} == {1}
+
+
+def test_an_engine_that_died_comes_back_with_the_next_update_and_the_drafter_of_record(
+    roles: tuple[RolloutEngines, Learner, Nodes, Any], fitted_drafter: Drafter
+) -> None:
+    engines, learner, nodes, cluster = roles
+    running = engines.begin_generate(1, make_requests(4), False)
+    pid = cluster._ray.get(engines._actors[1].__ray_call__.remote(lambda actor: os.getpid()))
+    os.kill(psutil.Process(pid).children(recursive=True)[0].pid, signal.SIGKILL)
+    with pytest.raises(RunFailure) as failure:
+        cluster.get([running])
+    engines.lose(1, failure.value)
+    [(engine, starting)] = engines.take_starting()
+    drafter = write_payload(
+        fitted_drafter.state_for_serving(), nodes.scratch[nodes.local] / "drafter.safetensors", torch.float32
+    )
+    engines.update_drafter(drafter, 1)
+    cluster.get([starting])
+    engines.come_back(engine)
+    assert engines.in_dispatch == [0]
+    engines.update_policy(next_policy(roles, 2), 2)
+    wanted = digests_of_learner(learner)
+    assert engines.in_dispatch == [0, 1]
+    assert engines.call("served_digests", sorted(wanted), False) == [wanted] * 2
+    assert engines.call("served_digests", sorted(drafter.digests), True) == [drafter.digests] * 2
+    versions = {rollout.versions for rollout in engines.generate(make_requests(4)).rollouts}
+    assert versions == {Versions(2, 1)}
+
+
+def test_weights_that_are_not_those_of_the_file_quarantine_the_engines(
+    roles: tuple[RolloutEngines, Learner, Nodes, Any],
+) -> None:
+    engines, learner, _, _ = roles
+    payload = next_policy(roles, 3)
+    learner.call("update", make_rollouts())
+    with pytest.raises(RunFailure, match="not those that the learner has sent"):
+        engines.update_policy(payload, 3)
+    assert len(engines.in_dispatch) == 1  # the last one that may be lost ends the run
