@@ -60,8 +60,7 @@ class RolloutEngine:
         self._batches = self._tapped_bytes = 0
         self._salt: dict[str, str] = {}  # keeps prefixes of one policy version from requests of the next
         self._pausing = asyncio.Lock()  # vLLM does not count pauses: a second pause would end with the first resume
-        self._hold = AsyncExitStack()  # while the learner sends weights
-        self._held_since: float | None = None
+        self._hold, self._held_since = AsyncExitStack(), 0.0  # while it waits for the policy's weights
         self._before = spec.versions  # before the last update of the drafter
 
     async def start(self) -> None:
@@ -328,8 +327,10 @@ class RolloutEngine:
 
     async def hold(self, keep_kv: bool) -> None:
         """Make no step until the next `update_policy`, because the learner is going to send weights."""
-        self._held_since = time.perf_counter()
-        await self._hold.enter_async_context(self._paused(not keep_kv))
+        started = time.perf_counter()
+        async with death_in_words(self._engine):
+            await self._hold.enter_async_context(self._paused(not keep_kv))
+        self._held_since = started
 
     async def transfer(self, method: str, *args: Any) -> None:
         """Call a method of vLLM's weight transfer, for the learner."""
@@ -338,16 +339,17 @@ class RolloutEngine:
     async def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights. Requests in flight are preempted and computed anew under them.
 
-        After `hold` and the transfer, the payload's are compared with those that have arrived. keep_kv: requests go on
-        over the keys and values of the policy before instead. Raises WeightUpdateRefused with the
-        worker's reason; the old weights stay. Raises RunFailure when they could not be served again.
+        After `hold`, the learner has sent them, and those of the payload are compared with them. keep_kv: requests go on
+        over the keys and values of the policy before instead. Raises WeightUpdateRefused with the worker's reason; the
+        old weights stay. Raises RunFailure when they could not be served again.
         """
         if policy_version < self.versions.policy:
             raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")
-        started, arrived = self._held_since or time.perf_counter(), self._held_since is not None
-        pause, self._held_since = self._hold.pop_all() if arrived else self._paused(not keep_kv), None
-        async with death_in_words(self._engine), pause:
-            action = "compare" if arrived else "update"
+        action = "compare" if self._held_since else "update"
+        if action == "update":
+            await self.hold(keep_kv)
+        started, self._held_since = self._held_since, 0.0
+        async with death_in_words(self._engine), self._hold.pop_all():
             await self._weights(False, action, payload.path, payload.digests, policy_version)
             # Within the pause: the first token after it is of the new version.
             await self._stamp(Versions(policy_version, self.versions.drafter))
