@@ -61,6 +61,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         from cotrain.rollout.vllm.cpu import CPU_ARGUMENTS
 
         arguments |= CPU_ARGUMENTS
+    if rollout.tensor_parallel_size > 1:
+        # In a placement group of Ray, vLLM would by itself ask Ray for workers.
+        arguments["distributed_executor_backend"] = "mp"
     speculation = _speculation(spec)
     if speculation is not None:
         arguments |= {"async_scheduling": False, "scheduler_cls": f"{PACKAGE}.scheduling.DraftLengthScheduler"}
