@@ -7,7 +7,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +36,34 @@ STARTING_FACTOR = 4
 """A role's first answer may take so many times cluster.hang_after_s, because it loads a model."""
 
 
-def place(config: RunConfig, num_gpus: int) -> tuple[str, float]:
-    """Device of all roles, and GPUs of each process: one of its own if there are enough, else a share; 0 on CPU.
-
-    Raises ValueError when the configuration asks for a GPU and there is none.
-    """
+def device_of(config: RunConfig, num_gpus: int) -> str:
+    """Device of all roles. Raises ValueError when the configuration asks for a GPU and there is none."""
     device = config.cluster.device
     if device == "cuda" and num_gpus == 0:
         raise ValueError('cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"')
-    if device == "cpu" or num_gpus == 0:
-        return "cpu", 0
-    processes = config.rollout.num_engines + config.policy.num_processes + (config.drafter is not None)
-    if num_gpus >= processes:
-        return "cuda", 1
+    return "cpu" if device == "cpu" or num_gpus == 0 else "cuda"
+
+
+def gpus_of_roles(config: RunConfig, gpus_of_nodes: Sequence[int]) -> dict[str, float]:
+    """GPUs of each role: one of its own if there are enough, else a share. None are named on a CPU.
+
+    An engine of several tensor-parallel ranks has one for each of them. Raises RunFailure when they do not fit.
+    """
+    total, ranks = sum(gpus_of_nodes), config.rollout.tensor_parallel_size
+    if device_of(config, total) == "cpu":
+        return {}
+    roles = [role for role in roles_of(config) if role != "rewards"]
+    engines = [role for role in roles if role.startswith("rollout") and ranks > 1]
+    left, others = total - ranks * len(engines), len(roles) - len(engines)
+    if max(gpus_of_nodes) < ranks or left < 1:
+        raise RunFailure(
+            f"rollout.vllm.tensor_parallel_size: {config.rollout.num_engines} engines (rollout.num_engines) of {ranks} "
+            f"GPUs each and one GPU or more for the other roles are too many for nodes with {gpus_of_nodes} GPUs, of "
+            "which each engine stays inside one; lower one of the two"
+        )
     # Whole processes on each GPU, so that none is split over two.
-    return "cuda", int(1000 / math.ceil(processes / num_gpus)) / 1000
+    share = 1 if left >= others else int(1000 / math.ceil(others / left)) / 1000
+    return dict.fromkeys(roles, share) | dict.fromkeys(engines, ranks)
 
 
 def free_port() -> int:
@@ -77,9 +90,9 @@ class Cluster:
         on_sigterm = signal.getsignal(signal.SIGTERM)
         self._ray = _join(config.cluster.address) if config.cluster.address else _start_private()
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
-        self.device, self.gpus = place(config, int(self._ray.cluster_resources().get("GPU", 0)))
-        gpus = {role: self.gpus for role in roles_of(config) if role != "rewards"}
-        self.placement = Placement(config, gpus)
+        gpus = [int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]]
+        self.device, self.gpus = device_of(config, sum(gpus)), gpus_of_roles(config, gpus)
+        self.placement = Placement(config, self.gpus)
         self.local_node: str = self._ray.get_runtime_context().get_node_id()
         """Id of the node that the controller runs on."""
 
@@ -92,7 +105,7 @@ class Cluster:
         remote = self._ray.remote(actor_class).options(
             **{
                 "num_cpus": 0,  # the place of a role has one
-                "num_gpus": self.gpus,
+                "num_gpus": self.gpus.get(role, 0),
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "runtime_env": {"env_vars": environment},

@@ -69,6 +69,7 @@ class RolloutEngines:
     def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig):
         """Start the processes, which import vLLM meanwhile; `start` loads the models."""
         self._cluster, self._nodes, self._min_engines = cluster, nodes, config.cluster.min_engines
+        self._num_ranks = config.rollout.tensor_parallel_size
         self._roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
         self.node_of = [cluster.placement.node(role) for role in self._roles]
         self._actors = [self._new_actor(i) for i in range(len(self._roles))]
@@ -88,7 +89,7 @@ class RolloutEngines:
         return [actor.start.remote(spec) for actor, spec in zip(self._actors, specs, strict=True)]
 
     def _new_actor(self, engine: int) -> Any:
-        environment = self._nodes.call(self.node_of[engine], "environment", "engine")
+        environment = self._nodes.call(self.node_of[engine], "environment", "engine", self._num_ranks)
         actor = self._cluster.start(EngineActor, self._roles[engine], environment, max_concurrency=MOST_CALLS)
         actor.load_library.remote()
         return actor

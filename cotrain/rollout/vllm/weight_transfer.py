@@ -128,8 +128,8 @@ def on_all_ranks(step: Callable[[], T]) -> T:
         results.append(step())
     except Exception as failure:
         error = failure
-    texts = of_all_ranks(None if error is None else str(error))
-    failed = [text if len(texts) == 1 else f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-    if failed:
-        raise WeightUpdateRefused("; ".join(failed)) from error
+    reasons = of_all_ranks("" if error is None else str(error) or repr(error))
+    if any(reasons):
+        named = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+        raise WeightUpdateRefused("; ".join(named if len(reasons) > 1 else reasons)) from error
     return results[0]

@@ -5,7 +5,6 @@ every tensor-parallel rank.
 """
 
 import traceback
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from vllm.config import set_current_vllm_config
 
 from cotrain.process.children import follow_parent
 from cotrain.rollout.tap_admission import TapRequest
-from cotrain.rollout.vllm import cpu, weights
+from cotrain.rollout.vllm import cpu
 from cotrain.rollout.vllm.hooks import DraftingHook, sample_plainly_without_drafts
 from cotrain.rollout.vllm.weight_transfer import ServedWeights, of_all_ranks
+from cotrain.rollout.vllm.weights import differing_tensors
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.payload import digest
 from drafters.base import SamplingParams
@@ -130,8 +130,10 @@ class CotrainWorker:
 
         What a drafter shares with the policy is compared with the policy's.
         """
-        served = self._cotrain_weights[draft]
-        good = self._cotrain_weights[False].last_good() | served.last_good()
+        weights = self._cotrain_weights[draft]
+        good = self._cotrain_weights[False].last_good() | weights.last_good()
         good = {name: good[name] for name in names}
-        differing = {*chain(*of_all_ranks(weights.differing_tensors(served.model, good)))}
-        return {name: "" if name in differing else digest(tensor) for name, tensor in good.items()}
+        differing = differing_tensors(weights.model, good)
+        own = {name: "" if name in differing else digest(tensor) for name, tensor in good.items()}
+        of_ranks = of_all_ranks(own)
+        return {name: known if all(of[name] == known for of in of_ranks) else "" for name, known in own.items()}
