@@ -41,6 +41,7 @@ def add_engine_options(parser: argparse.ArgumentParser, command: str, tokens: in
         "--tokens", type=at_least(2), default=tokens, help="length of every response (default %(default)s)"
     )
     parser.add_argument("--seed", type=at_least(0), default=0, help="of prompts and sampling (default %(default)s)")
+    parser.add_argument("--tensor-parallel-size", type=at_least(1), help="ranks of an engine (1, or --config's)")
     parser.add_argument("--threads", type=at_least(1), default=threads.num_cores(), help="OpenMP threads (all cores)")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"a new folder (default runs/{command}-<date>)")
 
@@ -120,8 +121,10 @@ def prepare_engine(
     except ValueError as error:
         raise ValueError(str(error).replace("policy.model:", "--model:")) from error
     vllm = rollout.pop("vllm", {})
+    if args.tensor_parallel_size is not None:
+        vllm = vllm | {"tensor_parallel_size": args.tensor_parallel_size}
     if problems := serving_problems(model, not machine()["gpus"], args.dtype, "--dtype", vllm):
-        raise ValueError("; ".join(problems))
+        raise ValueError("; ".join(problems).replace("rollout.vllm.tensor_parallel_size", "--tensor-parallel-size"))
     target = TargetSpec.from_pretrained(model)
     prompts = _prompts(task, args.seed, model, num_prompts)
     longest = max(map(len, prompts))
@@ -189,7 +192,7 @@ async def one_engine(
 
     ngram: draft tokens are looked up in the request's own text; the setup then has no drafter.
     """
-    os.environ.update(threads.engine_environment(num_threads))
+    os.environ.update(threads.engine_environment(num_threads, setup.rollout.tensor_parallel_size))
     from cotrain.rollout.engine import RolloutEngine
     from cotrain.rollout.vllm.arguments import EngineSpec
 

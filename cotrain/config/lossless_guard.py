@@ -27,9 +27,12 @@ REASONS = {
     "rounds recurrent state at random, so that a prefix has other logits each time; leave it out": (
         "enable_mamba_cache_stochastic_rounding"
     ),
-    "shards the engine, but weights are read back on unsharded engines only; add replicas with rollout.num_engines": (
+    "divides an engine in another way than tensor_parallel_size, or over nodes; add engines with rollout.num_engines": (
         "pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size "
-        "enable_expert_parallel"
+        "enable_expert_parallel distributed_executor_backend nnodes node_rank master_addr master_port"
+    ),
+    "is sequence parallelism, with which no rank has whole hidden states for the feature tap; leave it out": (
+        "enable_hc_sp compilation_config.pass_config.enable_sp"
     ),
     "is another way to set speculative_config; set [drafter], rollout.num_speculative_tokens and "
     "rollout.draft_sample_method": "spec_method spec_model spec_tokens",
@@ -43,9 +46,13 @@ REASONS = {
 
 REFUSED = {name: reason for reason, names in REASONS.items() for name in names.split()}
 
+DIVISIONS = frozenset(name for name in REFUSED if "divides" in REFUSED[name] or "sequence parallelism" in REFUSED[name])
+"""Those that are refused without speculation too, because the worker cannot serve such an engine."""
+
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto", "bfloat16", "float16"),  # a plain cast gives a token the same entry in every batch
     "load_format": ("auto", "safetensors"),
+    "nnodes": (1,),
     **dict.fromkeys((name for name in REFUSED if name.endswith("_parallel_size")), (1,)),
 }
 """Values with which a setting passes, beside those that switch it off: empty, false, or "0" in the environment."""
@@ -53,12 +60,15 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 
 def engine_problems(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(dotted key, reason and fix) of every vLLM engine argument that is known to be lossy, in nested tables too."""
-    tables = {name: value for name, value in arguments.items() if isinstance(value, Mapping)}
-    nested = {f"{table}.{name}": value for table in tables for name, value in tables[table].items()}
-    for name, value in {**arguments, **nested}.items():
+    for name, value in _dotted(arguments).items():
         if name in REFUSED and value and value not in HARMLESS.get(name, ()):
             use = f", or use {' or '.join(map(repr, HARMLESS[name]))}" if name in HARMLESS else ""
             yield name, f"{REFUSED[name]}{use}"
+
+
+def _dotted(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    tables = {name: _dotted(value) for name, value in arguments.items() if isinstance(value, Mapping)}
+    return {**arguments, **{f"{table}.{name}": value for table in tables for name, value in tables[table].items()}}
 
 
 def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

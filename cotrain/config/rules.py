@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from cotrain.config.lossless_guard import engine_problems
+from cotrain.config.lossless_guard import DIVISIONS, engine_problems
 from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, PolicyConfig, RunConfig
 
 OWNED_VLLM_ARGUMENTS = {
@@ -19,7 +19,6 @@ OWNED_VLLM_ARGUMENTS = {
     "async_scheduling": "the draft length is read by a synchronous scheduler",
     "disable_log_stats": "acceptance metrics need vLLM's statistics",
     "per_request_spec_decode_metrics": "acceptance is counted by draft length, which needs every verification step",
-    "tensor_parallel_size": "the read-back checksum covers unsharded engines; add replicas with rollout.num_engines",
 }
 """vLLM arguments that cotrain sets itself, and what to do instead."""
 
@@ -129,8 +128,12 @@ def _lag_fits_the_run(config: RunConfig) -> Iterator[str]:
 def _vllm_arguments(config: RunConfig) -> Iterator[str]:
     arguments = config.rollout.vllm
     owned = [(key, f"is set by cotrain: {fix}") for key, fix in OWNED_VLLM_ARGUMENTS.items() if key in arguments]
-    for key, message in (*owned, *(engine_problems(arguments) if config.drafter else ())):
+    refused = [problem for problem in engine_problems(arguments) if config.drafter or problem[0] in DIVISIONS]
+    for key, message in (*owned, *refused):
         yield f"rollout.vllm.{key}: {message}"
+    ranks = arguments.get("tensor_parallel_size", 1)
+    if type(ranks) is not int or ranks < 1:
+        yield f"rollout.vllm.tensor_parallel_size: {ranks!r} is no whole number from 1 on; set one, or leave it out"
 
 
 def _drafter_fits_the_steps(config: RunConfig) -> Iterator[str]:

@@ -188,6 +188,11 @@ class RolloutConfig(Section):
         return int(self.vllm.get("max_num_seqs", max(1, min(256, self.rollouts_per_step))))
 
     @property
+    def tensor_parallel_size(self) -> int:
+        """Processes of an engine among which its weights are divided; on GPUs, each has one."""
+        return int(self.vllm.get("tensor_parallel_size", 1))
+
+    @property
     def rollouts_per_step(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
 

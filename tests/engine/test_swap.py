@@ -167,7 +167,7 @@ def test_an_engine_that_cannot_go_back_to_its_last_weights_stops_the_run(
     fresh: LiveEngine, fitted_drafter: Drafter
 ) -> None:
     fresh.send_drafter(fitted_drafter.state_for_serving())
-    with open(fresh.scratch / "kept" / "drafter.before", "r+b") as good_state:
+    with open(fresh.scratch / "kept" / "rank_0" / "drafter.before", "r+b") as good_state:
         good_state.truncate(1000)
     with pytest.raises(RunFailure, match=r"a weight update failed, and .*the engine's weights are unknown"):
         fresh.run(fresh.engine.undo_drafter_update())

@@ -188,6 +188,9 @@ def test_a_runs_configuration_gives_model_sampling_and_draft_length(drafter_fold
     assert plan.num_speculative_tokens == 2
     assert setup.rollout.dtype == "float32"
     assert plan.settings[1].samplings == (SamplingParams(0.8, 1.0, 0, ""),)
+    assert setup.rollout.tensor_parallel_size == 1
+    args.tensor_parallel_size = 2
+    assert prepare(args, tmp_path)[1].rollout.tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize(
@@ -214,6 +217,10 @@ def test_numbers_out_of_range_are_refused_by_name(
         (["--drafter", "nowhere"], "--drafter: nowhere has no config.json"),
         (["--drafter", ""], "--model and --drafter: give both"),
         (["--model", "tiny:none"], r"^--model: unknown model"),
+        (
+            ["--tensor-parallel-size", "3"],
+            r"^--tensor-parallel-size: 3 does not divide the model's num_attention_heads",
+        ),
     ],
 )
 def test_bad_options_are_refused_by_name(

@@ -36,7 +36,7 @@ class EngineSpec:
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """The arguments of AsyncEngineArgs.
+    """The arguments of AsyncEngineArgs. Raises ValueError when there are fewer GPUs than tensor-parallel ranks.
 
     Without speculation the engine is scheduled as vLLM would by itself. With it, vLLM's asynchronous scheduling is off:
     our scheduler, which chooses a draft length for each step, extends the synchronous one, and with the asynchronous one
@@ -63,6 +63,11 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         from cotrain.rollout.vllm.cpu import CPU_ARGUMENTS
 
         arguments |= CPU_ARGUMENTS
+    if (ranks := rollout.tensor_parallel_size) > 1:
+        if not current_platform.is_cpu() and (num_gpus := current_platform.device_count()) < ranks:
+            raise ValueError(f"rollout.vllm.tensor_parallel_size: {ranks} is above the {num_gpus} GPUs here; lower it")
+        # In a placement group of Ray, vLLM would by itself ask Ray for workers.
+        arguments["distributed_executor_backend"] = "mp"
     speculation = _speculation(spec)
     if speculation is not None:
         arguments |= {"async_scheduling": False, "scheduler_cls": f"{PACKAGE}.scheduling.DraftLengthScheduler"}

@@ -29,13 +29,13 @@ from cotrain.rollout.vllm.interface import (
 
 CPU_ARGUMENTS = {
     "enforce_eager": True,  # compiling takes half a minute at each start
-    # The worker runs inside the engine core, as on one GPU: a process less to start, and to pass each step's tensors to.
-    # vLLM replaces "uni" by processes on a CPU, to set OpenMP up for them; our environment has done that already.
+    # A single worker runs inside the engine core, as on one GPU: a process less to start, and to pass each step's tensors
+    # to. vLLM replaces "uni" by processes on a CPU, to set OpenMP up for them; our environment has done that already.
     "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 }
 
 
-class _EngineCore(ForkProcess):
+class _Forked(ForkProcess):
     def run(self) -> None:
         follow_parent()  # it holds copies of the parent's sockets, whose other ends notice the parent's death by them
         gc.freeze()  # what belongs to the parent, such as Ray's references, is not collected here
@@ -47,18 +47,20 @@ class _EngineCore(ForkProcess):
 
 
 class _Forking(ForkContext):
-    Process = _EngineCore
+    Process = _Forked
 
 
 def fork_engine_core() -> None:
     """Make vLLM fork its engine core from this process, which has imported vLLM, instead of importing it once more.
 
-    That saves 9 s of processor time. The process must have been started with `threads.engine_environment`, because the
-    core inherits its OpenMP runtime; libiomp5 can be forked, libgomp only as long as it has started no thread.
+    That saves 9 s of processor time, and as much for each tensor-parallel worker, which is forked from the core. The
+    process must have been started with `threads.engine_environment`, because the core inherits its OpenMP runtime;
+    libiomp5 can be forked, libgomp only as long as it has started no thread.
     """
-    import vllm.v1.engine.utils as processes
+    import vllm.v1.engine.utils as cores
+    import vllm.v1.executor.multiproc_executor as workers
 
-    processes.get_mp_context = _Forking
+    cores.get_mp_context = workers.get_mp_context = _Forking
 
 
 def expand_batch_to_tokens(

@@ -26,9 +26,11 @@ def repack_tied_weights(model: nn.Module) -> None:
 def unpack(module: Any, columns: int | None, turn: int) -> tuple[Tensor, Tensor | None]:
     """Read a oneDNN-packed matrix back by multiplying it with unit vectors, which is exact.
 
-    Returns ([out, in], None) or ([out, chosen], chosen).
+    Returns ([out, in], None) or ([out, chosen], chosen). out and in are those of this rank; chosen counts columns of the
+    checkpoint's matrix.
     """
-    width = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size
+    whole = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size
+    width = getattr(module, "input_size_per_partition", whole)
     chosen = None
     if columns is not None and columns < width:
         # One shuffled order for all turns: a fault in a share of the columns meets each turn with the same chance,
@@ -36,7 +38,8 @@ def unpack(module: Any, columns: int | None, turn: int) -> tuple[Tensor, Tensor 
         order = torch.randperm(width, generator=torch.Generator().manual_seed(0))
         chosen = order[(turn * columns + torch.arange(columns)) % width].sort().values
     units = torch.nn.functional.one_hot(torch.arange(width) if chosen is None else chosen, width)
-    return module.cpu_linear(units.to(module.weight.dtype), module.weight, None).t(), chosen
+    matrix = module.cpu_linear(units.to(module.weight.dtype), module.weight, None).t()
+    return matrix, chosen if chosen is None or width == whole else chosen + module.tp_rank * width
 
 
 def in_loaded_order(module: Any, leaf: str, tensor: Tensor) -> list[Tensor]:

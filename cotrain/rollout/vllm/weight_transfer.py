@@ -7,18 +7,24 @@
 One good state of the policy is kept, so shared memory holds at most two policies: that one, and the update that is
 being written. Of a drafter the good state before is kept as well, so that an update which another engine has refused
 can be undone here.
+
+The tensor-parallel ranks of an engine do each step together: what one of them refuses, none takes.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cotrain.models.loading import weight_files
 from cotrain.rollout.vllm import weights as vllm_weights
 from cotrain.transport.payload import WEIGHTS_UNKNOWN, Manifest, WeightUpdateRefused, read_manifest, read_payload
+
+T = TypeVar("T")
 
 READBACK_COLUMNS = 32
 """Input columns of each packed policy matrix read back after an update, others each time. Drafters are read back whole.
@@ -28,10 +34,13 @@ found at once with probability 1 - (1 - s)^32. Reading all columns takes several
 
 
 class ServedWeights:
-    """The weights of the policy or of the drafter as a worker serves them. Takes whole state dicts or nothing."""
+    """The weights of the policy or of the drafter as a worker serves them. Takes whole state dicts or nothing.
+
+    Every tensor-parallel rank has one, and each method is called on all of them.
+    """
 
     def __init__(self, model: nn.Module, model_config: Any, kept: Path, target: nn.Module | None = None):
-        """kept: name of a hard link to the last good payload, on the payloads' file system.
+        """kept: name of a hard link to the last good payload, on the payloads' file system; each rank has its own.
 
         target: the policy's model beside which a drafter serves; None for the policy itself.
         """
@@ -47,7 +56,7 @@ class ServedWeights:
 
     def check(self, path: str, digests: dict[str, str]) -> dict[str, Tensor]:
         """Read an update and touch nothing. Raises WeightUpdateRefused."""
-        return read_payload(path, digests, self._expected())
+        return on_all_ranks(lambda: read_payload(path, digests, self._expected()))
 
     def update(self, path: str, digests: dict[str, str], turn: int = 0) -> None:
         """Serve an update. Raises WeightUpdateRefused; what was served before is then served on.
@@ -56,11 +65,10 @@ class ServedWeights:
         WEIGHTS_UNKNOWN when the model could not be brought back to what it served.
         """
         tensors = self.check(path, digests)
-        self._new.unlink(missing_ok=True)
-        os.link(path, self._new)  # it can fail, so it comes before the model is touched
+        on_all_ranks(lambda: self._keep(path))  # it can fail, so it comes before the model is touched
         try:
-            self._serve(tensors, None if self._is_drafter else READBACK_COLUMNS, turn)
-        except Exception as error:
+            on_all_ranks(lambda: self._serve(tensors, None if self._is_drafter else READBACK_COLUMNS, turn))
+        except WeightUpdateRefused as error:
             self._restore()
             raise WeightUpdateRefused(f"update undone: {error}") from error
         if self._is_drafter and self._kept.exists():
@@ -70,34 +78,70 @@ class ServedWeights:
     def compare(self, path: str, digests: dict[str, str], turn: int) -> None:
         """Compare what is served with the tensors of a file. Raises RuntimeError with WEIGHTS_UNKNOWN where they differ."""
         expected = self._expected()
-        tensors = read_payload(path, digests, {name: expected[name] for name in digests})
-        if differing := vllm_weights.differing_tensors(self.model, tensors, READBACK_COLUMNS, turn):
-            raise RuntimeError(f"{WEIGHTS_UNKNOWN}: they are not those that the learner has sent: {differing[:4]}")
+        wanted = {name: expected[name] for name in digests}
+        try:
+            on_all_ranks(lambda: self._compare(read_payload(path, digests, wanted), READBACK_COLUMNS, turn))
+        except WeightUpdateRefused as error:
+            raise RuntimeError(f"{WEIGHTS_UNKNOWN}: they are not those that the learner has sent ({error})") from error
 
     def undo(self) -> None:
         """Go back to the state before the last update of the drafter."""
-        self._kept.unlink()
+        self._kept.unlink(missing_ok=True)
         if self._before.exists():
             os.replace(self._before, self._kept)
         self._restore()
 
+    def last_good(self) -> dict[str, Tensor]:
+        """The tensors of the last update, or of the checkpoint that the engine started from."""
+        files = [self._kept] if self._kept.exists() else weight_files(Path(self.model_config.model))
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        return {name: found[name].to(dtype) for name, (_, dtype) in self._expected().items()}
+
+    def _keep(self, path: str) -> None:
+        self._new.unlink(missing_ok=True)
+        os.link(path, self._new)
+
     def _serve(self, tensors: dict[str, Tensor], columns: int | None = None, turn: int = 0) -> None:
         vllm_weights.reload_weights(self.model, self.model_config, tensors)
+        self._compare(tensors, columns, turn)
+
+    def _compare(self, tensors: dict[str, Tensor], columns: int | None, turn: int) -> None:
         differing = vllm_weights.differing_tensors(self.model, tensors, columns, turn)
         if differing:
-            raise WeightUpdateRefused(f"served weights differ from those loaded: {differing[:4]}")
+            raise WeightUpdateRefused(f"served weights differ from those sent: {differing[:4]}")
 
     def _expected(self) -> Manifest:
         """What an update must carry: the tensors of the checkpoint the engine started from, less the shared ones."""
         return read_manifest(self.model_config.model, self.model_config.dtype, without=self._never_sent)
 
     def _restore(self) -> None:
-        """Serve the last good state: the kept one, or the checkpoint that the engine started from."""
+        """Serve the last good state."""
         try:
-            expected = self._expected()
-            files = [self._kept] if self._kept.exists() else weight_files(Path(self.model_config.model))
-            found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-            self._serve({name: found[name].to(dtype) for name, (_, dtype) in expected.items()})
-        except Exception as error:
+            on_all_ranks(lambda: self._serve(self.last_good()))
+        except WeightUpdateRefused as error:
             message = f"{WEIGHTS_UNKNOWN}: the last good ones could not be served again ({error})"
             raise RuntimeError(message) from error
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """The values that the engine's tensor-parallel ranks give, in their order. All of them must call it."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    values = [value] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
+def on_all_ranks(step: Callable[[], T]) -> T:
+    """Do a step that every rank does. Raises WeightUpdateRefused on all of them when it fails on one, which it names."""
+    results, error = [], None
+    try:
+        results.append(step())
+    except Exception as failure:
+        error = failure
+    reasons = of_all_ranks("" if error is None else str(error) or repr(error))
+    if any(reasons):
+        named = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+        raise WeightUpdateRefused("; ".join(named if len(reasons) > 1 else reasons)) from error
+    return results[0]

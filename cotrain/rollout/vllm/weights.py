@@ -1,9 +1,10 @@
 """vLLM's models (0.32): loading weights into them, and reading back what they serve.
 
-vLLM fuses projections and packs matrices; everything here speaks in the checkpoint's names and shapes.
+vLLM fuses projections, packs matrices and divides them among tensor-parallel ranks; everything here speaks in the
+checkpoint's names.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def modules_shared_with_target(draft_model: nn.Module, target_model: nn.Module) 
 def differing_tensors(
     model: nn.Module, expected: dict[str, Tensor], columns: int | None = None, turn: int = 0
 ) -> list[str]:
-    """Names of tensors that the model does not serve exactly as `expected`.
+    """Names of tensors that the model does not serve exactly as `expected`, or this rank's part of them.
 
     columns: compare only that many input columns of matrices that exist in packed form only; None compares all. With
     successive turns, each of n input columns is compared within ceil(n / columns) of them. Names that the model does
@@ -52,8 +53,7 @@ def differing_tensors(
     """
     unseen = set(expected)
     differing = []
-    for name, served, chosen in served_tensors(model, expected, columns, turn):
-        wanted = expected[name] if chosen is None else expected[name][:, chosen]
+    for name, served, wanted in served_tensors(model, expected, columns, turn):
         if not torch.equal(served.cpu().to(wanted.dtype), wanted):
             differing.append(name)
         unseen.discard(name)
@@ -61,13 +61,13 @@ def differing_tensors(
 
 
 def served_tensors(
-    model: nn.Module, names: Iterable[str], columns: int | None = None, turn: int = 0
-) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """(checkpoint name, tensor exactly as served, chosen columns or None) for each of `names` that the model holds.
+    model: nn.Module, expected: dict[str, Tensor], columns: int | None = None, turn: int = 0
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(checkpoint name, tensor exactly as served, what it should be) for each of `expected` that the model holds.
 
     A tied weight comes once for each module that uses it: each may hold a packed copy of its own.
     """
-    by_served_name = _by_served_name(model, names)
+    by_served_name = _by_served_name(model, expected)
     first_names: dict[int, str] = {}
     for prefix, module in model.named_modules():
         for leaf, parameter in module.named_parameters(prefix="", recurse=False):
@@ -81,7 +81,30 @@ def served_tensors(
             for tensor, chosen in views:
                 for name, part in _unfused(full_name, module, tensor):
                     if name in by_served_name:
-                        yield by_served_name[name], part, chosen
+                        whole = expected[by_served_name[name]]
+                        wanted = whole if chosen is None else whole[:, chosen]
+                        yield by_served_name[name], part, _part_of_this_rank(wanted, module, part.shape)
+
+
+def _part_of_this_rank(whole: Tensor, module: Any, shape: Sequence[int]) -> Tensor:
+    from vllm.distributed import get_tp_group
+
+    if hasattr(module, "shard_indices"):  # vLLM pads a vocabulary before it is divided
+        return whole[module.shard_indices.org_vocab_start_index : module.shard_indices.org_vocab_end_index]
+    return part_of_rank(whole, shape, get_tp_group().rank_in_group, get_tp_group().world_size)
+
+
+def part_of_rank(whole: Tensor, shape: Sequence[int], rank: int, num_ranks: int) -> Tensor:
+    """Return what one rank should serve of a checkpoint's tensor, where it serves a tensor of `shape`.
+
+    Ranks have successive parts of equal size. Where there are fewer parts than ranks, as with heads of keys and values,
+    neighbours have the same one. What is divided in another way comes back with other values or in another shape than
+    is served.
+    """
+    for dim, (size, part) in enumerate(zip(whole.shape, shape, strict=False)):
+        if part and size % part == 0 and num_ranks % (num_parts := size // part) == 0:
+            whole = whole.narrow(dim, rank // (num_ranks // num_parts) * part, part)
+    return whole
 
 
 def _by_served_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -109,7 +132,7 @@ def _unfused(name: str, module: Any, tensor: Tensor) -> list[tuple[str, Tensor]]
     if ".routed_experts." in name:
         return _single_experts(name, module, tensor)
     if ".qkv_proj." in name:
-        heads, kv_heads, size = module.total_num_heads, module.total_num_kv_heads, module.head_size
+        heads, kv_heads, size = module.num_heads, module.num_kv_heads, module.head_size
         parts = tensor.split([heads * size, kv_heads * size, kv_heads * size])
         return [(name.replace(".qkv_proj.", f".{p}_proj."), part) for p, part in zip("qkv", parts, strict=True)]
     if ".gate_up_proj." in name:
@@ -117,8 +140,8 @@ def _unfused(name: str, module: Any, tensor: Tensor) -> list[tuple[str, Tensor]]
         return [(name.replace(".gate_up_proj.", f".{p}_proj."), t) for p, t in zip(("gate", "up"), parts, strict=True)]
     if name.endswith("draft_id_to_target_id"):
         return [("d2t", tensor)]
-    if hasattr(module, "org_vocab_size"):
-        return [(name, tensor[: module.org_vocab_size])]
+    if hasattr(module, "shard_indices"):
+        return [(name, tensor[: module.shard_indices.num_org_elements])]
     return [(name, tensor)]
 
 

@@ -1,8 +1,10 @@
 """What cotrain adds to each vLLM worker. vLLM imports this module in every worker before the model loads.
 
-Methods are called through collective_rpc and carry the prefix `cotrain_`, since vLLM mixes this class into its own.
+Methods carry the prefix `cotrain_`, since vLLM mixes this class into its own. They are called through `cotrain_call`, on
+every tensor-parallel rank.
 """
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ from vllm.config import set_current_vllm_config
 
 from cotrain.process.children import follow_parent
 from cotrain.rollout.tap_admission import TapRequest
-from cotrain.rollout.vllm import cpu, weights
+from cotrain.rollout.vllm import cpu
 from cotrain.rollout.vllm.hooks import DraftingHook, sample_plainly_without_drafts
-from cotrain.rollout.vllm.weight_transfer import ServedWeights
+from cotrain.rollout.vllm.weight_transfer import ServedWeights, of_all_ranks
+from cotrain.rollout.vllm.weights import differing_tensors
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.payload import digest
 from drafters.base import SamplingParams
@@ -28,10 +31,21 @@ class CotrainWorker:
     _cotrain_weights: dict[bool, ServedWeights]
     """True holds the drafter's served weights, False the policy's."""
 
+    def cotrain_call(self, method: str, args: list[Any]) -> tuple[Any, str | None]:
+        """Call one of the methods below. Returns its result, or None and what it raised as text.
+
+        When one rank raises, vLLM stops reading, and would take the answers of the others for those to its next call.
+        """
+        try:
+            return getattr(self, method)(*args), None
+        except Exception as error:
+            traceback.print_exc()
+            return None, str(error)
+
     def cotrain_start(self, keep_folder: str, has_drafter: bool) -> None:
         """Get ready for updates, and hook into drafting where there is a drafter.
 
-        keep_folder: where the last good weights are kept, on the file system that updates are sent over.
+        keep_folder: where the ranks keep the last good weights, on the file system that updates are sent over.
         """
         follow_parent()
         worker: Any = self
@@ -39,7 +53,7 @@ class CotrainWorker:
         if runner.device.type == "cpu" and runner.model_config.enforce_eager:
             # vLLM compiles some small functions of the sampler all the same, in the first step, which takes 3 s.
             torch.compiler.set_stance("force_eager")
-        target, kept = worker.get_model(), Path(keep_folder)
+        target, kept = worker.get_model(), Path(keep_folder) / f"rank_{worker.rank}"
         self._cotrain_weights = {False: ServedWeights(target, worker.model_config, kept / "target")}
         if worker.speculative_config is not None:
             sample_plainly_without_drafts(runner)
@@ -58,8 +72,12 @@ class CotrainWorker:
         self._cotrain_hook.tap.policy_version = policy_version
 
     def cotrain_start_tapping(self, requests: dict[str, tuple[str, int, int]]) -> None:
-        """Tap these requests until their features are taken. requests: request id -> fields of its TapRequest."""
-        self._cotrain_hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
+        """Tap these requests until their features are taken. requests: request id -> fields of its TapRequest.
+
+        All ranks compute the same hidden states, whole, so rank 0 taps alone.
+        """
+        if self.rank == 0:  # type: ignore[attr-defined]
+            self._cotrain_hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
 
     def cotrain_take_features(
         self, rollouts: dict[str, tuple[list[int], int, int, int, int]], path: str, shared: dict[str, Any]
@@ -108,6 +126,14 @@ class CotrainWorker:
         self.model_runner.drafter._enable_probabilistic_draft_probs = method == "probabilistic"  # type: ignore[attr-defined]
 
     def cotrain_served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
-        """Checksums of the named tensors exactly as served (packed matrices are read back whole)."""
-        model = self._cotrain_weights[draft].model
-        return {name: digest(tensor) for name, tensor, _ in weights.served_tensors(model, names)}
+        """Checksums of the named tensors of the last update; empty for those that a rank does not serve exactly so.
+
+        What a drafter shares with the policy is compared with the policy's.
+        """
+        weights = self._cotrain_weights[draft]
+        good = self._cotrain_weights[False].last_good() | weights.last_good()
+        good = {name: good[name] for name in names}
+        differing = differing_tensors(weights.model, good)
+        own = {name: "" if name in differing else digest(tensor) for name, tensor in good.items()}
+        of_ranks = of_all_ranks(own)
+        return {name: known if all(of[name] == known for of in of_ranks) else "" for name, known in own.items()}

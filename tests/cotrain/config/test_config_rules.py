@@ -51,6 +51,11 @@ REFUSED = [
     ("drafter.on_drafter_failure=ignore", "drafter.on_drafter_failure"),
     ("rollout.vllm.quantization=fp8", "rollout.vllm.quantization: quantises the target"),
     ("rollout.vllm.logits_processors=['a.b']", "rollout.vllm.logits_processors: changes which tokens can be drawn"),
+    ("rollout.vllm.tensor_parallel_size=0", "rollout.vllm.tensor_parallel_size: 0 is no whole number from 1 on"),
+    ("rollout.vllm.tensor_parallel_size=2.0", "rollout.vllm.tensor_parallel_size: 2.0 is no whole number from 1 on"),
+    ("rollout.vllm.nnodes=2", "rollout.vllm.nnodes: divides an engine in another way than tensor_parallel_size"),
+    ("rollout.vllm.distributed_executor_backend=ray", "rollout.vllm.distributed_executor_backend: divides an engine"),
+    ("rollout.vllm.enable_hc_sp=true", "rollout.vllm.enable_hc_sp: is sequence parallelism"),
     ("rollout.vllm.seed=3", "rollout.vllm.seed: is set by cotrain: set seed"),
     ("rollout.stop=['']", "rollout.stop: String should have at least 1 character, got ''"),
     ("name=a/b", "name: String should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$', got 'a/b'"),
@@ -72,6 +77,7 @@ ACCEPTED = [
     ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "drafter.gate.publish_when=always"],
     ["rollout.prompts_per_step=2", "drafter.gate.publish_when=always"],
     ["rollout.vllm.swap_space=4", "drafter=none"],
+    ["rollout.vllm.tensor_parallel_size=2", "rollout.vllm.data_parallel_size=1"],
     ["name=run-2_b.1"],
 ]
 
@@ -87,6 +93,16 @@ def test_impossible_combination_is_refused(override: str, message: str) -> None:
 @pytest.mark.parametrize("overrides", ACCEPTED, ids=" ".join)
 def test_neighbouring_combination_is_accepted(overrides: list[str]) -> None:
     load_config([], [*BASE, *overrides])
+
+
+def test_other_divisions_of_an_engine_are_refused_without_speculation_too() -> None:
+    sequence_parallel = "rollout.vllm.compilation_config={pass_config={enable_sp=true}}"
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, "drafter=none", "rollout.vllm.data_parallel_size=2", sequence_parallel])
+    assert [problem.partition(": ")[0] for problem in error.value.problems] == [
+        "rollout.vllm.data_parallel_size",
+        "rollout.vllm.compilation_config.pass_config.enable_sp",
+    ]
 
 
 def test_all_broken_rules_of_a_section_are_told_at_once() -> None:

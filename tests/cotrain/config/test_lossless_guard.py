@@ -21,8 +21,15 @@ from cotrain.process.threads import engine_environment
         ({"enable_lora": True}, "enable_lora", "policy.model"),
         ({"spec_method": "ngram"}, "spec_method", "set [drafter]"),
         ({"kv_transfer_config": {"x": 1}}, "kv_transfer_config", "a policy update does not reach"),
-        ({"additional_config": {"x": 1}}, "additional_config", "set by cotrain"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "rollout.num_engines"),
+        ({"nnodes": 2}, "nnodes", "over nodes"),
+        ({"enable_hc_sp": True}, "enable_hc_sp", "sequence parallelism"),
+        (
+            {"compilation_config": {"pass_config": {"enable_sp": True}}},
+            "compilation_config.pass_config.enable_sp",
+            "whole hidden states",
+        ),
+        ({"additional_config": {"x": 1}}, "additional_config", "set by cotrain"),
         (
             {"attention_config": {"use_prefill_query_quantization": True}},
             "attention_config.use_prefill_query_quantization",
@@ -40,7 +47,8 @@ def test_other_engine_arguments_pass() -> None:
     arguments = {
         "max_num_seqs": 4,
         "kv_cache_dtype": "bfloat16",
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL", "pass_config": {"enable_sp": False}},
+        "tensor_parallel_size": 2,
         "pipeline_parallel_size": 1,
         "enable_lora": False,
         "an_argument_of_another_version": True,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cotrain.models.loading import SUPPORTED_ARCHITECTURES, build_once, check_model, resolve_model
+from cotrain.models.loading import SUPPORTED_ARCHITECTURES, build_once, check_model, resolve_model, serving_problems
 from cotrain.models.tiny import build_tiny_model
 from drafters.files import safetensors_header
 
@@ -246,3 +246,27 @@ def test_tiny_model_is_the_same_for_a_seed_and_leaves_random_state_alone(tmp_pat
     first, again, other = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again", "other"))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "named"),
+    [
+        (LLAMA, 1, []),
+        (LLAMA, 8, []),
+        (LLAMA, 16, []),  # two ranks hold the same head of keys and values
+        (LLAMA, 3, ["num_attention_heads", "num_key_value_heads", "intermediate_size"]),
+        (LLAMA | {"num_key_value_heads": 6}, 4, ["num_key_value_heads"]),
+        (LLAMA | {"intermediate_size": 100}, 8, ["intermediate_size"]),
+        (LLAMA | {"vocab_size": 500}, 8, []),  # vLLM pads it to 512
+        (LLAMA | {"linear_num_value_heads": 32}, 2, ["linear attention"]),
+    ],
+)
+def test_ranks_that_do_not_divide_a_model_are_refused(config, ranks, named, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    problems = serving_problems(tmp_path, False, "bfloat16", "rollout.dtype", {"tensor_parallel_size": ranks})
+    assert len(problems) == len(named)
+    for problem, name in zip(problems, named, strict=True):
+        assert problem.startswith("rollout.vllm.tensor_parallel_size: ") and name in problem

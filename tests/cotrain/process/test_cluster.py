@@ -11,24 +11,26 @@ from cotrain.process.cluster import STARTING_FACTOR, Cluster, free_port, place
 from cotrain.process.failures import RunFailure, SelfCheckFailed
 
 
-def placed(run_config, num_gpus: int, engines: int = 1, learners: int = 1, **changes) -> tuple[str, float]:
+def placed(run_config, nodes: list[int], engines: int = 1, learners: int = 1, ranks: int = 1, **changes):
     config = run_config(**changes)
-    rollout = config.rollout.model_copy(update={"num_engines": engines})
+    vllm = {"tensor_parallel_size": ranks}
+    rollout = config.rollout.model_copy(update={"num_engines": engines, "vllm": vllm})
     policy = config.policy.model_copy(update={"num_processes": learners})
-    return place(config.model_copy(update={"rollout": rollout, "policy": policy}), num_gpus)
+    config = config.model_copy(update={"rollout": rollout, "policy": policy})
+    return place(config, nodes)
 
 
 def test_without_a_gpu_everything_is_on_the_cpu(run_config):
-    assert placed(run_config, 0) == ("cpu", 0)
+    assert placed(run_config, [0, 0], ranks=2) == ("cpu", {})
 
 
 def test_the_configuration_can_leave_gpus_alone(run_config):
-    assert placed(run_config, 8, cluster={"device": "cpu"}) == ("cpu", 0)
+    assert placed(run_config, [8], cluster={"device": "cpu"}) == ("cpu", {})
 
 
 def test_asking_for_a_gpu_that_is_not_there_is_an_error(run_config):
     with pytest.raises(ValueError, match=r'cluster\.device = "cuda", but there is no GPU; use "auto" or "cpu"'):
-        placed(run_config, 0, cluster={"device": "cuda"})
+        placed(run_config, [0], cluster={"device": "cuda"})
 
 
 @pytest.mark.parametrize(
@@ -36,10 +38,10 @@ def test_asking_for_a_gpu_that_is_not_there_is_an_error(run_config):
     [
         (
             "nccl",
-            2,
-            r'weight_transfer: "nccl" needs a GPU for each of the 3 processes, and there are 2; set it to "files"',
+            1,
+            r'weight_transfer: "nccl" needs 2 GPUs for engines and learner, and there are 1; set it to "files"',
         ),
-        ("nccl", 3, None),
+        ("nccl", 2, None),
         ("ipc", 2, r'weight_transfer: "ipc" needs one GPU that all roles share, and there are 2; set it to "files"'),
         ("ipc", 1, None),
         ("ipc", 0, "there are 0"),
@@ -48,25 +50,44 @@ def test_asking_for_a_gpu_that_is_not_there_is_an_error(run_config):
 def test_weights_pass_between_gpus_only_where_each_role_can_reach_them(run_config, transfer, num_gpus, problem):
     policy = {"model": "tiny:llama", "weight_transfer": transfer}
     with pytest.raises(ValueError, match=problem) if problem else nullcontext():
-        assert placed(run_config, num_gpus, policy=policy)[0] == "cuda"
+        assert placed(run_config, [num_gpus], policy=policy)[0] == "cuda"
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_every_process_gets_a_gpu_when_there_are_enough(run_config, device):
-    assert placed(run_config, 3, cluster={"device": device}) == ("cuda", 1)
-    assert placed(run_config, 8, engines=4, learners=2) == ("cuda", 1)
+    roles = ["rollout_0", "policy", "drafter"]
+    assert placed(run_config, [3], cluster={"device": device}) == ("cuda", dict.fromkeys(roles, 1))
+    _, gpus = placed(run_config, [4, 4], engines=4, learners=2)
+    assert set(gpus.values()) == {1} and len(gpus) == 7
 
 
 def test_a_run_without_drafter_needs_one_process_less(run_config):
-    assert placed(run_config, 2, drafter=None) == ("cuda", 1)
+    assert placed(run_config, [2], drafter=None) == ("cuda", {"rollout_0": 1, "policy": 1})
+
+
+def test_each_rank_of_an_engine_has_a_gpu_and_the_others_share_the_rest(run_config):
+    _, gpus = placed(run_config, [4, 2], engines=2, ranks=2)
+    assert gpus == {"rollout_0": 2, "rollout_1": 2, "policy": 1, "drafter": 1}
+    _, gpus = placed(run_config, [4, 1], engines=2, ranks=2, learners=2)
+    assert gpus == {"rollout_0": 2, "rollout_1": 2, "policy_0": 0.333, "policy_1": 0.333, "drafter": 0.333}
+    _, gpus = placed(run_config, [4, 2], engines=2, ranks=2, learners=2)
+    assert gpus == {"rollout_0": 2, "rollout_1": 2, "policy_0": 1, "policy_1": 0.5, "drafter": 0.5}
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [([2, 2, 2], 4), ([4], 4), ([1, 1], 2)])
+def test_an_engine_that_no_node_has_room_for_is_refused(run_config, nodes, ranks):
+    message = rf"^rollout\.vllm\.tensor_parallel_size: 1 engines .* of {ranks} GPUs each .* inside one; lower one"
+    with pytest.raises(ValueError, match=message):
+        placed(run_config, nodes, ranks=ranks)
 
 
 @pytest.mark.parametrize("num_gpus", range(1, 9))
 @pytest.mark.parametrize(("engines", "learners"), [(1, 1), (2, 1), (2, 2), (4, 4)])
 def test_all_processes_find_room(run_config, num_gpus, engines, learners):
     """Ray gives a process its share of one GPU; a share that only fits in sum would leave an actor pending forever."""
-    _, gpus = placed(run_config, num_gpus, engines, learners)
-    shares = [gpus] * (engines + learners + 1)
+    _, gpus = placed(run_config, [num_gpus], engines, learners)
+    shares = gpus.values()
+    assert len(shares) == engines + learners + 1
     room = [1.0] * num_gpus
     for share in shares:
         gpu = max(range(num_gpus), key=lambda g: room[g])

@@ -47,6 +47,7 @@ def test_an_engine_gets_its_kv_cache_and_the_model_runner_that_is_hooked():
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert [threads.engine_environment(4, ranks)["OMP_NUM_THREADS"] for ranks in (2, 3, 8)] == ["2", "1", "1"]
 
 
 def test_the_users_log_level_wins(monkeypatch):

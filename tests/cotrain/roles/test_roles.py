@@ -88,9 +88,8 @@ class Engines(RolloutEngines):
     """Engines on nodes of their own; one that is started again is a new stand-in."""
 
     def __init__(self, *engines: Engine, min_engines: int = 1):
-        config = SimpleNamespace(
-            cluster=SimpleNamespace(min_engines=min_engines), rollout=SimpleNamespace(num_engines=len(engines))
-        )
+        rollout = SimpleNamespace(num_engines=len(engines), tensor_parallel_size=1)
+        config = SimpleNamespace(cluster=SimpleNamespace(min_engines=min_engines), rollout=rollout)
         self.stand_ins = [*engines]
         cluster, nodes = Cluster(), SimpleNamespace(bring=lambda path, node: f"{node}/{path}")
         cluster.placement = SimpleNamespace(node=lambda role: f"node of {role}")  # type: ignore[attr-defined]

@@ -78,6 +78,19 @@ def test_a_gpu_compiles_and_captures_graphs_for_every_step_that_decodes(
     assert "cudagraph_capture_sizes" not in engine_arguments(theirs)
 
 
+def test_ranks_are_processes_of_this_node_and_have_a_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    two = spec_of(tmp_path, vllm={"tensor_parallel_size": 2})
+    assert engine_arguments(two)["distributed_executor_backend"] == "mp"
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "device_count", lambda self: 2, raising=False)
+    assert engine_arguments(two)["distributed_executor_backend"] == "mp"
+    monkeypatch.setattr(type(current_platform), "device_count", lambda self: 1, raising=False)
+    with pytest.raises(ValueError, match=r"^rollout\.vllm\.tensor_parallel_size: 2 is above the 1 GPUs here; lower it"):
+        engine_arguments(two)
+
+
 def test_graphs_cover_batches_of_all_sizes_with_and_without_drafts() -> None:
     for most, k in ((1, 3), (3, 1), (100, 5), (256, 4)):
         sizes = graph_sizes(most, k)

@@ -138,6 +138,35 @@ def test_a_tensor_the_model_does_not_serve_is_named(llama):
     ]
 
 
+def of_ranks(whole: torch.Tensor, *shape: int, num_ranks: int) -> list[torch.Tensor]:
+    return [vllm_weights.part_of_rank(whole, shape, rank, num_ranks) for rank in range(num_ranks)]
+
+
+def test_ranks_have_successive_parts_and_neighbours_share_a_head_of_keys() -> None:
+    whole = torch.arange(32).view(4, 8)
+    assert torch.equal(torch.cat(of_ranks(whole, 2, 8, num_ranks=2)), whole)
+    assert torch.equal(torch.cat(of_ranks(whole, 4, 2, num_ranks=4), 1), whole)
+    first, second, third, fourth = of_ranks(whole, 2, 8, num_ranks=4)
+    assert torch.equal(first, whole[:2]) and torch.equal(second, whole[:2])
+    assert torch.equal(third, whole[2:]) and torch.equal(fourth, whole[2:])
+    assert all(torch.equal(part, whole) for part in of_ranks(whole, 4, 8, num_ranks=2))
+
+
+@pytest.mark.parametrize(("shape", "num_ranks"), [((2, 8), 1), ((1, 8), 2), ((3, 8), 2), ((0, 8), 2), ((8, 8), 2)])
+def test_a_part_that_all_ranks_together_do_not_make_whole_is_not_explained(shape, num_ranks) -> None:
+    whole = torch.arange(32).view(4, 8)
+    assert all(part.shape != shape for part in of_ranks(whole, *shape, num_ranks=num_ranks))
+
+
+def test_a_tensor_that_is_divided_in_an_unknown_way_is_named(vllm_process) -> None:
+    model = nn.Module()
+    model.strange = nn.Linear(4, 3, bias=False)
+    served = model.strange.weight.detach()
+    assert vllm_weights.differing_tensors(model, {"strange.weight": served}) == []
+    wider = torch.cat([served, served])
+    assert vllm_weights.differing_tensors(model, {"strange.weight": wider}) == ["strange.weight"]
+
+
 def test_a_drafter_is_read_back_with_its_vocabulary_map(target_and_drafter):
     _, drafter = target_and_drafter
     assert "d2t" in drafter.state
@@ -146,7 +175,7 @@ def test_a_drafter_is_read_back_with_its_vocabulary_map(target_and_drafter):
     vllm_weights.reload_weights(drafter.model, drafter.model_config, update)
     assert vllm_weights.differing_tensors(drafter.model, update) == []
     assert vllm_weights.differing_tensors(drafter.model, drafter.state) == sorted(drafter.state)
-    assert torch.equal(next(vllm_weights.served_tensors(drafter.model, ["d2t"]))[1], update["d2t"])
+    assert torch.equal(next(vllm_weights.served_tensors(drafter.model, {"d2t": update["d2t"]}))[1], update["d2t"])
 
 
 def test_a_drafter_reload_leaves_the_target_alone(target_and_drafter):

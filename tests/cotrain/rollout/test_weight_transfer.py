@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from cotrain.rollout.vllm import weights as vllm_weights
-from cotrain.rollout.vllm.weight_transfer import ServedWeights
+from cotrain.rollout.vllm.weight_transfer import ServedWeights, on_all_ranks
 from cotrain.transport.payload import WeightUpdateRefused, write_payload
 from pipelines.preflight import POLICY_UPDATES_HELD
 from tests.cotrain.rollout.conftest import moved
@@ -177,7 +177,7 @@ def test_an_update_that_cannot_be_kept_changes_nothing(session, monkeypatch):
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", other_file_system)
-    with pytest.raises(OSError, match="cross-device"):
+    with pytest.raises(WeightUpdateRefused, match="cross-device"):
         session.send(moved(session.target.state))
     assert session.serves(session.target, session.target.state)
 
@@ -280,3 +280,11 @@ def test_after_an_update_that_was_undone_a_bad_one_ends_at_the_same_state(sessio
     with pytest.raises(WeightUpdateRefused, match="update undone"):
         session.send(moved(session.drafter.state, seed=3), draft=True, name="third.safetensors")
     assert session.serves(session.drafter, update)
+
+
+def test_a_step_that_fails_without_a_word_fails_all_the_same(session):
+    def step() -> None:
+        raise AssertionError
+
+    with pytest.raises(WeightUpdateRefused, match=r"^AssertionError\(\)$"):
+        on_all_ranks(step)
