@@ -13,7 +13,7 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
-from cotrain.process.placement import Placement, roles_of
+from cotrain.process.placement import Placement, engine_gpus, roles_of
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -36,21 +36,30 @@ STARTING_FACTOR = 4
 """A role's first answer may take so many times cluster.hang_after_s, because it loads a model."""
 
 
-def place(config: RunConfig, num_gpus: int) -> tuple[str, float]:
-    """Device of all roles, and GPUs of each process: one of its own if there are enough, else a share; 0 on CPU.
+def place(config: RunConfig, num_gpus: int) -> tuple[str, dict[str, float]]:
+    """Device of all roles, and GPUs of each role that needs any: of its own if there are enough, else shares.
 
-    Raises ValueError when the configuration asks for a GPU and there is none.
+    Where a single GPU is missing, the drafter trainer and the last learner process have half of one each. Raises
+    ValueError when the configuration asks for GPUs that are not there.
     """
-    device = config.cluster.device
+    device, drafter = config.cluster.device, config.drafter is not None
     if device == "cuda" and num_gpus == 0:
         raise ValueError('cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"')
     if device == "cpu" or num_gpus == 0:
-        return "cpu", 0
-    processes = config.rollout.num_engines + config.policy.num_processes + (config.drafter is not None)
-    if num_gpus >= processes:
-        return "cuda", 1
+        return "cpu", {}
+    roles = [role for role in roles_of(config) if role != "rewards"]
+    gpus = {role: float(engine_gpus(config) if role.startswith("rollout") else 1) for role in roles}
+    if num_gpus >= sum(gpus.values()):
+        return "cuda", gpus
+    if drafter and num_gpus == sum(gpus.values()) - 1:
+        return "cuda", gpus | dict.fromkeys(roles[-2:], 0.5)
+    if engine_gpus(config) > 1:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel_size: engines that span GPUs share none, and the run needs {sum(gpus.values()):g} "
+            f"GPUs of {num_gpus}; lower it, rollout.num_engines or policy.num_processes"
+        )
     # Whole processes on each GPU, so that none is split over two.
-    return "cuda", int(1000 / math.ceil(processes / num_gpus)) / 1000
+    return "cuda", dict.fromkeys(roles, int(1000 / math.ceil(len(roles) / num_gpus)) / 1000)
 
 
 def free_port() -> int:
@@ -78,8 +87,7 @@ class Cluster:
         self._ray = _join(config.cluster.address) if config.cluster.address else _start_private()
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
         self.device, self.gpus = place(config, int(self._ray.cluster_resources().get("GPU", 0)))
-        gpus = {role: self.gpus for role in roles_of(config) if role != "rewards"}
-        self.placement = Placement(config, gpus)
+        self.placement = Placement(config, self.gpus)
         self.local_node: str = self._ray.get_runtime_context().get_node_id()
         """Id of the node that the controller runs on."""
 
@@ -92,7 +100,6 @@ class Cluster:
         remote = self._ray.remote(actor_class).options(
             **{
                 "num_cpus": 0,  # the place of a role has one
-                "num_gpus": self.gpus,
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "runtime_env": {"env_vars": environment},

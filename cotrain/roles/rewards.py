@@ -36,7 +36,7 @@ class Rewards:
         """Begin to start the process, in place of the one before. Its calls wait until it has started."""
         if self._actor is not None:
             self._cluster.kill(self._actor)
-        self._actor = self._cluster.start(RewardActor, "rewards", self._environment, num_gpus=0)
+        self._actor = self._cluster.start(RewardActor, "rewards", self._environment)
         return self._actor.start.remote(self._config)
 
     def begin(self, index: int, responses: list[str]) -> Any:

@@ -242,5 +242,9 @@ def _notes(config: RunConfig, model_path: Path, cluster: Cluster) -> dict[str, s
         first = config.drafter.init or ("the policy's own head" if native_head(model_path) else "random init")
         notes["drafter"] = f"{config.drafter.model.type} from {first}"
     gpus = cluster.gpus
-    notes["devices"] = f"{gpus:g} GPU for each process" if gpus else f"CPU, {num_cores()} threads for each process"
+    notes["devices"] = (
+        f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"
+        if gpus
+        else f"CPU, {num_cores()} threads for each process"
+    )
     return notes | {"mlflow": f"cotrain ui{uri_argument(tracking_uri(config))}"}
