@@ -8,21 +8,26 @@ from ray import exceptions
 
 from cotrain.process.cluster import STARTING_FACTOR, Cluster, free_port, place
 from cotrain.process.failures import RunFailure, SelfCheckFailed
+from cotrain.process.placement import bundles_of, nodes_for, places_of
 
 
-def placed(run_config, num_gpus: int, engines: int = 1, learners: int = 1, **changes) -> tuple[str, float]:
+def sized(run_config, engines: int = 1, learners: int = 1, vllm: dict | None = None, **changes):
     config = run_config(**changes)
-    rollout = config.rollout.model_copy(update={"num_engines": engines})
+    rollout = config.rollout.model_copy(update={"num_engines": engines, "vllm": vllm or {}})
     policy = config.policy.model_copy(update={"num_processes": learners})
-    return place(config.model_copy(update={"rollout": rollout, "policy": policy}), num_gpus)
+    return config.model_copy(update={"rollout": rollout, "policy": policy})
+
+
+def placed(run_config, num_gpus: int, *args, **changes) -> tuple[str, dict[str, float]]:
+    return place(sized(run_config, *args, **changes), num_gpus)
 
 
 def test_without_a_gpu_everything_is_on_the_cpu(run_config):
-    assert placed(run_config, 0) == ("cpu", 0)
+    assert placed(run_config, 0) == ("cpu", {})
 
 
 def test_the_configuration_can_leave_gpus_alone(run_config):
-    assert placed(run_config, 8, cluster={"device": "cpu"}) == ("cpu", 0)
+    assert placed(run_config, 8, cluster={"device": "cpu"}) == ("cpu", {})
 
 
 def test_asking_for_a_gpu_that_is_not_there_is_an_error(run_config):
@@ -32,12 +37,27 @@ def test_asking_for_a_gpu_that_is_not_there_is_an_error(run_config):
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_every_process_gets_a_gpu_when_there_are_enough(run_config, device):
-    assert placed(run_config, 3, cluster={"device": device}) == ("cuda", 1)
-    assert placed(run_config, 8, engines=4, learners=2) == ("cuda", 1)
+    one = ("cuda", {"rollout_0": 1, "policy": 1, "drafter": 1})
+    assert placed(run_config, 3, cluster={"device": device}) == one
+    assert set(placed(run_config, 8, 4, 2)[1].values()) == {1}
 
 
 def test_a_run_without_drafter_needs_one_process_less(run_config):
-    assert placed(run_config, 2, drafter=None) == ("cuda", 1)
+    assert placed(run_config, 2, drafter=None) == ("cuda", {"rollout_0": 1, "policy": 1})
+
+
+def test_where_one_gpu_is_missing_the_drafter_trainer_shares_with_the_last_learner(run_config):
+    """And not with an engine, which takes its GPU's memory at once."""
+    whole = {"rollout_0": 1, "rollout_1": 1, "policy_0": 1}
+    assert placed(run_config, 4, 2, 2) == ("cuda", whole | {"policy_1": 0.5, "drafter": 0.5})
+    assert placed(run_config, 1, drafter=None) == ("cuda", {"rollout_0": 0.5, "policy": 0.5})
+
+
+def test_engines_over_several_gpus_share_none(run_config):
+    two = {"tensor_parallel_size": 2}
+    assert placed(run_config, 6, 2, 1, two)[1] == {"rollout_0": 2, "rollout_1": 2, "policy": 1, "drafter": 1}
+    with pytest.raises(ValueError, match=r"^rollout\.vllm\.tensor_parallel_size: .* needs 6 GPUs of 4; lower it"):
+        placed(run_config, 4, 2, 1, two)
 
 
 @pytest.mark.parametrize("num_gpus", range(1, 9))
@@ -45,12 +65,38 @@ def test_a_run_without_drafter_needs_one_process_less(run_config):
 def test_all_processes_find_room(run_config, num_gpus, engines, learners):
     """Ray gives a process its share of one GPU; a share that only fits in sum would leave an actor pending forever."""
     _, gpus = placed(run_config, num_gpus, engines, learners)
-    shares = [gpus] * (engines + learners + 1)
+    assert len(gpus) == engines + learners + 1
     room = [1.0] * num_gpus
-    for share in shares:
+    for share in gpus.values():
         gpu = max(range(num_gpus), key=lambda g: room[g])
         room[gpu] -= share
         assert room[gpu] >= -1e-9
+
+
+def nodes(*gpus: float) -> dict[str, dict[str, float]]:
+    return {f"n{i}": {"CPU": 64.0, "GPU": g} for i, g in enumerate(gpus)}
+
+
+def test_packing_fills_a_node_before_the_next_and_an_engine_is_on_one(run_config):
+    config = sized(run_config, 3, 2, {"tensor_parallel_size": 3})
+    bundles = bundles_of(config, place(config, 16)[1])
+    assert nodes_for(bundles, nodes(4, 8, 3), "PACK") == ["n1", "n1", "n0", "n1", "n1", "n0", "n1"]
+    assert nodes_for(bundles, nodes(2, 2, 2, 2, 8), "PACK") is None
+
+
+def test_spreading_gives_each_node_as_many(run_config):
+    config = sized(run_config, 4, 3)
+    chosen = nodes_for(bundles_of(config, place(config, 8)[1]), nodes(4, 4), "SPREAD")
+    assert chosen == ["n0", "n1"] * 4 + ["n0"]
+    assert nodes_for([{"CPU": 1}] * 3, {"a": {"CPU": 1}, "b": {"CPU": 2}}, "SPREAD") == ["a", "b", "b"]
+    assert nodes_for([{"CPU": 1}] * 4, {"a": {"CPU": 1}, "b": {"CPU": 2}}, "SPREAD") is None
+
+
+def test_ranks_of_one_node_follow_each_other():
+    roles = ["rollout_0", "policy_0", "policy_1", "policy_2", "drafter"]
+    places = places_of(roles, ["b", "a", "b", "a", "a"])
+    assert places["policy_0"] == (2, "b") and places["policy_1"] == (1, "a") and places["policy_2"] == (3, "a")
+    assert sorted(index for index, _ in places.values()) == list(range(5))
 
 
 def test_a_free_port_can_be_bound():
