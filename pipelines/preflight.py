@@ -26,10 +26,9 @@ from cotrain.run.mlflow_store import check_uri, tracking_uri
 from cotrain.run.provenance import machine
 from cotrain.run.run_dir import resume_arguments
 from drafters.files import read_config, safetensors_header, weight_files
+from pipelines.plan import BYTES, GIB, plan
 
 Check = Callable[..., list[str] | None]
-GIB = 2**30
-BYTES = {"float32": 4, "bfloat16": 2}
 TRAINING_BYTES = 12
 """Bytes a checkpoint keeps per policy parameter: float32 weight and two AdamW moments."""
 POLICY_UPDATES_HELD = 2
@@ -43,9 +42,11 @@ def read_command_line(
 
     None: --dry-run has printed the configuration and found no problem. Raises ConfigError listing all problems.
     """
+    train = command == "train"
     parser = argparse.ArgumentParser(
         prog=f"cotrain {command}",
-        usage=f"cotrain {command} CONFIG... [key=value...] [--dry-run] [--resume NAME]",
+        usage=f"cotrain {command} CONFIG... [key=value...] [--dry-run] [--resume NAME]"
+        + " [--nodes N --gpus-per-node M]" * train,
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -53,7 +54,15 @@ def read_command_line(
     parser.add_argument("config", nargs="*", metavar="CONFIG", help="TOML files, and overrides section.field=value")
     parser.add_argument("--dry-run", action="store_true", help="check, print the whole configuration as TOML, and stop")
     parser.add_argument("--resume", metavar="NAME", help="continue this run; CONFIG and overrides come after its own")
+    if train:
+        text = "with --dry-run: also print what would run where on N equal nodes, its memory, and the bytes it sends"
+        parser.add_argument("--nodes", type=int, metavar="N", help=text)
+        parser.add_argument("--gpus-per-node", type=int, metavar="M", help="GPUs of each of these nodes")
     parsed = parser.parse_intermixed_args(arguments)
+    cluster: list[int] = [n for n in (parsed.nodes, parsed.gpus_per_node) if n is not None] if train else []
+    if cluster and not (parsed.dry_run and len(cluster) == 2 and cluster[0] >= 1 and cluster[1] >= 0):
+        line = "--nodes, --gpus-per-node: they describe a cluster of 1 node or more; give both beside --dry-run, or neither"
+        raise ConfigError([line])
     resume = parsed.resume is not None
     if not parsed.config and not resume:
         example = f"for example configs/smoke.toml; see cotrain {command} --help"
@@ -64,7 +73,10 @@ def read_command_line(
     if not parsed.dry_run:
         return config, resume
     print(to_toml(config), flush=True)
-    if problems := quick_problems(config, resume, command):
+    problems = quick_problems(config, resume, command, on_this_machine=not cluster)
+    if cluster:
+        problems += _problems(lambda: print(plan(config, *cluster)))
+    if problems:
         raise ConfigError(problems)
     print("# no problem found; model, data and drafter.init are checked when the run starts")
     return None
@@ -94,8 +106,13 @@ def check_run(config: RunConfig, resume: bool = False, command: str = "train") -
     return model
 
 
-def quick_problems(config: RunConfig, resume: bool = False, command: str = "train") -> list[str]:
-    """The problems that show within seconds, without torch, a download or a conversion (for --dry-run)."""
+def quick_problems(
+    config: RunConfig, resume: bool = False, command: str = "train", on_this_machine: bool = True
+) -> list[str]:
+    """The problems that show within seconds, without torch, a download or a conversion (for --dry-run).
+
+    on_this_machine: the run is to be here, and so the device that it asks for.
+    """
     problems = []
     if not resume and (config.run_root / config.name).exists():
         problems.append(
@@ -106,7 +123,7 @@ def quick_problems(config: RunConfig, resume: bool = False, command: str = "trai
         problems.append('drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3" or "mtp"')
     if config.tracking.uri is not None:  # _check_space covers the default, which is sqlite in the run root
         problems += _problems(check_uri, tracking_uri(config))
-    for check in (_check_local_model, _check_vllm):
+    for check in (_check_local_model, _check_vllm, *([_check_device] if on_this_machine else [])):
         problems += _problems(check, config)
     return problems
 
@@ -134,7 +151,7 @@ def _check_vllm(config: RunConfig) -> list[str]:
     if spec is None or spec.origin is None:
         return ["vLLM is not installed; run `make setup`"]
     lossy = environment_problems(os.environ) if config.drafter is not None else ()
-    problems = _problems(_check_device, config) + [f"{name}: {message}" for name, message in lossy]
+    problems = [f"{name}: {message}" for name, message in lossy]
     # The fields of its argument classes are read from the source, because importing it takes 5 s.
     source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
     known = re.findall(r"^    (\w+):", source, re.MULTILINE)

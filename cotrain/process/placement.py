@@ -1,5 +1,7 @@
 """Which node each role runs on. All roles get their place, or none."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cotrain.config.schema import RunConfig
@@ -17,6 +19,40 @@ def roles_of(config: RunConfig) -> list[str]:
     return [*(f"rollout_{i}" for i in range(config.rollout.num_engines)), *policy, *drafter, "rewards"]
 
 
+def bundles_of(config: RunConfig, gpus: Mapping[str, float]) -> list[dict[str, float]]:
+    """What each role of a run needs, in the order of roles_of. gpus: those of each role that needs any."""
+    return [{"CPU": 1} | ({"GPU": gpus[role]} if role in gpus else {}) for role in roles_of(config)]
+
+
+def nodes_for(
+    bundles: Sequence[Mapping[str, float]], free: Mapping[str, Mapping[str, float]], strategy: str
+) -> list[str] | None:
+    """Return the node of each bundle, or None where they do not fit.
+
+    free: what each node has. PACK takes the first node, those with more GPUs before others, and SPREAD the one with the
+    fewest bundles.
+    """
+    left = {node: dict(free[node]) for node in sorted(free, key=lambda node: -free[node].get("GPU", 0.0))}
+    chosen: list[str] = []
+    for bundle in bundles:
+        fitting = [n for n, has in left.items() if all(has.get(kind, 0.0) >= bundle[kind] - 1e-6 for kind in bundle)]
+        if not fitting:
+            return None
+        numbers = Counter(chosen)
+        chosen.append(fitting[0] if strategy == "PACK" else min(fitting, key=lambda node: numbers[node]))
+        for kind, amount in bundle.items():
+            left[chosen[-1]][kind] -= amount
+    return chosen
+
+
+def places_of(roles: Sequence[str], nodes: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """Index of the bundle and node of each role, from the node of each bundle. Ranks of one node follow each other."""
+    places = {role: (index, nodes[index]) for index, role in enumerate(roles)}
+    ranks = [role for role in roles if role.startswith("policy")]
+    in_order = sorted((places[role] for role in ranks), key=lambda place: (nodes.index(place[1]), place[0]))
+    return places | dict(zip(ranks, in_order, strict=True))
+
+
 class Placement:
     """The place of each role: a bundle of one Ray placement group, on one node."""
 
@@ -26,13 +62,15 @@ class Placement:
         Raises RunFailure with what was asked for and what each node has free, when the cluster cannot give it.
         """
         import ray
+        from ray._private.state import available_resources_per_node
         from ray.util.placement_group import placement_group, placement_group_table
 
-        roles = roles_of(config)
-        bundles: list[dict[str, float]] = []
-        for role in roles:
-            bundles.append({"CPU": 1} | ({"GPU": gpus[role]} if gpus.get(role) else {}))
-        self._group = placement_group(bundles, strategy=config.cluster.strategy)
+        roles, strategy = roles_of(config), config.cluster.strategy
+        self._bundles = bundles = bundles_of(config, gpus)
+        # Ray alone would exchange bundles of one size between nodes. Where they do not fit yet, it waits for nodes.
+        nodes = nodes_for(bundles, dict(sorted(available_resources_per_node().items())), strategy)
+        labels = [{"ray.io/node-id": node} for node in nodes] if nodes else None
+        self._group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
         if not self._group.wait(PLACEMENT_SECONDS):
             asked = ", ".join(f"{role} {_in_words(bundle)}" for role, bundle in zip(roles, bundles, strict=True))
             ray.util.remove_placement_group(self._group)
@@ -41,11 +79,7 @@ class Placement:
                 "Add nodes, end what else runs there, or lower rollout.num_engines or policy.num_processes"
             )
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
-        places = {role: (index, node_of[index]) for index, role in enumerate(roles)}
-        # Ray does not number bundles by node, and ranks of one node have to follow each other.
-        ranks = [role for role in roles if role.startswith("policy")]
-        in_order = sorted((places[role] for role in ranks), key=lambda place: (place[1], place[0]))
-        self._places = places | dict(zip(ranks, in_order, strict=True))
+        self._places = places_of(roles, [node_of[index] for index in range(len(roles))])
 
     def node(self, role: str) -> str:
         """Id of the node of a role."""
@@ -58,7 +92,8 @@ class Placement:
         if role not in self._places:
             return {}
         index, _ = self._places[role]
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index)}
+        place = PlacementGroupSchedulingStrategy(self._group, index)
+        return {"scheduling_strategy": place, "num_gpus": self._bundles[index].get("GPU", 0)}
 
     def remove(self) -> None:
         """Give the places back."""

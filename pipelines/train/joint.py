@@ -241,6 +241,10 @@ def _notes(config: RunConfig, model_path: Path, cluster: Cluster) -> dict[str, s
     if config.drafter is not None:
         first = config.drafter.init or ("the policy's own head" if native_head(model_path) else "random init")
         notes["drafter"] = f"{config.drafter.model.type} from {first}"
-    gpus = " or ".join(f"{gpus:g}" for gpus in sorted({*cluster.gpus.values()}))
-    notes["devices"] = f"{gpus} GPU for each process" if gpus else f"CPU, {num_cores()} threads for each process"
+    gpus = cluster.gpus
+    notes["devices"] = (
+        f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"
+        if gpus
+        else f"CPU, {num_cores()} threads for each process"
+    )
     return notes | {"mlflow": f"cotrain ui{uri_argument(tracking_uri(config))}"}

@@ -9,15 +9,18 @@ from ray import exceptions
 
 from cotrain.process.cluster import STARTING_FACTOR, Cluster, free_port, place
 from cotrain.process.failures import RunFailure, SelfCheckFailed
+from cotrain.process.placement import bundles_of, nodes_for, places_of
 
 
-def placed(run_config, nodes: list[int], engines: int = 1, learners: int = 1, ranks: int = 1, **changes):
+def sized(run_config, engines: int = 1, learners: int = 1, ranks: int = 1, **changes):
     config = run_config(**changes)
-    vllm = {"tensor_parallel_size": ranks}
-    rollout = config.rollout.model_copy(update={"num_engines": engines, "vllm": vllm})
+    rollout = config.rollout.model_copy(update={"num_engines": engines, "vllm": {"tensor_parallel_size": ranks}})
     policy = config.policy.model_copy(update={"num_processes": learners})
-    config = config.model_copy(update={"rollout": rollout, "policy": policy})
-    return place(config, nodes)
+    return config.model_copy(update={"rollout": rollout, "policy": policy})
+
+
+def placed(run_config, nodes: list[int], *args, **changes) -> tuple[str, dict[str, float]]:
+    return place(sized(run_config, *args, **changes), nodes)
 
 
 def test_without_a_gpu_everything_is_on_the_cpu(run_config):
@@ -76,7 +79,7 @@ def test_each_rank_of_an_engine_has_a_gpu_and_the_others_share_the_rest(run_conf
 
 @pytest.mark.parametrize(("nodes", "ranks"), [([2, 2, 2], 4), ([4], 4), ([1, 1], 2)])
 def test_an_engine_that_no_node_has_room_for_is_refused(run_config, nodes, ranks):
-    message = rf"^rollout\.vllm\.tensor_parallel_size: 1 engines .* of {ranks} GPUs each .* inside one; lower one"
+    message = rf"^rollout\.vllm\.tensor_parallel_size: 1 engines .* of {ranks} GPUs each .* inside one node\. Lower one"
     with pytest.raises(ValueError, match=message):
         placed(run_config, nodes, ranks=ranks)
 
@@ -93,6 +96,32 @@ def test_all_processes_find_room(run_config, num_gpus, engines, learners):
         gpu = max(range(num_gpus), key=lambda g: room[g])
         room[gpu] -= share
         assert room[gpu] >= -1e-9
+
+
+def nodes(*gpus: float) -> dict[str, dict[str, float]]:
+    return {f"n{i}": {"CPU": 64.0, "GPU": g} for i, g in enumerate(gpus)}
+
+
+def test_packing_fills_a_node_before_the_next_and_an_engine_is_on_one(run_config):
+    config = sized(run_config, 3, 2, 3)
+    bundles = bundles_of(config, place(config, [16])[1])
+    assert nodes_for(bundles, nodes(4, 8, 3), "PACK") == ["n1", "n1", "n0", "n1", "n1", "n0", "n1"]
+    assert nodes_for(bundles, nodes(2, 2, 2, 2, 8), "PACK") is None
+
+
+def test_spreading_gives_each_node_as_many(run_config):
+    config = sized(run_config, 4, 3)
+    chosen = nodes_for(bundles_of(config, place(config, [8])[1]), nodes(4, 4), "SPREAD")
+    assert chosen == ["n0", "n1"] * 4 + ["n0"]
+    assert nodes_for([{"CPU": 1}] * 3, {"a": {"CPU": 1}, "b": {"CPU": 2}}, "SPREAD") == ["a", "b", "b"]
+    assert nodes_for([{"CPU": 1}] * 4, {"a": {"CPU": 1}, "b": {"CPU": 2}}, "SPREAD") is None
+
+
+def test_ranks_of_one_node_follow_each_other():
+    roles = ["rollout_0", "policy_0", "policy_1", "policy_2", "drafter"]
+    places = places_of(roles, ["b", "a", "b", "a", "a"])
+    assert places["policy_0"] == (2, "b") and places["policy_1"] == (1, "a") and places["policy_2"] == (3, "a")
+    assert sorted(index for index, _ in places.values()) == list(range(5))
 
 
 def test_a_free_port_can_be_bound():

@@ -102,6 +102,59 @@ def test_a_cluster_that_is_not_there_or_too_small_says_what_was_asked_and_what_i
     assert found["nobody"].startswith("cluster.address: no Ray cluster answers at 127.0.0.1:1 (")
 
 
+FOUR_NODES = """
+import json, os, time
+from cotrain.process.cluster import RAY_ENVIRONMENT, place
+os.environ.update(RAY_ENVIRONMENT)
+import ray
+from ray.cluster_utils import Cluster
+from cotrain.config.load import load_config
+from cotrain.process.placement import Placement, bundles_of, nodes_for, places_of, roles_of
+
+cluster = Cluster()
+for _ in range(4):  # Ray counts what it is told, also GPUs that are not there
+    cluster.add_node(num_cpus=40, num_gpus=8, object_store_memory=100 * 2**20, include_dashboard=False)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+free = {f"node {i}": {"CPU": 40.0, "GPU": 8.0} for i in range(4)}
+
+class Where:
+    def gpus(self):
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+found = {}
+for strategy in ("PACK", "SPREAD"):
+    sizes = ["rollout.num_engines=16", "policy.num_processes=16", "rollout.prompts_per_step=8"]
+    config = load_config([CONFIG], [*sizes, f"cluster.strategy={strategy}"])
+    _, gpus = place(config, [8] * 4)
+    while ray.available_resources().get("GPU") != 32:
+        time.sleep(0.1)
+    placement = Placement(config, gpus)
+    planned = places_of(roles_of(config), nodes_for(bundles_of(config, gpus), free, strategy))
+    name = dict(zip(sorted(placement.nodes), free))
+    actors = [ray.remote(Where).options(num_cpus=0, **placement.options(r)).remote() for r in ("policy_15", "drafter")]
+    shared = ray.get([actor.gpus.remote() for actor in actors])
+    actual = {role: name[placement.node(role)] for role in roles_of(config)}
+    found[strategy] = actual == {role: node for role, (_, node) in planned.items()}
+    if strategy == "PACK":
+        found["shared"] = shared[0] == shared[1]
+    del actors
+    placement.remove()
+ray.shutdown()
+cluster.shutdown()
+print(json.dumps(found))
+"""
+
+
+def test_roles_run_where_the_plan_puts_them(tmp_path: Path) -> None:
+    """33 processes on 32 GPUs of four nodes of a real Ray: the last learner and the drafter trainer share one."""
+    smoke = Path(__file__).parents[3] / "configs" / "smoke.toml"
+    assert run(FOUR_NODES.replace("CONFIG", repr(str(smoke)), 1), tmp_path) == {
+        "PACK": True,
+        "shared": True,
+        "SPREAD": True,
+    }
+
+
 OUTSTANDING = """
 import asyncio, json, time
 from pathlib import Path

@@ -1,0 +1,131 @@
+"""What would run where on a cluster that is described by two numbers, what it would hold in memory, and what it would send."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cotrain.config.schema import RunConfig
+from cotrain.models.loading import config_folder
+from cotrain.process.cluster import place
+from cotrain.process.placement import bundles_of, nodes_for, places_of, roles_of
+from cotrain.rollout.tap_admission import row_bytes
+from drafters.config import NATIVE_HEAD_ARCHITECTURES
+from drafters.files import read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from drafters.base import Drafter
+
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2}
+TRAINED, FROZEN = 16, 4
+"""Bytes a learner holds of each parameter: float32 weight, gradient and AdamW's two moments; or the weight alone."""
+
+
+def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
+    """Say where each role would run, memory by role, and bytes of updates and features, as comments of TOML.
+
+    Raises ValueError naming the field when the nodes cannot hold the run, or the drafter does not fit the policy.
+    """
+    if nodes > 1 and config.cluster.address is None:
+        raise ValueError(
+            f'cluster.address: a run on --nodes {nodes} joins a Ray cluster; set it to "auto" or HOST:PORT, or say --nodes 1'
+        )
+    device, gpus = place(config, [gpus_per_node] * nodes)
+    roles, bundles = roles_of(config), bundles_of(config, gpus)
+    free = {f"node {i}": {"CPU": float(len(roles)), "GPU": float(gpus_per_node)} for i in range(1, nodes + 1)}
+    chosen = nodes_for(bundles, free, config.cluster.strategy)
+    if chosen is None:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel_size: nodes of {gpus_per_node} GPUs do not hold {config.rollout.num_engines} "
+            f"engines of {config.rollout.tensor_parallel_size} GPUs on one node each; lower it, or rollout.num_engines"
+        )
+    places = places_of(roles, chosen)
+    lines = [
+        f'Places on free nodes, with cluster.device = "{device}" and cluster.strategy = "{config.cluster.strategy}":'
+    ]
+    for node in free:
+        here = {role: bundles[index].get("GPU", 0) for role, (index, where) in places.items() if where == node}
+        names = [role if share in (0, 1) else f"{role} ({share:g} GPU)" for role, share in here.items()]
+        lines.append(f"  {node}, {sum(here.values()):g} of {gpus_per_node} GPUs: {', '.join(names) or 'nothing'}")
+    try:
+        folder = config_folder(config.policy.model)
+    except ValueError as error:
+        lines.append(f"Memory and bytes sent are not known: {error}")
+    else:
+        policy, drafter = _without_memory(config, folder)
+        node_of = {role: node for role, (_, node) in places.items()}
+        lines += [*_memory(config, policy, drafter), *_bytes_sent(config, node_of, policy, drafter)]
+    return "\n".join(f"# {line}" for line in lines)
+
+
+def _without_memory(config: RunConfig, folder: Path) -> "tuple[PreTrainedModel, Drafter | None]":
+    """Make policy and drafter on torch's meta device, from the policy's config.json in the folder."""
+    import torch
+    import transformers
+
+    from drafters.base import TargetSpec
+    from drafters.build import DRAFTERS
+
+    architecture = (read_config(folder).get("architectures") or ["none"])[0]
+    model_class = getattr(transformers, NATIVE_HEAD_ARCHITECTURES.get(architecture, architecture), None)
+    if model_class is None:
+        raise ValueError(f"policy.model: {folder} has architecture {architecture}, which transformers does not know")
+    with torch.device("meta"):
+        policy = model_class(model_class.config_class.from_pretrained(folder))
+        if config.drafter is None:
+            return policy, None
+        kind = DRAFTERS[config.drafter.model.type]
+        return policy, kind(kind.shape_of(config.drafter.model, TargetSpec.from_pretrained(folder)))
+
+
+def _memory(config: RunConfig, policy: "PreTrainedModel", drafter: "Drafter | None") -> list[str]:
+    learner, dtype, num_parameters = config.policy, config.rollout.dtype, policy.num_parameters()
+    served = num_parameters * BYTES[dtype] + (_update_bytes(config, drafter) if drafter else 0)
+    parts = learner.num_processes if learner.sharding else 1
+    held = (TRAINED + (FROZEN if learner.kl_coefficient else 0)) * num_parameters / parts
+    trained = "float32 weights, gradients and AdamW's two moments"
+    lines = [
+        "Memory on a GPU of each role, without activations:",
+        f"  rollout {served / config.rollout.tensor_parallel_size / GIB:.1f} GiB: weights of policy and drafter in {dtype}; keys and values "
+        "take the rest of rollout.vllm.gpu_memory_utilization",
+        f"  policy {held / GIB:.1f} GiB: {trained} of {num_parameters:,} parameters"
+        + (", and the reference of policy.kl_coefficient" if learner.kl_coefficient else "")
+        + (f", one of {parts} parts" if parts > 1 else ""),
+    ]
+    if config.drafter is not None and drafter is not None:
+        own = sum(parameter.numel() for parameter in drafter.parameters())
+        matrices = {module.weight for module in (policy.get_input_embeddings(), policy.get_output_embeddings())}
+        versions = config.drafter.buffer.max_age + config.stream.max_policy_lag + 2
+        borrowed = versions * sum(matrix.numel() for matrix in matrices) * BYTES[dtype]
+        lines.append(
+            f"  drafter {(TRAINED * own + borrowed) / GIB:.1f} GiB: {trained} of {own:,} parameters; embedding and head of the "
+            f"policy in {dtype}, up to {versions} versions"
+        )
+    return lines
+
+
+def _bytes_sent(
+    config: RunConfig, node_of: dict[str, str], policy: "PreTrainedModel", drafter: "Drafter | None"
+) -> list[str]:
+    num_engines, value = config.rollout.num_engines, BYTES[config.rollout.dtype]
+    served = {node for role, node in node_of.items() if role.startswith("rollout")}
+    learner = next(node for role, node in node_of.items() if role.startswith("policy"))
+    lines = [
+        "Bytes sent:",
+        f"  policy update {policy.num_parameters() * value:,}: from {learner}, to {len(served - {learner})} other nodes",
+    ]
+    if config.drafter is not None and drafter is not None:
+        trainer, width = node_of["drafter"], config.drafter.model.num_aux_layers + 1
+        row = row_bytes(width * drafter.shape.sizes.hidden_size, value)
+        lines += [
+            f"  drafter update {_update_bytes(config, drafter):,}: from {trainer}, to {len(served - {trainer})} other nodes",
+            f"  features {row:,} a token, to {trainer}: {row / 1000:,.1f} MB/s for each 1,000 tokens/s of an engine where all "
+            f"are tapped, and {num_engines * row / 1000:,.1f} MB/s where each of {num_engines} engines makes so many",
+        ]
+    return lines
+
+
+def _update_bytes(config: RunConfig, drafter: "Drafter") -> int:
+    tensors, value = drafter.state_for_serving().values(), BYTES[config.rollout.dtype]
+    return sum(tensor.numel() * (value if tensor.is_floating_point() else tensor.itemsize) for tensor in tensors)
