@@ -1,18 +1,7 @@
-"""The loop of a run. One step:
+"""The loop of a run, which docs/architecture.md draws, and docs/asynchronous.md for generation ahead of learning.
 
-    admit groups --> rollout engines --rollouts--> rewards --the P oldest groups--> policy learner --+
-                       |   ^   ^                                                                     |
-             features  |   |   +------------- policy weights (policy_version + 1); P slots are free <+
-                       v   |
-             drafter trainer (while the policy learns)
-                           |
-                           +-- drafter weights (drafter_version + 1), if they pass the gate
-
-    then: metrics, step line, checkpoint.
-
-With stream.max_policy_lag = 0 no group is under way when weights change, and a step is one turn of generation and
-learning. Above, groups of later steps are generated all the while, and engines take weights in the middle of them. Every
-token carries the versions that made it.
+With stream.max_policy_lag = 0 no group is under way when weights change. Above, groups of later steps are generated all
+the while, and engines take weights in the middle of them. Every token carries the versions that made it.
 """
 
 import json

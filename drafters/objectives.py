@@ -1,13 +1,8 @@
 """The objective at one row: the drafter's distribution is compared with the target's, and the gradient is taken.
 
-A draft token is accepted with probability
-
-    alpha = sum_v min(p(v), q(v))     when the engine samples its drafts ("probabilistic"), and
-    alpha = p(argmax q)               when it takes the likeliest token ("greedy"; always at temperature 0),
-
-where p is the target's processed distribution over its whole vocabulary (Leviathan et al., 2023). Mass of p outside
-the draft vocabulary is a rejection: p is never renormalised. argmax has no gradient, so that greedy drafts are trained
-on the acceptance of a draft sampled from q, sum_v p(v) q(v), which is p(argmax q) once q is peaked.
+docs/drafters.md gives the acceptance probability alpha of a draft token, and the objectives. Mass of p outside the draft
+vocabulary is a rejection: p is never renormalised. argmax has no gradient, so that greedy drafts are trained on the
+acceptance of a draft sampled from q, sum_v p(v) q(v), which is p(argmax q) once q is peaked.
 """
 
 from typing import NamedTuple

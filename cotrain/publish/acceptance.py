@@ -23,9 +23,7 @@ Array = NDArray[np.float64]
 class ExpectedAcceptance:
     """What a drafter is expected to reach on rollouts like those it was scored on, at each draft length 1 to K.
 
-    The draft length decides where verification steps begin. On text of two easy tokens and a hard one, over and over,
-    three draft tokens always start before the easy ones and one draft token starts before the hard one half of the
-    time. What is expected at one length is therefore no bound of what is reached at another.
+    The draft length decides where verification steps begin, so that one length says little of another (docs/publishing.md).
     """
 
     rates: Array

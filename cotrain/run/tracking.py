@@ -1,9 +1,6 @@
-"""One run in MLflow. metrics.jsonl is the record; a thread of its own sends a copy to MLflow.
+"""One run in MLflow. metrics.jsonl is the record; a thread of its own sends a copy to MLflow (docs/tracking.md).
 
 MLflow being away never ends or slows a run: what could not be sent waits in order and is sent with the next step.
-
-A published drafter is a LoggedModel (files and metrics, linked to its run) and a version of `<policy>-drafter` with
-tags. Alias `serving` is the version published last; for `best` see ServedDrafts.best.
 """
 
 import hashlib

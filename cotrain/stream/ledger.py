@@ -1,12 +1,9 @@
 """Which groups are under way, and which may begin. Pure: no clock, no Ray, no engine.
 
-A group is one prompt with all its samples. Groups are numbered in the order in which they are admitted, trained on in
-the same order, P in each step. So group g belongs to step g // P + 1, whatever happens to it.
-
-The bound of the policy lag. A group is admitted only while fewer than (L + 1) P groups hold a slot, and P slots are free
-again when the weights of a step are served. Group g is therefore admitted when at least g // P - L steps are served, and
-trained on when g // P are: no token of it is older than L policy versions. A group that is lost starts over in its
-place, later than before, and so it is younger. Nothing is dropped for its age.
+Groups are numbered in the order in which they are admitted, and trained on in the same order, P in each step: group g
+belongs to step g // P + 1, whatever happens to it. It is admitted when at least g // P - L steps are served, and trained
+on when g // P are, so no token of it is older than L policy versions (docs/asynchronous.md). A group that is lost starts
+over in its place, later than before, and so it is younger.
 """
 
 from collections import Counter

@@ -1,7 +1,5 @@
 """`cotrain ablate`: the arms of a study, each with every seed, as subprocesses; then one table and one report.
 
-initialisations (`cotrain init`, once each) --> arm x seed (`cotrain train`) --> study.json --> report, MLflow
-
 A study can be stopped and started again at any point: what is finished is not run again.
 """
 

@@ -1,11 +1,4 @@
-"""How far the runs of a study are, what to do with each, and the subprocesses that do it.
-
-<folder>/<name>/
-  study.json     arms, and for every run finished, failed or missing; rewritten after each run
-  logs/          the output of each run, beside the configuration it got
-  inits/NAME/    made by `cotrain init`
-  runs/NAME/     made by `cotrain train`
-"""
+"""How far the runs of a study are (docs/studies.md), what to do with each, and the subprocesses that do it."""
 
 import itertools
 import json

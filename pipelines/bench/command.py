@@ -1,9 +1,7 @@
-"""`cotrain bench`: speculation arms side by side on the same prompts, taking turns.
+"""`cotrain bench`: speculation arms side by side on the same prompts, taking turns (docs/running.md).
 
-No speculation is measured on a stock engine, scheduled as vLLM schedules without us. A second engine serves the arms
-of the drafter, switched at run time, and a third looks up n-grams; an engine that waits does not use the CPU. In every
-round all arms run once, each round starting with another arm, and each is compared with the same round's no-speculation
-arm, so that a machine that slows down slows all of them alike.
+In every round all arms run once, each round starting with another arm, and each is compared with the same round's
+no-speculation arm, so that a machine that slows down slows all of them alike. An engine that waits does not use the CPU.
 """
 
 import argparse

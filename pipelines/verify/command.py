@@ -1,9 +1,4 @@
-"""`cotrain verify`: is this engine, with this drafter and these settings, lossless?
-
-One engine generates with and without speculation. Greedy text must be the same; every sampled token is held against
-the target's own law. All checks together raise a false alarm with a stated probability at most. Exit status 1: not
-lossless.
-"""
+"""`cotrain verify`: is this engine, with this drafter and these settings, lossless? docs/verify.md says how it is told."""
 
 import argparse
 import asyncio
