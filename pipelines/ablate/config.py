@@ -4,7 +4,6 @@ An arm can set nothing but what is ablated, so that two arms never differ by acc
 """
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from cotrain.config.errors import ConfigError, readable_problems
-from cotrain.config.load import Table, merge, read_tables
+from cotrain.config.load import merge, read_tables
 from drafters.config import Section
 
 NO_INIT = "none"
@@ -66,10 +65,6 @@ class StudyConfig(Section):
     inits: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Drafters made once by `cotrain init` before the arms: name, and what differs from the shared configuration."""
 
-    grid: dict[str, list[Any]] = Field(default_factory=dict)
-    """Fields of an arm, each with a list of values: every combination becomes an arm, but those of a frozen drafter
-    with random weights."""
-
     arms: list[dict[str, Any]] = Field(default_factory=list)
     """Arms one by one."""
 
@@ -86,26 +81,10 @@ def read_study(path: Path, overrides: Sequence[str]) -> StudyConfig:
 
 
 def read_arms(config: StudyConfig, problems: list[str]) -> Iterator[ArmConfig]:
-    """The arms one by one, then those of the grid; what is wrong with an arm is added to `problems` instead."""
-    for number, fields in enumerate([*config.arms, *_grid_arms(config.grid)], 1):
+    """The arms one by one; what is wrong with an arm is added to `problems` instead."""
+    for number, fields in enumerate(config.arms, 1):
         try:
             yield ArmConfig.model_validate(fields)
         except ValidationError as error:
             where = f"arm {fields.get('name', number)!r}"
             problems += [f"{where}: {line}" for line in readable_problems(error, ArmConfig)]
-
-
-def _grid_arms(grid: dict[str, list[Any]]) -> Iterator[Table]:
-    """Every combination but frozen random drafters, named by its values; one that all arms share is not in the name."""
-    for combination in itertools.product(*grid.values()) if grid else ():
-        fields = dict(zip(grid, combination, strict=True))
-        if (fields.get("init"), fields.get("online")) != (NO_INIT, False):
-            words = [_word(name, value) for name, value in fields.items() if len(grid[name]) > 1 or name == "init"]
-            yield fields | {"name": ", ".join(words) or "grid"}
-
-
-def _word(name: str, value: Any) -> str:
-    if isinstance(value, dict):
-        value = " ".join(f"{key} {field}" for key, field in value.items())
-    words = {"init": value, "online": "co-trained" if value else "frozen", "num_speculative_tokens": f"k {value}"}
-    return str(words.get(name, f"{name} {value}"))

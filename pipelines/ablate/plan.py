@@ -108,7 +108,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
         with _collect(problems, f"arm {given.name!r}"):
             study.arms.append(_arm(study, given))
     if not study.arms and not problems:
-        problems.append("arms: the study has none; add [[arms]] or a [grid]")
+        problems.append("arms: the study has none; add [[arms]]")
     if problems:
         raise ConfigError(problems)
     return study

@@ -10,17 +10,15 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from cotrain.lossless.family import judge
 from cotrain.models.loading import TINY_MODEL, resolve_model, weight_files
 from cotrain.process import threads
-from cotrain.records import Rollout, RolloutBatch, RolloutRequest, WeightPayload
+from cotrain.records import RolloutBatch, RolloutRequest, WeightPayload
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.provenance import machine
 from cotrain.trainer.self_check import check_features, check_records
@@ -31,7 +29,7 @@ from drafters.config import Eagle3Config
 from pipelines.doctor.check import NotApplicable, Problem
 from pipelines.engines import EngineSetup, one_engine
 from pipelines.verify import command as verify
-from pipelines.verify.checks import Plan, Verifier, perturbed, target_laws, two_drafters
+from pipelines.verify.checks import Plan, Verifier, load_target, perturbed, target_laws, two_drafters
 
 K, BATCH, TOKENS = 3, 16, 48
 """Longest draft, requests at once, tokens of a response."""
@@ -63,11 +61,6 @@ def prepare(folder: Path) -> tuple[Plan, EngineSetup]:
     own = {"worker_extension_cls": WORKER} | ({"gpu_memory_utilization": GPU_SHARE} if on_gpu else {})
     rollout = setup.rollout.model_copy(update={"vllm": setup.rollout.vllm | own})
     return plan, replace(setup, rollout=rollout)
-
-
-def policy_state(model: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint folder."""
-    return {name: tensor for file in weight_files(model) for name, tensor in load_file(file).items()}
 
 
 def constant_drafter(state: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:
@@ -113,10 +106,9 @@ class EngineChecks:
         assert setup.drafter is not None
         self.about = f"{TINY_MODEL} in {plan.dtype}, {BATCH} requests at once, up to {K} draft tokens"
         self.engine, self.setup = engine, setup
-        self.policy, self.drafter = policy_state(setup.model), setup.drafter.state_for_serving()
-        dtype: Any = getattr(torch, plan.dtype)
-        model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype)
-        self.model = model.float().eval()  # the engine's weights, rounded as it rounds them
+        self.policy = {name: tensor for file in weight_files(setup.model) for name, tensor in load_file(file).items()}
+        self.drafter = setup.drafter.state_for_serving()
+        self.model = load_target(setup)
         laws = target_laws(self.model, setup.drafter.draft_to_target.tolist(), plan.dtype)
         taking_turns = two_drafters(setup.drafter, plan, Path(engine.spec.scratch))
         self.verifier = Verifier(engine, plan, laws, taking_turns, lambda line: None)
@@ -132,10 +124,9 @@ class EngineChecks:
 
     async def drafter_swap(self) -> str:
         """Two drafters are swapped in, each of which always proposes one token; drafts are exactly those."""
-        plain = (await self._generate(0)).rollouts
-        accepted = 0
+        texts, accepted = await self._texts(), 0
         try:
-            for token, _ in Counter(token for rollout in plain for token in rollout.token_ids).most_common(2):
+            for token, _ in Counter(token for text in texts for token in text).most_common(2):
                 await self._send(True, constant_drafter(self.drafter, token))
                 for rollout in (await self._generate(K)).rollouts:
                     # The last step is cut where the response ends.
@@ -151,15 +142,15 @@ class EngineChecks:
 
     async def policy_swap(self) -> str:
         """Another policy is swapped in and gives other text; the first one, swapped back, gives its own text again."""
-        before = (await self._generate(0)).rollouts
+        before = await self._texts()
         try:
             await self._send(False, perturbed(self.policy, seed=0))
-            moved = (await self._generate(0)).rollouts
+            moved = await self._texts()
         finally:
             await self._send(False, self.policy)
-        if _texts(moved) == _texts(before):
+        if moved == before:
             raise Problem("the text is that of the policy before the update")
-        if _texts((await self._generate(0)).rollouts) != _texts(before):
+        if await self._texts() != before:
             raise Problem("the first policy, swapped back, gives other text than before")
         return f"{len(self.policy)} tensors served as sent, there and back"
 
@@ -256,6 +247,10 @@ class EngineChecks:
         await self.engine.set_num_speculative_tokens(k)
         return await self.engine.generate(self._requests(), tap=tap, temperature=temperature)
 
+    async def _texts(self) -> list[list[int]]:
+        """Greedy responses without speculation."""
+        return [rollout.token_ids for rollout in (await self._generate(0)).rollouts]
+
     def _payload(self, state: Mapping[str, Tensor], name: str) -> WeightPayload:
         path = Path(self.engine.spec.scratch) / f"doctor-{name}.safetensors"
         return write_payload(dict(state), path, getattr(torch, self.setup.rollout.dtype))
@@ -278,10 +273,6 @@ class EngineChecks:
         with torch.no_grad():
             states = self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
         return torch.cat([states[layer][0] for layer in layers], -1), states[-1][0]
-
-
-def _texts(rollouts: Sequence[Rollout]) -> list[list[int]]:
-    return [rollout.token_ids for rollout in rollouts]
 
 
 @asynccontextmanager

@@ -84,7 +84,7 @@ def verifier_of(
     live: LiveEngine, laws: Laws, drafters: list[WeightPayload], *settings: Setting, tokens: int = TOKENS
 ) -> Verifier:
     prompts = [request.prompt_token_ids for request in make_requests(32)]
-    plan = Plan(settings, prompts, K, 48, tokens, "float32", seed=1, alpha=ALPHA, repeats=1)
+    plan = Plan(settings, prompts, K, 48, tokens, "float32", seed=1, alpha=ALPHA)
     return Verifier(live.engine, plan, laws, drafters, lambda line: None)
 
 
