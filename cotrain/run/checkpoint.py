@@ -133,6 +133,19 @@ def load_state(folder: Path) -> RunState:
     return RunState(**fields | {"versions": Versions(**fields["versions"])})
 
 
+def newest_state(run_dir: RunDir, config: RunConfig, fingerprints: dict[str, str]) -> RunState:
+    """Where a run goes on: behind its newest whole checkpoint, or at its start. What it will write again is deleted.
+
+    Raises ValueError as `check_resume` does.
+    """
+    folder = latest_checkpoint(run_dir)
+    first = RunState(0, Versions(0, 0), None, config.model_dump(mode="json"), fingerprints)
+    state = load_state(folder) if folder else first
+    check_resume(config, fingerprints, state)
+    discard_newer(run_dir, state.step, state.versions.drafter)
+    return state
+
+
 def discard_newer(run_dir: RunDir, step: int, drafter_version: int) -> None:
     """Before a resume from `step`, delete what the replayed steps write again, and leftovers of a killed save."""
     newer = [

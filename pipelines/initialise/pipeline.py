@@ -27,14 +27,7 @@ from cotrain.process.stop_signal import two_stage_stop
 from cotrain.records import SpeculationCounts, Versions
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
-from cotrain.run.checkpoint import (
-    RunState,
-    check_resume,
-    discard_newer,
-    latest_checkpoint,
-    load_state,
-    model_fingerprints,
-)
+from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state
 from cotrain.run.console import Console
 from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import tracking_uri
@@ -144,10 +137,7 @@ class Initialisation:
 
     def _records(self, stack: AsyncExitStack) -> tuple[Tracker, RunRecord]:
         """MLflow and metrics.jsonl as they stood at the checkpoint, and where training goes on from there."""
-        config, fingerprints = self.config.model_dump(mode="json"), self.corpus.about["fingerprints"]
-        checkpoint = latest_checkpoint(self.run_dir)
-        state = load_state(checkpoint) if checkpoint else RunState(0, Versions(0, 0), None, config, fingerprints)
-        discard_newer(self.run_dir, state.step, 0)
+        state = newest_state(self.run_dir, self.config, self.corpus.about["fingerprints"])
         metrics = RowFile(self.run_dir.metrics, resumed_step=state.step)
         with self.console.phase("MLflow"):
             history = read_rows(self.run_dir.metrics)

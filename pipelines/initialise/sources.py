@@ -1,6 +1,5 @@
-"""Where the rollouts of `cotrain init` come from: prompts for the policy to answer, or responses that exist."""
+"""Where the rollouts of `cotrain init` come from: prompts for the policy to answer, or rollouts of an earlier one."""
 
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from cotrain.roles.engines import derived_seed
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from cotrain.tasks.base import build_task
-from cotrain.tasks.datasets import find_column, find_prompt_column, load_rows, split_question
-from cotrain.tasks.prompts import Messages, PromptEncoder, PromptOrder, apply_template, chat_messages
+from cotrain.tasks.datasets import find_prompt_column, load_rows, split_question
+from cotrain.tasks.prompts import PromptEncoder, PromptOrder, apply_template, chat_messages
 from pipelines.initialise.rollouts import Corpus, StoredRollout, read_recorded
 
 PART_ROLLOUTS = 128
@@ -53,7 +52,7 @@ class PromptStream:
 
 @dataclass(frozen=True)
 class GivenRollouts:
-    """Responses that need not be generated."""
+    """Rollouts that an earlier `cotrain init` has collected."""
 
     rollouts: list[StoredRollout]
 
@@ -123,26 +122,15 @@ async def collect(
     return False
 
 
-def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) -> Source:
+def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) -> PromptStream:
     rows = load_rows(source)
     column = find_prompt_column(source, rows.column_names)
-    given = source.response_column
-    if given is not None:
-        find_column("response_column", given, (), rows.column_names)
-    examples = []
+    found = []
     for index, row in enumerate(rows):
-        where = f"row {index} of {source.path}"
-        question, last_message = split_question(row[column], column, where)
-        messages = chat_messages(question, "", "")
-        prompt, response = apply_template(tokenizer, messages), list[int]()
-        if given is not None:
-            response = _response(messages, prompt, last_message if given == column else row[given], tokenizer, where)
-        examples.append(StoredRollout(f"{Path(source.path).stem}-{index}", 0, prompt, response))
-    kept = _fitting(examples, config, source.path)
-    if given is not None:
-        random.Random(config.seed).shuffle(kept)
-        return GivenRollouts(kept)
-    prompts = [(example.prompt_id, example.prompt_token_ids) for example in kept]
+        question, _ = split_question(row[column], column, f"row {index} of {source.path}")
+        token_ids = apply_template(tokenizer, chat_messages(question, "", ""))
+        found.append(StoredRollout(f"{Path(source.path).stem}-{index}", 0, token_ids, []))
+    prompts = [(kept.prompt_id, kept.prompt_token_ids) for kept in _fitting(found, config, source.path)]
     return PromptStream(len(prompts), prompts.__getitem__, config)
 
 
@@ -156,19 +144,3 @@ def _fitting(rollouts: list[StoredRollout], config: RunConfig, path: str) -> lis
         bounds = "rollout.max_prompt_tokens or max_new_tokens"
         print(f"note: {left_out} of {len(rollouts)} are over {bounds} and left out")
     return kept
-
-
-def _response(messages: Messages, prompt: list[int], response: Any, tokenizer: Any, where: str) -> list[int]:
-    """A response as the policy would have written it: from the opened turn to the end-of-sequence token."""
-    if not isinstance(response, str) or not response:
-        raise ValueError(f"task.response_column: {where} has the response {response!r}; it must be a text")
-    whole = apply_template(tokenizer, [*messages, {"role": "assistant", "content": response}], open_turn=False)
-    if whole[: len(prompt)] != prompt:
-        raise ValueError(
-            f"task.response_column: {where}: the chat template of policy.model rewrites the prompt when a response "
-            "follows it; leave response_column out, and the policy answers"
-        )
-    token_ids = whole[len(prompt) :]
-    if tokenizer.eos_token_id in token_ids:  # templates go on with a line break, which no policy writes
-        token_ids = token_ids[: token_ids.index(tokenizer.eos_token_id) + 1]
-    return token_ids

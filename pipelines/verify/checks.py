@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +20,11 @@ from cotrain.lossless.greedy import compare_greedy
 from cotrain.lossless.setting import GREEDY, Setting
 from cotrain.records import Rollout, RolloutRequest, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from cotrain.transport.payload import write_payload
 from drafters.base import Drafter, SamplingParams
 from pipelines.engines import EngineSetup
-
-if TYPE_CHECKING:
-    from cotrain.rollout.engine import RolloutEngine
 
 Laws = Callable[[Rollout, SamplingParams], Draws]
 """The response tokens of a rollout under the target's laws."""
@@ -98,7 +96,7 @@ def perturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 class Verifier:
     """Generates on one engine what a plan asks for, and turns the texts into checks."""
 
-    engine: "RolloutEngine"
+    engine: RolloutEngine
     plan: Plan
     laws: Laws
     drafters: Sequence[WeightPayload]

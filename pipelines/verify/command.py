@@ -15,16 +15,8 @@ from cotrain.config.schema import RolloutConfig
 from cotrain.lossless.family import POWER, Verdict, detectable_distance, tokens_for_distance
 from cotrain.lossless.setting import STANDARD_SAMPLINGS, standard_settings
 from drafters.base import SamplingParams
-from pipelines.engines import (
-    DEFAULT_TASK,
-    EngineSetup,
-    add_engine_options,
-    at_least,
-    one_engine,
-    prepare_engine,
-    prepared_command,
-    provenance,
-)
+from pipelines import engines
+from pipelines.engines import at_least
 from pipelines.verify.checks import Plan, Verifier, load_target, target_laws, two_drafters
 
 DESCRIPTION = "Is speculation on this engine lossless? Greedy identity and statistical tests of sampled tokens."
@@ -36,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The options of `cotrain verify`."""
     parser = argparse.ArgumentParser(prog="cotrain verify", description=DESCRIPTION)
     parser.add_argument("--config", metavar="CONFIG", help="model, prompts, sampling, k and dtype of this run")
-    add_engine_options(parser, "verify", tokens=48)
+    engines.add_engine_options(parser, "verify", tokens=48)
     parser.add_argument("--k", type=at_least(1), help="longest draft; all shorter ones are tried too (default 3)")
     parser.add_argument("--batch", type=at_least(1), default=32, help="most requests at once (default %(default)s)")
     parser.add_argument(
@@ -58,11 +50,11 @@ def share(text: str) -> float:
 def main(argv: Sequence[str]) -> int:
     """Run the command. Raises ValueError for what the user can mend, before an engine starts."""
     args = build_parser().parse_args(argv)
-    with prepared_command("verify", args, prepare) as (out, (plan, setup), say):
+    with engines.prepared_command("verify", args, prepare) as (out, (plan, setup), say):
         verdict = asyncio.run(_verify(plan, setup, args.threads, say))
         settings = [str(setting) for setting in plan.settings]
         about = {"settings": settings, "tokens_per_setting": plan.tokens, "notes": setup.notes}
-        report = provenance(args) | about | outcome(verdict)
+        report = engines.provenance(args) | about | outcome(verdict)
         write_json(out / "verify.json", report)
         (out / "verify.md").write_text(markdown(report))
         for check in report["checks"]:
@@ -72,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report["passed"] else 1
 
 
-def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, EngineSetup]:
+def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.EngineSetup]:
     """Check the options, load the drafter, encode the prompts. A registry's drafter is copied to `pulled`.
 
     Options that were not given are set to the configuration's. There are tokens enough that each setting finds
@@ -87,9 +79,9 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, EngineSetup]:
     samplings = STANDARD_SAMPLINGS
     if config and asked.temperature > 0:  # greedy text is always checked
         samplings = (SamplingParams(asked.temperature, asked.top_p, asked.top_k, ""),)
-    setup = prepare_engine(
+    setup = engines.prepare_engine(
         args,
-        config.task if config else DEFAULT_TASK,
+        config.task if config else engines.DEFAULT_TASK,
         NUM_PROMPTS,
         args.batch,
         pulled,
@@ -106,12 +98,12 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, EngineSetup]:
     return plan, setup
 
 
-async def _verify(plan: Plan, setup: EngineSetup, threads: int, say: Callable[[str], None]) -> Verdict:
+async def _verify(plan: Plan, setup: engines.EngineSetup, threads: int, say: Callable[[str], None]) -> Verdict:
     """Load the target for the laws, start the engine, generate, judge."""
     assert setup.drafter is not None
     laws = target_laws(load_target(setup), setup.drafter.draft_to_target.tolist(), plan.dtype)
     say("starting the engine")
-    async with one_engine(setup, plan.seed, threads) as engine:
+    async with engines.one_engine(setup, plan.seed, threads) as engine:
         drafters = two_drafters(setup.drafter, plan, Path(engine.spec.scratch))
         return await Verifier(engine, plan, laws, drafters, say).verdict()
 
