@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from cotrain.config.files import write_json
 from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
-from cotrain.policy.advantages import group_advantages
+from cotrain.policy.losses import group_advantages
 from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome
 from cotrain.records import Prompt, RolloutBatch, ScoredRollout, SwapReport, Versions
@@ -26,12 +25,11 @@ from cotrain.roles.rewards import Rewards
 from cotrain.rollout.acceptance_stats import last_segment
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
-from cotrain.run.decisions import DrafterEvent
-from cotrain.run.rows import RowFile
+from cotrain.run.rows import DrafterEvent, RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from cotrain.stream.advice import Advice
-from cotrain.stream.lag import check_lag
+from cotrain.stream.ledger import check_lag
 from cotrain.stream.metrics import idle_metrics, lag_metrics, rollout_metrics
 from cotrain.stream.producer import GroupResult, Producer, Prompts
 from cotrain.stream.reactor import Reactor
@@ -40,6 +38,7 @@ from cotrain.tasks.prompts import write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
+from drafters.files import write_json
 
 POLICY_FILE = "policy.safetensors"
 """Weights of the policy on their way to the engines, in the folder in shared memory of the learner's node."""

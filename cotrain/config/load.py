@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from cotrain.config.errors import ConfigError, did_you_mean, readable_problems
-from cotrain.config.files import write_json
 from cotrain.config.rules import broken_rules
 from cotrain.config.schema import RunConfig
+from drafters.files import write_json
 
 Table = dict[str, Any]
 REQUIRED: Table = {"name": "x", "steps": 1, "policy": {"model": "x"}, "task": {"type": "reasoning_gym", "name": "x"}}

@@ -14,7 +14,7 @@ from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm, check_acceptance, check_step
 from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication
 from cotrain.records import RolloutBatch, SwapReport
-from cotrain.run.decisions import DrafterEvent, Kind
+from cotrain.run.rows import DrafterEvent, Kind
 from cotrain.trainer.trainer import FreshScores
 
 CANARY_ALPHA = 0.02

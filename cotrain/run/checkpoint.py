@@ -18,12 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.files import write_json
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
-from drafters.files import flush
+from drafters.files import flush, write_json
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.checkpoint import file_digest
-from cotrain.run.decisions import DrafterEvent
 from cotrain.run.metrics import ServedDrafts
 from cotrain.run.mlflow_store import PARENT_RUN_VARIABLE, connect, experiment_id, first_line, tracking_uri
 from cotrain.run.provenance import config_hash, flatten
 from cotrain.run.registry import DIGEST_TAG, FILES
+from cotrain.run.rows import DrafterEvent
 from cotrain.run.run_dir import resume_arguments
 
 FOLDER_TAG = "cotrain.run_folder"

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from cotrain.config.files import write_json
 from cotrain.config.load import read_config, write_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head
@@ -39,6 +38,7 @@ from cotrain.run.tracking import Tracker
 from cotrain.trainer.distiller import EXPECTED, Distiller
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
+from drafters.files import write_json
 from pipelines.initialise.result import measure_served, serve, served_requests, summary
 from pipelines.initialise.rollouts import Corpus, Split, StoredRollout, data_fingerprint, split_prompts
 from pipelines.initialise.sources import Source, collect, open_source, sampling

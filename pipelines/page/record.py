@@ -22,7 +22,7 @@ class RunRecord:
     attempts: list[dict[str, Any]]
     """Starts and resumes; empty when provenance.json is missing."""
     decisions: list[dict[str, Any]]
-    """Events of the drafter, see cotrain/run/decisions.py."""
+    """Events of the drafter, see cotrain/run/rows.py."""
     stream: list[dict[str, Any]]
     """Events of groups and learners, see cotrain/stream/producer.py."""
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from cotrain.config.files import write_json
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head, resolve_model
@@ -30,6 +29,7 @@ from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import build_task
 from cotrain.tasks.prompts import PromptOrder
+from drafters.files import write_json
 
 if TYPE_CHECKING:
     from cotrain.controller import Controller

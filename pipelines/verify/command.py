@@ -9,12 +9,12 @@ from typing import Any
 
 import pandas as pd
 
-from cotrain.config.files import write_json
 from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
 from cotrain.lossless.family import POWER, Verdict, detectable_distance, tokens_for_distance
 from cotrain.lossless.setting import STANDARD_SAMPLINGS, standard_settings
 from drafters.base import SamplingParams
+from drafters.files import write_json
 from pipelines import engines
 from pipelines.engines import at_least
 from pipelines.verify.checks import Plan, Verifier, load_target, target_laws, two_drafters

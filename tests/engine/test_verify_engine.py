@@ -20,7 +20,7 @@ from cotrain.records import WeightPayload
 from cotrain.rollout.vllm.arguments import EngineSpec
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, TargetWeights
-from drafters.vocabulary import to_tokens
+from drafters.eagle3.model import to_tokens
 from pipelines.verify.checks import Laws, Plan, Verifier, perturbed, target_laws
 from tests.engine import planted_bugs
 from tests.engine.conftest import SERVING, LiveEngine, distilled, eagle3, make_requests

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.config.files import write_json
+from drafters.files import write_json
 from pipelines.page.page import Fact, Plot
 from pipelines.page.record import read_run
 from pipelines.train.report import run_facts, run_page, write_run_report
