@@ -28,9 +28,8 @@ from cotrain.run.console import Console
 from cotrain.run.rows import DrafterEvent, RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
-from cotrain.stream.advice import Advice
 from cotrain.stream.ledger import check_lag
-from cotrain.stream.metrics import idle_metrics, lag_metrics, rollout_metrics
+from cotrain.stream.metrics import Advice, idle_metrics, lag_metrics, rollout_metrics
 from cotrain.stream.producer import GroupResult, Producer, Prompts
 from cotrain.stream.reactor import Reactor
 from cotrain.stream.training import DrafterTraining

@@ -107,7 +107,7 @@ def train(arguments: Sequence[str]) -> int:
 
     epilog = TRAIN_EPILOG
     if {"-h", "--help"} & set(arguments):
-        from cotrain.config.help import help_text
+        from cotrain.config.errors import help_text
 
         epilog += help_text()
     description = "Train a policy, and beside it the drafter that its rollouts speculate with."

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cotrain.config.help import SectionHelp, help_text, walk_sections
+from cotrain.config.errors import SectionHelp, help_text, walk_sections
 from cotrain.config.load import ConfigError, load_config, parse_config
 from cotrain.config.schema import RunConfig
 from cotrain.tasks.base import build_task

@@ -26,8 +26,7 @@ from cotrain.lossless.emitted import response_draws
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.policy.batching import MicroBatch, empty_micro_batch, micro_batches, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import ResponseLogProbs
-from cotrain.policy.losses import kl_estimate, loss_denominator, policy_loss
-from cotrain.policy.metrics import by_lag, step_metrics
+from cotrain.policy.losses import by_lag, kl_estimate, loss_denominator, policy_loss, step_metrics
 from cotrain.policy.sharding import (
     check_converts,
     load_optimizer,

@@ -1,7 +1,8 @@
 """The drafter's part of a step: score it, decide on it, and send the engines what was decided.
 
-A rollout is test data first and training data from then on (docs/publishing.md). The swap follows the decision at once,
-while the policy learns, so that what is published is what was scored.
+A rollout is test data first and training data from then on. Before anything is trained on the rollouts of a step, the
+serving drafter and the candidate, which is the trainer's drafter as the step before left it, are scored on them. The
+swap follows at once, while the policy learns, so that what is published is what was scored.
 """
 
 from collections.abc import Mapping, Sequence

@@ -146,7 +146,10 @@ def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tens
 
 
 def to_maps(draft_to_target: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return (d2t [V_draft] int64, t2d [V] bool) from ascending target ids [V_draft]."""
+    """Return (d2t [V_draft] int64, t2d [V] bool) from ascending target ids [V_draft].
+
+    target id = draft id + d2t[draft id]; t2d says of each target id whether it is in the draft vocabulary.
+    """
     d2t = draft_to_target - torch.arange(len(draft_to_target), device=draft_to_target.device)
     t2d = torch.zeros(vocab_size, dtype=torch.bool, device=draft_to_target.device)
     t2d[draft_to_target] = True

@@ -23,11 +23,11 @@ from cotrain.process.children import engine_output_to
 from cotrain.process.cluster import place
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
-from cotrain.records import SpeculationCounts, Versions
+from cotrain.records import RolloutRequest, SpeculationCounts, Versions, WeightPayload
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state
-from cotrain.run.console import Console
+from cotrain.run.console import Console, duration
 from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.provenance import machine, write_provenance
@@ -39,7 +39,6 @@ from cotrain.trainer.distiller import EXPECTED, Distiller
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
 from drafters.files import write_json
-from pipelines.initialise.result import measure_served, serve, served_requests, summary
 from pipelines.initialise.rollouts import Corpus, Split, StoredRollout, data_fingerprint, split_prompts
 from pipelines.initialise.sources import Source, collect, open_source, sampling
 from pipelines.initialise.training import Features, RunRecord, Training, plan_updates
@@ -224,3 +223,68 @@ class Initialisation:
         tracker.finish()
         version = registered.result() if registered.done() else None  # MLflow may be away
         return {"registered_model": tracker.registered_model, "registered_version": version}
+
+
+SERVED_ROLLOUTS = 128
+"""Most rollouts of the served evaluation."""
+
+
+async def serve(engine: RolloutEngine, payload: WeightPayload, drafter_version: int) -> None:
+    """Send a drafter and read it back whole. Raises RuntimeError naming tensors that are not served as sent."""
+    await engine.update_drafter(payload, drafter_version)
+    served = await engine.served_digests(sorted(payload.digests), draft=True)
+    if differing := [name for name, digest in payload.digests.items() if served[name] != digest]:
+        raise RuntimeError(f"the engine serves other drafter weights than were trained: {', '.join(differing)}")
+
+
+def served_requests(holdout: Sequence[StoredRollout], config: RunConfig) -> list[RolloutRequest]:
+    """The held-out prompts, and as many samples of each as SERVED_ROLLOUTS allows."""
+    prompts = {tuple(r.prompt_token_ids): r.prompt_id for r in holdout}
+    samples = min(config.rollout.samples_per_prompt, max(1, SERVED_ROLLOUTS // len(prompts)))
+    return [
+        RolloutRequest(prompt_id, sample, list(ids), config.seed + number * samples + sample)
+        for number, (ids, prompt_id) in enumerate(list(prompts.items())[:SERVED_ROLLOUTS])
+        for sample in range(samples)
+    ]
+
+
+async def measure_served(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> SpeculationCounts:
+    """Generate with the sampling and the draft length of [rollout]."""
+    rollout = engine.spec.rollout
+    if rollout.draft_sample_method == "probabilistic":
+        requests = [replace(request, seed=None) for request in requests]  # vLLM has no seeds for such drafts
+    await engine.set_num_speculative_tokens(rollout.num_speculative_tokens)
+    await engine.reset_prefix_cache()  # what was cached without speculation has no drafter KV
+    counts = (await engine.generate(list(requests), tap=False)).speculation
+    if counts is None or not counts.num_drafts:
+        raise RuntimeError("the engine drafted nothing; every response ended with its first token")
+    return counts
+
+
+def summary(figures: dict[str, Any], config: RunConfig, folder: Path) -> str:
+    """What init.json holds, for somebody who has not seen one before."""
+    served, k = figures["served"], config.rollout.num_speculative_tokens
+    expected_rates, served_rates = (
+        "  ".join(f"{position}: {rate:.3f}" for position, rate in enumerate(rates, start=1))
+        for rates in (figures["expected_acceptance_rates"], served["acceptance_rates"])
+    )
+    registered = f"models:/{figures['registered_model']}/{figures['registered_version']} in MLflow"
+    return f"""
+Done: a drafter for {config.policy.model} from {figures["response_tokens"]:,} response tokens in \
+{duration(figures["seconds"])}
+
+  data         {figures["training_rollouts"]:,} rollouts trained on, {figures["holdout_rollouts"]:,} held out \
+(source {figures["source"]["type"]}, fingerprint {figures["data_fingerprint"]})
+  vocabulary   covers {figures["vocabulary_coverage"]:.2%} of the held-out response tokens
+  training     {figures["updates"]} of {figures["planned_updates"]} updates, best after {figures["best_update"]}
+  acceptance   expected {figures["expected_acceptance_length"]:.3f}, served {served["acceptance_length"]:.3f}   \
+(tokens per verification step at k = {k}, {config.rollout.draft_sample_method}; 1 is no gain, {k + 1} the most)
+  expected     {expected_rates}   (share of steps that accept draft position 1 to k)
+  served       {served_rates}
+
+  drafter      {folder}; serves in stock vLLM as it is
+  registered   {registered if figures["registered_version"] is not None else "no, MLflow has not answered yet"}
+
+Next:
+  train with it       cotrain train CONFIG drafter.init={folder}
+  measure its speed   cotrain bench --model {config.policy.model} --drafter {folder}"""

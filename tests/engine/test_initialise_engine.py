@@ -17,7 +17,7 @@ from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import read_shard
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import Drafter
-from pipelines.initialise.result import serve
+from pipelines.initialise.pipeline import serve
 from pipelines.initialise.rollouts import Corpus
 from tests.engine.conftest import LiveEngine, make_requests
 

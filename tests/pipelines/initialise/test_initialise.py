@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.cli import main
-from pipelines.initialise.result import SERVED_ROLLOUTS, served_requests, summary
+from pipelines.initialise.pipeline import SERVED_ROLLOUTS, served_requests, summary
 from pipelines.initialise.rollouts import StoredRollout
 
 SMOKE = "configs/smoke.toml"
