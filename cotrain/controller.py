@@ -139,7 +139,8 @@ class Controller:
         if speculates and window is not None and not self._checked:
             self._check_batch(window)
         recomputes = self.config.stream.on_swap != "keep_kv"
-        row |= rollout_metrics(rollouts, window, self._generate_seconds(window), served.drafter, recomputes)
+        seconds = window.seconds if window is not None else self._seconds["wait_for_rollouts"]
+        row |= rollout_metrics(rollouts, window, seconds, served.drafter, recomputes)
         alarms = self._check_distribution(step, rollouts, row) if speculates else []
         with self._timed("learn"):
             outcome = self._learn(step, rollouts, window, alarms, row)
@@ -264,7 +265,10 @@ class Controller:
             self.roles.reactor.wait(self._heads)
             outcome = publisher.evaluate(step, window, self.versions, alarms)
             row |= outcome.metrics
-            self._record_events(outcome.events)
+            for event in outcome.events:
+                self.records.decisions.write(event.step, asdict(event))
+            if outcome.events:
+                self.records.tracker.log_decisions(self.records.decisions.path, outcome.events[-1])
             if outcome.failure is not None:
                 raise outcome.failure
             if outcome.swap is not None:
@@ -321,13 +325,6 @@ class Controller:
         }
         self.records.tracker.log_drafter(folder, self.versions, step, metrics, tags)
 
-    def _record_events(self, events: Sequence[DrafterEvent]) -> None:
-        decisions = self.records.decisions
-        for event in events:
-            decisions.write(event.step, asdict(event))
-        if events:
-            self.records.tracker.log_decisions(decisions.path, events[-1])
-
     def _report(
         self,
         step: int,
@@ -369,10 +366,6 @@ class Controller:
 
     def _event(self, step: int, event: str, **fields: Any) -> None:
         self.records.events.write(step, {"time": time.time(), "event": event} | fields)
-
-    def _generate_seconds(self, window: RolloutBatch | None) -> float:
-        """Seconds that the step's rollouts took."""
-        return window.seconds if window is not None else self._seconds["wait_for_rollouts"]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

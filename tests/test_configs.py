@@ -12,8 +12,7 @@ from cotrain.config.load import ConfigError, load_config, parse_config
 from cotrain.config.schema import RunConfig
 from cotrain.tasks.base import build_task
 from drafters.config import Section
-from pipelines.ablate.config import ArmConfig, StudyConfig
-from pipelines.ablate.plan import load_study, runs_of
+from pipelines.ablate.plan import ArmConfig, StudyConfig, load_study, runs_of
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(ROOT.glob("configs/**/*.toml"))

@@ -17,7 +17,7 @@ import numpy as np
 
 from cotrain.config.schema import LEAST_SPECULATED, MonitorConfig
 from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
-from cotrain.lossless.draws import Draws
+from cotrain.lossless.emitted import Draws
 from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.setting import describe
 from cotrain.records import Rollout
@@ -72,12 +72,9 @@ class LosslessMonitor:
     def choose(self, rollouts: Sequence[Rollout]) -> Chosen | None:
         """Whole rollouts in random order, as many as fit; the last is cut short, the first if it is too long alone.
 
-        None when fewer than LEAST_SPECULATED of their tokens were speculated: then this step is not checked.
-
-        What is chosen depends on lengths and on chance, never on the tokens. So rollouts with verification steps are
-        not preferred: a response that ends with its first token has none, and ends would be seen too rarely. Whether
-        the check takes place does depend on the tokens, since rejections make verification steps. That is why a share
-        of the false-alarm rate goes with every step considered, with or without a check.
+        None when fewer than LEAST_SPECULATED of their tokens were speculated: then this step is not checked. What is
+        chosen depends on lengths and on chance, never on the tokens; whether the check takes place does depend on them,
+        so that a share of the false-alarm rate goes with every step considered.
         """
         order = np.random.default_rng([self._seed, self._state.considered]).permutation(len(rollouts))
         self._state.considered += 1

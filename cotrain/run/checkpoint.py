@@ -65,7 +65,12 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator
     try:
         yield folder
         write_json(folder / "state.json", asdict(state))
-        _seal(folder)
+        paths = sorted(folder.rglob("*"))
+        for path in paths:
+            flush(path)
+        files = {path.relative_to(folder).as_posix(): file_digest(path) for path in paths if path.is_file()}
+        write_json(folder / "COMPLETE", {"schema": SCHEMA, "files": files})
+        flush(folder)
         os.replace(folder, final)
         flush(run_dir.checkpoints)
     except BaseException as error:
@@ -80,16 +85,6 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator
         ) from error
     for old in sorted(run_dir.checkpoints.glob("step_*"))[:-keep_last]:
         shutil.rmtree(old)
-
-
-def _seal(folder: Path) -> None:
-    """Bring every file to the disk, then write COMPLETE."""
-    paths = sorted(folder.rglob("*"))
-    for path in paths:
-        flush(path)
-    files = {path.relative_to(folder).as_posix(): file_digest(path) for path in paths if path.is_file()}
-    write_json(folder / "COMPLETE", {"schema": SCHEMA, "files": files})
-    flush(folder)
 
 
 def latest_checkpoint(run_dir: RunDir) -> Path | None:

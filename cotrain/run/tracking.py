@@ -58,7 +58,12 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._experiment = experiment_id(self._client, self.uri)
         self.run_id = self._start_run(run_id)
         self._last_step = self._sent_step = int(self._client.get_run(self.run_id).data.metrics.get(MARKER, 0))
-        self._served, self._registered = ServedDrafts(), self._versions_of_this_run()
+        self._served = ServedDrafts()
+        found = self._client.search_model_versions(f"run_id = '{self.run_id}' AND tags.drafter_version LIKE '%'")
+        # By drafter version; the newest where one was registered twice.
+        self._registered = {
+            int(row.tags["drafter_version"]): row for row in sorted(found, key=lambda row: int(row.version))
+        }
         self._sender, self._try_again = ThreadPoolExecutor(1, "mlflow"), Event()
         self._down = self._finished = self._gave_up = False
         for row in history:
@@ -162,11 +167,6 @@ class Tracker(AbstractContextManager["Tracker"]):
         params = [Param(re.sub(r"[^\w. :/-]", "_", name), str(value)) for name, value in fields]
         client.log_batch(run_id, params=params)
         return run_id
-
-    def _versions_of_this_run(self) -> dict[int, ModelVersion]:
-        """The registered versions by drafter version; the newest where one was registered twice."""
-        found = self._client.search_model_versions(f"run_id = '{self.run_id}' AND tags.drafter_version LIKE '%'")
-        return {int(row.tags["drafter_version"]): row for row in sorted(found, key=lambda row: int(row.version))}
 
     # -- the sending thread ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,4 @@
-"""What the report of a study shows: the comparison of its arms, their curves with the spread over seeds, what failed.
-
-The numbers of an arm are means over the last third of the steps, then over seeds, with (lowest..highest).
-"""
+"""What the report of a study shows: the comparison of its arms, their curves with the spread over seeds, what failed."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,9 +22,8 @@ COMPARED = {"acceptance length": LENGTH, GAIN: GAIN, STEP_GAIN: STEP_GAIN, "rewa
 
 POSITION = "rollout/acceptance_rate_pos_"
 HOW_TO_READ = (
-    "Means over the last third of the steps, then over seeds, with (lowest..highest). Acceptance length: tokens that a "
-    "verification step emits, 1 is no gain. The speeds of generation and of whole steps (drafter training and swaps "
-    "included) are ratios to the no-speculation arm of the same policy and seed. table.csv has all metrics."
+    "Means over the last third of the steps, then over seeds, with (lowest..highest). Speeds are ratios to the "
+    "no-speculation arm of the same policy and seed, and acceptance length 1 is no gain. table.csv has all metrics."
 )
 
 

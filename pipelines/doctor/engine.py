@@ -63,14 +63,6 @@ def prepare(folder: Path) -> tuple[Plan, EngineSetup]:
     return plan, replace(setup, rollout=rollout)
 
 
-def constant_drafter(state: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:
-    """A drafter that always proposes one token, whatever it reads.
-
-    A final norm of gain 0 makes all logits equal, argmax takes the first of them, and d2t maps that one to the token.
-    """
-    return {**state, "norm.weight": torch.zeros_like(state["norm.weight"]), "d2t": torch.full_like(state["d2t"], token)}
-
-
 def constant_drafts(token_ids: Sequence[int], token: int, k: int) -> list[tuple[int, int]]:
     """(drafted, accepted) of each verification step of a greedy response for which `token` was drafted k times."""
     steps, position = [], 1  # the prompt's step gives the first token, and drafts come after it
@@ -124,10 +116,12 @@ class EngineChecks:
 
     async def drafter_swap(self) -> str:
         """Two drafters are swapped in, each of which always proposes one token; drafts are exactly those."""
-        texts, accepted = await self._texts(), 0
+        texts, accepted, norm = await self._texts(), 0, self.drafter["norm.weight"]
         try:
             for token, _ in Counter(token for text in texts for token in text).most_common(2):
-                await self._send(True, constant_drafter(self.drafter, token))
+                # A final norm of gain 0 makes all logits equal, argmax takes the first, and d2t maps it to the token.
+                constant = {"norm.weight": torch.zeros_like(norm), "d2t": torch.full_like(self.drafter["d2t"], token)}
+                await self._send(True, self.drafter | constant)
                 for rollout in (await self._generate(K)).rollouts:
                     # The last step is cut where the response ends.
                     expected = constant_drafts(rollout.token_ids, token, K)[:-1]

@@ -33,7 +33,7 @@ from drafters.files import write_json
 
 if TYPE_CHECKING:
     from cotrain.controller import Controller
-    from cotrain.lossless.greedy import GreedyCheck
+    from cotrain.lossless.family import GreedyCheck
     from cotrain.roles.engines import RolloutEngines
     from cotrain.run.tracking import Tracker
     from cotrain.transport.nodes import Nodes
@@ -148,7 +148,7 @@ def _final_check(controller: "Controller") -> "GreedyCheck | None":
     rollout, console, last = controller.config.rollout, controller.records.console, controller.last_rollouts
     if controller.roles.drafter is None or not last or controller.mode is not None:
         return None
-    from cotrain.lossless.greedy import compare_greedy
+    from cotrain.lossless.family import compare_greedy
 
     seen = {scored.rollout.prompt_id: scored.rollout.prompt_token_ids for scored in last}
     requests = [RolloutRequest(prompt_id, 0, ids, None) for prompt_id, ids in list(seen.items())[:GREEDY_PROMPTS]]

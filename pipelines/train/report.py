@@ -11,7 +11,7 @@ from cotrain.config.schema import LEAST_SPECULATED
 from cotrain.run.console import duration
 from pipelines.page.figures import timeline_figure
 from pipelines.page.page import Fact, Page, Plot, Section, line_plot, write_page
-from pipelines.page.record import RunRecord, drafter_age, drafter_marks, read_run
+from pipelines.page.record import RunRecord, drafter_marks, read_run
 
 MOST_DECISIONS = 50
 LEAST_SHARE = 0.005
@@ -46,10 +46,7 @@ CURVES = {
 
 
 def write_run_report(folder: Path) -> Path:
-    """Write report/report.html and its PNGs into the folder of a run; returns the page.
-
-    Raises ValueError when the folder is no run, or has no metrics yet.
-    """
+    """Write report/report.html and its PNGs into the folder of a run; returns the page. Raises ValueError as `read_run`."""
     return write_page(folder, run_page(read_run(folder)))
 
 
@@ -170,13 +167,6 @@ def _speculation(run: RunRecord) -> Section:
             "accepted share", "Share of verification steps that accepted all draft tokens up to this position.",
         ),
         _curve(run, "speedup"),
-        line_plot(
-            "drafter_lag", "Drafter lag",
-            {"drafter that served": drafter_age(run), "features trained on": run.column("drafter/lag_versions")},
-            "policy versions",
-            "Policy versions since the served drafter was put into the engine, and mean age of the features in the "
-            "trainer's batches.",
-        ),
         _curve(run, "drafter_loss"),
     ]  # fmt: skip
     return Section("Speculation", plots=plots)

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
-from cotrain.lossless.draws import Draws, members_first
-from cotrain.lossless.emitted import response_draws
-from cotrain.lossless.family import CheckResult, Verdict, judge
-from cotrain.lossless.greedy import compare_greedy
+from cotrain.lossless.emitted import Draws, members_first, response_draws
+from cotrain.lossless.family import CheckResult, Verdict, compare_greedy, judge
 from cotrain.lossless.setting import GREEDY, Setting
 from cotrain.records import Rollout, RolloutRequest, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
@@ -164,15 +162,13 @@ class Verifier:
         first_seed = int(np.random.SeedSequence([plan.seed, seed]).generate_state(1)[0]) % 2**30
         requests = []
         for i in range(number):
-            prompt, own = i // num % len(plan.prompts), first_seed + i if setting.is_seeded(i) else None
-            requests.append(RolloutRequest(f"prompt-{prompt}", i, plan.prompts[prompt], own))
-        batches = await asyncio.gather(
-            *(
-                engine.generate(requests[i::num], tap=False, max_tokens=plan.response_tokens, **_parameters(sampling))
-                for i, sampling in enumerate(setting.samplings)
-                if requests[i::num]
-            )
-        )
+            prompt, request_seed = i // num % len(plan.prompts), first_seed + i if setting.is_seeded(i) else None
+            requests.append(RolloutRequest(f"prompt-{prompt}", i, plan.prompts[prompt], request_seed))
+        generating = []
+        for i, s in enumerate(setting.samplings[:number]):
+            own = {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k or -1}
+            generating.append(engine.generate(requests[i::num], tap=False, max_tokens=plan.response_tokens, **own))
+        batches = await asyncio.gather(*generating)
         rollouts = [batches[i % num].rollouts[i // num] for i in range(number)]
         counts = total_counts(rollout.speculation for rollout in rollouts)
         num_drafts = counts.num_drafts if counts else 0
@@ -206,7 +202,3 @@ class Verifier:
         left = (time.perf_counter() - self.started) * (parts / self.parts_done - 1)
         found = f", smallest p {min(result.p for result in results):.2g}" if results else ""
         self.say(f"{self.parts_done}/{parts} {what}{found}, about {duration(left, 0)} left")
-
-
-def _parameters(sampling: SamplingParams) -> dict[str, Any]:
-    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
