@@ -1,9 +1,8 @@
-"""Acceptance lengths that drafters are expected to reach, with their noise.
+"""Acceptance lengths that drafters are expected to reach, with their noise (docs/publishing.md).
 
-An acceptance length is a ratio of two sums over rollouts (accepted draft tokens, verification steps), and rollouts of
-one prompt resemble each other. Its noise therefore comes from leaving out one prompt at a time: the delete-one-group
-jackknife (Efron and Stein, 1981; for ratios Cochran, Sampling Techniques, 6.17), with Student's t of one degree of
-freedom less than there are prompts. Percentiles of a bootstrap would be too narrow with few prompts.
+The noise of an acceptance length comes from leaving out one prompt at a time: the delete-one-group jackknife (Efron and
+Stein, 1981; for ratios Cochran, Sampling Techniques, 6.17), with Student's t of one degree of freedom less than there
+are prompts. Percentiles of a bootstrap would be too narrow with few prompts.
 """
 
 from collections.abc import Sequence

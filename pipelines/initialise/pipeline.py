@@ -39,8 +39,17 @@ from cotrain.trainer.distiller import EXPECTED, Distiller
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
 from drafters.files import write_json
-from pipelines.initialise.rollouts import Corpus, Split, StoredRollout, data_fingerprint, split_prompts
-from pipelines.initialise.sources import Source, collect, open_source, sampling
+from pipelines.initialise.sources import (
+    Corpus,
+    Source,
+    Split,
+    StoredRollout,
+    collect,
+    data_fingerprint,
+    open_source,
+    sampling,
+    split_prompts,
+)
 from pipelines.initialise.training import Features, RunRecord, Training, plan_updates
 from pipelines.preflight import check_run
 

@@ -18,7 +18,7 @@ from cotrain.transport.features import read_shard
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import Drafter
 from pipelines.initialise.pipeline import serve
-from pipelines.initialise.rollouts import Corpus
+from pipelines.initialise.sources import Corpus
 from tests.engine.conftest import LiveEngine, make_requests
 
 pytestmark = pytest.mark.engine

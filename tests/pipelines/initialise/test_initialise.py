@@ -6,7 +6,7 @@ import pytest
 
 from pipelines.cli import main
 from pipelines.initialise.pipeline import SERVED_ROLLOUTS, served_requests, summary
-from pipelines.initialise.rollouts import StoredRollout
+from pipelines.initialise.sources import StoredRollout
 
 SMOKE = "configs/smoke.toml"
 

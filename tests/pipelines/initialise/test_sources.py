@@ -7,8 +7,7 @@ from transformers import AutoTokenizer
 
 from cotrain.models.loading import resolve_model
 from cotrain.run.checkpoint import model_fingerprints
-from pipelines.initialise.rollouts import Corpus, StoredRollout
-from pipelines.initialise.sources import PromptStream, open_source
+from pipelines.initialise.sources import Corpus, PromptStream, StoredRollout, open_source
 
 
 @pytest.fixture(scope="module")
