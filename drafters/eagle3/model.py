@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.attention import MLP, Attention, DraftLayer
 from drafters.base import Drafter, ServingSpec, TargetSpec, TargetWeights
 from drafters.config import Eagle3Config
 from drafters.eagle3.checkpoint import Eagle3Shape, check_aux_layers, read_checkpoint, to_config
-from drafters.unroll import unroll
+from drafters.unroll import MLP, Attention, DraftLayer, unroll
 
 
 class DecoderLayer(DraftLayer):

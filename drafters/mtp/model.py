@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.attention import MLP, Attention, DraftLayer, ZeroCentredRMSNorm
 from drafters.base import Drafter, Experts, ServingSpec, Shape, TargetSpec, TargetWeights
 from drafters.checkpoint import read_tensors
 from drafters.config import MtpConfig
 from drafters.files import read_config
 from drafters.mtp.formats import NUM_HEADS, TARGETS, HeadFormat, head_sizes
-from drafters.unroll import unroll
+from drafters.unroll import MLP, Attention, DraftLayer, ZeroCentredRMSNorm, unroll
 
 TRAINED_DEPTH = "trained_draft_positions"
 
