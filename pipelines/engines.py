@@ -18,6 +18,7 @@ from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
 from cotrain.process.scratch import scratch_folder
+from cotrain.records import WeightPayload
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.run.provenance import machine, package_versions
@@ -201,3 +202,18 @@ async def one_engine(
             yield engine
         finally:
             await engine.shutdown()
+
+
+async def send(engine: RolloutEngine, payload: WeightPayload, draft: bool = True) -> None:
+    """Serve an update of drafter or policy under the next version, and read back the whole of it.
+
+    Raises RuntimeError naming tensors that are served otherwise than they were sent.
+    """
+    versions, role = engine.versions, "drafter" if draft else "policy"
+    if draft:
+        await engine.update_drafter(payload, versions.drafter + 1)
+    else:
+        await engine.update_policy(payload, versions.policy + 1)
+    served = await engine.served_digests(list(payload.digests), draft)
+    if wrong := [name for name, sent in payload.digests.items() if served.get(name) != sent]:
+        raise RuntimeError(f"an update of the {role} was taken, but other tensors are served: {wrong[:4]}")

@@ -27,7 +27,7 @@ from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
 from pipelines.doctor.check import NotApplicable, Problem
-from pipelines.engines import EngineSetup, one_engine
+from pipelines.engines import EngineSetup, one_engine, send
 from pipelines.verify import command as verify
 from pipelines.verify.checks import Plan, Verifier, load_target, perturbed, target_laws, two_drafters
 
@@ -250,16 +250,8 @@ class EngineChecks:
         return write_payload(dict(state), path, getattr(torch, self.setup.rollout.dtype))
 
     async def _send(self, draft: bool, state: Mapping[str, Tensor]) -> WeightPayload:
-        """Serve an update and read back the whole of it. Raises Problem when something else is served."""
-        engine, versions, role = self.engine, self.engine.versions, "drafter" if draft else "policy"
-        payload = self._payload(state, role)
-        if draft:
-            await engine.update_drafter(payload, versions.drafter + 1)
-        else:
-            await engine.update_policy(payload, versions.policy + 1)
-        served = await engine.served_digests(list(state), draft)
-        if wrong := [name for name, sent in payload.digests.items() if served.get(name) != sent]:
-            raise Problem(f"an update of the {role} was taken, but other tensors are served: {wrong[:4]}")
+        payload = self._payload(state, "drafter" if draft else "policy")
+        await send(self.engine, payload, draft)
         return payload
 
     def _hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,11 +22,9 @@ from cotrain.models.loading import native_head
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
 from cotrain.process.cluster import place
-from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
-from cotrain.records import RolloutRequest, SpeculationCounts, Versions, WeightPayload
+from cotrain.records import RolloutRequest, SpeculationCounts, Versions
 from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state
 from cotrain.run.console import Console, duration
 from cotrain.run.metrics import metrics_of
@@ -38,18 +37,10 @@ from cotrain.run.tracking import Tracker
 from cotrain.trainer.distiller import EXPECTED, Distiller
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
+from drafters.base import TargetSpec
 from drafters.files import write_json
-from pipelines.initialise.sources import (
-    Corpus,
-    Source,
-    Split,
-    StoredRollout,
-    collect,
-    data_fingerprint,
-    open_source,
-    sampling,
-    split_prompts,
-)
+from pipelines.engines import EngineSetup, one_engine, send
+from pipelines.initialise import sources
 from pipelines.initialise.training import Features, RunRecord, Training, plan_updates
 from pipelines.preflight import check_run
 
@@ -62,14 +53,14 @@ def initialise(config: RunConfig, resume: bool) -> int:
     """Run to the end, or until asked to stop. Returns the exit status."""
     model = check_run(config, resume, "init")
     fingerprints = model_fingerprints(model)
-    source = open_source(config, model, fingerprints)
+    source = sources.open_source(config, model, fingerprints)
     with ExitStack() as stack:
         run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
         stack.enter_context(run_dir)
         if not resume:
             write_config(config, run_dir.config)
-        about = {"policy": config.policy.model, "fingerprints": fingerprints, "sampling": sampling(config)}
-        corpus = Corpus(run_dir.path, about)
+        about = {"policy": config.policy.model, "fingerprints": fingerprints, "sampling": sources.sampling(config)}
+        corpus = sources.Corpus(run_dir.path, about)
         saved = read_config(run_dir.config).model_dump(mode="json")
         check_resume(config, fingerprints, RunState(0, Versions(0, 0), None, saved, corpus.about["fingerprints"]))
         if (run_dir.path / "init.json").exists():
@@ -77,7 +68,6 @@ def initialise(config: RunConfig, resume: bool) -> int:
             return 0
         log = run_dir.start_attempt() / "engine.log"
         write_provenance(run_dir)
-        os.environ.update(threads.engine_environment(threads.num_cores()))
         console = Console(stack.enter_context(engine_output_to(log)))
         stop = stack.enter_context(two_stage_stop(console.say, "part"))
         console.say(f"run {run_dir.path}; the engine's log is {run_dir.logs}/engine.log")
@@ -92,29 +82,34 @@ class Initialisation:
     config: RunConfig
     run_dir: RunDir
     model: Path
-    corpus: Corpus
+    corpus: sources.Corpus
     console: Console
     stop_requested: Callable[[], bool]
 
-    async def run(self, source: Source) -> bool:
+    async def run(self, source: sources.Source) -> bool:
         """All stages; False when it was asked to stop early."""
         started = time.monotonic()
         async with AsyncExitStack() as stack:
-            scratch = stack.enter_context(scratch_folder(self.config.name))
-            engine = RolloutEngine(self._engine_spec(scratch))
-            stack.push_async_callback(engine.shutdown)
+            # With no drafter the engine would tap nothing, and could not be sent one.
+            untrained = Path(stack.enter_context(TemporaryDirectory())) / "untrained"
+            trainer = self._trainer(total_updates=1)
+            trainer.drafter.save(untrained, trainer.serving_dtype)
+            target = TargetSpec.from_pretrained(self.model)
+            setup = EngineSetup(self.model, target, [], self.config.rollout, trainer.drafter, untrained)
             with self.console.phase("rollout engine"):
-                await engine.start()
+                engine = await stack.enter_async_context(one_engine(setup, self.config.seed, threads.num_cores()))
             await engine.set_num_speculative_tokens(0)
-            if not await collect(engine, self.corpus, source, self.config, self.console.say, self.stop_requested):
+            if not await sources.collect(
+                engine, self.corpus, source, self.config, self.console.say, self.stop_requested
+            ):
                 return False
             tracker, record = self._records(stack)
-            split = split_prompts(self.corpus.rollouts, self.config.init.holdout, self.config.seed)
+            split = sources.split_prompts(self.corpus.rollouts, self.config.init.holdout, self.config.seed)
             training = self._training(record, split, partial(self._features, engine))
             if not await training.train():
                 tracker.finish("KILLED")
                 return False
-            served = await self._serve(engine, scratch, training)
+            served = await self._serve(engine, training)
             figures = self._figures(training, served)
             figures |= self._register(tracker, figures, served) | {"seconds": time.monotonic() - started}
             write_json(self.run_dir.path / "init.json", figures)
@@ -129,19 +124,6 @@ class Initialisation:
         first = first_drafter(tracking_uri(self.config), init, self.model, folder)
         device, _ = place(self.config, len(machine()["gpus"]))
         return Distiller(self.config, self.model, first, total_updates, device)
-
-    def _engine_spec(self, scratch: Path) -> EngineSpec:
-        """The engine starts on an untrained drafter: with none it would tap nothing, and could not be sent one."""
-        trainer, folder = self._trainer(total_updates=1), scratch / "untrained"
-        trainer.drafter.save(folder, trainer.serving_dtype)
-        return EngineSpec(
-            rollout=self.config.rollout,
-            model_path=str(self.model),
-            drafter_folder=str(folder),
-            serving=trainer.drafter.serving,
-            seed=self.config.seed,
-            scratch=str(scratch / "engine"),
-        )
 
     def _records(self, stack: AsyncExitStack) -> tuple[Tracker, RunRecord]:
         """MLflow and metrics.jsonl as they stood at the checkpoint, and where training goes on from there."""
@@ -159,7 +141,7 @@ class Initialisation:
         state = replace(state, tracking_run_id=tracker.run_id)
         return tracker, RunRecord(self.config, self.run_dir, state, self.console.say, log, self.stop_requested)
 
-    def _training(self, record: RunRecord, split: Split, features: Features) -> Training:
+    def _training(self, record: RunRecord, split: sources.Split, features: Features) -> Training:
         rollouts, holdout = split
         plan = plan_updates(self.config, [rollout.num_tokens for rollout in rollouts])
         trainer = self._trainer(len(plan))
@@ -171,7 +153,7 @@ class Initialisation:
         self.console.say(f"{len(rollouts):,} rollouts to train on, {len(holdout):,} held out")
         return Training(record, trainer, plan, split, features)
 
-    async def _features(self, engine: RolloutEngine, rollouts: Sequence[StoredRollout]) -> list[FeatureRecord]:
+    async def _features(self, engine: RolloutEngine, rollouts: Sequence[sources.StoredRollout]) -> list[FeatureRecord]:
         """One record for each rollout, from a prefill of prompt and response; fewer when asked to stop."""
         records: list[FeatureRecord] = []
         while len(records) < len(rollouts) and not self.stop_requested():
@@ -183,13 +165,13 @@ class Initialisation:
             self.console.say(f"features of {len(records):,}/{len(rollouts):,} rollouts")
         return records
 
-    async def _serve(self, engine: RolloutEngine, scratch: Path, training: Training) -> SpeculationCounts:
+    async def _serve(self, engine: RolloutEngine, training: Training) -> SpeculationCounts:
         """Serve the drafter on prompts that it was not trained on."""
         trainer = training.trainer
         trainer.check_publishable(DRAFTER_VERSION)
         state = trainer.drafter.state_for_serving()
-        payload = write_payload(state, scratch / "drafter.safetensors", trainer.serving_dtype)
-        await serve(engine, payload, DRAFTER_VERSION)
+        payload = write_payload(state, Path(engine.spec.scratch) / "drafter.safetensors", trainer.serving_dtype)
+        await send(engine, payload)
         with self.console.phase("the drafter, served on held-out prompts"):
             return await measure_served(engine, served_requests(training.split[1], self.config))
 
@@ -202,7 +184,7 @@ class Initialisation:
         return {
             "policy": self.config.policy.model,
             "source": self.config.init.source.model_dump(mode="json"),
-            "data_fingerprint": data_fingerprint([*rollouts, *holdout]),
+            "data_fingerprint": sources.data_fingerprint([*rollouts, *holdout]),
             "training_rollouts": len(rollouts),
             "holdout_rollouts": len(holdout),
             "response_tokens": sum(len(r.token_ids) for r in [*rollouts, *holdout]),
@@ -238,15 +220,7 @@ SERVED_ROLLOUTS = 128
 """Most rollouts of the served evaluation."""
 
 
-async def serve(engine: RolloutEngine, payload: WeightPayload, drafter_version: int) -> None:
-    """Send a drafter and read it back whole. Raises RuntimeError naming tensors that are not served as sent."""
-    await engine.update_drafter(payload, drafter_version)
-    served = await engine.served_digests(sorted(payload.digests), draft=True)
-    if differing := [name for name, digest in payload.digests.items() if served[name] != digest]:
-        raise RuntimeError(f"the engine serves other drafter weights than were trained: {', '.join(differing)}")
-
-
-def served_requests(holdout: Sequence[StoredRollout], config: RunConfig) -> list[RolloutRequest]:
+def served_requests(holdout: Sequence[sources.StoredRollout], config: RunConfig) -> list[RolloutRequest]:
     """The held-out prompts, and as many samples of each as SERVED_ROLLOUTS allows."""
     prompts = {tuple(r.prompt_token_ids): r.prompt_id for r in holdout}
     samples = min(config.rollout.samples_per_prompt, max(1, SERVED_ROLLOUTS // len(prompts)))
