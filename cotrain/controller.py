@@ -162,15 +162,13 @@ class Controller:
         self._report(step, row, rollouts, outcome.events if outcome is not None else [], prompts)
 
     def _take(self) -> list[GroupResult]:
-        taken: list[GroupResult] | None = None
+        taken: list[GroupResult] = []
 
         def is_there() -> bool:
-            nonlocal taken
-            taken = self.producer.take()
-            return taken is not None
+            taken.extend(self.producer.take() or ())
+            return bool(taken)
 
         self.roles.reactor.until(is_there)
-        assert taken is not None
         return taken
 
     def _scored(self, groups: list[GroupResult]) -> list[ScoredRollout]:
