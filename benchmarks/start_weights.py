@@ -25,7 +25,7 @@ from cotrain.config.load import parse_config
 from cotrain.models.loading import resolve_model
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.trainer.buffer import batches_of
-from cotrain.trainer.target_weights import read_target_weights
+from cotrain.trainer.distiller import read_target_weights
 from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.acceptance import rollout_acceptance
 from drafters.alignment import Alignment, DraftBatch, generated_before

@@ -1,18 +1,7 @@
-"""The loop of a run. One step:
+"""The loop of a run, which docs/architecture.md draws, and docs/asynchronous.md for generation ahead of learning.
 
-    admit groups --> rollout engines --rollouts--> rewards --the P oldest groups--> policy learner --+
-                       |   ^   ^                                                                     |
-             features  |   |   +------------- policy weights (policy_version + 1); P slots are free <+
-                       v   |
-             drafter trainer (while the policy learns)
-                           |
-                           +-- drafter weights (drafter_version + 1), if they pass the gate
-
-    then: metrics, step line, checkpoint.
-
-With stream.max_policy_lag = 0 no group is under way when weights change, and a step is one turn of generation and
-learning. Above, groups of later steps are generated all the while, and engines take weights in the middle of them. Every
-token carries the versions that made it.
+With stream.max_policy_lag = 0 no group is under way when weights change. Above, groups of later steps are generated all
+the while, and engines take weights in the middle of them. Every token carries the versions that made it.
 """
 
 import json
@@ -23,10 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from cotrain.config.files import write_json
 from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
-from cotrain.policy.advantages import group_advantages
+from cotrain.policy.losses import group_advantages
 from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome
 from cotrain.records import Prompt, RolloutBatch, ScoredRollout, SwapReport, Versions
@@ -37,13 +25,11 @@ from cotrain.roles.rewards import Rewards
 from cotrain.rollout.acceptance_stats import last_segment
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
-from cotrain.run.decisions import DrafterEvent
-from cotrain.run.rows import RowFile
+from cotrain.run.rows import DrafterEvent, RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
-from cotrain.stream.advice import Advice
-from cotrain.stream.lag import check_lag
-from cotrain.stream.metrics import idle_metrics, lag_metrics, rollout_metrics
+from cotrain.stream.ledger import check_lag
+from cotrain.stream.metrics import Advice, idle_metrics, lag_metrics, rollout_metrics
 from cotrain.stream.producer import GroupResult, Producer, Prompts
 from cotrain.stream.reactor import Reactor
 from cotrain.stream.training import DrafterTraining
@@ -51,6 +37,7 @@ from cotrain.tasks.prompts import write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
+from drafters.files import write_json
 
 POLICY_FILE = "policy.safetensors"
 """Weights of the policy on their way to the engines, in the folder in shared memory of the learner's node."""
@@ -152,7 +139,8 @@ class Controller:
         if speculates and window is not None and not self._checked:
             self._check_batch(window)
         recomputes = self.config.stream.on_swap != "keep_kv"
-        row |= rollout_metrics(rollouts, window, self._generate_seconds(window), served.drafter, recomputes)
+        seconds = window.seconds if window is not None else self._seconds["wait_for_rollouts"]
+        row |= rollout_metrics(rollouts, window, seconds, served.drafter, recomputes)
         alarms = self._check_distribution(step, rollouts, row) if speculates else []
         with self._timed("learn"):
             outcome = self._learn(step, rollouts, window, alarms, row)
@@ -174,15 +162,13 @@ class Controller:
         self._report(step, row, rollouts, outcome.events if outcome is not None else [], prompts)
 
     def _take(self) -> list[GroupResult]:
-        taken: list[GroupResult] | None = None
+        taken: list[GroupResult] = []
 
         def is_there() -> bool:
-            nonlocal taken
-            taken = self.producer.take()
-            return taken is not None
+            taken.extend(self.producer.take() or ())
+            return bool(taken)
 
         self.roles.reactor.until(is_there)
-        assert taken is not None
         return taken
 
     def _scored(self, groups: list[GroupResult]) -> list[ScoredRollout]:
@@ -277,7 +263,10 @@ class Controller:
             self.roles.reactor.wait(self._heads)
             outcome = publisher.evaluate(step, window, self.versions, alarms)
             row |= outcome.metrics
-            self._record_events(outcome.events)
+            for event in outcome.events:
+                self.records.decisions.write(event.step, asdict(event))
+            if outcome.events:
+                self.records.tracker.log_decisions(self.records.decisions.path, outcome.events[-1])
             if outcome.failure is not None:
                 raise outcome.failure
             if outcome.swap is not None:
@@ -334,13 +323,6 @@ class Controller:
         }
         self.records.tracker.log_drafter(folder, self.versions, step, metrics, tags)
 
-    def _record_events(self, events: Sequence[DrafterEvent]) -> None:
-        decisions = self.records.decisions
-        for event in events:
-            decisions.write(event.step, asdict(event))
-        if events:
-            self.records.tracker.log_decisions(decisions.path, events[-1])
-
     def _report(
         self,
         step: int,
@@ -382,10 +364,6 @@ class Controller:
 
     def _event(self, step: int, event: str, **fields: Any) -> None:
         self.records.events.write(step, {"time": time.time(), "event": event} | fields)
-
-    def _generate_seconds(self, window: RolloutBatch | None) -> float:
-        """Seconds that the step's rollouts took."""
-        return window.seconds if window is not None else self._seconds["wait_for_rollouts"]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -1,16 +1,10 @@
 """Acceptance length: mean tokens emitted per verification step, the bonus token included.
 
-What an engine measures is not the mean over all positions of a text. Two things set them apart:
-
-Draft position k counts only when all positions before it were accepted, and the tokens there are then the accepted
-ones. For a rollout that goes on with the tokens x, drafted tokens 1 to k were all accepted with probability
-prod_{j<=k} a_j, a_j = min(1, q_j(x_j) / p_j(x_j)) (greedy drafts: is x_j the drafter's likeliest token). A product of
-sum min(p, q) along the text gives every x the same share and is wrong by how much acceptance varies with x.
-
-A verification step that accepts three tokens takes the next step past them. Text that is easy to draft is crossed in
-few steps, so that steps begin more often where drafting is hard. Starting at every position alike overstates the
-acceptance length. Here each start counts by the probability that a step begins there: v(0) = 1, and a start passes
-v(s) on to start s + 1 + a with the probability that exactly a of its draft tokens are accepted.
+It is not a mean over all positions of a text (docs/drafters.md). Drafted tokens 1 to k of a start were all accepted with
+probability prod_{j<=k} a_j, a_j = min(1, q_j(x_j) / p_j(x_j)) for the tokens x that the rollout goes on with (greedy
+drafts: is x_j the drafter's likeliest token). And each start counts by the probability v that a verification step begins
+there: v(0) = 1, and a start passes v(s) on to start s + 1 + a with the probability that exactly a of its draft tokens are
+accepted.
 """
 
 from collections.abc import Sequence

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from drafters.acceptance import StartAcceptance
 from drafters.alignment import Alignment, DraftBatch
-from drafters.attention import ZeroCentredRMSNorm
 from drafters.checkpoint import read_tensors, write_folder
 from drafters.target import Experts as Experts
 from drafters.target import TargetSpec as TargetSpec
+from drafters.unroll import ZeroCentredRMSNorm
 
 LARGEST_WEIGHT = 1e4
 """Largest weight W of a drafter that an engine can serve. Keys and values that overflow stay in an engine's KV cache

@@ -52,7 +52,7 @@ DrafterModelConfig = Annotated[Eagle3Config | MtpConfig, Field(discriminator="ty
 
 
 class ObjectiveConfig(Section):
-    """What the drafter is trained to maximise. Acceptance is that of the engine's sampler: see drafters/objectives.py."""
+    """What the drafter is trained to maximise. Acceptance is that of the engine's sampler: see drafters/losses.py."""
 
     type: Literal["soft_cross_entropy", "lk_hybrid"] = "lk_hybrid"
     """soft_cross_entropy: against the target's distribution at the rollout temperature.

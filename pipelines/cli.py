@@ -15,7 +15,7 @@ from cotrain.run.mlflow_store import DEFAULT_URI, absolute_uri, sqlite_file
 
 COMMANDS = {
     "train": ("pipelines.cli:train", "train a policy and its drafter"),
-    "init": ("pipelines.initialise.command:main", "train a drafter on the policy's own rollouts, before RL"),
+    "init": ("pipelines.cli:init", "train a drafter on the policy's own rollouts, before RL"),
     "ablate": ("pipelines.ablate.command:main", "run a study: arms x seeds, and one table"),
     "report": ("pipelines.cli:report", "write the report of a run or a study"),
     "export": ("pipelines.export.command:main", "write a run's policy and drafter as folders that stock vLLM serves"),
@@ -81,12 +81,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+INIT_EPILOG = """\
+Reads [policy], [rollout], [drafter], [task] and [init] of the configuration; see docs/initialisation.md.
+
+  cotrain init configs/smoke.toml name=first-drafter init.tokens=5000
+  cotrain init configs/smoke.toml name=other init.source.type=rollouts init.source.path=runs/first-drafter
+  cotrain init --resume first-drafter
+"""
+
+
+def init(arguments: Sequence[str]) -> int:
+    from pipelines.preflight import read_command_line
+
+    description = "Train a drafter on rollouts of the policy, before RL: in-domain initialisation."
+    asked = read_command_line("init", arguments, description, INIT_EPILOG)
+    if asked is None:
+        return 0
+    from pipelines.initialise.pipeline import initialise
+
+    return initialise(*asked)
+
+
 def train(arguments: Sequence[str]) -> int:
     from pipelines.preflight import check_run, read_command_line
 
     epilog = TRAIN_EPILOG
     if {"-h", "--help"} & set(arguments):
-        from cotrain.config.help import help_text
+        from cotrain.config.errors import help_text
 
         epilog += help_text()
     description = "Train a policy, and beside it the drafter that its rollouts speculate with."

@@ -11,18 +11,18 @@ from datetime import UTC, datetime
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig
 from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
 from cotrain.process.scratch import scratch_folder
+from cotrain.records import WeightPayload
+from cotrain.rollout.engine import RolloutEngine
+from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.run.provenance import machine, package_versions
 from drafters.base import Drafter, TargetSpec
-
-if TYPE_CHECKING:
-    from cotrain.rollout.engine import RolloutEngine
 
 TaskConfig = ReasoningGymTask | DatasetTask
 DEFAULT_TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
@@ -135,13 +135,16 @@ def prepare_engine(
             f"--tokens: the longest prompt has {longest} tokens, with {args.tokens} more and the drafts it is over the "
             f"{target.max_position_embeddings} positions of {args.model}; lower --tokens"
         )
+    values = 2 * (target.num_layers + 1) * target.num_key_value_heads * target.head_dim  # the drafter's layer included
+    # Room for twice the largest batch: nothing waits and nothing is preempted.
+    kv_bytes = 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * values * BYTES_PER_VALUE[args.dtype]
     config = RolloutConfig(
         prompts_per_step=batch,
         samples_per_prompt=1,
         max_prompt_tokens=longest + rollout["num_speculative_tokens"] + 1,
         max_new_tokens=args.tokens,
         dtype=args.dtype,
-        vllm={"kv_cache_memory_bytes": _kv_bytes(target, args.dtype, batch, positions)}
+        vllm={"kv_cache_memory_bytes": max(GIB, kv_bytes)}
         | vllm
         | {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
         **rollout,
@@ -151,13 +154,6 @@ def prepare_engine(
     for note in setup.notes:
         print(f"note: {note}")
     return setup
-
-
-def _kv_bytes(target: TargetSpec, dtype: str, batch: int, positions: int) -> int:
-    """Room for twice the largest batch: nothing waits and nothing is preempted."""
-    layers = target.num_layers + 1  # the drafter's own
-    bytes_per_token = 2 * layers * target.num_key_value_heads * target.head_dim * BYTES_PER_VALUE[dtype]
-    return max(GIB, 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * bytes_per_token)
 
 
 def _prompts(task_config: TaskConfig, seed: int, model: Path, count: int) -> list[list[int]]:
@@ -187,15 +183,12 @@ def _drafter(
 @asynccontextmanager
 async def one_engine(
     setup: EngineSetup, seed: int, num_threads: int, ngram: bool = False
-) -> AsyncIterator["RolloutEngine"]:
+) -> AsyncIterator[RolloutEngine]:
     """A started engine with its drafter, if there is one; its spec.scratch is a folder in shared memory.
 
     ngram: draft tokens are looked up in the request's own text; the setup then has no drafter.
     """
     os.environ.update(threads.engine_environment(num_threads, setup.rollout.tensor_parallel_size))
-    from cotrain.rollout.engine import RolloutEngine
-    from cotrain.rollout.vllm.arguments import EngineSpec
-
     with scratch_folder("engine") as scratch:
         spec = EngineSpec(
             rollout=setup.rollout,
@@ -212,3 +205,18 @@ async def one_engine(
             yield engine
         finally:
             await engine.shutdown()
+
+
+async def send(engine: RolloutEngine, payload: WeightPayload, draft: bool = True) -> None:
+    """Serve an update of drafter or policy under the next version, and read back the whole of it.
+
+    Raises RuntimeError naming tensors that are served otherwise than they were sent.
+    """
+    versions, role = engine.versions, "drafter" if draft else "policy"
+    if draft:
+        await engine.update_drafter(payload, versions.drafter + 1)
+    else:
+        await engine.update_policy(payload, versions.policy + 1)
+    served = await engine.served_digests(list(payload.digests), draft)
+    if wrong := [name for name, sent in payload.digests.items() if served.get(name) != sent]:
+        raise RuntimeError(f"an update of the {role} was taken, but other tensors are served: {wrong[:4]}")

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from cotrain.config.help import SectionHelp, help_text, walk_sections
+from cotrain.config.errors import SectionHelp, help_text, walk_sections
 from cotrain.config.load import ConfigError, load_config, parse_config
 from cotrain.config.schema import RunConfig
 from cotrain.tasks.base import build_task
 from drafters.config import Section
-from pipelines.ablate.config import ArmConfig, StudyConfig
-from pipelines.ablate.plan import load_study, runs_of
+from pipelines.ablate.plan import ArmConfig, StudyConfig, load_study, runs_of
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(ROOT.glob("configs/**/*.toml"))

@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from cotrain.config.errors import ConfigError, did_you_mean, readable_problems
-from cotrain.config.files import write_json
 from cotrain.config.rules import broken_rules
 from cotrain.config.schema import RunConfig
+from drafters.files import write_json
 
 Table = dict[str, Any]
 REQUIRED: Table = {"name": "x", "steps": 1, "policy": {"model": "x"}, "task": {"type": "reasoning_gym", "name": "x"}}
@@ -107,12 +107,9 @@ def to_toml(config: RunConfig) -> str:
 
 def _toml_lines(path: str, value: Any) -> list[str]:
     if isinstance(value, dict) and value:
-        return [line for key in value for line in _toml_lines(f"{path}.{_toml_key(key)}".lstrip("."), value[key])]
+        names = {key: key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml_value(key) for key in value}
+        return [line for key in value for line in _toml_lines(f"{path}.{names[key]}".lstrip("."), value[key])]
     return [f"# {path} is not set" if value is None else f"{path} = {_toml_value(value)}"]
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml_value(key)
 
 
 def _toml_value(value: Any) -> str:

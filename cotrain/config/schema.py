@@ -348,10 +348,7 @@ class RecordedRollouts(Section):
 
 
 class DatasetRollouts(DatasetSource):
-    """Rows of a dataset: the policy answers their prompts, or given responses are taken as they are."""
-
-    response_column: str | None = None
-    """Column of given responses. Default: the policy generates them."""
+    """Rows of a dataset, whose prompts the policy answers."""
 
 
 class InitConfig(Section):

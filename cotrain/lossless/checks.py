@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from cotrain.lossless.draws import BY_PROBABILITY, Draws, Floats, concatenate
+from cotrain.lossless.emitted import BY_PROBABILITY, Draws, Floats, concatenate
 from cotrain.lossless.family import CheckResult
 from cotrain.records import Rollout
 from drafters.base import SamplingParams

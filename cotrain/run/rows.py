@@ -1,4 +1,4 @@
-"""Files of JSON objects, one a line and each of one step, that are readable at once with `tail -f`.
+"""Files of JSON objects, one a line and each of one step, and the events of the drafter that decisions.jsonl holds.
 
 metrics.jsonl has a row a step, {"step": 12, "policy/reward": 0.41, ...}, from which every other view is made.
 decisions.jsonl has a row for each event of the drafter.
@@ -8,8 +8,9 @@ import errno
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 class RowFile:
@@ -40,3 +41,29 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+Kind = Literal["published", "kept back", "refused", "rolled back", "kept", "alarm"]
+
+
+@dataclass(frozen=True)
+class DrafterEvent:
+    step: int
+    kind: Kind
+    """A candidate is published, kept back or refused; a publication is rolled back or kept by its canary; a step raises
+    an alarm."""
+    version: int
+    """The drafter that the engines serve from the next step on."""
+    reason: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_bad_news(self) -> bool:
+        """Whether a person would want to read it in full."""
+        return self.kind in ("refused", "rolled back", "alarm")
+
+    def in_short(self) -> str:
+        """For the end of a step line; empty when the line shows it anyway."""
+        if self.kind in ("published", "kept"):
+            return ""
+        return "drafter taken back" if self.kind == "rolled back" else f"drafter {self.reason.partition(':')[0]}"

@@ -1,12 +1,4 @@
-"""The folder of one run: names every path in it, and keeps two processes out of one run.
-
-runs/NAME/
-  config.json  provenance.json  metrics.jsonl  decisions.jsonl
-  logs/attempt_1/  logs/latest -> attempt_1        one attempt per start or resume
-  samples/step_000040.jsonl
-  checkpoints/step_000040/{policy, drafter, state.json, COMPLETE}
-  drafters/v0007/
-"""
+"""The folder of one run: names every path in it (docs/running.md), and keeps two processes out of one run."""
 
 import shlex
 from contextlib import AbstractContextManager

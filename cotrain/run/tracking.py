@@ -1,9 +1,6 @@
-"""One run in MLflow. metrics.jsonl is the record; a thread of its own sends a copy to MLflow.
+"""One run in MLflow. metrics.jsonl is the record; a thread of its own sends a copy to MLflow (docs/tracking.md).
 
 MLflow being away never ends or slows a run: what could not be sent waits in order and is sent with the next step.
-
-A published drafter is a LoggedModel (files and metrics, linked to its run) and a version of `<policy>-drafter` with
-tags. Alias `serving` is the version published last; for `best` see ServedDrafts.best.
 """
 
 import hashlib
@@ -24,11 +21,11 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.checkpoint import file_digest
-from cotrain.run.decisions import DrafterEvent
 from cotrain.run.metrics import ServedDrafts
 from cotrain.run.mlflow_store import PARENT_RUN_VARIABLE, connect, experiment_id, first_line, tracking_uri
 from cotrain.run.provenance import config_hash, flatten
 from cotrain.run.registry import DIGEST_TAG, FILES
+from cotrain.run.rows import DrafterEvent
 from cotrain.run.run_dir import resume_arguments
 
 FOLDER_TAG = "cotrain.run_folder"
@@ -61,7 +58,12 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._experiment = experiment_id(self._client, self.uri)
         self.run_id = self._start_run(run_id)
         self._last_step = self._sent_step = int(self._client.get_run(self.run_id).data.metrics.get(MARKER, 0))
-        self._served, self._registered = ServedDrafts(), self._versions_of_this_run()
+        self._served = ServedDrafts()
+        found = self._client.search_model_versions(f"run_id = '{self.run_id}' AND tags.drafter_version LIKE '%'")
+        # By drafter version; the newest where one was registered twice.
+        self._registered = {
+            int(row.tags["drafter_version"]): row for row in sorted(found, key=lambda row: int(row.version))
+        }
         self._sender, self._try_again = ThreadPoolExecutor(1, "mlflow"), Event()
         self._down = self._finished = self._gave_up = False
         for row in history:
@@ -165,11 +167,6 @@ class Tracker(AbstractContextManager["Tracker"]):
         params = [Param(re.sub(r"[^\w. :/-]", "_", name), str(value)) for name, value in fields]
         client.log_batch(run_id, params=params)
         return run_id
-
-    def _versions_of_this_run(self) -> dict[int, ModelVersion]:
-        """The registered versions by drafter version; the newest where one was registered twice."""
-        found = self._client.search_model_versions(f"run_id = '{self.run_id}' AND tags.drafter_version LIKE '%'")
-        return {int(row.tags["drafter_version"]): row for row in sorted(found, key=lambda row: int(row.version))}
 
     # -- the sending thread ------------------------------------------------------------------------------------------
 

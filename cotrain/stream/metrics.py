@@ -1,6 +1,7 @@
-"""Metrics of one step: its rollouts, how old their tokens are, and who had nothing to do. Pure."""
+"""Metrics of one step: its rollouts, how old their tokens are, who had nothing to do, and advice from them. Pure."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,42 @@ def idle_metrics(row: dict[str, float], engines_busy: Sequence[float], has_draft
     if has_drafter:
         busy["drafter"] = row.get("drafter/train_s", 0.0) + row.get("drafter/score_s", 0.0)
     return {f"idle/{role}": max(0.0, 1 - seconds / row["time/step_s"]) for role, seconds in busy.items()}
+
+
+STARVED_STEPS, STARVED_SHARE = 20, 0.5
+"""The learner is starved when it was idle for more than this share of so many steps."""
+
+DRIFT_STEPS, MOST_CAPPED, LEAST_ESS = 5, 0.2, 0.3
+"""The behaviour policy has drifted away when more than this share of the tokens were capped or masked, or the effective
+sample size was lower, in so many steps one after the other. Starting values, which few runs stand behind."""
+
+
+class Advice:
+    """Looks at the rows of the last steps. Each advice is given once, and again after its reason has gone."""
+
+    def __init__(self) -> None:
+        self._idle: deque[float] = deque(maxlen=STARVED_STEPS)
+        self._drifting = 0
+        self._given: set[str] = set()
+
+    def look(self, row: Mapping[str, float], max_policy_lag: int) -> list[str]:
+        """Take in the row of a step. Returns what to say now."""
+        self._idle.append(row.get("idle/policy", 0.0))
+        limited = max(row.get("policy/behaviour_capped", 0.0), row.get("policy/behaviour_masked", 0.0))
+        drifts = limited > MOST_CAPPED or row.get("policy/behaviour_ess", 1.0) < LEAST_ESS
+        self._drifting = self._drifting + 1 if drifts else 0
+        idle = sum(self._idle) / len(self._idle)
+        found = {}
+        if len(self._idle) == STARVED_STEPS and idle > STARVED_SHARE:
+            found["starved"] = (
+                f"the learner was idle for {idle:.0%} of the last {STARVED_STEPS} steps: more engines "
+                f"(rollout.num_engines) or stream.max_policy_lag = {max_policy_lag + 1} would keep it busy"
+            )
+        if self._drifting >= DRIFT_STEPS:
+            found["behaviour_drift"] = (
+                f"for {self._drifting} steps the rollouts have been far from the policy that trains on them "
+                f"({limited:.0%} of the tokens limited): lower stream.max_policy_lag or policy.optimizer.learning_rate"
+            )
+        new = [f"{name}: {text}" for name, text in found.items() if name not in self._given]
+        self._given = set(found)
+        return new

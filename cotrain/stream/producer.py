@@ -13,15 +13,7 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
-from cotrain.records import (
-    Prompt,
-    Rollout,
-    RolloutBatch,
-    RolloutRequest,
-    Segment,
-    SpeculationCounts,
-    Versions,
-)
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, SpeculationCounts, Versions
 from cotrain.roles.engines import RolloutEngines, derived_seed, merge
 from cotrain.roles.rewards import Rewards
 from cotrain.run.rows import RowFile

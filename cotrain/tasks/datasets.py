@@ -1,13 +1,4 @@
-"""Prompts from a dataset file, folder or hub id, in the field's three schemas as they are.
-
-| schema        | prompt                    | answer                                          |
-|---------------|---------------------------|-------------------------------------------------|
-| verl          | prompt (messages)         | reward_model.ground_truth                       |
-| messages      | messages                  | the last message when it is the assistant's     |
-| prompt/answer | prompt or question        | answer; of GSM8K's solutions what follows ####  |
-
-Other column names come from task.prompt_column and task.answer_column. A prompt is a string or chat messages.
-"""
+"""Prompts from a dataset file, folder or hub id, in the three schemas of docs/tasks.md as they are."""
 
 from collections.abc import Sequence
 from pathlib import Path

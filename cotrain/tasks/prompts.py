@@ -45,11 +45,9 @@ class PromptEncoder:
         return token_ids
 
 
-def apply_template(tokenizer: Any, messages: Messages, open_turn: bool = True) -> list[int]:
-    """Return the token ids of chat messages. open_turn: the assistant's turn is opened behind them."""
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=open_turn, tokenize=True, return_dict=False)
-    )
+def apply_template(tokenizer: Any, messages: Messages) -> list[int]:
+    """Return the token ids of chat messages, with the assistant's turn opened behind them."""
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 class PromptOrder:

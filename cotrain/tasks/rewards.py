@@ -1,15 +1,4 @@
-"""Rewards of dataset tasks, and the rule that finds the final answer in a response.
-
-The rule is the same for every model. The first of these that the response contains counts, and of several the last:
-
-1. <answer>...</answer>
-2. \\boxed{...}
-3. what follows "Answer:" or "answer is": the rest of that line, or all lines below when the rest is empty
-4. otherwise the last line that is not empty
-
-Where the answer is known to be a number, it is the first number of 1-3 ("Answer: 7, because 3 + 4"), and without
-1-3 the last number of the response ("3 + 4 = 7"). Exactly one is taken: listing many numbers does not help.
-"""
+"""Rewards of dataset tasks, and the rule of docs/tasks.md that finds the final answer in a response."""
 
 import inspect
 import math
@@ -33,13 +22,13 @@ NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\
 
 
 def extract_answer(response: str) -> str:
-    """Return the final answer of a response by the module's rule; "" for an empty response."""
+    """Return the final answer of a response by that rule; "" for an empty response."""
     marked = _marked_answer(response)
     return response.strip().rpartition("\n")[2].strip() if marked is None else marked
 
 
 def extract_number(response: str) -> str:
-    """Return the final number of a response by the module's rule, without thousands commas; "" where there is none."""
+    """Return the final number of a response by that rule, without thousands commas; "" where there is none."""
     marked = _marked_answer(response)
     numbers = NUMBER.findall((response if marked is None else marked).replace("\N{MINUS SIGN}", "-")) or [""]
     return str(numbers[-1 if marked is None else 0]).replace(",", "")

@@ -3,6 +3,7 @@
 Tensor names are those of its checkpoint. The target's embedding and head are borrowed for each loss, never kept.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -11,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.attention import MLP, Attention, DraftLayer
 from drafters.base import Drafter, ServingSpec, TargetSpec, TargetWeights
 from drafters.config import Eagle3Config
 from drafters.eagle3.checkpoint import Eagle3Shape, check_aux_layers, read_checkpoint, to_config
-from drafters.unroll import unroll
-from drafters.vocabulary import choose_tokens, coverage, to_maps, to_tokens
+from drafters.unroll import MLP, Attention, DraftLayer, unroll
 
 
 class DecoderLayer(DraftLayer):
@@ -129,3 +128,39 @@ class Eagle3Drafter(Drafter):
         if self.has_map:
             self.d2t.zero_()
             self.t2d.zero_()[: self.shape.draft_vocab_size] = True
+
+
+def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
+    """Choose the target ids [size] of the draft vocabulary, ascending: `always`, then the most frequent of counts [V].
+
+    Ties, and rows left over once all counted tokens are in, go to the lowest token ids.
+    size is at most V. Raises ValueError when it leaves no room for `always`.
+    """
+    kept = torch.tensor(sorted(set(always)), dtype=torch.int64, device=counts.device)
+    if len(kept) > size:
+        raise ValueError(f"draft_vocab_size {size} is below the {len(kept)} tokens that must be in it")
+    rank = counts.to(torch.float64, copy=True)
+    rank[kept] = torch.inf
+    return rank.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def to_maps(draft_to_target: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return (d2t [V_draft] int64, t2d [V] bool) from ascending target ids [V_draft].
+
+    target id = draft id + d2t[draft id]; t2d says of each target id whether it is in the draft vocabulary.
+    """
+    d2t = draft_to_target - torch.arange(len(draft_to_target), device=draft_to_target.device)
+    t2d = torch.zeros(vocab_size, dtype=torch.bool, device=draft_to_target.device)
+    t2d[draft_to_target] = True
+    return d2t, t2d
+
+
+def to_tokens(d2t: Tensor) -> Tensor:
+    """Return target ids [V_draft] from offsets [V_draft]."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def coverage(counts: Tensor, draft_to_target: Tensor) -> float:
+    """Return the share of the counted tokens [V] that the draft vocabulary holds; 1.0 when nothing was counted."""
+    total = counts.sum()
+    return float(counts[draft_to_target].sum() / total) if total > 0 else 1.0

@@ -8,7 +8,6 @@ with.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from drafters.checkpoint import read_tensors
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
-from drafters.files import CONFIG, INDEX, WEIGHTS, read_config, safetensors_header, weight_files
+from drafters.files import CONFIG, INDEX, WEIGHTS, read_config, safetensors_header, weight_files, write_json
 from drafters.mtp.formats import NATIVE_ARCHITECTURES, NUM_HEADS
 
 HEAD_FILE = "model-mtp.safetensors"
@@ -47,13 +46,13 @@ def split(folder: Path, policy: Path, head: Path) -> None:
             save_file(tensors, policy / file.name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file.name)
     if (folder / INDEX).is_file():
-        _write_json(policy / INDEX, {"metadata": {}, "weight_map": weight_map})
+        write_json(policy / INDEX, {"metadata": {}, "weight_map": weight_map})
     plain = {name: value for name, value in config.items() if name not in (NUM_HEADS, "auto_map")}
     without_head = NATIVE_HEAD_ARCHITECTURES[config["architectures"][0]]
-    _write_json(policy / CONFIG, plain | {"architectures": [without_head], "model_type": known.model_type})
+    write_json(policy / CONFIG, plain | {"architectures": [without_head], "model_type": known.model_type})
     save_file(head_tensors, head / WEIGHTS, metadata={"format": "pt"})
-    _write_json(head / CONFIG, config | {"architectures": [known.architecture], "model_type": known.model_type})
-    _write_json(head / WHOLE_CONFIG, config)
+    write_json(head / CONFIG, config | {"architectures": [known.architecture], "model_type": known.model_type})
+    write_json(head / WHOLE_CONFIG, config)
 
 
 def stitch(policy: Path, head: Path, split_head: Path, out: Path) -> None:
@@ -75,10 +74,6 @@ def stitch(policy: Path, head: Path, split_head: Path, out: Path) -> None:
         dtype = whole.get_tensor(next(iter(weight_map))).dtype
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     save_file(tensors, out / HEAD_FILE, metadata={"format": "pt"})
-    _write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map | dict.fromkeys(tensors, HEAD_FILE)})
+    write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map | dict.fromkeys(tensors, HEAD_FILE)})
     config.pop("dtype", None)
-    _write_json(out / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    write_json(out / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})

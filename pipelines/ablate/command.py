@@ -1,7 +1,5 @@
 """`cotrain ablate`: the arms of a study, each with every seed, as subprocesses; then one table and one report.
 
-initialisations (`cotrain init`, once each) --> arm x seed (`cotrain train`) --> study.json --> report, MLflow
-
 A study can be stopped and started again at any point: what is finished is not run again.
 """
 
@@ -24,12 +22,6 @@ from pipelines.ablate.plan import Arm, Run, Status, Study, load_study, runs_of
 from pipelines.page.folders import STUDY
 
 FOLDER_TAG = "cotrain.study_folder"
-EPILOG = """\
-  cotrain ablate configs/studies/initialisation/study.toml --dry-run
-  cotrain ablate configs/studies/initialisation/study.toml --only "generic, frozen" "generic, co-trained" seeds=[0]
-
-The same command goes on with a study that was stopped. docs/studies.md explains the file.
-"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,8 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cotrain ablate",
         description="Run the arms of a study, each with every seed, and compare them in one table.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="The same command goes on with a study that was stopped. docs/studies.md explains the file.",
     )
     parser.add_argument("study", metavar="STUDY.toml", help="the study file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of the study, for example seeds=[0]")

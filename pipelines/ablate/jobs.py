@@ -1,11 +1,4 @@
-"""How far the runs of a study are, what to do with each, and the subprocesses that do it.
-
-<folder>/<name>/
-  study.json     arms, and for every run finished, failed or missing; rewritten after each run
-  logs/          the output of each run, beside the configuration it got
-  inits/NAME/    made by `cotrain init`
-  runs/NAME/     made by `cotrain train`
-"""
+"""How far the runs of a study are (docs/studies.md), what to do with each, and the subprocesses that do it."""
 
 import itertools
 import json
@@ -21,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 from cotrain.config.errors import ConfigError
-from cotrain.config.files import write_json
 from cotrain.config.load import to_toml
 from cotrain.process.children import follow_parent
 from cotrain.run.checkpoint import latest_checkpoint
@@ -29,6 +21,7 @@ from cotrain.run.mlflow_store import PARENT_RUN_VARIABLE
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
+from drafters.files import write_json
 from pipelines.ablate.plan import Run, Study, runs_of
 from pipelines.page.folders import STUDY, read_object
 

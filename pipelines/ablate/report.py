@@ -1,9 +1,5 @@
-"""What the report of a study shows: the comparison of its arms, their curves with the spread over seeds, what failed.
+"""What the report of a study shows: the comparison of its arms, their curves with the spread over seeds, what failed."""
 
-The numbers of an arm are means over the last third of the steps, then over seeds, with (lowest..highest).
-"""
-
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +14,6 @@ from pipelines.page.page import NOT_MEASURED, REPORT, Fact, Page, Plot, Section,
 from pipelines.page.record import read_run
 
 NONE = "-"
-GENERIC, IN_DOMAIN = "generic", "in-domain"
-"""Initialisations whose gap co-training is measured against."""
-
 LENGTH, SPEED, REWARD = "rollout/acceptance_length", "rollout/tokens_per_s", "policy/reward"
 TOKENS, STEP_TIME = "rollout/generated_tokens", "time/step_s"
 GAIN, STEP_GAIN = "tokens/s, x no speculation", "whole step, x no speculation"
@@ -29,9 +22,8 @@ COMPARED = {"acceptance length": LENGTH, GAIN: GAIN, STEP_GAIN: STEP_GAIN, "rewa
 
 POSITION = "rollout/acceptance_rate_pos_"
 HOW_TO_READ = (
-    "Means over the last third of the steps, then over seeds, with (lowest..highest). Acceptance length: tokens that a "
-    "verification step emits, 1 is no gain. The speeds of generation and of whole steps (drafter training and swaps "
-    "included) are ratios to the no-speculation arm of the same policy and seed. table.csv has all metrics."
+    "Means over the last third of the steps, then over seeds, with (lowest..highest). Speeds are ratios to the "
+    "no-speculation arm of the same policy and seed, and acceptance length 1 is no gain. table.csv has all metrics."
 )
 
 
@@ -140,7 +132,6 @@ def study_page(study: StudyRecord) -> Page:
     facts = [Fact("Runs that failed or are missing", f"{unfinished} of {len(study.runs)}", "they are in no number")]
     plots: list[Plot] = []
     for (policy, k), group in arms[arms["speculation"]].groupby(["policy", "num_speculative_tokens"], sort=False):
-        facts += _gaps_closed(group, study.measured[LENGTH], f"{policy} policy, k = {k}")
         plots += _group_plots(study, group, policy, k)
     return Page(
         title=about["name"],
@@ -153,26 +144,6 @@ def study_page(study: StudyRecord) -> Page:
             Section("Runs", table=study.runs, folded=not unfinished),
         ],
     )
-
-
-def _gaps_closed(arms: pd.DataFrame, lengths: pd.Series, title: str) -> Iterator[Fact]:
-    """(generic co-trained - generic frozen) / (in-domain frozen - generic frozen), over seeds that have all three."""
-    frozen = {arm.init: arm.Index for arm in arms.itertuples() if not arm.online}
-    for online in arms[arms["online"] & (arms["init"] == GENERIC)].itertuples():
-        names = [frozen.get(GENERIC), online.Index, frozen.get(IN_DOMAIN)]
-        low, value, high = lengths.unstack("arm").reindex(columns=names).dropna().to_numpy().T
-        shown, note = NONE, "no seed has finished this arm and both frozen ones, generic and in-domain"
-        if value.size:
-            note = f"acceptance length {low.mean():.2f} generic frozen, {value.mean():.2f} co-trained, "
-            note += f"{high.mean():.2f} in-domain; {value.size} seeds"
-        if (high <= low).any():
-            note = f"there is no gap to close for every seed: {note}"
-        elif value.size:
-            shares = 100 * (value - low) / (high - low)
-            # The mean is a ratio of means: a seed with a small gap would outweigh the others in a mean of ratios.
-            share = 100 * (value - low).mean() / (high - low).mean()
-            shown = f"{share:.0f} % ({shares.min():.0f}..{shares.max():.0f})"
-        yield Fact(f"Gap closed, {title}, {online.objective}", shown, note)
 
 
 def _group_plots(study: StudyRecord, arms: pd.DataFrame, policy: str, k: int) -> list[Plot]:

@@ -1,9 +1,7 @@
-"""`cotrain bench`: speculation arms side by side on the same prompts, taking turns.
+"""`cotrain bench`: speculation arms side by side on the same prompts, taking turns (docs/running.md).
 
-No speculation is measured on a stock engine, scheduled as vLLM schedules without us. A second engine serves the arms
-of the drafter, switched at run time, and a third looks up n-grams; an engine that waits does not use the CPU. In every
-round all arms run once, each round starting with another arm, and each is compared with the same round's no-speculation
-arm, so that a machine that slows down slows all of them alike.
+In every round all arms run once, each round starting with another arm, and each is compared with the same round's
+no-speculation arm, so that a machine that slows down slows all of them alike. An engine that waits does not use the CPU.
 """
 
 import argparse
@@ -15,27 +13,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cotrain.config.load import load_config
 from cotrain.records import RolloutRequest
 from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from cotrain.run.provenance import machine
+from pipelines import engines
 from pipelines.bench.report import ADAPTIVE, METHODS, NO_SPECULATION, Arm, Turn, write_results
-from pipelines.engines import (
-    DEFAULT_TASK,
-    EngineSetup,
-    add_engine_options,
-    at_least,
-    one_engine,
-    prepare_engine,
-    prepared_command,
-    provenance,
-)
-
-if TYPE_CHECKING:
-    from cotrain.rollout.engine import RolloutEngine
+from pipelines.engines import at_least
 
 DRAFTED = {"greedy": "greedy", "probabilistic": "probabilistic", ADAPTIVE: "probabilistic"}
 """How the drafter's tokens are sampled, by method. Probabilistic drafts are greedy ones at temperature 0."""
@@ -51,7 +38,7 @@ class Bench:
 
     options: argparse.Namespace
     arms: list[Arm]
-    setup: EngineSetup
+    setup: engines.EngineSetup
 
     def requests(self, batch: int, round_: int, group: int) -> list[RolloutRequest]:
         """The same prompts and lengths for all arms of a round, new ones in each round.
@@ -68,7 +55,7 @@ class Bench:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_engine_options(parser, "bench", tokens=64)
+    engines.add_engine_options(parser, "bench", tokens=64)
     parser.set_defaults(dtype="bfloat16")
     parser.add_argument("--k", type=at_least(1), nargs="+", default=[1, 2, 3], help="draft lengths (default 1 2 3)")
     parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 4, 16], help="batch sizes (default 1 4 16)")
@@ -82,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of every arm (default %(default)s)")
     parser.add_argument(
-        "--groups", type=at_least(1), default=1, help="batches in a turn, one after another (default %(default)s)"
+        "--groups",
+        type=at_least(1),
+        default=1,
+        help="batches in a turn, one after another (default %(default)s)",
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default %(default)s)")
     parser.add_argument(
@@ -101,9 +91,9 @@ def main(argv: Sequence[str]) -> int:
     add_arguments(parser)
     options = parser.parse_args(argv)
     load = round(os.getloadavg()[0], 2)
-    with prepared_command("bench", options, prepare) as (out, bench, say):
+    with engines.prepared_command("bench", options, prepare) as (out, bench, say):
         turns, notes = asyncio.run(_run(bench, say))
-        about = provenance(options) | {"load": load, "notes": [*bench.setup.notes, *notes]}
+        about = engines.provenance(options) | {"load": load, "notes": [*bench.setup.notes, *notes]}
         write_results(out, about, turns)
         say(f"\n{(out / 'bench.md').read_text()}\nwritten to {out}/")
     return 0
@@ -121,10 +111,10 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
     if options.drain and options.stop_at_eos:
         raise ValueError("--drain: gives every response its length, --stop-at-eos lets the model end it; leave one out")
     arms = choose_arms(options.methods, sorted(set(options.k)), options.drafter is not None, options.temperature)
-    task = load_config([options.prompts]).task if options.prompts else DEFAULT_TASK
+    task = load_config([options.prompts]).task if options.prompts else engines.DEFAULT_TASK
     batch = max(options.batch)
     share = GPU_SHARE / len({arm.engine for arm in arms})
-    setup = prepare_engine(
+    setup = engines.prepare_engine(
         options,
         task,
         batch * options.rounds * options.groups,
@@ -157,25 +147,25 @@ def choose_arms(
 
 async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], list[str]]:
     """Start the engines, warm up, and take turns. Returns the turns, and what the adaptive arm has come to."""
-    engines: dict[str, RolloutEngine] = {}
+    running: dict[str, RolloutEngine] = {}
     stock = replace(bench.setup, drafter=None, drafter_folder=None)
     async with AsyncExitStack() as stack:
         for name in dict.fromkeys(arm.engine for arm in bench.arms):
             say(f"starting an engine: {name}")
             setup = bench.setup if name == "drafter" else stock
-            start = one_engine(setup, bench.options.seed, bench.options.threads, ngram=name == "ngram")
-            engines[name] = await stack.enter_async_context(start)
+            start = engines.one_engine(setup, bench.options.seed, bench.options.threads, ngram=name == "ngram")
+            running[name] = await stack.enter_async_context(start)
         if not any(arm.method == ADAPTIVE for arm in bench.arms):
-            return await take_turns(bench, engines, say), []
-        engine = engines["drafter"]
+            return await take_turns(bench, running, say), []
+        engine = running["drafter"]
         await engine.set_draft_sample_method(DRAFTED[ADAPTIVE])
         say(f"timed draft lengths: {await engine.time_draft_lengths(bench.setup.prompts)} timings")
-        turns = await take_turns(bench, engines, say)
+        turns = await take_turns(bench, running, say)
         await engine.set_num_speculative_tokens(None)  # the last arm may have fixed it
         return turns, [f"adaptive, at the end: {await engine.describe_speculation()}"]
 
 
-async def take_turns(bench: Bench, engines: dict[str, "RolloutEngine"], say: Callable[[str], None]) -> list[Turn]:
+async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Callable[[str], None]) -> list[Turn]:
     """Every arm at every batch size in every round, after one round that is not counted."""
     turns: list[Turn] = []
     rounds, started = bench.options.rounds, time.monotonic()
@@ -183,14 +173,14 @@ async def take_turns(bench: Bench, engines: dict[str, "RolloutEngine"], say: Cal
         shift = max(round_, 0) % len(bench.arms)
         for batch in sorted(set(bench.options.batch)):
             for arm in bench.arms[shift:] + bench.arms[:shift]:
-                turn = await _measure(engines[arm.engine], bench, arm, batch, round_)
+                turn = await _measure(running[arm.engine], bench, arm, batch, round_)
                 turns += [turn] if round_ >= 0 else []
         left = (time.monotonic() - started) / (round_ + 2) * (rounds - 1 - round_)
         say(f"{f'round {round_ + 1}/{rounds}' if round_ >= 0 else 'warm-up'}: about {duration(left, 0)} left")
     return turns
 
 
-async def _measure(engine: "RolloutEngine", bench: Bench, arm: Arm, batch: int, round_: int) -> Turn:
+async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, round_: int) -> Turn:
     if arm != NO_SPECULATION:
         await engine.set_num_speculative_tokens(None if arm.method == ADAPTIVE else arm.num_speculative_tokens)
     if arm.method in DRAFTED:

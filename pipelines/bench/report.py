@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cotrain.config.files import write_json
+from drafters.files import write_json
 from pipelines.page.figures import range_figure
 
 ADAPTIVE = "adaptive"

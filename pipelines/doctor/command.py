@@ -140,6 +140,12 @@ class Doctor:
         if remedies.keys().isdisjoint(self._wanted):
             return
         owner: Any = None
+
+        def check(name: str) -> Any:
+            if owner is None:
+                raise NotApplicable(f'"{first}" has failed')
+            return getattr(owner, identifier(name))()
+
         async with AsyncExitStack() as stack:
 
             async def start() -> str:
@@ -150,7 +156,7 @@ class Doctor:
             await self._make(first, start, first_remedy)
             for name, remedy in others:
                 if name in self._wanted:
-                    await self._make(name, partial(_check_of, owner, name, first), remedy)
+                    await self._make(name, partial(check, name), remedy)
 
     async def _make(self, name: str, function: Callable[[], Any], remedy: str) -> None:
         with self._console.phase(name, terminal_only=True):
@@ -162,9 +168,3 @@ class Doctor:
 def identifier(name: str) -> str:
     """The function or method that makes the check of this name."""
     return name.replace("-", "_")
-
-
-def _check_of(owner: Any, name: str, first: str) -> Any:
-    if owner is None:
-        raise NotApplicable(f'"{first}" has failed')
-    return getattr(owner, identifier(name))()

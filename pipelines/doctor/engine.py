@@ -10,17 +10,15 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from cotrain.lossless.family import judge
 from cotrain.models.loading import TINY_MODEL, resolve_model, weight_files
 from cotrain.process import threads
-from cotrain.records import Rollout, RolloutBatch, RolloutRequest, WeightPayload
+from cotrain.records import RolloutBatch, RolloutRequest, WeightPayload
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.provenance import machine
 from cotrain.trainer.self_check import check_features, check_records
@@ -29,9 +27,9 @@ from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
 from pipelines.doctor.check import NotApplicable, Problem
-from pipelines.engines import EngineSetup, one_engine
+from pipelines.engines import EngineSetup, one_engine, send
 from pipelines.verify import command as verify
-from pipelines.verify.checks import Plan, Verifier, perturbed, target_laws, two_drafters
+from pipelines.verify.checks import Plan, Verifier, load_target, perturbed, target_laws, two_drafters
 
 K, BATCH, TOKENS = 3, 16, 48
 """Longest draft, requests at once, tokens of a response."""
@@ -63,19 +61,6 @@ def prepare(folder: Path) -> tuple[Plan, EngineSetup]:
     own = {"worker_extension_cls": WORKER} | ({"gpu_memory_utilization": GPU_SHARE} if on_gpu else {})
     rollout = setup.rollout.model_copy(update={"vllm": setup.rollout.vllm | own})
     return plan, replace(setup, rollout=rollout)
-
-
-def policy_state(model: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint folder."""
-    return {name: tensor for file in weight_files(model) for name, tensor in load_file(file).items()}
-
-
-def constant_drafter(state: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:
-    """A drafter that always proposes one token, whatever it reads.
-
-    A final norm of gain 0 makes all logits equal, argmax takes the first of them, and d2t maps that one to the token.
-    """
-    return {**state, "norm.weight": torch.zeros_like(state["norm.weight"]), "d2t": torch.full_like(state["d2t"], token)}
 
 
 def constant_drafts(token_ids: Sequence[int], token: int, k: int) -> list[tuple[int, int]]:
@@ -113,10 +98,9 @@ class EngineChecks:
         assert setup.drafter is not None
         self.about = f"{TINY_MODEL} in {plan.dtype}, {BATCH} requests at once, up to {K} draft tokens"
         self.engine, self.setup = engine, setup
-        self.policy, self.drafter = policy_state(setup.model), setup.drafter.state_for_serving()
-        dtype: Any = getattr(torch, plan.dtype)
-        model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype)
-        self.model = model.float().eval()  # the engine's weights, rounded as it rounds them
+        self.policy = {name: tensor for file in weight_files(setup.model) for name, tensor in load_file(file).items()}
+        self.drafter = setup.drafter.state_for_serving()
+        self.model = load_target(setup)
         laws = target_laws(self.model, setup.drafter.draft_to_target.tolist(), plan.dtype)
         taking_turns = two_drafters(setup.drafter, plan, Path(engine.spec.scratch))
         self.verifier = Verifier(engine, plan, laws, taking_turns, lambda line: None)
@@ -132,11 +116,12 @@ class EngineChecks:
 
     async def drafter_swap(self) -> str:
         """Two drafters are swapped in, each of which always proposes one token; drafts are exactly those."""
-        plain = (await self._generate(0)).rollouts
-        accepted = 0
+        texts, accepted, norm = await self._texts(), 0, self.drafter["norm.weight"]
         try:
-            for token, _ in Counter(token for rollout in plain for token in rollout.token_ids).most_common(2):
-                await self._send(True, constant_drafter(self.drafter, token))
+            for token, _ in Counter(token for text in texts for token in text).most_common(2):
+                # A final norm of gain 0 makes all logits equal, argmax takes the first, and d2t maps it to the token.
+                constant = {"norm.weight": torch.zeros_like(norm), "d2t": torch.full_like(self.drafter["d2t"], token)}
+                await self._send(True, self.drafter | constant)
                 for rollout in (await self._generate(K)).rollouts:
                     # The last step is cut where the response ends.
                     expected = constant_drafts(rollout.token_ids, token, K)[:-1]
@@ -151,15 +136,15 @@ class EngineChecks:
 
     async def policy_swap(self) -> str:
         """Another policy is swapped in and gives other text; the first one, swapped back, gives its own text again."""
-        before = (await self._generate(0)).rollouts
+        before = await self._texts()
         try:
             await self._send(False, perturbed(self.policy, seed=0))
-            moved = (await self._generate(0)).rollouts
+            moved = await self._texts()
         finally:
             await self._send(False, self.policy)
-        if _texts(moved) == _texts(before):
+        if moved == before:
             raise Problem("the text is that of the policy before the update")
-        if _texts((await self._generate(0)).rollouts) != _texts(before):
+        if await self._texts() != before:
             raise Problem("the first policy, swapped back, gives other text than before")
         return f"{len(self.policy)} tensors served as sent, there and back"
 
@@ -256,21 +241,17 @@ class EngineChecks:
         await self.engine.set_num_speculative_tokens(k)
         return await self.engine.generate(self._requests(), tap=tap, temperature=temperature)
 
+    async def _texts(self) -> list[list[int]]:
+        """Greedy responses without speculation."""
+        return [rollout.token_ids for rollout in (await self._generate(0)).rollouts]
+
     def _payload(self, state: Mapping[str, Tensor], name: str) -> WeightPayload:
         path = Path(self.engine.spec.scratch) / f"doctor-{name}.safetensors"
         return write_payload(dict(state), path, getattr(torch, self.setup.rollout.dtype))
 
     async def _send(self, draft: bool, state: Mapping[str, Tensor]) -> WeightPayload:
-        """Serve an update and read back the whole of it. Raises Problem when something else is served."""
-        engine, versions, role = self.engine, self.engine.versions, "drafter" if draft else "policy"
-        payload = self._payload(state, role)
-        if draft:
-            await engine.update_drafter(payload, versions.drafter + 1)
-        else:
-            await engine.update_policy(payload, versions.policy + 1)
-        served = await engine.served_digests(list(state), draft)
-        if wrong := [name for name, sent in payload.digests.items() if served.get(name) != sent]:
-            raise Problem(f"an update of the {role} was taken, but other tensors are served: {wrong[:4]}")
+        payload = self._payload(state, "drafter" if draft else "policy")
+        await send(self.engine, payload, draft)
         return payload
 
     def _hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -278,10 +259,6 @@ class EngineChecks:
         with torch.no_grad():
             states = self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
         return torch.cat([states[layer][0] for layer in layers], -1), states[-1][0]
-
-
-def _texts(rollouts: Sequence[Rollout]) -> list[list[int]]:
-    return [rollout.token_ids for rollout in rollouts]
 
 
 @asynccontextmanager

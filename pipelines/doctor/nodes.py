@@ -2,17 +2,15 @@
 
 import logging
 import os
-import platform
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from importlib import metadata
 from typing import Any
 
 from cotrain.process.cluster import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
-from cotrain.run.provenance import PACKAGES
+from cotrain.run.provenance import package_versions
 from pipelines.doctor.check import Problem
 
 ANSWER_SECONDS = 60.0
@@ -21,19 +19,13 @@ CONNECT_SECONDS = 5.0
 
 
 class NodeAgent:
-    """Runs on one node. Ray sends its code along, so that it also runs where cotrain is older or missing."""
+    """Runs on one node. Ray sends its code along, so that it also runs where cotrain is older."""
 
     _listener: socket.socket
 
-    def facts(self, packages: Sequence[str]) -> dict[str, str]:
-        """Versions of Python and of these packages; "missing" where one is not installed."""
-        found = {"python": platform.python_version()}
-        for name in packages:
-            try:
-                found[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                found[name] = "missing"
-        return found
+    def facts(self) -> dict[str, str]:
+        """Versions of Python and of the packages that are installed."""
+        return package_versions()
 
     def listen(self) -> tuple[str, int]:
         """Address and port of this node that take connections until the agent ends."""
@@ -68,7 +60,7 @@ class Nodes:
 
     def nodes(self) -> str:
         """Python and packages are the same on all nodes."""
-        facts = {name: self._answer(name, agent.facts.remote(PACKAGES)) for name, agent in self._agents.items()}
+        facts = {name: self._answer(name, agent.facts.remote()) for name, agent in self._agents.items()}
         if problems := different(facts):
             raise Problem("; ".join(problems))
         (found, *_) = facts.values()

@@ -3,7 +3,6 @@
 from typing import Any
 
 from safetensors.torch import load_file
-from torch import Tensor
 from vllm.compilation.counter import compilation_counter
 
 from cotrain.rollout.vllm import weights
@@ -20,8 +19,10 @@ class DoctorWorker(CotrainWorker):
 
         Returns the names that differ from the file, and the names whose change was missed; both should be empty.
         """
-        model, sent = self._cotrain_weights[draft].model, load_file(path)
-        found = weights.differing_tensors(model, {name: _changed(tensor) for name, tensor in sent.items()})
+        model, sent, changed = self._cotrain_weights[draft].model, load_file(path), load_file(path)
+        for tensor in changed.values():
+            tensor.view(-1)[-1] += 1
+        found = weights.differing_tensors(model, changed)
         return weights.differing_tensors(model, sent), sorted(sent.keys() - set(found))
 
     def cotrain_doctor_watch_steps(self) -> None:
@@ -48,9 +49,3 @@ class DoctorWorker(CotrainWorker):
             "captured": compilation_counter.num_cudagraph_captured,
             "steps": [[rows, mode] for rows, mode in self._cotrain_doctor_steps.items()],
         }
-
-
-def _changed(tensor: Tensor) -> Tensor:
-    changed = tensor.clone()
-    changed.view(-1)[-1] += 1
-    return changed

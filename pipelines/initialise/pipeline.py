@@ -11,31 +11,22 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from cotrain.config.files import write_json
 from cotrain.config.load import read_config, write_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
 from cotrain.process.cluster import device_of
-from cotrain.process.scratch import scratch_folder
 from cotrain.process.stop_signal import two_stage_stop
-from cotrain.records import SpeculationCounts, Versions
+from cotrain.records import RolloutRequest, SpeculationCounts, Versions
 from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.vllm.arguments import EngineSpec
-from cotrain.run.checkpoint import (
-    RunState,
-    check_resume,
-    discard_newer,
-    latest_checkpoint,
-    load_state,
-    model_fingerprints,
-)
-from cotrain.run.console import Console
+from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state
+from cotrain.run.console import Console, duration
 from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.provenance import machine, write_provenance
@@ -46,9 +37,10 @@ from cotrain.run.tracking import Tracker
 from cotrain.trainer.distiller import EXPECTED, Distiller
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
-from pipelines.initialise.result import measure_served, serve, served_requests, summary
-from pipelines.initialise.rollouts import Corpus, Split, StoredRollout, data_fingerprint, split_prompts
-from pipelines.initialise.sources import Source, collect, open_source, sampling
+from drafters.base import TargetSpec
+from drafters.files import write_json
+from pipelines.engines import EngineSetup, one_engine, send
+from pipelines.initialise import sources
 from pipelines.initialise.training import Features, RunRecord, Training, plan_updates
 from pipelines.preflight import check_run
 
@@ -61,14 +53,14 @@ def initialise(config: RunConfig, resume: bool) -> int:
     """Run to the end, or until asked to stop. Returns the exit status."""
     model = check_run(config, resume, "init")
     fingerprints = model_fingerprints(model)
-    source = open_source(config, model, fingerprints)
+    source = sources.open_source(config, model, fingerprints)
     with ExitStack() as stack:
         run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
         stack.enter_context(run_dir)
         if not resume:
             write_config(config, run_dir.config)
-        about = {"policy": config.policy.model, "fingerprints": fingerprints, "sampling": sampling(config)}
-        corpus = Corpus(run_dir.path, about)
+        about = {"policy": config.policy.model, "fingerprints": fingerprints, "sampling": sources.sampling(config)}
+        corpus = sources.Corpus(run_dir.path, about)
         saved = read_config(run_dir.config).model_dump(mode="json")
         check_resume(config, fingerprints, RunState(0, Versions(0, 0), None, saved, corpus.about["fingerprints"]))
         if (run_dir.path / "init.json").exists():
@@ -76,7 +68,6 @@ def initialise(config: RunConfig, resume: bool) -> int:
             return 0
         log = run_dir.start_attempt() / "engine.log"
         write_provenance(run_dir)
-        os.environ.update(threads.engine_environment(threads.num_cores(), config.rollout.tensor_parallel_size))
         console = Console(stack.enter_context(engine_output_to(log)))
         stop = stack.enter_context(two_stage_stop(console.say, "part"))
         console.say(f"run {run_dir.path}; the engine's log is {run_dir.logs}/engine.log")
@@ -91,29 +82,34 @@ class Initialisation:
     config: RunConfig
     run_dir: RunDir
     model: Path
-    corpus: Corpus
+    corpus: sources.Corpus
     console: Console
     stop_requested: Callable[[], bool]
 
-    async def run(self, source: Source) -> bool:
+    async def run(self, source: sources.Source) -> bool:
         """All stages; False when it was asked to stop early."""
         started = time.monotonic()
         async with AsyncExitStack() as stack:
-            scratch = stack.enter_context(scratch_folder(self.config.name))
-            engine = RolloutEngine(self._engine_spec(scratch))
-            stack.push_async_callback(engine.shutdown)
+            # With no drafter the engine would tap nothing, and could not be sent one.
+            untrained = Path(stack.enter_context(TemporaryDirectory())) / "untrained"
+            trainer = self._trainer(total_updates=1)
+            trainer.drafter.save(untrained, trainer.serving_dtype)
+            target = TargetSpec.from_pretrained(self.model)
+            setup = EngineSetup(self.model, target, [], self.config.rollout, trainer.drafter, untrained)
             with self.console.phase("rollout engine"):
-                await engine.start()
+                engine = await stack.enter_async_context(one_engine(setup, self.config.seed, threads.num_cores()))
             await engine.set_num_speculative_tokens(0)
-            if not await collect(engine, self.corpus, source, self.config, self.console.say, self.stop_requested):
+            if not await sources.collect(
+                engine, self.corpus, source, self.config, self.console.say, self.stop_requested
+            ):
                 return False
             tracker, record = self._records(stack)
-            split = split_prompts(self.corpus.rollouts, self.config.init.holdout, self.config.seed)
+            split = sources.split_prompts(self.corpus.rollouts, self.config.init.holdout, self.config.seed)
             training = self._training(record, split, partial(self._features, engine))
             if not await training.train():
                 tracker.finish("KILLED")
                 return False
-            served = await self._serve(engine, scratch, training)
+            served = await self._serve(engine, training)
             figures = self._figures(training, served)
             figures |= self._register(tracker, figures, served) | {"seconds": time.monotonic() - started}
             write_json(self.run_dir.path / "init.json", figures)
@@ -129,25 +125,9 @@ class Initialisation:
         device = device_of(self.config, len(machine()["gpus"]))
         return Distiller(self.config, self.model, first, total_updates, device)
 
-    def _engine_spec(self, scratch: Path) -> EngineSpec:
-        """The engine starts on an untrained drafter: with none it would tap nothing, and could not be sent one."""
-        trainer, folder = self._trainer(total_updates=1), scratch / "untrained"
-        trainer.drafter.save(folder, trainer.serving_dtype)
-        return EngineSpec(
-            rollout=self.config.rollout,
-            model_path=str(self.model),
-            drafter_folder=str(folder),
-            serving=trainer.drafter.serving,
-            seed=self.config.seed,
-            scratch=str(scratch / "engine"),
-        )
-
     def _records(self, stack: AsyncExitStack) -> tuple[Tracker, RunRecord]:
         """MLflow and metrics.jsonl as they stood at the checkpoint, and where training goes on from there."""
-        config, fingerprints = self.config.model_dump(mode="json"), self.corpus.about["fingerprints"]
-        checkpoint = latest_checkpoint(self.run_dir)
-        state = load_state(checkpoint) if checkpoint else RunState(0, Versions(0, 0), None, config, fingerprints)
-        discard_newer(self.run_dir, state.step, 0)
+        state = newest_state(self.run_dir, self.config, self.corpus.about["fingerprints"])
         metrics = RowFile(self.run_dir.metrics, resumed_step=state.step)
         with self.console.phase("MLflow"):
             history = read_rows(self.run_dir.metrics)
@@ -161,7 +141,7 @@ class Initialisation:
         state = replace(state, tracking_run_id=tracker.run_id)
         return tracker, RunRecord(self.config, self.run_dir, state, self.console.say, log, self.stop_requested)
 
-    def _training(self, record: RunRecord, split: Split, features: Features) -> Training:
+    def _training(self, record: RunRecord, split: sources.Split, features: Features) -> Training:
         rollouts, holdout = split
         plan = plan_updates(self.config, [rollout.num_tokens for rollout in rollouts])
         trainer = self._trainer(len(plan))
@@ -173,7 +153,7 @@ class Initialisation:
         self.console.say(f"{len(rollouts):,} rollouts to train on, {len(holdout):,} held out")
         return Training(record, trainer, plan, split, features)
 
-    async def _features(self, engine: RolloutEngine, rollouts: Sequence[StoredRollout]) -> list[FeatureRecord]:
+    async def _features(self, engine: RolloutEngine, rollouts: Sequence[sources.StoredRollout]) -> list[FeatureRecord]:
         """One record for each rollout, from a prefill of prompt and response; fewer when asked to stop."""
         records: list[FeatureRecord] = []
         while len(records) < len(rollouts) and not self.stop_requested():
@@ -185,13 +165,13 @@ class Initialisation:
             self.console.say(f"features of {len(records):,}/{len(rollouts):,} rollouts")
         return records
 
-    async def _serve(self, engine: RolloutEngine, scratch: Path, training: Training) -> SpeculationCounts:
+    async def _serve(self, engine: RolloutEngine, training: Training) -> SpeculationCounts:
         """Serve the drafter on prompts that it was not trained on."""
         trainer = training.trainer
         trainer.check_publishable(DRAFTER_VERSION)
         state = trainer.drafter.state_for_serving()
-        payload = write_payload(state, scratch / "drafter.safetensors", trainer.serving_dtype)
-        await serve(engine, payload, DRAFTER_VERSION)
+        payload = write_payload(state, Path(engine.spec.scratch) / "drafter.safetensors", trainer.serving_dtype)
+        await send(engine, payload)
         with self.console.phase("the drafter, served on held-out prompts"):
             return await measure_served(engine, served_requests(training.split[1], self.config))
 
@@ -204,7 +184,7 @@ class Initialisation:
         return {
             "policy": self.config.policy.model,
             "source": self.config.init.source.model_dump(mode="json"),
-            "data_fingerprint": data_fingerprint([*rollouts, *holdout]),
+            "data_fingerprint": sources.data_fingerprint([*rollouts, *holdout]),
             "training_rollouts": len(rollouts),
             "holdout_rollouts": len(holdout),
             "response_tokens": sum(len(r.token_ids) for r in [*rollouts, *holdout]),
@@ -234,3 +214,60 @@ class Initialisation:
         tracker.finish()
         version = registered.result() if registered.done() else None  # MLflow may be away
         return {"registered_model": tracker.registered_model, "registered_version": version}
+
+
+SERVED_ROLLOUTS = 128
+"""Most rollouts of the served evaluation."""
+
+
+def served_requests(holdout: Sequence[sources.StoredRollout], config: RunConfig) -> list[RolloutRequest]:
+    """The held-out prompts, and as many samples of each as SERVED_ROLLOUTS allows."""
+    prompts = {tuple(r.prompt_token_ids): r.prompt_id for r in holdout}
+    samples = min(config.rollout.samples_per_prompt, max(1, SERVED_ROLLOUTS // len(prompts)))
+    return [
+        RolloutRequest(prompt_id, sample, list(ids), config.seed + number * samples + sample)
+        for number, (ids, prompt_id) in enumerate(list(prompts.items())[:SERVED_ROLLOUTS])
+        for sample in range(samples)
+    ]
+
+
+async def measure_served(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> SpeculationCounts:
+    """Generate with the sampling and the draft length of [rollout]."""
+    rollout = engine.spec.rollout
+    if rollout.draft_sample_method == "probabilistic":
+        requests = [replace(request, seed=None) for request in requests]  # vLLM has no seeds for such drafts
+    await engine.set_num_speculative_tokens(rollout.num_speculative_tokens)
+    await engine.reset_prefix_cache()  # what was cached without speculation has no drafter KV
+    counts = (await engine.generate(list(requests), tap=False)).speculation
+    if counts is None or not counts.num_drafts:
+        raise RuntimeError("the engine drafted nothing; every response ended with its first token")
+    return counts
+
+
+def summary(figures: dict[str, Any], config: RunConfig, folder: Path) -> str:
+    """What init.json holds, for somebody who has not seen one before."""
+    served, k = figures["served"], config.rollout.num_speculative_tokens
+    expected_rates, served_rates = (
+        "  ".join(f"{position}: {rate:.3f}" for position, rate in enumerate(rates, start=1))
+        for rates in (figures["expected_acceptance_rates"], served["acceptance_rates"])
+    )
+    registered = f"models:/{figures['registered_model']}/{figures['registered_version']} in MLflow"
+    return f"""
+Done: a drafter for {config.policy.model} from {figures["response_tokens"]:,} response tokens in \
+{duration(figures["seconds"])}
+
+  data         {figures["training_rollouts"]:,} rollouts trained on, {figures["holdout_rollouts"]:,} held out \
+(source {figures["source"]["type"]}, fingerprint {figures["data_fingerprint"]})
+  vocabulary   covers {figures["vocabulary_coverage"]:.2%} of the held-out response tokens
+  training     {figures["updates"]} of {figures["planned_updates"]} updates, best after {figures["best_update"]}
+  acceptance   expected {figures["expected_acceptance_length"]:.3f}, served {served["acceptance_length"]:.3f}   \
+(tokens per verification step at k = {k}, {config.rollout.draft_sample_method}; 1 is no gain, {k + 1} the most)
+  expected     {expected_rates}   (share of steps that accept draft position 1 to k)
+  served       {served_rates}
+
+  drafter      {folder}; serves in stock vLLM as it is
+  registered   {registered if figures["registered_version"] is not None else "no, MLflow has not answered yet"}
+
+Next:
+  train with it       cotrain train CONFIG drafter.init={folder}
+  measure its speed   cotrain bench --model {config.policy.model} --drafter {folder}"""

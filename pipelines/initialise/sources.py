@@ -1,9 +1,15 @@
-"""Where the rollouts of `cotrain init` come from: prompts for the policy to answer, or responses that exist."""
+"""The rollouts of `cotrain init`: where they come from, how they are kept, and their split into training and hold-out.
 
+rollouts.jsonl of a run has a first row on the policy and its sampling, then a row for each part of the rollouts. A row
+that was cut off is not read, so that a part is complete or not there.
+"""
+
+import hashlib
+import json
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -15,10 +21,99 @@ from cotrain.records import RolloutRequest
 from cotrain.roles.engines import derived_seed
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
+from cotrain.run.rows import RowFile, read_rows
 from cotrain.tasks.base import build_task
-from cotrain.tasks.datasets import find_column, find_prompt_column, load_rows, split_question
-from cotrain.tasks.prompts import Messages, PromptEncoder, PromptOrder, apply_template, chat_messages
-from pipelines.initialise.rollouts import Corpus, StoredRollout, read_recorded
+from cotrain.tasks.datasets import find_prompt_column, load_rows, split_question
+from cotrain.tasks.prompts import PromptEncoder, PromptOrder, apply_template, chat_messages
+
+FILE = "rollouts.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollout:
+    prompt_id: str
+    sample_index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    """The response, including the end-of-sequence token when there is one."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+
+Split = tuple[list[StoredRollout], list[StoredRollout]]
+"""Rollouts to train on, and those held out."""
+
+
+class Corpus(RowFile):
+    """rollouts.jsonl of one run, to which parts are appended."""
+
+    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
+        """Open the file of a run folder; `about` becomes its first row when it is new."""
+        rows = read_rows(folder / FILE)
+        super().__init__(folder / FILE, resumed_step=len(rows))
+        if not rows:
+            self.write(0, about)
+        self.about, *parts = rows or [about]
+        self.rollouts, self.num_parts = _rollouts(parts), len(parts)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+
+    def append(self, rollouts: Sequence[StoredRollout]) -> None:
+        """Write one more part. Raises OSError when the disk is full; the parts before it are then as they were."""
+        self.write(self.num_parts + 1, {"rollouts": [asdict(rollout) for rollout in rollouts]})
+        self.rollouts += rollouts
+        self.num_parts += 1
+
+
+def _rollouts(parts: Sequence[dict[str, Any]]) -> list[StoredRollout]:
+    return [StoredRollout(**rollout) for part in parts for rollout in part["rollouts"]]
+
+
+def read_recorded(run: str, fingerprints: dict[str, str]) -> tuple[list[StoredRollout], dict[str, Any]]:
+    """The rollouts in the run folder of an earlier `cotrain init` of the same policy, and the first row of its file.
+
+    Raises ValueError naming init.source.path when there are none, or they are of another policy or tokenizer.
+    """
+    about, *parts = read_rows(Path(run).expanduser() / FILE) or [{}]
+    if not parts:
+        raise ValueError(
+            f"init.source.path: {run} is no run folder of a `cotrain init` with a complete part of {FILE}; finish that "
+            'run with --resume, or collect rollouts with init.source.type = "policy"'
+        )
+    if about["fingerprints"] != fingerprints:
+        raise ValueError(
+            f"init.source.path: {run}: rollouts of another policy or tokenizer (they were made with {about['policy']}); "
+            "set policy.model to that one, or collect new rollouts"
+        )
+    return _rollouts(parts), about
+
+
+def split_prompts(rollouts: Sequence[StoredRollout], share: float, seed: int) -> Split:
+    """Split by whole prompts; about `share` of the prompts, and at least one, is held out.
+
+    Prompts are told apart by their tokens. Raises ValueError naming init.holdout when none is left to train on.
+    """
+    prompts = sorted({tuple(rollout.prompt_token_ids) for rollout in rollouts})
+    count = max(1, round(share * len(prompts)))
+    if count >= len(prompts):
+        raise ValueError(
+            f"init.holdout: {count} of {len(prompts)} prompts held out leaves none to train on; lower it, or raise "
+            "init.tokens or the number of prompts"
+        )
+    held = set(random.Random(seed).sample(prompts, count))
+    training = [rollout for rollout in rollouts if tuple(rollout.prompt_token_ids) not in held]
+    return training, [rollout for rollout in rollouts if tuple(rollout.prompt_token_ids) in held]
+
+
+def data_fingerprint(rollouts: Iterable[StoredRollout]) -> str:
+    """blake2b over the token ids of all rollouts, in order."""
+    token_ids = [[rollout.prompt_token_ids, rollout.token_ids] for rollout in rollouts]
+    return hashlib.blake2b(json.dumps(token_ids).encode(), digest_size=8).hexdigest()
+
 
 PART_ROLLOUTS = 128
 """Most rollouts of one part on disk, which is what a crash can lose."""
@@ -53,7 +148,7 @@ class PromptStream:
 
 @dataclass(frozen=True)
 class GivenRollouts:
-    """Responses that need not be generated."""
+    """Rollouts that an earlier `cotrain init` has collected."""
 
     rollouts: list[StoredRollout]
 
@@ -123,26 +218,15 @@ async def collect(
     return False
 
 
-def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) -> Source:
+def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) -> PromptStream:
     rows = load_rows(source)
     column = find_prompt_column(source, rows.column_names)
-    given = source.response_column
-    if given is not None:
-        find_column("response_column", given, (), rows.column_names)
-    examples = []
+    found = []
     for index, row in enumerate(rows):
-        where = f"row {index} of {source.path}"
-        question, last_message = split_question(row[column], column, where)
-        messages = chat_messages(question, "", "")
-        prompt, response = apply_template(tokenizer, messages), list[int]()
-        if given is not None:
-            response = _response(messages, prompt, last_message if given == column else row[given], tokenizer, where)
-        examples.append(StoredRollout(f"{Path(source.path).stem}-{index}", 0, prompt, response))
-    kept = _fitting(examples, config, source.path)
-    if given is not None:
-        random.Random(config.seed).shuffle(kept)
-        return GivenRollouts(kept)
-    prompts = [(example.prompt_id, example.prompt_token_ids) for example in kept]
+        question, _ = split_question(row[column], column, f"row {index} of {source.path}")
+        token_ids = apply_template(tokenizer, chat_messages(question, "", ""))
+        found.append(StoredRollout(f"{Path(source.path).stem}-{index}", 0, token_ids, []))
+    prompts = [(kept.prompt_id, kept.prompt_token_ids) for kept in _fitting(found, config, source.path)]
     return PromptStream(len(prompts), prompts.__getitem__, config)
 
 
@@ -156,19 +240,3 @@ def _fitting(rollouts: list[StoredRollout], config: RunConfig, path: str) -> lis
         bounds = "rollout.max_prompt_tokens or max_new_tokens"
         print(f"note: {left_out} of {len(rollouts)} are over {bounds} and left out")
     return kept
-
-
-def _response(messages: Messages, prompt: list[int], response: Any, tokenizer: Any, where: str) -> list[int]:
-    """A response as the policy would have written it: from the opened turn to the end-of-sequence token."""
-    if not isinstance(response, str) or not response:
-        raise ValueError(f"task.response_column: {where} has the response {response!r}; it must be a text")
-    whole = apply_template(tokenizer, [*messages, {"role": "assistant", "content": response}], open_turn=False)
-    if whole[: len(prompt)] != prompt:
-        raise ValueError(
-            f"task.response_column: {where}: the chat template of policy.model rewrites the prompt when a response "
-            "follows it; leave response_column out, and the policy answers"
-        )
-    token_ids = whole[len(prompt) :]
-    if tokenizer.eos_token_id in token_ids:  # templates go on with a line break, which no policy writes
-        token_ids = token_ids[: token_ids.index(tokenizer.eos_token_id) + 1]
-    return token_ids

@@ -14,7 +14,7 @@ from cotrain.run.run_dir import RunDir
 from cotrain.trainer.buffer import pack
 from cotrain.trainer.distiller import EXPECTED, Distiller
 from cotrain.transport.features import FeatureRecord
-from pipelines.initialise.rollouts import Split, StoredRollout
+from pipelines.initialise.sources import Split, StoredRollout
 
 EVALUATIONS_PER_EPOCH = 2
 PATIENCE = 2

@@ -22,7 +22,7 @@ class RunRecord:
     attempts: list[dict[str, Any]]
     """Starts and resumes; empty when provenance.json is missing."""
     decisions: list[dict[str, Any]]
-    """Events of the drafter, see cotrain/run/decisions.py."""
+    """Events of the drafter, see cotrain/run/rows.py."""
     stream: list[dict[str, Any]]
     """Events of groups and learners, see cotrain/stream/producer.py."""
 
@@ -56,9 +56,3 @@ def drafter_marks(run: RunRecord) -> dict[str, pd.Series]:
         "candidate kept back": run.column("gate/publish") == 0,
         "taken back after this step": rolled_back,
     }
-
-
-def drafter_age(run: RunRecord) -> pd.Series:
-    """Policy versions since the served drafter was put into the engine."""
-    policy, drafter = run.column("versions/policy"), run.column("versions/drafter").ffill()
-    return policy - policy.groupby(drafter).transform("first")

@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from cotrain.config.files import write_json
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head, resolve_model
@@ -21,16 +20,8 @@ from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
 from cotrain.process.stop_signal import two_stage_stop
 from cotrain.process.threads import num_cores
-from cotrain.records import Rollout, RolloutRequest, Versions
-from cotrain.run.checkpoint import (
-    RunState,
-    check_resume,
-    discard_newer,
-    is_disk_full,
-    latest_checkpoint,
-    load_state,
-    model_fingerprints,
-)
+from cotrain.records import Rollout, RolloutRequest
+from cotrain.run.checkpoint import RunState, is_disk_full, model_fingerprints, newest_state
 from cotrain.run.console import Console, aligned
 from cotrain.run.mlflow_store import tracking_uri, uri_argument
 from cotrain.run.provenance import write_provenance
@@ -38,10 +29,11 @@ from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import build_task
 from cotrain.tasks.prompts import PromptOrder
+from drafters.files import write_json
 
 if TYPE_CHECKING:
     from cotrain.controller import Controller
-    from cotrain.lossless.greedy import GreedyCheck
+    from cotrain.lossless.family import GreedyCheck
     from cotrain.roles.engines import RolloutEngines
     from cotrain.run.tracking import Tracker
     from cotrain.transport.nodes import Nodes
@@ -68,7 +60,11 @@ def train(config: RunConfig, resume: bool) -> int:
         run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
         stack.enter_context(run_dir)
         model_path = resolve_model(config.policy.model)
-        state = _first_state(config, run_dir, model_fingerprints(model_path), resume)
+        state = newest_state(run_dir, config, model_fingerprints(model_path))
+        if state.step == 0:
+            write_config(config, run_dir.config)
+        run_dir.start_attempt()
+        write_provenance(run_dir)
         metrics = RowFile(run_dir.metrics, resumed_step=state.step)
         decisions = RowFile(run_dir.decisions, resumed_step=state.step)
         events = RowFile(run_dir.stream, resumed_step=state.step)
@@ -99,21 +95,6 @@ def train(config: RunConfig, resume: bool) -> int:
         check = _final_check(controller) if finished else None
         _finish(controller, finished, check)
         return 0 if check is None or check.passed else 1
-
-
-def _first_state(config: RunConfig, run_dir: RunDir, fingerprints: dict[str, str], resume: bool) -> RunState:
-    """The state to start from: that of the newest checkpoint, or of a run that has made no step. Begins an attempt."""
-    state = RunState(0, Versions(0, 0), None, config.model_dump(mode="json"), fingerprints)
-    if resume:
-        if checkpoint := latest_checkpoint(run_dir):
-            state = load_state(checkpoint)
-            check_resume(config, fingerprints, state)
-        discard_newer(run_dir, state.step, state.versions.drafter)
-    if state.step == 0:
-        write_config(config, run_dir.config)
-    run_dir.start_attempt()
-    write_provenance(run_dir)
-    return state
 
 
 def _start_cluster(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> "tuple[Cluster, Nodes]":
@@ -167,7 +148,7 @@ def _final_check(controller: "Controller") -> "GreedyCheck | None":
     rollout, console, last = controller.config.rollout, controller.records.console, controller.last_rollouts
     if controller.roles.drafter is None or not last or controller.mode is not None:
         return None
-    from cotrain.lossless.greedy import compare_greedy
+    from cotrain.lossless.family import compare_greedy
 
     seen = {scored.rollout.prompt_id: scored.rollout.prompt_token_ids for scored in last}
     requests = [RolloutRequest(prompt_id, 0, ids, None) for prompt_id, ids in list(seen.items())[:GREEDY_PROMPTS]]

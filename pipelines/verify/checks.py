@@ -6,26 +6,23 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
-from cotrain.lossless.draws import Draws, members_first
-from cotrain.lossless.emitted import response_draws
-from cotrain.lossless.family import CheckResult, Verdict, judge
-from cotrain.lossless.greedy import compare_greedy
+from cotrain.lossless.emitted import Draws, members_first, response_draws
+from cotrain.lossless.family import CheckResult, Verdict, compare_greedy, judge
 from cotrain.lossless.setting import GREEDY, Setting
 from cotrain.records import Rollout, RolloutRequest, WeightPayload
 from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from cotrain.transport.payload import write_payload
 from drafters.base import Drafter, SamplingParams
-
-if TYPE_CHECKING:
-    from cotrain.rollout.engine import RolloutEngine
+from pipelines.engines import EngineSetup
 
 Laws = Callable[[Rollout, SamplingParams], Draws]
 """The response tokens of a rollout under the target's laws."""
@@ -51,12 +48,17 @@ class Plan:
     seed: int
     alpha: float
     """False-alarm rate of all checks together."""
-    repeats: int
-    """The sampled settings are generated and judged so often."""
+
+
+def load_target(setup: EngineSetup) -> Any:
+    """The Hugging Face model in float32, with the engine's weights: rounded as it rounds them."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, setup.rollout.dtype)).float().eval()
 
 
 def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws:
-    """Laws by forward passes of a Hugging Face model that holds the engine's weights, in float32.
+    """Laws by forward passes of the model of `load_target`.
 
     draft_vocabulary: target ids that can be drafted. dtype: the engine's.
     """
@@ -92,7 +94,7 @@ def perturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 class Verifier:
     """Generates on one engine what a plan asks for, and turns the texts into checks."""
 
-    engine: "RolloutEngine"
+    engine: RolloutEngine
     plan: Plan
     laws: Laws
     drafters: Sequence[WeightPayload]
@@ -101,14 +103,9 @@ class Verifier:
     parts_done: int = 0
     started: float = field(default_factory=time.perf_counter)
 
-    async def verdicts(self) -> list[Verdict]:
-        """The verdict of each repeat: its sampled checks are judged together with the greedy ones, which are made once."""
-        greedy, verdicts, repeats = await self.greedy(), list[Verdict](), self.plan.repeats
-        for repeat in range(repeats):
-            verdicts.append(judge([*greedy, *await self.sampled(repeat)], self.plan.alpha))
-            if repeats > 1:
-                self.say(f"repeat {repeat + 1}/{repeats}: {verdicts[-1]}")
-        return verdicts
+    async def verdict(self) -> Verdict:
+        """All checks, judged together."""
+        return judge([*await self.greedy(), *await self.sampled()], self.plan.alpha)
 
     async def greedy(self) -> list[CheckResult]:
         """Token identity with no speculation, for every draft length and while the drafters take turns."""
@@ -129,12 +126,12 @@ class Verifier:
         self._part_done(result.setting, [result])
         return result
 
-    async def sampled(self, repeat: int = 0) -> list[CheckResult]:
+    async def sampled(self) -> list[CheckResult]:
         """Every setting against the target's laws."""
-        rng, logit_error = np.random.default_rng([self.plan.seed, repeat]), LOGIT_ERROR[self.plan.dtype]
+        rng, logit_error = np.random.default_rng(self.plan.seed), LOGIT_ERROR[self.plan.dtype]
         results: list[CheckResult] = []
         for number, setting in enumerate(self.plan.settings):
-            rollouts = await self._sample(setting, [repeat, number])
+            rollouts = await self._sample(setting, number)
             samplings = [setting.sampling(i) for i in range(len(rollouts))]
             draws = [self.laws(rollout, sampling) for rollout, sampling in zip(rollouts, samplings, strict=True)]
             found = setting_checks(rollouts, samplings, draws, str(setting), rng, logit_error)
@@ -142,19 +139,19 @@ class Verifier:
             results += found
         return results
 
-    async def _sample(self, setting: Setting, seeds: Sequence[int]) -> list[Rollout]:
+    async def _sample(self, setting: Setting, seed: int) -> list[Rollout]:
         number, longest = math.ceil(self.plan.tokens / self.plan.response_tokens), setting.num_speculative_tokens
-        generating = self.generate(setting, number, seeds)
+        generating = self.generate(setting, number, seed)
         if not setting.unsteady:
             return await generating
         rollouts, _ = await self._disturbed(generating, [*range(longest, -1, -1), *range(1, longest)])
         # Steps with a draft length of 0 are not recorded, so the others do not tell a token's place.
         return [replace(rollout, verification_steps=()) for rollout in rollouts]
 
-    async def generate(self, setting: Setting, number: int, seeds: Sequence[int] = ()) -> list[Rollout]:
+    async def generate(self, setting: Setting, number: int, seed: int = 0) -> list[Rollout]:
         """One rollout for each of so many requests; all run side by side, whatever their sampling.
 
-        seeds: what tells this call from others, whose requests must have other seeds.
+        seed: tells this call from others, whose requests must have other seeds.
         Raises RuntimeError when the engine did not speculate as asked, for then nothing would be verified.
         """
         engine, plan, num = self.engine, self.plan, len(setting.samplings)
@@ -162,18 +159,16 @@ class Verifier:
         if setting.num_speculative_tokens:
             await engine.set_draft_sample_method(setting.method)
         await engine.reset_prefix_cache()
-        first_seed = int(np.random.SeedSequence([plan.seed, *seeds]).generate_state(1)[0]) % 2**30
+        first_seed = int(np.random.SeedSequence([plan.seed, seed]).generate_state(1)[0]) % 2**30
         requests = []
         for i in range(number):
-            prompt, seed = i // num % len(plan.prompts), first_seed + i if setting.is_seeded(i) else None
-            requests.append(RolloutRequest(f"prompt-{prompt}", i, plan.prompts[prompt], seed))
-        batches = await asyncio.gather(
-            *(
-                engine.generate(requests[i::num], tap=False, max_tokens=plan.response_tokens, **_parameters(sampling))
-                for i, sampling in enumerate(setting.samplings)
-                if requests[i::num]
-            )
-        )
+            prompt, request_seed = i // num % len(plan.prompts), first_seed + i if setting.is_seeded(i) else None
+            requests.append(RolloutRequest(f"prompt-{prompt}", i, plan.prompts[prompt], request_seed))
+        generating = []
+        for i, s in enumerate(setting.samplings[:number]):
+            own = {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k or -1}
+            generating.append(engine.generate(requests[i::num], tap=False, max_tokens=plan.response_tokens, **own))
+        batches = await asyncio.gather(*generating)
         rollouts = [batches[i % num].rollouts[i // num] for i in range(number)]
         counts = total_counts(rollout.speculation for rollout in rollouts)
         num_drafts = counts.num_drafts if counts else 0
@@ -203,11 +198,7 @@ class Verifier:
     def _part_done(self, what: str, results: Sequence[CheckResult] = ()) -> None:
         """Say which part of the plan is done, what it found, and how much time is left."""
         self.parts_done += 1
-        parts = self.plan.num_speculative_tokens + 2 + self.plan.repeats * len(self.plan.settings)
+        parts = self.plan.num_speculative_tokens + 2 + len(self.plan.settings)
         left = (time.perf_counter() - self.started) * (parts / self.parts_done - 1)
         found = f", smallest p {min(result.p for result in results):.2g}" if results else ""
         self.say(f"{self.parts_done}/{parts} {what}{found}, about {duration(left, 0)} left")
-
-
-def _parameters(sampling: SamplingParams) -> dict[str, Any]:
-    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}

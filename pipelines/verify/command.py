@@ -1,9 +1,4 @@
-"""`cotrain verify`: is this engine, with this drafter and these settings, lossless?
-
-One engine generates with and without speculation. Greedy text must be the same; every sampled token is held against
-the target's own law. All checks together raise a false alarm with a stated probability at most. Exit status 1: not
-lossless.
-"""
+"""`cotrain verify`: is this engine, with this drafter and these settings, lossless? docs/verify.md says how it is told."""
 
 import argparse
 import asyncio
@@ -13,39 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
-from scipy import stats
 
-from cotrain.config.files import write_json
 from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
 from cotrain.lossless.family import POWER, Verdict, detectable_distance, tokens_for_distance
 from cotrain.lossless.setting import STANDARD_SAMPLINGS, standard_settings
 from drafters.base import SamplingParams
-from pipelines.engines import (
-    DEFAULT_TASK,
-    EngineSetup,
-    add_engine_options,
-    at_least,
-    one_engine,
-    prepare_engine,
-    prepared_command,
-    provenance,
-)
-from pipelines.verify.checks import Plan, Verifier, target_laws, two_drafters
+from drafters.files import write_json
+from pipelines import engines
+from pipelines.engines import at_least
+from pipelines.verify.checks import Plan, Verifier, load_target, target_laws, two_drafters
 
 DESCRIPTION = "Is speculation on this engine lossless? Greedy identity and statistical tests of sampled tokens."
 
 NUM_PROMPTS = 64
-ALARM_LEVEL = 0.01
-"""Repeats fail when this many alarms or more had at most this probability at the stated false-alarm rate."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The options of `cotrain verify`."""
     parser = argparse.ArgumentParser(prog="cotrain verify", description=DESCRIPTION)
     parser.add_argument("--config", metavar="CONFIG", help="model, prompts, sampling, k and dtype of this run")
-    add_engine_options(parser, "verify", tokens=48)
+    engines.add_engine_options(parser, "verify", tokens=48)
     parser.add_argument("--k", type=at_least(1), help="longest draft; all shorter ones are tried too (default 3)")
     parser.add_argument("--batch", type=at_least(1), default=32, help="most requests at once (default %(default)s)")
     parser.add_argument(
@@ -53,9 +36,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--distance", type=share, default=0.05, help="find this total variation distance or more (default %(default)s)"
-    )
-    parser.add_argument(
-        "--repeat", type=at_least(1), default=1, help="make the sampled checks so often, to count alarms (default 1)"
     )
     return parser
 
@@ -70,11 +50,11 @@ def share(text: str) -> float:
 def main(argv: Sequence[str]) -> int:
     """Run the command. Raises ValueError for what the user can mend, before an engine starts."""
     args = build_parser().parse_args(argv)
-    with prepared_command("verify", args, prepare) as (out, (plan, setup), say):
-        verdicts = asyncio.run(_verify(plan, setup, args.threads, say))
+    with engines.prepared_command("verify", args, prepare) as (out, (plan, setup), say):
+        verdict = asyncio.run(_verify(plan, setup, args.threads, say))
         settings = [str(setting) for setting in plan.settings]
         about = {"settings": settings, "tokens_per_setting": plan.tokens, "notes": setup.notes}
-        report = provenance(args) | about | outcome(verdicts)
+        report = engines.provenance(args) | about | outcome(verdict)
         write_json(out / "verify.json", report)
         (out / "verify.md").write_text(markdown(report))
         for check in report["checks"]:
@@ -84,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report["passed"] else 1
 
 
-def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, EngineSetup]:
+def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.EngineSetup]:
     """Check the options, load the drafter, encode the prompts. A registry's drafter is copied to `pulled`.
 
     Options that were not given are set to the configuration's. There are tokens enough that each setting finds
@@ -99,9 +79,9 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, EngineSetup]:
     samplings = STANDARD_SAMPLINGS
     if config and asked.temperature > 0:  # greedy text is always checked
         samplings = (SamplingParams(asked.temperature, asked.top_p, asked.top_k, ""),)
-    setup = prepare_engine(
+    setup = engines.prepare_engine(
         args,
-        config.task if config else DEFAULT_TASK,
+        config.task if config else engines.DEFAULT_TASK,
         NUM_PROMPTS,
         args.batch,
         pulled,
@@ -114,51 +94,36 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, EngineSetup]:
     settings = standard_settings(args.k, samplings)
     num_checks = args.k + 1 + sum(setting.num_checks(num_orders) for setting in settings)
     size = tokens_for_distance(args.distance, args.alpha / num_checks)
-    plan = Plan(settings, setup.prompts, args.k, args.tokens, size, args.dtype, args.seed, args.alpha, args.repeat)
+    plan = Plan(settings, setup.prompts, args.k, args.tokens, size, args.dtype, args.seed, args.alpha)
     return plan, setup
 
 
-async def _verify(plan: Plan, setup: EngineSetup, threads: int, say: Callable[[str], None]) -> list[Verdict]:
+async def _verify(plan: Plan, setup: engines.EngineSetup, threads: int, say: Callable[[str], None]) -> Verdict:
     """Load the target for the laws, start the engine, generate, judge."""
-    from transformers import AutoModelForCausalLM
-
     assert setup.drafter is not None
-    model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, plan.dtype))
-    model = model.float().eval()  # the engine's weights, rounded as it rounds them
-    laws = target_laws(model, setup.drafter.draft_to_target.tolist(), plan.dtype)
+    laws = target_laws(load_target(setup), setup.drafter.draft_to_target.tolist(), plan.dtype)
     say("starting the engine")
-    async with one_engine(setup, plan.seed, threads) as engine:
+    async with engines.one_engine(setup, plan.seed, threads) as engine:
         drafters = two_drafters(setup.drafter, plan, Path(engine.spec.scratch))
-        return await Verifier(engine, plan, laws, drafters, say).verdicts()
+        return await Verifier(engine, plan, laws, drafters, say).verdict()
 
 
-def outcome(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """What verify.json says of one or more repeats on the same engine: all checks of the first that failed, or the first.
-
-    One repeat passes without an alarm; many pass with no more alarms than the false-alarm rate explains. `finds` is the
-    distance that a uniformity check would have found.
-    """
-    shown = next((verdict for verdict in verdicts if not verdict.passed), verdicts[0])
-    passed, text, alarms = shown.passed, str(shown), sum(not verdict.passed for verdict in verdicts)
-    if (repeats := len(verdicts)) > 1:
-        passed = bool(stats.binom.sf(alarms - 1, repeats, shown.alpha) > ALARM_LEVEL)
-        text = f"{'lossless' if passed else 'NOT lossless'}: {alarms} alarms in {repeats} repeats, each stated at "
-        text += f"{shown.alpha:g} at most"
-    level = shown.alpha / len(shown.results)
+def outcome(verdict: Verdict) -> dict[str, Any]:
+    """What verify.json says. `finds` is the distance that a uniformity check would have found."""
+    level, failures = verdict.alpha / len(verdict.results), verdict.failures
     checks = [
         asdict(result)
         | {
             "finds": detectable_distance(result.num, level) if result.check.startswith("uniformity") else None,
-            "failed": result in shown.failures,
+            "failed": result in failures,
         }
-        for result in shown.results
+        for result in verdict.results
     ]
     return {
-        "passed": passed,
-        "verdict": text,
-        "false_alarm_rate": shown.alpha,
-        "alarms": alarms,
-        "smallest_adjusted_p": [min(result.adjusted_p for result in verdict.results) for verdict in verdicts],
+        "passed": verdict.passed,
+        "verdict": str(verdict),
+        "false_alarm_rate": verdict.alpha,
+        "smallest_adjusted_p": min(result.adjusted_p for result in verdict.results),
         "checks": checks,
     }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cotrain.controller import Controller, Records, Roles
-from cotrain.lossless.draws import Draws
+from cotrain.lossless.emitted import Draws
 from cotrain.process.failures import SelfCheckFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.records import GainReport, Prompt, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload

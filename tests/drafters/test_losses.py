@@ -8,8 +8,7 @@ import torch
 from drafters.alignment import align
 from drafters.base import SamplingParams
 from drafters.config import ObjectiveConfig
-from drafters.losses import DEPTH_DECAY, Teacher, draft_loss, truncate
-from drafters.objectives import KL_DECAY
+from drafters.losses import DEPTH_DECAY, KL_DECAY, Teacher, draft_loss, truncate
 from tests.drafters.conftest import TARGET, make_batch
 
 DEPTH = 3

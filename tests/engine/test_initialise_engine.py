@@ -17,8 +17,8 @@ from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import read_shard
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import Drafter
-from pipelines.initialise.result import serve
-from pipelines.initialise.rollouts import Corpus
+from pipelines.engines import send
+from pipelines.initialise.sources import Corpus
 from tests.engine.conftest import LiveEngine, make_requests
 
 pytestmark = pytest.mark.engine
@@ -64,12 +64,11 @@ def test_a_replay_keeps_the_taps_bounds(fresh: LiveEngine) -> None:
 
 def test_a_drafter_is_served_as_it_was_sent(fresh: LiveEngine, fitted_drafter: Drafter) -> None:
     payload = fresh.payload(fitted_drafter.state_for_serving())
-    version = fresh.engine.versions.drafter + 1
-    fresh.run(serve(fresh.engine, payload, version))
+    fresh.run(send(fresh.engine, payload))
     assert fresh.run(fresh.engine.served_digests(sorted(payload.digests), draft=True)) == payload.digests
     payload.digests["fc.weight"] = "0" * 32
     with pytest.raises(WeightUpdateRefused, match=r"fc\.weight"):
-        fresh.run(serve(fresh.engine, payload, version + 1))
+        fresh.run(send(fresh.engine, payload))
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,18 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import cotrain.roles.learners
 from cotrain.config.schema import PolicyConfig, RolloutConfig, RunConfig
 from cotrain.process.failures import RunFailure
-from cotrain.records import Versions
+from cotrain.records import Versions, WeightPayload
 from cotrain.roles.engines import RolloutEngines, engine_specs
 from cotrain.roles.learners import Learner, PolicyActor, start_policy
 from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import write_payload
 from drafters.base import Drafter
+from drafters.files import WEIGHTS
 from tests.engine.conftest import SERVING, make_requests
 from tests.engine.test_isolation import make_rollouts
 
@@ -82,33 +84,33 @@ def next_policy(roles: tuple[RolloutEngines, Learner, Nodes, Any], version: int)
     return learner.call("write_payload", nodes.scratch[nodes.local] / f"policy_{version}.safetensors")
 
 
-def compare_all(roles: tuple[RolloutEngines, Learner, Nodes, Any], engines: int) -> set[str]:
-    """All engines serve what the learner has. Returns the names of all tensors."""
+def compare_all(roles: tuple[RolloutEngines, Learner, Nodes, Any], folder: Path) -> WeightPayload:
+    """Both engines serve what the learner has. Returns all of it."""
     at, learner, nodes, _ = roles
-    whole = write_payload(
-        learner.call("state_for_serving"), nodes.scratch[nodes.local] / "all.safetensors", torch.float32
-    )
+    learner.call("save", folder)
+    whole = write_payload(load_file(folder / WEIGHTS), nodes.scratch[nodes.local] / "all.safetensors", torch.float32)
     for turn in (0, 1):  # each looks at other columns
-        assert at.call("_weights", False, "compare", whole.path, whole.digests, turn) == [None] * engines
-    return {*whole.digests}
+        assert at.call("_weights", False, "compare", whole.path, whole.digests, turn) == [None] * 2
+    return whole
 
 
 def test_all_engines_serve_what_the_learner_has_while_they_generate(
-    roles: tuple[RolloutEngines, Learner, Nodes, Any],
+    roles: tuple[RolloutEngines, Learner, Nodes, Any], tmp_path: Path
 ) -> None:
-    engines, learner, _, cluster = roles
+    engines, _, _, cluster = roles
     payload = next_policy(roles, 1)
     running = [engines.begin_generate(engine, make_requests(4), False) for engine in (0, 1)]
     report = engines.update_policy(payload, 1)
-    names = compare_all(roles, 2)
+    whole = compare_all(roles, tmp_path)
+    names = whole.digests.keys()
     assert {name for name in names if "embed" in name or "lm_head" in name} < payload.digests.keys() < names
-    assert report.num_bytes == sum(tensor.nbytes for tensor in learner.call("state_for_serving").values())
+    assert whole.num_bytes - 2**16 < report.num_bytes < whole.num_bytes  # less the header of the file
     for batch in cluster.get(running):
         assert {rollout.versions.policy for rollout in batch.rollouts} == {1}
 
 
 def test_an_engine_that_died_comes_back_with_the_next_update_and_the_drafter_of_record(
-    roles: tuple[RolloutEngines, Learner, Nodes, Any], fitted_drafter: Drafter
+    roles: tuple[RolloutEngines, Learner, Nodes, Any], fitted_drafter: Drafter, tmp_path: Path
 ) -> None:
     engines, _, nodes, cluster = roles
     running = engines.begin_generate(1, make_requests(4), False)
@@ -127,7 +129,7 @@ def test_an_engine_that_died_comes_back_with_the_next_update_and_the_drafter_of_
     assert engines.in_dispatch == [0]
     engines.update_policy(next_policy(roles, 2), 2)
     assert engines.in_dispatch == [0, 1]
-    compare_all(roles, 2)
+    compare_all(roles, tmp_path)
     assert engines.call("served_digests", sorted(drafter.digests), True) == [drafter.digests] * 2
     versions = {rollout.versions for rollout in engines.generate(make_requests(4)).rollouts}
     assert versions == {Versions(2, 1)}

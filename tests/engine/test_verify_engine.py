@@ -20,7 +20,7 @@ from cotrain.records import WeightPayload
 from cotrain.rollout.vllm.arguments import EngineSpec
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, TargetWeights
-from drafters.vocabulary import to_tokens
+from drafters.eagle3.model import to_tokens
 from pipelines.verify.checks import Laws, Plan, Verifier, perturbed, target_laws
 from tests.engine import planted_bugs
 from tests.engine.conftest import SERVING, LiveEngine, distilled, eagle3, make_requests
@@ -84,7 +84,7 @@ def verifier_of(
     live: LiveEngine, laws: Laws, drafters: list[WeightPayload], *settings: Setting, tokens: int = TOKENS
 ) -> Verifier:
     prompts = [request.prompt_token_ids for request in make_requests(32)]
-    plan = Plan(settings, prompts, K, 48, tokens, "float32", seed=1, alpha=ALPHA, repeats=1)
+    plan = Plan(settings, prompts, K, 48, tokens, "float32", seed=1, alpha=ALPHA)
     return Verifier(live.engine, plan, laws, drafters, lambda line: None)
 
 

@@ -9,7 +9,7 @@ from cotrain.config.schema import DrafterConfig
 from cotrain.process.failures import RunFailure
 from cotrain.publish.alarms import LAG_ROUNDS, Alarm, check_step
 from cotrain.records import RolloutBatch, Versions
-from cotrain.stream.lag import check_lag
+from cotrain.stream.ledger import check_lag
 from drafters.base import Drafter
 from tests.engine.conftest import LiveEngine, make_requests
 from tests.faults.conftest import Fault

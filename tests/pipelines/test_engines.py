@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import cotrain.rollout.engine
 from cotrain.models.loading import resolve_model
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
@@ -49,7 +48,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """A copy of the environment, which an engine's own variables go into."""
     own = dict(os.environ)
     monkeypatch.setattr(os, "environ", own)
-    monkeypatch.setattr(cotrain.rollout.engine, "RolloutEngine", IdleEngine)
+    monkeypatch.setattr("pipelines.engines.RolloutEngine", IdleEngine)
     return own
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from cotrain.lossless.checks import support_check, uniformity_check
-from cotrain.lossless.draws import Draws, draws_of, members_first
-from cotrain.lossless.emitted import target_log_probs
+from cotrain.lossless.emitted import Draws, draws_of, members_first, target_log_probs
 from cotrain.lossless.family import CheckResult
 from tests.cotrain.lossless.simulated_sampler import VOCAB, Emitted, Model, Setting
 

@@ -22,8 +22,7 @@ from cotrain.lossless.checks import (
     support_check,
     uniformity_check,
 )
-from cotrain.lossless.draws import Draws, draws_of, members_first
-from cotrain.lossless.emitted import emitted_draws, response_draws, target_log_probs
+from cotrain.lossless.emitted import Draws, draws_of, emitted_draws, members_first, response_draws, target_log_probs
 from cotrain.lossless.family import detectable_distance, tokens_for_distance
 from cotrain.lossless.setting import GREEDY, PLAIN, Setting, standard_settings
 from cotrain.records import Rollout, RolloutRequest

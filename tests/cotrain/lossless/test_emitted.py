@@ -5,8 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cotrain.lossless.draws import members_first
-from cotrain.lossless.emitted import emitted_draws, response_draws, target_log_probs
+from cotrain.lossless.emitted import emitted_draws, members_first, response_draws, target_log_probs
 from cotrain.models.loading import resolve_model
 from drafters.base import SamplingParams
 from tests.cotrain.lossless.conftest import MODEL

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cotrain.lossless.greedy import GreedyCheck, compare_greedy
+from cotrain.lossless.family import GreedyCheck, compare_greedy
 from cotrain.records import Rollout, Versions
 
 EQUAL = math.log(0.5)

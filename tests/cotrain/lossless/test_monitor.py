@@ -9,8 +9,7 @@ import pytest
 from cotrain.config.schema import LEAST_SPECULATED, MonitorConfig
 from cotrain.lossless import monitor as monitor_module
 from cotrain.lossless.checks import LOGIT_ERROR
-from cotrain.lossless.draws import Draws
-from cotrain.lossless.emitted import response_draws
+from cotrain.lossless.emitted import Draws, response_draws
 from cotrain.lossless.family import Verdict, detectable_distance
 from cotrain.lossless.monitor import FALSE_ALARM_RATE, Chosen, LosslessMonitor, alpha_share
 from cotrain.lossless.setting import PLAIN

@@ -25,6 +25,7 @@ from transformers import (
 
 from cotrain.config.schema import OptimizerConfig, PolicyConfig, RolloutConfig
 from cotrain.policy.learner import PolicyLearner
+from cotrain.policy.sharding import whole_tensors
 from cotrain.records import Rollout, ScoredRollout, Versions
 
 VOCAB = 128
@@ -138,3 +139,9 @@ def update_difference(model_path: str, one: dict[str, Tensor], other: dict[str, 
 def with_advantages(rollouts: list[ScoredRollout], advantage: float) -> list[ScoredRollout]:
     """The same rollouts, all with this advantage."""
     return [replace(scored, advantage=advantage) for scored in rollouts]
+
+
+def served_state(learner: PolicyLearner) -> dict[str, torch.Tensor]:
+    """CPU copies of the weights in Hugging Face names and rollout.dtype, without tied duplicates."""
+    tensors = whole_tensors(learner._policy.model, getattr(torch, learner._rollout.dtype))
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}

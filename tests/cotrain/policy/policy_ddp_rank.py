@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from policy_cases import make_learner, make_rollouts
+from policy_cases import make_learner, make_rollouts, served_state
 from safetensors.torch import save_file
 
 from cotrain.policy.learner import PolicyLearner
@@ -46,7 +46,7 @@ def run_rank(rank: int, port: int, model_path: str, folder: str) -> None:
     for name, policy in VARIANTS.items():
         learner = make_learner(model_path, micro_batch_tokens=60, num_processes=2, **policy)
         metrics = train(learner, model_path)
-        save_file(learner.state_for_serving(), output / f"{name}-{rank}.safetensors")
+        save_file(served_state(learner), output / f"{name}-{rank}.safetensors")
         (output / f"{name}-{rank}.json").write_text(json.dumps(metrics))
 
     learner.save(output / "saved")

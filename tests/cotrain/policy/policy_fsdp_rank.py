@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from policy_cases import ROLLOUT, make_learner, make_rollouts
+from policy_cases import ROLLOUT, make_learner, make_rollouts, served_state
 from policy_ddp_rank import train
 from safetensors.torch import save_file
 from torch import Tensor
@@ -49,12 +49,12 @@ def use(learner: PolicyLearner, model: str) -> Outcome:
     metrics.append(learner.update(make_rollouts(model, seed=3)))
     assert hidden is not None and draws is not None
     log_probs = torch.cat([torch.from_numpy(of_rollout.log_prob) for of_rollout in draws])
-    return metrics, {"aux": hidden[0], "final": hidden[1], "log_probs": log_probs} | learner.state_for_serving()
+    return metrics, {"aux": hidden[0], "final": hidden[1], "log_probs": log_probs} | served_state(learner)
 
 
 def go_on(learner: PolicyLearner, model: str) -> Outcome:
     """What a learner does after it has saved, or was loaded."""
-    return [learner.update(make_rollouts(model, seed)) for seed in (4, 5)], learner.state_for_serving()
+    return [learner.update(make_rollouts(model, seed)) for seed in (4, 5)], served_state(learner)
 
 
 def write(outcome: Outcome, file: Path) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from cotrain.policy.advantages import group_advantages
+from cotrain.policy.losses import group_advantages
 
 IDS = ["a", "b", "a", "b", "a"]
 

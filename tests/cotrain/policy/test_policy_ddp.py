@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from policy_cases import free_ports, make_learner, make_rollouts, run_ranks, update_difference
+from policy_cases import free_ports, make_learner, make_rollouts, run_ranks, served_state, update_difference
 from policy_ddp_rank import VARIANTS, run_rank, train
 from safetensors.torch import load_file
 
@@ -21,7 +21,7 @@ def two_processes(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_two_processes_update_like_one(tiny_model: str, two_processes: Path, name: str) -> None:
     learner = make_learner(tiny_model, **VARIANTS[name])
     expected = train(learner, tiny_model)
-    single = learner.state_for_serving()
+    single = served_state(learner)
     ranks = [load_file(two_processes / f"{name}-{rank}.safetensors") for rank in range(2)]
     assert all(torch.equal(ranks[0][key], ranks[1][key]) for key in single)
     for key in single:
@@ -39,7 +39,7 @@ def test_one_process_continues_what_two_have_saved(tiny_model: str, two_processe
     name = list(VARIANTS)[-1]
     resumed = make_learner(tiny_model, **VARIANTS[name])
     resumed.load(two_processes / "saved")
-    state = resumed.state_for_serving()
+    state = served_state(resumed)
     saved = load_file(two_processes / f"{name}-0.safetensors")
     assert state.keys() == saved.keys() and all(torch.equal(state[key], saved[key]) for key in saved)
     [expected] = json.loads((two_processes / "on-0.json").read_text())

@@ -10,6 +10,7 @@ from policy_cases import (
     ROLLOUT,
     make_learner,
     make_rollouts,
+    served_state,
     token_log_probs,
     update_difference,
     with_advantages,
@@ -27,7 +28,7 @@ def weights_after(model: str, updates: int = 1, **policy: Any) -> dict[str, torc
     learner = make_learner(model, **policy)
     for seed in range(updates):
         learner.update(make_rollouts(model, seed))
-    return learner.state_for_serving()
+    return served_state(learner)
 
 
 def test_metrics_and_gradient_equal_a_plain_forward_of_every_rollout(tiny_model: str) -> None:
@@ -99,9 +100,9 @@ def test_rewarded_tokens_become_likelier_and_punished_ones_less(tiny_model: str,
 
 def test_equal_rewards_leave_a_fresh_policy_alone_but_count_as_a_step(tiny_model: str) -> None:
     learner = make_learner(tiny_model)
-    before = learner.state_for_serving()
+    before = served_state(learner)
     metrics = learner.update(with_advantages(make_rollouts(tiny_model), 0.0))
-    after = learner.state_for_serving()
+    after = served_state(learner)
     assert metrics["policy/grad_norm"] == 0
     assert learner.policy_version == 1
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -127,9 +128,9 @@ def test_kl_to_the_reference_is_zero_at_first_in_bfloat16(tiny_model: str) -> No
 def test_bfloat16_keeps_updates_too_small_for_bfloat16_weights(tiny_model: str) -> None:
     tiny_step = OptimizerConfig(learning_rate=1e-6)
     learner = make_learner(tiny_model, dtype="bfloat16", optimizer=tiny_step)
-    before = learner.state_for_serving()
+    before = served_state(learner)
     learner.update(make_rollouts(tiny_model))
-    after = learner.state_for_serving()
+    after = served_state(learner)
     moved = torch.cat([(after[name] != before[name]).flatten() for name in before]).float().mean()
     assert moved > 0.5
 
@@ -145,7 +146,7 @@ def test_recomputed_old_log_probs_ignore_the_engines(tiny_model: str) -> None:
         metrics = recomputing.update(noisy)
         # The gap is taken before the policy moves, whatever the number of minibatches.
         assert trusting.update(exact)["policy/rollout_log_prob_gap"] < 1e-5
-        difference = update_difference(tiny_model, recomputing.state_for_serving(), trusting.state_for_serving())
+        difference = update_difference(tiny_model, served_state(recomputing), served_state(trusting))
         assert difference < 1e-3
         assert metrics["policy/rollout_log_prob_gap"] > 0.3
 
@@ -181,7 +182,7 @@ def test_a_corrected_update_weighs_each_rollout_by_what_the_engine_got_wrong(
     forwards_corrected, forwards = forwards, 0
     plain = expected.update(weighted)
     assert forwards_corrected == forwards
-    difference = update_difference(tiny_model, corrected.state_for_serving(), expected.state_for_serving())
+    difference = update_difference(tiny_model, served_state(corrected), served_state(expected))
     assert difference < 1e-3
 
     w = torch.tensor(weights, dtype=torch.float64)
@@ -236,7 +237,7 @@ def test_masked_tokens_are_counted_and_a_fully_masked_step_has_no_weight(tiny_mo
 @pytest.mark.parametrize("broken", ["log_prob", "advantage"])
 def test_non_finite_loss_stops_before_the_optimizer_moves(tiny_model: str, broken: str) -> None:
     learner = make_learner(tiny_model, micro_batch_tokens=24)
-    before = learner.state_for_serving()
+    before = served_state(learner)
     rollouts = make_rollouts(tiny_model)
     if broken == "log_prob":
         log_probs = [math.nan, *rollouts[5].rollout.log_probs[1:]]
@@ -245,12 +246,12 @@ def test_non_finite_loss_stops_before_the_optimizer_moves(tiny_model: str, broke
         rollouts[5] = replace(rollouts[5], advantage=math.inf)
     with pytest.raises(FloatingPointError, match=r"policy step 1: .*not finite: p1/1\. .*has not moved"):
         learner.update(rollouts)
-    after = learner.state_for_serving()
+    after = served_state(learner)
     assert learner.policy_version == 0
     assert all(torch.equal(before[name], after[name]) for name in before)
 
     learner.update(make_rollouts(tiny_model))
-    assert update_difference(tiny_model, weights_after(tiny_model), learner.state_for_serving()) < 2e-4
+    assert update_difference(tiny_model, weights_after(tiny_model), served_state(learner)) < 2e-4
 
 
 def test_three_updates_a_resume_and_three_more_equal_six(tiny_model: str, tmp_path: Path) -> None:
@@ -268,7 +269,7 @@ def test_three_updates_a_resume_and_three_more_equal_six(tiny_model: str, tmp_pa
     metrics += [resumed.update(rollouts) for rollouts in steps[3:]]
 
     assert metrics == expected
-    one, other = straight.state_for_serving(), resumed.state_for_serving()
+    one, other = served_state(straight), served_state(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -278,7 +279,7 @@ def test_serving_state_has_the_names_of_the_checkpoint_and_shares_no_memory(
 ) -> None:
     path = request.getfixturevalue(model)
     learner = make_learner(path, ROLLOUT.model_copy(update={"dtype": "bfloat16"}))
-    state = learner.state_for_serving()
+    state = served_state(learner)
     checkpoint = load_file(Path(path) / "model.safetensors")
     assert state.keys() == checkpoint.keys()
     assert all(torch.equal(state[name], checkpoint[name].bfloat16()) for name in state)

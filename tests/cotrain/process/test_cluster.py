@@ -79,7 +79,7 @@ def test_each_rank_of_an_engine_has_a_gpu_and_the_others_share_the_rest(run_conf
 
 @pytest.mark.parametrize(("nodes", "ranks"), [([2, 2, 2], 4), ([4], 4), ([1, 1], 2)])
 def test_an_engine_that_no_node_has_room_for_is_refused(run_config, nodes, ranks):
-    message = rf"^rollout\.vllm\.tensor_parallel_size: 1 engines .* of {ranks} GPUs each .* inside one node\. Lower one"
+    message = rf"^rollout\.vllm\.tensor_parallel_size: 1 engines .* of {ranks} GPUs each.* inside one node\. Lower one"
     with pytest.raises(ValueError, match=message):
         placed(run_config, nodes, ranks=ranks)
 

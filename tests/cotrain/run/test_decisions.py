@@ -1,7 +1,6 @@
 from dataclasses import asdict
 
-from cotrain.run.decisions import DrafterEvent
-from cotrain.run.rows import RowFile, read_rows
+from cotrain.run.rows import DrafterEvent, RowFile, read_rows
 
 
 def event(step, kind="kept back", reason="kept back, no gain: length 1.2 against 1.3"):

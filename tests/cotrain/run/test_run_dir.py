@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from cotrain.config.files import write_json
 from cotrain.run.run_dir import RunDir
+from drafters.files import write_json
 
 
 def test_paths_of_a_run(tmp_path):

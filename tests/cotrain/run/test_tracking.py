@@ -11,10 +11,9 @@ from mlflow import MlflowClient, MlflowException
 
 from cotrain.records import Versions
 from cotrain.run import mlflow_store
-from cotrain.run.decisions import DrafterEvent
 from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import check_uri, tracking_uri, uri_argument
-from cotrain.run.rows import RowFile, read_rows
+from cotrain.run.rows import DrafterEvent, RowFile, read_rows
 from cotrain.run.tracking import Tracker, model_id_of, registered_name
 from tests.speculation_counts import counts
 

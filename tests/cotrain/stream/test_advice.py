@@ -1,6 +1,6 @@
 """Advice of a run with lag: given when its reason has lasted, once, and again when the reason has come back."""
 
-from cotrain.stream.advice import DRIFT_STEPS, STARVED_STEPS, Advice
+from cotrain.stream.metrics import DRIFT_STEPS, STARVED_STEPS, Advice
 
 
 def said(advice: Advice, steps: int, **row: float) -> list[int]:

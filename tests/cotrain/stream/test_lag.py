@@ -7,7 +7,7 @@ import pytest
 from cotrain.process.failures import RunFailure
 from cotrain.records import Rollout, ScoredRollout, Segment, Versions
 from cotrain.rollout.acceptance_stats import counts_by_versions, counts_of_steps, last_segment, total_counts
-from cotrain.stream.lag import check_lag
+from cotrain.stream.ledger import check_lag
 from cotrain.stream.metrics import lag_metrics, rollout_metrics, token_lags
 
 

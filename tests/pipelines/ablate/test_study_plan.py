@@ -5,8 +5,6 @@ import pytest
 from cotrain.config.errors import ConfigError
 from pipelines.ablate.plan import load_study
 
-GRID = 'grid={init=["none","generic"],online=[true,false],num_speculative_tokens=[1,2]}'
-
 
 def problems(study_file, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as error:
@@ -45,14 +43,6 @@ def test_an_initialisation_overrides_the_shared_configuration(study_file):
     assert (init.name, init.run_root.name) == ("generic", "inits")
 
 
-def test_a_grid_leaves_out_frozen_random_drafters(study_file):
-    study = load_study(study_file, [GRID, arms("name='baseline', speculation=false")])
-    assert [arm.name for arm in study.arms] == [
-        "baseline", "none, co-trained, k 1", "none, co-trained, k 2", "generic, co-trained, k 1",
-        "generic, co-trained, k 2", "generic, frozen, k 1", "generic, frozen, k 2",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
@@ -68,8 +58,6 @@ def test_a_grid_leaves_out_frozen_random_drafters(study_file):
         (arms("name='x y'", "name='x-y', num_speculative_tokens=1"), "arm 'x-y': would share run folders x-y-s* with 'x y'; rename one"),
         (arms("init='none'"), "arm 1: name: missing: Name in tables"),
         ("arms=[]", "arms: the study has none"),
-        ("grid={policy=['still']}", "arm 'grid': policy: must be 'moving' or 'frozen'"),
-        ("grid={speculatio=[false]}", "arm 'grid': speculatio: unknown field; did you mean speculation?"),
         ("seeds=[1,1]", "seeds: [1, 1] holds a seed twice"),
         ("seed=[1]", "seed: unknown field; did you mean seeds?"),
         ("config=['bas.toml']", "bas.toml: no such file; did you mean"),

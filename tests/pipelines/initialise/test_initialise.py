@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.cli import main
-from pipelines.initialise.result import SERVED_ROLLOUTS, served_requests, summary
-from pipelines.initialise.rollouts import StoredRollout
+from pipelines.initialise.pipeline import SERVED_ROLLOUTS, served_requests, summary
+from pipelines.initialise.sources import StoredRollout
 
 SMOKE = "configs/smoke.toml"
 

@@ -7,8 +7,17 @@ import pytest
 
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Versions
 from cotrain.run.rows import read_rows
-from pipelines.initialise.rollouts import FILE, Corpus, StoredRollout, data_fingerprint, read_recorded, split_prompts
-from pipelines.initialise.sources import GivenRollouts, PromptStream, collect
+from pipelines.initialise.sources import (
+    FILE,
+    Corpus,
+    GivenRollouts,
+    PromptStream,
+    StoredRollout,
+    collect,
+    data_fingerprint,
+    read_recorded,
+    split_prompts,
+)
 
 FINGERPRINTS = {"model": "m", "tokenizer": "t"}
 

@@ -7,8 +7,7 @@ from transformers import AutoTokenizer
 
 from cotrain.models.loading import resolve_model
 from cotrain.run.checkpoint import model_fingerprints
-from pipelines.initialise.rollouts import Corpus, StoredRollout
-from pipelines.initialise.sources import GivenRollouts, PromptStream, open_source
+from pipelines.initialise.sources import Corpus, PromptStream, StoredRollout, open_source
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +49,12 @@ def test_the_policys_prompts_come_in_seeded_order(open_with):
     assert len({r.seed for r in requests}) == len(requests)
 
 
-def test_given_responses_are_what_the_policy_would_have_written(open_with, dataset, model):
-    path = dataset([{"question": f"What is {i}?", "reply": f"It is {i}."} for i in range(5)])
-    source = open_with({"type": "dataset", "path": path, "response_column": "reply"})
-    assert isinstance(source, GivenRollouts) and len(source.rollouts) == 5
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    by_id = {r.prompt_id: r for r in source.rollouts}
-    assert list(by_id) != sorted(by_id)
-    rollout = by_id["data-3"]
-    assert tokenizer.decode(rollout.prompt_token_ids).endswith("What is 3?<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(rollout.token_ids) == "It is 3.<|im_end|>"
-    assert rollout.token_ids[-1] == tokenizer.eos_token_id
-
-
-def test_the_last_message_can_be_the_response(open_with, dataset):
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    path = dataset([{"messages": messages}])
-    source = open_with({"type": "dataset", "path": path, "response_column": "messages"})
-    assert len(source.rollouts[0].token_ids) == len("Hello") + 1  # a token a byte, and the end
-    answered = open_with({"type": "dataset", "path": path})
-    assert answered.requests(0, 1)[0].prompt_token_ids == source.rollouts[0].prompt_token_ids
+def test_the_policy_answers_the_prompts_of_a_dataset(open_with, dataset, model):
+    messages = [{"role": "user", "content": "What is 3?"}, {"role": "assistant", "content": "It is 3."}]
+    source = open_with({"type": "dataset", "path": dataset([{"messages": messages}])})
+    assert isinstance(source, PromptStream)
+    text = AutoTokenizer.from_pretrained(model).decode(source.requests(0, 1)[0].prompt_token_ids)
+    assert text.endswith("What is 3?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_what_is_too_long_is_left_out_and_said(open_with, dataset, capsys):
@@ -78,8 +63,6 @@ def test_what_is_too_long_is_left_out_and_said(open_with, dataset, capsys):
     assert source.num_prompts == 1
     note = "note: 1 of 2 are over rollout.max_prompt_tokens or max_new_tokens and left out"
     assert note in capsys.readouterr().out
-    given = open_with({"type": "dataset", "path": path, "response_column": "reply"}, max_prompt_tokens=200)
-    assert len(given.rollouts) == 1 and note in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"init\.source\.path: .*has nothing within"):
         open_with({"type": "dataset", "path": path}, max_prompt_tokens=8)
 
@@ -89,11 +72,7 @@ def test_what_is_too_long_is_left_out_and_said(open_with, dataset, capsys):
     [
         ({}, r"init\.source\.prompt_column: no column messages or prompt or question; .* found: body, title"),
         ({"prompt_column": "text"}, r"init\.source\.prompt_column: no column text; .* found: body, title"),
-        (
-            {"prompt_column": "title", "response_column": "reply"},
-            r"init\.source\.response_column: no column reply; .* found: body, title",
-        ),
-        ({"prompt_column": "title", "response_column": "body"}, r"init\.source\.response_column: row 0 .* None"),
+        ({"prompt_column": "body"}, r"init\.source\.prompt_column: row 0 .* has no prompt"),
     ],
 )
 def test_a_wrong_schema_is_named_with_the_columns_found(open_with, dataset, source, message):

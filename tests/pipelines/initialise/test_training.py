@@ -10,7 +10,7 @@ from cotrain.records import Versions
 from cotrain.run.checkpoint import RunState, find_defect, latest_checkpoint, load_state
 from cotrain.run.run_dir import RunDir
 from cotrain.trainer.distiller import EXPECTED
-from pipelines.initialise.rollouts import StoredRollout
+from pipelines.initialise.sources import StoredRollout
 from pipelines.initialise.training import RunRecord, Training, plan_updates
 from tests.cotrain.trainer.conftest import weights_of
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.page.record import RunRecord, drafter_age, drafter_marks, read_run
+from pipelines.page.record import RunRecord, drafter_marks, read_run
 from tests.pipelines.page.conftest import row, write_run
 
 
@@ -35,11 +35,6 @@ def test_a_drafter_that_was_taken_back_is_no_new_one(tmp_path: Path) -> None:
     assert marks["first step of a new drafter"].tolist() == [False, True, False, False]
     assert marks["taken back after this step"].tolist() == [False, True, False, False]
     assert marks["candidate kept back"].tolist() == [False, True, True, False]
-
-
-def test_the_age_of_a_drafter_counts_from_its_first_step(tmp_path: Path) -> None:
-    run = run_with(tmp_path, versions__drafter=[0, 0, 1, None, 1, 2], versions__policy=[0, 1, 2, 3, 4, 5])
-    assert drafter_age(run).tolist() == [0, 1, 0, 1, 2, 0]
 
 
 def test_a_run_that_was_killed_while_writing_is_read(tmp_path: Path) -> None:

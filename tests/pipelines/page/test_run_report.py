@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.config.files import write_json
+from drafters.files import write_json
 from pipelines.page.page import Fact, Plot
 from pipelines.page.record import read_run
 from pipelines.train.report import run_facts, run_page, write_run_report
@@ -115,7 +115,7 @@ def test_the_page_is_whole_and_needs_no_other_file(full: Path) -> None:
     assert not re.search(r"@import|<script|<link", text)
     pngs = {path.stem for path in page.parent.glob("*.png")}
     assert pngs == {name for name, plot in plots(full).items() if plot.figure}
-    assert len(images(page)) == len(pngs) == 9
+    assert len(images(page)) == len(pngs) == 8
     assert all(alt for alt, _ in images(page))
     assert "served: 1.10 first, 2.20 last" in images(page)[0][0]
     for label in ("served", "expected on unseen rollouts", "first step of a new drafter"):
@@ -132,7 +132,7 @@ def test_configured_text_cannot_become_markup(tmp_path: Path) -> None:
 def test_one_step_is_drawn(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", [row(1)])
     assert facts(folder)["acceptance"].value == "1.10 -> 1.10"
-    assert len(images(write_run_report(folder))) == 9
+    assert len(images(write_run_report(folder))) == 8
 
 
 def test_a_run_without_a_drafter_says_so(tmp_path: Path) -> None:
