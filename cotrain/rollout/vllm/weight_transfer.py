@@ -8,13 +8,13 @@ One good state of the policy is kept, so shared memory holds at most two policie
 being written. Of a drafter the good state before is kept as well, so that an update which another engine has refused
 can be undone here.
 
-The tensor-parallel ranks of an engine do each step together: what one of them refuses, none takes.
+Every tensor-parallel rank of an engine makes each step: what one of them refuses, none takes.
 """
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -24,8 +24,6 @@ from cotrain.models.loading import weight_files
 from cotrain.rollout.vllm import weights as vllm_weights
 from cotrain.transport.payload import WEIGHTS_UNKNOWN, Manifest, WeightUpdateRefused, read_manifest, read_payload
 
-T = TypeVar("T")
-
 READBACK_COLUMNS = 32
 """Input columns of each packed policy matrix read back after an update, others each time. Drafters are read back whole.
 
@@ -34,10 +32,7 @@ found at once with probability 1 - (1 - s)^32. Reading all columns takes several
 
 
 class ServedWeights:
-    """The weights of the policy or of the drafter as a worker serves them. Takes whole state dicts or nothing.
-
-    Every tensor-parallel rank has one, and each method is called on all of them.
-    """
+    """The weights of the policy or of the drafter as a rank serves them. Takes whole state dicts or nothing."""
 
     def __init__(self, model: nn.Module, model_config: Any, kept: Path, target: nn.Module | None = None):
         """kept: name of a hard link to the last good payload, on the payloads' file system; each rank has its own.
@@ -56,7 +51,8 @@ class ServedWeights:
 
     def check(self, path: str, digests: dict[str, str]) -> dict[str, Tensor]:
         """Read an update and touch nothing. Raises WeightUpdateRefused."""
-        return on_all_ranks(lambda: read_payload(path, digests, self._expected()))
+        tensors: dict[str, Tensor] = on_all_ranks(lambda: read_payload(path, digests, self._expected()))
+        return tensors
 
     def update(self, path: str, digests: dict[str, str], turn: int = 0) -> None:
         """Serve an update. Raises WeightUpdateRefused; what was served before is then served on.
@@ -123,7 +119,7 @@ class ServedWeights:
             raise RuntimeError(message) from error
 
 
-def of_all_ranks(value: T) -> list[T]:
+def of_all_ranks(value: Any) -> list[Any]:
     """The values that the engine's tensor-parallel ranks give, in their order. All of them must call it."""
     from vllm.distributed import get_tp_group
 
@@ -133,7 +129,7 @@ def of_all_ranks(value: T) -> list[T]:
     return values
 
 
-def on_all_ranks(step: Callable[[], T]) -> T:
+def on_all_ranks(step: Callable[[], Any]) -> Any:
     """Do a step that every rank does. Raises WeightUpdateRefused on all of them when it fails on one, which it names."""
     results, error = [], None
     try:
