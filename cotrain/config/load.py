@@ -1,4 +1,4 @@
-"""From TOML files and key=value overrides to a RunConfig; errors a user can act on, all in one pass.
+"""From TOML files and key=value overrides to a RunConfig; errors a user can act on: all wrong fields, then all broken rules.
 
 Later files win over earlier ones, and overrides over files. config.json is the same schema for machines.
 """
@@ -19,8 +19,6 @@ from cotrain.config.schema import RunConfig
 from drafters.files import write_json
 
 Table = dict[str, Any]
-REQUIRED: Table = {"name": "x", "steps": 1, "policy": {"model": "x"}, "task": {"type": "reasoning_gym", "name": "x"}}
-"""Values of required fields, with which rules between the other fields can be checked."""
 
 
 def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None) -> RunConfig:
@@ -47,36 +45,14 @@ def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[T
 
 
 def parse_config(fields: Table) -> RunConfig:
-    """Raises ConfigError listing all wrong fields and broken rules."""
+    """Raises ConfigError listing all wrong fields, or all rules between fields that are broken."""
     try:
         config = RunConfig.model_validate(fields)
     except ValidationError as error:
-        problems = readable_problems(error)
-        raise ConfigError([*problems, *_rules_beside(fields, problems)]) from None
+        raise ConfigError(readable_problems(error)) from None
     if broken := broken_rules(config):
         raise ConfigError(broken)
     return config
-
-
-def _rules_beside(fields: Table, problems: Sequence[str]) -> list[str]:
-    """The broken rules that no wrong field takes part in; the others wait until these fields are mended."""
-    wrong = [line.partition(":")[0].removesuffix(".type") for line in problems]
-    rest = reduce(_without, wrong, fields)
-    drafter = {"drafter": {"model": {"type": "eagle3"}}} if rest.get("drafter") else {}
-    try:
-        config = RunConfig.model_validate(merge(REQUIRED | drafter, rest))
-    except ValidationError:
-        return []
-    names = "|".join(re.escape(path.rpartition(".")[2]) for path in wrong)
-    return [line for line in broken_rules(config) if not re.search(rf"\b({names})\b", line)]
-
-
-def _without(table: Table, path: str) -> Table:
-    """The nested tables without one field; a value on its way that is no table is left out whole."""
-    name, _, rest = path.partition(".")
-    if rest and isinstance(table.get(name), dict):
-        return table | {name: _without(table[name], rest)}
-    return {key: value for key, value in table.items() if key != name}
 
 
 def merge(earlier: Table, later: Table) -> Table:

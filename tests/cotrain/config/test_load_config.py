@@ -89,16 +89,6 @@ def test_all_errors_come_in_one_pass_with_their_paths() -> None:
     ]
 
 
-def test_rules_of_independent_sections_come_together_with_field_errors() -> None:
-    found = problems("policy.clip_low=2", "rollout.vllm.model=x", "drafter.optimizer.warmup_steps=-1", "seed=-1")
-    assert [line.partition(":")[0] for line in found] == [
-        "seed",
-        "policy.clip_low",
-        "drafter.optimizer.warmup_steps",
-        "rollout.vllm.model",
-    ]
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
