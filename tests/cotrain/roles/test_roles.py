@@ -89,7 +89,8 @@ class Engines(RolloutEngines):
 
     def __init__(self, *engines: Engine, min_engines: int = 1):
         rollout = SimpleNamespace(num_engines=len(engines), tensor_parallel_size=1)
-        config = SimpleNamespace(cluster=SimpleNamespace(min_engines=min_engines), rollout=rollout)
+        policy = SimpleNamespace(weight_transfer="files")
+        config = SimpleNamespace(cluster=SimpleNamespace(min_engines=min_engines), rollout=rollout, policy=policy)
         self.stand_ins = [*engines]
         cluster, nodes = Cluster(), SimpleNamespace(bring=lambda path, node: f"{node}/{path}")
         cluster.placement = SimpleNamespace(node=lambda role: f"node of {role}")  # type: ignore[attr-defined]
