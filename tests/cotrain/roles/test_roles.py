@@ -32,7 +32,7 @@ class Engine:
     def check_drafter(self, payload: WeightPayload) -> None:
         self._note("check")
 
-    def update_drafter(self, payload: WeightPayload, version: int, expected_rates: Any) -> SwapReport:
+    def update_drafter(self, payload: WeightPayload, version: int, expected_rates: Any = None) -> SwapReport:
         self._note("update")
         self.served.append(version)
         return SwapReport(0.1 * version, payload.num_bytes)
@@ -158,8 +158,9 @@ def test_an_engine_that_dies_is_out_until_it_serves_what_is_of_record() -> None:
     engines.call("set_num_speculative_tokens", 3)
     engines.call("set_num_speculative_tokens", 0)
     engines.come_back(1)
-    back = ["node of rollout_1/drafter.safetensors p5", "draft 0"]
+    back = ["node of rollout_1/drafter.safetensors p5", "update", "draft 0"]
     assert engines.in_dispatch == [0, 1] and engines.stand_ins[1].log == back
+    assert engines.stand_ins[1].served == [0, 3], "it was published while the engine started"
     with pytest.raises(RunFailure, match="died"):
         Engines(Engine()).lose(0, RunFailure("it died"))
 
