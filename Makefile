@@ -5,7 +5,7 @@ SHELL := bash
 .ONESHELL:
 .SILENT:
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint clean
+.PHONY: help setup quickstart test test-cluster lint clean
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 # The first that is supported, or PYTHON=... on the command line.
@@ -22,7 +22,7 @@ STAMP := .venv/.complete
 SETUP_GIB := 7
 
 help: ## this list
-	awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## build .venv for this machine, with or without a GPU (minutes, once)
 
@@ -36,9 +36,12 @@ test: $(STAMP) ## lint, then all tests
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q -m 'not engine' --numprocesses 2
 	$(BIN)/python -m tests.native_models
-	$(BIN)/python -m pytest -q -m 'engine and not alone' --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m 'engine and not alone and not cluster' --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -q -m 'engine and alone'
 	echo "make test: $$((SECONDS - started)) s"
+
+test-cluster: $(STAMP) ## long runs on several Ray nodes of this machine; nodes and engines are lost (minutes)
+	$(BIN)/python -m pytest -q -m cluster
 
 lint: $(STAMP) ## ruff, mypy, the import contracts and the last times of the test files
 	$(BIN)/ruff check --quiet .

@@ -181,13 +181,11 @@ class Controller:
     def _window(self, rollouts: list[ScoredRollout]) -> RolloutBatch | None:
         """What the engines have generated since the last window. Without lag these are the rollouts of the step."""
         self._waited += self._seconds.get("wait_for_rollouts", 0.0)
-        window = self.producer.window()
+        drafter, nodes = self.roles.drafter, self.roles.nodes
+        window = self.producer.window(partial(nodes.bring, node=drafter.node, move=True) if drafter else str)
         if window is None:
             return None
         window = replace(window, gain=self.roles.engines.take_gain())
-        if self.roles.drafter is not None:
-            shards = self.roles.nodes.bring_all(window.features, self.roles.drafter.node)
-            window = replace(window, features=shards)
         if not self._lags:
             return replace(window, rollouts=[scored.rollout for scored in rollouts])
         now = time.perf_counter()
@@ -201,10 +199,11 @@ class Controller:
         self._checked = True
         rollout = self.config.rollout
         with self._timed("self_check"):
-            here = [self.roles.nodes.bring(shard, self.roles.nodes.local) for shard in batch.features]
-            forward = partial(self.roles.policy.call, "hidden_states")
-            error = check_features(replace(batch, features=here), forward, rollout.dtype)
-            check_records(batch, None if rollout.ignore_eos else self.prompts.encoder.tokenizer.eos_token_id)
+            shards = [self.roles.nodes.bring(shard, self.roles.nodes.local) for shard in batch.features]
+            here, forward = replace(batch, features=shards), partial(self.roles.policy.call, "hidden_states")
+            error = check_features(here, forward, rollout.dtype)
+            check_records(here, None if rollout.ignore_eos else self.prompts.encoder.tokenizer.eos_token_id)
+            self.roles.nodes.remove_all(set(shards).difference(batch.features))
         self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
     def _check_log_probs(self, step: int, row: dict[str, float]) -> None:

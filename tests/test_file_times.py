@@ -46,7 +46,9 @@ def test_times_are_recorded_unless_a_part_of_a_file_was_run(record, tmp_path):
         for nodeid in ("tests/conftest.py::a", "tests/conftest.py::b"):
             times.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, duration=2.0))
         times.pytest_sessionfinish(
-            SimpleNamespace(config=SimpleNamespace(option=SimpleNamespace(keyword=keyword), args=arguments))
+            SimpleNamespace(
+                config=SimpleNamespace(option=SimpleNamespace(keyword=keyword, markexpr=""), args=arguments)
+            )
         )
         return file_times.recorded()
 

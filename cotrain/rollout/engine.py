@@ -318,7 +318,8 @@ class RolloutEngine:
             "sampling": {field.name: getattr(rollout, field.name) for field in fields(SamplingParams)},
             "aux_layers": list(serving.aux_layers) if serving else [],
         }
-        path = f"{self.spec.scratch}/features_{next(iter(tapped))}.safetensors"
+        # With the process id: an engine that is started again leaves the files of the one before alone.
+        path = f"{self.spec.scratch}/features_{os.getpid()}_{next(iter(tapped))}.safetensors"
         stats = await self._call("cotrain_take_features", sequences, path, shared)
         self._tapped_bytes -= reserved_bytes(tapped, self._row_bytes)
         return ([path] if stats["num_rollouts"] else []), stats

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ def rollout_metrics(
             "rollout/tapped_rollouts": stats["num_rollouts"],
             "rollout/feature_holes": stats["num_holes"] / tapped,
             "rollout/tap_overhead": stats["record_seconds"] / window.seconds,
-            "rollout/feature_bytes_per_token": sum(Path(path).stat().st_size for path in window.features) / tapped,
+            "rollout/feature_bytes_per_token": stats["num_bytes"] / tapped,
         }
     return metrics
 

@@ -7,6 +7,7 @@ each, so that their batches are always the same. With lag each group is a call o
 import random
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -115,9 +116,20 @@ class Producer:
             del self._results[number]
             self._event("released", number)
 
-    def window(self) -> RolloutBatch | None:
-        """What the engines have generated since the last call; None where no group has finished."""
-        batches = [batch for _, batch in sorted(self._window, key=lambda item: item[0])]
+    def window(self, bring: Callable[[str], str]) -> RolloutBatch | None:
+        """What the engines have generated since the last call; None where no group has finished.
+
+        bring: takes a file of hidden states to where it is read, and returns its path there. Files of a node that is gone
+        are left out, and their rollouts count as lost features.
+        """
+        batches = []
+        for _, batch in sorted(self._window, key=lambda item: item[0]):
+            try:
+                batch = replace(batch, features=[bring(path) for path in batch.features])
+            except RunFailure:
+                self._lost_features += int(batch.feature_stats["num_rollouts"])
+                batch = replace(batch, features=[], feature_stats={})
+            batches.append(batch)
         self._window.clear()
         return merge(batches) if batches else None
 

@@ -140,7 +140,10 @@ class Nodes:
             raise RunFailure("not all nodes can take part:\n  " + "\n  ".join(problems))
 
     def bring(self, path: str, node: str, move: bool = False) -> str:
-        """Path of this file on a node, where it is copied to unless it is there. move: remove it where it was."""
+        """Path of this file on a node, where it is copied to unless it is there. move: remove it where it was.
+
+        Raises RunFailure when a node that it takes is gone.
+        """
         source = self._node_of(path)
         if source == node:
             return path
@@ -152,14 +155,6 @@ class Nodes:
         if move:
             self.call(source, "remove", path)
         return target
-
-    def bring_all(self, paths: Iterable[str], node: str) -> list[str]:
-        """Move files to a node. Those of a node that is gone are left out."""
-        moved = []
-        for path in paths:
-            with suppress(RunFailure):
-                moved.append(self.bring(path, node, move=True))
-        return moved
 
     def remove_all(self, paths: Iterable[str]) -> None:
         """Delete files, wherever they are."""

@@ -57,7 +57,9 @@ def train(config: RunConfig, resume: bool) -> int:
 
     with ExitStack() as stack:
         stop = stack.enter_context(two_stage_stop(console.say, "step"))
-        run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
+        # Roles on other nodes start in other working folders.
+        root = config.run_root.absolute() if config.cluster.address else config.run_root
+        run_dir = RunDir(root, config.name) if resume else RunDir.create(root, config.name)
         stack.enter_context(run_dir)
         model_path = resolve_model(config.policy.model)
         state = newest_state(run_dir, config, model_fingerprints(model_path))

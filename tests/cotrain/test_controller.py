@@ -2,6 +2,7 @@
 
 import io
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,13 +140,10 @@ class Nodes:
     def __init__(self, scratch: Path):
         self.scratch = {"here": scratch}
 
-    def bring(self, path: str, node: str) -> str:
+    def bring(self, path: str, node: str, move: bool = False) -> str:
         return path
 
-    def bring_all(self, paths: list[str], node: str) -> list[str]:
-        return paths
-
-    def remove_all(self, paths: list[str]) -> None: ...
+    def remove_all(self, paths: Iterable[str]) -> None: ...
 
 
 class Tracker:

@@ -20,6 +20,8 @@ from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import WeightUpdateRefused, write_payload
 from drafters.base import Drafter
 from tests.engine.conftest import ROOT, SERVING, make_requests, tokens
+from tests.engine.two_nodes import TwoNodes, cut_off
+from tests.engine.watched_run import flip_a_byte
 
 pytestmark = pytest.mark.engine
 
@@ -53,7 +55,7 @@ def test_weights_reach_both_nodes_or_none(
     together: tuple[RolloutEngines, Nodes, Any], fitted_drafter: Drafter, moved_target_state: dict[str, torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    engines, nodes, _ = together
+    engines, nodes, cluster = together
     assert len(set(engines.node_of)) == len(nodes.scratch) == 2
     first, second = (
         {
@@ -75,12 +77,8 @@ def test_weights_reach_both_nodes_or_none(
 
     def flip(path: str, node: str, move: bool = False) -> str:
         there = bring(path, node, move)
-        if node != nodes.local:
-            with Path(there).open("r+b") as file:
-                file.seek(-5, os.SEEK_END)
-                byte = file.read(1)
-                file.seek(-5, os.SEEK_END)
-                file.write(bytes([byte[0] ^ 1]))
+        if node != nodes.local:  # the file is in that node's shared memory alone
+            cluster.get([nodes._agents[node].__ray_call__.remote(lambda _, path: flip_a_byte(path), there)])
         return there
 
     monkeypatch.setattr(nodes, "bring", flip)
@@ -90,7 +88,7 @@ def test_weights_reach_both_nodes_or_none(
     assert engines.call("served_digests", sorted(good.digests), True) == [good.digests] * 2
     batch = engines.generate(make_requests(4))
     assert {rollout.versions for rollout in batch.rollouts} == {Versions(1, 1)}
-    brought = nodes.bring_all(batch.features, nodes.local)
+    brought = [nodes.bring(path, nodes.local, move=True) for path in batch.features]
     assert len(brought) == 2 and all(Path(shard).is_relative_to(nodes.scratch[nodes.local]) for shard in brought)
 
 
@@ -147,13 +145,12 @@ def test_a_node_with_other_software_another_model_or_without_the_run_folder_is_r
 
 
 def test_a_node_that_is_gone_takes_its_engine_with_it_and_nothing_else(
-    two_nodes: tuple[Any, Any], together: tuple[RolloutEngines, Nodes, Any], target_state: dict[str, torch.Tensor]
+    two_nodes: TwoNodes, together: tuple[RolloutEngines, Nodes, Any], target_state: dict[str, torch.Tensor]
 ) -> None:
     engines, nodes, _ = together
     [remote] = nodes.scratch.keys() - {nodes.local}
     gone = engines.node_of.index(remote)
-    cluster, second = two_nodes
-    cluster.remove_node(second)
+    cut_off(two_nodes.second)
     policy = write_payload(target_state, nodes.scratch[nodes.local] / "policy.safetensors", torch.float32)
     engines.update_policy(policy, 2)
     assert engines.in_dispatch == [1 - gone] and engines.take_starting() == []

@@ -1,34 +1,65 @@
-"""A whole run on two Ray nodes, with an engine on each."""
+"""A whole run on two Ray nodes, with an engine and a rank of the learner on each, and the drafter's trainer on the second."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.test_runs import metrics_of, train
+from tests.engine.conftest import ROOT
+from tests.engine.test_runs import TIMEOUT_S
+from tests.engine.two_nodes import FIRST, SECOND, TwoNodes
+from tests.faults.runs import compared, rows_in
 
 pytestmark = pytest.mark.engine
 
-BY_THE_CLOCK = ("time/", "idle/", "rollout/tokens_per_s", "rollout/tap_overhead", "gate/seconds", "gate/swap")
+SMOKE = [str(ROOT / "configs/smoke.toml"), "rollout.num_engines=2", "policy.num_processes=2", "policy.sharding=fsdp2"]
 
 
-def facts(root: Path, name: str) -> list[dict[str, Any]]:
-    """The metrics of a run without what the clock decides."""
-    return [
-        {key: value for key, value in row.items() if not key.startswith(BY_THE_CLOCK) and not key.endswith("_s")}
-        for row in metrics_of(root, name)
-    ]
+def start(folder: Path, name: str, *arguments: str) -> "subprocess.Popen[str]":
+    """A watched `cotrain train` in this folder, with the default run root."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.engine.watched_run", "train", *arguments],
+        cwd=folder,
+        env=os.environ | {"WATCHED": str(folder / f"{name}.jsonl"), "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
-def test_a_run_on_two_nodes_equals_one_on_one_host(address: str, tmp_path: Path) -> None:
+def run(folder: Path, name: str, *arguments: str) -> str:
+    """Start it, and wait for its end. Returns its output."""
+    process = start(folder, name, *arguments)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    return output
+
+
+def facts(folder: Path, name: str) -> dict[str, list[dict[str, Any]]]:
+    """What a run has done, without what the clock decides."""
+    files = {kind: folder / "runs" / name / f"{kind}.jsonl" for kind in ("metrics", "decisions")}
+    return {kind: [compared(row) for row in rows_in(file)] for kind, file in files.items()}
+
+
+def served(folder: Path, name: str) -> dict[str, Any]:
+    """Digests of each version, which both engines were seen to serve."""
+    rows = rows_in(folder / f"{name}.jsonl")
+    assert all(row["served"] == [row["sent"]] * 2 for row in rows)
+    return {f"{row['update']} {row['version']}": row["sent"] for row in rows}
+
+
+def test_a_run_on_two_nodes_equals_one_on_one_host(two_nodes: TwoNodes, tmp_path: Path) -> None:
     """To the last digit, and so does its resume."""
-    smoke = ["configs/smoke.toml", "rollout.num_engines=2", "checkpoint.every=2", "steps=4"]
-    train(tmp_path, *smoke, "name=one")
-    spread = [f"cluster.address={address}", "cluster.strategy=SPREAD"]
-    train(tmp_path, *smoke, "steps=2", "name=two", *spread)
-    output = train(tmp_path, "--resume", "two", "steps=4")
+    run(tmp_path, "one", *SMOKE, "name=one", "steps=3")
+    spread = [f"cluster.address={two_nodes.address}", "cluster.strategy=SPREAD"]
+    run(tmp_path, "two", *SMOKE, "name=two", "steps=2", *spread)
+    on_each = [(role, node) for role in ("EngineActor", "PolicyActor") for node in (SECOND, FIRST)]
+    assert two_nodes.roles() == [("DrafterActor", SECOND), *on_each, ("RewardActor", FIRST)]
+    output = run(tmp_path, "two", "--resume", "two", "steps=3")
     assert "prompts identical" in output and "DIFFERS" not in output
     assert facts(tmp_path, "two") == facts(tmp_path, "one")
-    versions = [(tmp_path / name / "drafters").iterdir() for name in ("one", "two")]
-    for one, two in zip(*map(sorted, versions), strict=True):
-        assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+    assert served(tmp_path, "two") == served(tmp_path, "one")
+    assert {f"update_drafter {version}" for version in (1, 2)} <= served(tmp_path, "two").keys()

@@ -105,6 +105,7 @@ class CotrainWorker:
             "num_rollouts": len(records),
             "num_tokens": sum(record.num_tokens for record in records),
             "num_holes": sum(int((~record.feature_mask).sum()) - 1 for record in records),  # the last token is none
+            "num_bytes": Path(path).stat().st_size if records else 0,
             "record_seconds": seconds,
         }
 

@@ -128,11 +128,25 @@ def test_without_lag_a_step_is_one_call_for_each_engine_in_the_order_of_its_prom
         assert [group.prompt.id for group in taken] == names
         assert stream.engines.calls[-2:] == [(0, names[::2]), (1, names[1::2])]
         assert [group.rewards for group in taken] == [[1.0, 2.0]] * P
-        window = stream.producer.window()
+        window = stream.producer.window(str)
         assert [r.prompt_id for r in window.rollouts[::SAMPLES]] == names[::2] + names[1::2]
-        assert stream.producer.window() is None
+        assert stream.producer.window(str) is None
         stream.producer.release()
     assert stream.kinds(0) == ["admitted", "dispatched", "finished", "scored", "taken", "released"]
+
+
+def test_hidden_states_of_a_node_that_is_gone_are_counted(new: Any) -> None:
+    stream, tapped = new(num_engines=2), {"num_rollouts": 4}
+    stream.producer._window = [(e, replace(batch_of([]), features=[f"{e}"], feature_stats=tapped)) for e in (0, 1)]
+
+    def bring(path: str) -> str:
+        if path == "0":
+            raise RunFailure("its node has gone")
+        return f"brought {path}"
+
+    window = stream.producer.window(bring)
+    assert (window.features, window.feature_stats) == (["brought 1"], tapped)
+    assert stream.producer.metrics()["drafter/lost_features"] == 4
 
 
 def test_with_lag_each_group_is_a_call_and_engines_are_not_overfilled(new: Any) -> None:

@@ -1,0 +1,71 @@
+"""`cotrain` that reads back, after every update, what each engine serves: a line of the file in WATCHED for each.
+
+FLIP=VERSION: a byte of that drafter version is flipped on the node of the controller.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from cotrain.records import SwapReport, WeightPayload
+from cotrain.roles.engines import RolloutEngines
+from cotrain.transport.nodes import Nodes
+from pipelines.cli import main
+
+
+def watch(method: str, draft: bool) -> None:
+    update, bring = getattr(RolloutEngines, method), Nodes.bring
+
+    def flipped(nodes: Nodes, path: str, node: str, move: bool = False) -> str:
+        there = bring(nodes, path, node, move)
+        if there != path:
+            flip_a_byte(there)
+        return there
+
+    def watched(engines: RolloutEngines, payload: WeightPayload, version: int, *rest: Any) -> SwapReport:
+        try:
+            with patch.object(Nodes, "bring", flipped if draft and os.environ.get("FLIP") == str(version) else bring):
+                return update(engines, payload, version, *rest)
+        finally:
+            served = engines.call("served_digests", sorted(payload.digests), draft)
+            note(update=method, version=version, sent=payload.digests, served=served)
+
+    setattr(RolloutEngines, method, watched)
+
+
+def watch_return() -> None:
+    come_back = RolloutEngines.come_back
+
+    def watched(engines: RolloutEngines, engine: int) -> None:
+        come_back(engines, engine)
+        assert engines._policy is not None and engines._drafter is not None
+        for (payload, version), draft in ((engines._policy, False), (engines._drafter, True)):
+            served = engines.call("served_digests", sorted(payload.digests), draft)
+            note(update="come_back", version=version, sent=payload.digests, served=served, engine=engine)
+
+    RolloutEngines.come_back = watched  # type: ignore[method-assign]
+
+
+def note(**row: Any) -> None:
+    with Path(os.environ["WATCHED"]).open("a") as file:
+        file.write(json.dumps(row | {"time": time.time()}) + "\n")
+
+
+def flip_a_byte(path: str) -> None:
+    """Of a weight, not of the file's header."""
+    with Path(path).open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-5, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+if __name__ == "__main__":
+    watch("update_policy", draft=False)
+    watch("update_drafter", draft=True)
+    watch_return()
+    sys.exit(main())
