@@ -236,7 +236,7 @@ def test_what_one_rank_refuses_is_served_by_none(
     before = tokens(live.greedy(make_requests(8)))
     for draft, states, name in ((False, policies, "model.layers.2.mlp.down_proj.weight"), (True, drafters, HEAD)):
         live.run(live.engine._call("cotrain_load_wrongly_once", rank, draft, name))
-        message = rf"update undone: rank {rank}: served weights differ from those loaded: \['{name}'\]$"
+        message = rf"update undone: rank {rank}: served weights differ from those sent: \['{name}'\]$"
         with pytest.raises(WeightUpdateRefused, match=message):
             (live.send_drafter if draft else live.send_policy)(states[1])
         assert differing(live, states[0], draft) == []
