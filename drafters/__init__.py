@@ -1,1 +1,0 @@
-"""The models that draft: pure maths on tensors, no Ray, vLLM, Accelerate, MLflow or RL."""

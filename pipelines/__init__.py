@@ -1,1 +1,0 @@
-"""Whole runs. Read these first; nothing imports them."""

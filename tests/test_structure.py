@@ -34,7 +34,9 @@ def test_file_is_short_and_ascii(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_module_says_what_it_owns(path: Path) -> None:
-    assert path.read_text().startswith('"""')
+    """What a package is for stands in the map of docs/architecture.md."""
+    text = path.read_text()
+    assert text.startswith('"""') or (path.name == "__init__.py" and not text)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

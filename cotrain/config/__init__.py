@@ -1,1 +1,0 @@
-"""The configuration of a run: fields, rules between them, loading, errors and help."""

@@ -1,1 +1,0 @@
-"""Policies on disk: where they come from and what they are."""

@@ -1,1 +1,0 @@
-"""The policy learner: rewards in, policy update out."""

@@ -4,7 +4,7 @@ Tensors are loaded as they come, so a transfer that fails leaves an engine with 
 policy.weight_transfer is the way that checks first and can go back. Importing this module imports vLLM.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -43,9 +43,10 @@ class EngineClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Let the engines join. Each worker has a rank of its own behind the sender's."""
-        first = init_info.get("rank_offset", 0)
-        own = [{"rank_offset": first + i * self._workers} if first else {} for i in range(len(self._engines))]
-        self._all("init_weight_transfer_engine", [init_info | rank for rank in own])
+        first = init_info.get("rank_offset")
+        infos = [{} if first is None else {"rank_offset": first + i * self._workers} for i in range(len(self._engines))]
+        calls = zip(self._engines, infos, strict=True)
+        ray.get([e.call.remote("transfer", "init_weight_transfer_engine", init_info | own) for e, own in calls])
 
     def start_weight_update(self) -> None:
         """Let the engines get ready for tensors."""
@@ -53,18 +54,14 @@ class EngineClient:
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Let the engines take the tensors that this describes, while the sender sends them."""
-        self._all("update_weights", [update_info])
+        self._all("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Let the engines serve what they have taken. The controller stamps the version itself."""
         self._all("finish_weight_update")
 
-    def _all(self, method: str, infos: Sequence[dict[str, Any]] = ()) -> None:
-        """Call a method of all engines. infos: its argument, one for all of them or one for each."""
-        arguments: list[tuple[Any, ...]] = [(info,) for info in infos] or [()]
-        if len(arguments) == 1:
-            arguments *= len(self._engines)
-        ray.get([e.call.remote("transfer", method, *a) for e, a in zip(self._engines, arguments, strict=True)])
+    def _all(self, method: str, *args: Any) -> None:
+        ray.get([engine.call.remote("transfer", method, *args) for engine in self._engines])
 
 
 def connect(

@@ -1,1 +1,0 @@
-"""Processes of a run: placement, threads, and what is left when one dies."""

@@ -1,10 +1,11 @@
-"""The processes that a run starts: each has a log file, and none outlives the run, even when it is killed."""
+"""The processes that a run starts, each with a log file, and their end: by a signal after a step, or with the run."""
 
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -57,3 +58,24 @@ def redirect_output(path: str | Path) -> None:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
+
+
+@contextmanager
+def two_stage_stop(say: Callable[[str], None], unit: str) -> Iterator[Callable[[], bool]]:
+    """First SIGINT or SIGTERM: finish the `unit` and save. Second: KeyboardInterrupt. Yields "was a stop asked for?"."""
+    requested = threading.Event()
+
+    def handle(signum: int, frame: object) -> None:
+        if requested.is_set():
+            raise KeyboardInterrupt
+        requested.set()
+        # A thread says it, because the signal may have come in the middle of a line, and files refuse to be re-entered.
+        message = f"stopping after this {unit} and saving; once more to stop at once"
+        threading.Thread(target=say, args=(message,)).start()
+
+    previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requested.is_set
+    finally:
+        for s, handler in previous.items():
+            signal.signal(s, handler)

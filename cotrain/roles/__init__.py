@@ -1,1 +1,0 @@
-"""The three roles as Ray actors."""

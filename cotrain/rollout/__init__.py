@@ -1,1 +1,0 @@
-"""Rollouts from a real vLLM engine: generation, feature tap, weight transfer."""

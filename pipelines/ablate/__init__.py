@@ -1,1 +1,0 @@
-"""Studies: arms x seeds, and one table."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from cotrain.config.errors import ConfigError, did_you_mean
-from cotrain.process.stop_signal import two_stage_stop
+from cotrain.config.errors import ConfigError
+from cotrain.process.children import two_stage_stop
 from cotrain.run.console import duration
 from cotrain.run.mlflow_store import tracking_uri
 from pipelines.ablate.jobs import execute, is_complete, last_error, next_action, restore_state, save_state
@@ -27,13 +27,12 @@ FOLDER_TAG = "cotrain.study_folder"
 def main(arguments: Sequence[str]) -> int:
     """Run the command. Raises ValueError for what the user can mend, before anything runs.
 
-    Exit status: 0 all selected runs are finished, 1 some failed, 130 stopped by the user.
+    Exit status: 0 all runs are finished, 1 some failed, 130 stopped by the user.
     """
     parsed = _parser().parse_intermixed_args(arguments)
     study = load_study(parsed.study, parsed.overrides)
-    arms = _selected(study, parsed.only)
     restore_state(study)
-    print("\n".join(_plan(study, arms)), flush=True)
+    print("\n".join(_plan(study)), flush=True)
     if parsed.dry_run:
         from pipelines.preflight import quick_problems
 
@@ -41,11 +40,11 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(problems)
         print("no problem found; models, data and drafters are checked when the study starts")
         return 0
-    _check(arms)
+    _check(study.arms)
     study.folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(study.folder / "study.lock", timeout=0):
-            status = _run_study(study, arms)
+            status = _run_study(study)
     except Timeout:
         raise ValueError(f"folder: {study.folder} is being run by another process; wait, or set name=...") from None
     if status:
@@ -62,24 +61,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("study", metavar="STUDY.toml", help="the study file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of the study, for example seeds=[0]")
     parser.add_argument("--dry-run", action="store_true", help="check, show what would run, and stop")
-    parser.add_argument("--only", nargs="+", metavar="ARM", default=[], help="names of the arms to run (default: all)")
     return parser
 
 
-def _selected(study: Study, only: Sequence[str]) -> list[Arm]:
-    names = [arm.name for arm in study.arms]
-    for name in only:
-        if name not in names:
-            raise ValueError(f"--only: there is no arm {name!r}{did_you_mean(name, names) or f'; arms: {names}'}")
-    return [arm for arm in study.arms if arm.name in (only or names)]
-
-
-def _plan(study: Study, arms: Sequence[Arm]) -> Iterator[str]:
+def _plan(study: Study) -> Iterator[str]:
     """What would run, with what is done already."""
-    yield f"study {study.config.name} in {study.folder}: {len(arms)} arms x {len(study.config.seeds)} seeds"
-    for run in _needed_inits(arms):
+    yield f"study {study.config.name} in {study.folder}: {len(study.arms)} arms x {len(study.config.seeds)} seeds"
+    for run in _needed_inits(study.arms):
         yield f"  init   {run.config.name}: {next_action(run)}, {run.config.init.tokens:,} tokens"
-    for arm in arms:
+    for arm in study.arms:
         about = arm.fields()
         what = f"init {arm.init}, k {about['num_speculative_tokens']}, {about['objective']}"
         actions = (f"seed {run.config.seed} {next_action(run)}" for run in arm.runs)
@@ -101,7 +91,7 @@ def _check(arms: Sequence[Arm]) -> None:
             raise ConfigError([f"{line} (in arm {arm.name!r})" for line in error.problems]) from None
 
 
-def _run_study(study: Study, arms: Sequence[Arm]) -> int:
+def _run_study(study: Study) -> int:
     """Run what is not finished in the locked folder of the study, and report. Returns the exit status."""
     from pipelines.ablate.report import write_study_report
 
@@ -111,11 +101,11 @@ def _run_study(study: Study, arms: Sequence[Arm]) -> int:
     client, parent = _open_mlflow_run(study)
     save_state(study)
     with two_stage_stop(print, "step") as stopped:
-        _run_all(study, [*_needed_inits(arms), *runs_of(arms)], stopped, parent)
+        _run_all(study, [*_needed_inits(study.arms), *runs_of(study.arms)], stopped, parent)
     page = write_study_report(study.folder)
     _close_mlflow_run(client, parent, study)
     print(f"\n{page.with_name('table.md').read_text()}\nreport: {page}")
-    failed = [run for run in runs_of(arms) if run.status == "failed"]
+    failed = [run for run in runs_of(study.arms) if run.status == "failed"]
     for run in failed:
         print(f"  {run.title}: {run.error}")
     took = duration(time.monotonic() - started)

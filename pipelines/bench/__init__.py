@@ -1,1 +1,0 @@
-"""Speculation arms side by side on one engine."""

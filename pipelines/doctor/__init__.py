@@ -1,1 +1,0 @@
-"""What works on the machine or cluster that a run is going to use."""

@@ -31,10 +31,9 @@ from pipelines.doctor import machine
 from pipelines.doctor.check import Check, NotApplicable, run_check
 
 DESCRIPTION = """\
-Check this machine, and the Ray cluster that it belongs to, before a run is started on it: packages, builds, shared memory,
-disk, GPUs and nodes; then a vLLM engine with a tiny model on this machine: hooks, feature tap, weight updates, draft length,
-losslessness, CUDA graphs, and the time of a step. It takes a few minutes and leaves nothing behind. A failure comes with a
-remedy; "not applicable" says that the machine lacks what would be checked, or that what the check needs did not start."""
+Check this machine, and the Ray cluster that it belongs to, before a run is started on it; then a vLLM engine with a tiny
+model on this machine. It takes a few minutes and leaves nothing behind. A failure comes with a remedy; "not applicable" says
+that the machine lacks what would be checked, or that what the check needs did not start."""
 
 SETUP = "Run `make clean` and then `make setup`, which installs the versions that pyproject.toml names."
 UNSAFE = "Do not train on this installation: run `make setup` again, and report what was found if it stays."
@@ -61,7 +60,6 @@ ENGINE = {
     "engine": "Read the engine's output, whose place is printed below the table.",
     "tap": UNSAFE,
     "drafter-swap": UNSAFE,
-    "policy-swap": UNSAFE,
     "read-back": UNSAFE,
     "bad-update": UNSAFE,
     "draft-length": UNSAFE,

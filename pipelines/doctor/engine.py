@@ -29,7 +29,7 @@ from drafters.config import Eagle3Config
 from pipelines.doctor.check import NotApplicable, Problem
 from pipelines.engines import EngineSetup, one_engine, send
 from pipelines.verify import command as verify
-from pipelines.verify.checks import Plan, Verifier, load_target, perturbed, target_laws, two_drafters
+from pipelines.verify.checks import Plan, Verifier, load_target, target_laws, two_drafters
 
 K, BATCH, TOKENS = 3, 16, 48
 """Longest draft, requests at once, tokens of a response."""
@@ -133,20 +133,6 @@ class EngineChecks:
         if not accepted:
             raise Problem("neither drafter had a token accepted, so it cannot be told which one drafted")
         return f"2 drafters served and used as sent, {accepted} of their tokens accepted"
-
-    async def policy_swap(self) -> str:
-        """Another policy is swapped in and gives other text; the first one, swapped back, gives its own text again."""
-        before = await self._texts()
-        try:
-            await self._send(False, perturbed(self.policy, seed=0))
-            moved = await self._texts()
-        finally:
-            await self._send(False, self.policy)
-        if moved == before:
-            raise Problem("the text is that of the policy before the update")
-        if await self._texts() != before:
-            raise Problem("the first policy, swapped back, gives other text than before")
-        return f"{len(self.policy)} tensors served as sent, there and back"
 
     async def read_back(self) -> str:
         """The read-back reports a changed element of any tensor, and nothing else."""

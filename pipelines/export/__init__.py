@@ -1,1 +1,0 @@
-"""A run's policy and drafter as folders that stock vLLM serves."""

@@ -1,1 +1,0 @@
-"""A first drafter from the policy's own rollouts."""

@@ -20,9 +20,8 @@ from cotrain.config.load import read_config, write_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head
 from cotrain.process import threads
-from cotrain.process.children import engine_output_to
+from cotrain.process.children import engine_output_to, two_stage_stop
 from cotrain.process.cluster import device_of
-from cotrain.process.stop_signal import two_stage_stop
 from cotrain.records import RolloutRequest, SpeculationCounts, Versions
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state

@@ -1,1 +1,0 @@
-"""Reading of recorded runs and drawing of self-contained pages."""

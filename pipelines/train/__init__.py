@@ -1,1 +1,0 @@
-"""Joint training of a policy and its drafter."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head, resolve_model
+from cotrain.process.children import two_stage_stop
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
-from cotrain.process.stop_signal import two_stage_stop
 from cotrain.process.threads import num_cores
 from cotrain.records import Rollout, RolloutRequest
 from cotrain.run.checkpoint import RunState, is_disk_full, model_fingerprints, newest_state

@@ -1,1 +1,0 @@
-"""The test that speculation leaves the sampled distribution alone."""

@@ -130,16 +130,17 @@ def test_a_node_with_other_software_another_model_or_without_the_run_folder_is_r
         found = call(node, method, *args)
         if node == nodes.local:
             return found
-        if method == "versions":
-            return found | {"vllm": "0.31.0"}
         return None if method == "read_text" else (found[0], {"model": "another"})
 
     nodes.check(marker, "tiny:llama")
+    [remote] = nodes.scratch.keys() - {nodes.local}
+    scratch, versions = nodes._facts[remote]
+    monkeypatch.setitem(nodes._facts, remote, (scratch, versions | {"torch": "2.0.0"}))
     monkeypatch.setattr(nodes, "call", other)
     with pytest.raises(RunFailure) as failure:
         nodes.check(marker, "tiny:llama")
     message = str(failure.value)
-    assert "has vllm 0.31.0, this node 0.32.0" in message
+    assert f"has torch 2.0.0, this node {versions['torch']}; install the same there" in message
     assert f"does not see {tmp_path}; set run_root to a folder that all nodes share" in message
     assert "has another policy.model, or elsewhere" in message
 

@@ -1,1 +1,0 @@
-"""How many tokens are drafted: measured step times, acceptance and the choice."""

@@ -1,1 +1,0 @@
-"""Everything that touches vLLM's internals."""

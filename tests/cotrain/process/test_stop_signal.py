@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cotrain.process.stop_signal import two_stage_stop
+from cotrain.process.children import two_stage_stop
 
 
 def test_the_first_signal_asks_and_the_second_ends():

@@ -77,7 +77,7 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, t
 @pytest.mark.parametrize("keep", [False, True])
 def test_checkpoints_of_finished_runs_are_kept_only_when_asked_for(study_file, calls, no_page, tmp_path, keep):
     folder = tmp_path / "studies/first/runs/no-speculation-s0/checkpoints"
-    arguments = [str(study_file), "seeds=[0]", f"keep_checkpoints={str(keep).lower()}", "--only", "no speculation"]
+    arguments = [str(study_file), "seeds=[0]", f"keep_checkpoints={str(keep).lower()}"]
     assert main(arguments) == 0
     assert folder.exists() == keep
 
@@ -91,8 +91,6 @@ def test_a_failing_arm_does_not_stop_the_others_and_is_run_again(
     assert "random, co-trained, seed 0: RuntimeError: the engine died" in capsys.readouterr().out
     assert [name for name, status in statuses(tmp_path).items() if status == "failed"] == ["runs/random-co-trained-s0"]
     monkeypatch.delenv("FAIL")
-    assert main([str(study_file), "--only", "no speculation"]) == 0
-    assert calls() == []
     assert main([str(study_file)]) == 0
     assert calls() == ["train random-co-trained-s0"]
     assert set(statuses(tmp_path).values()) == {"finished"}
@@ -105,12 +103,6 @@ def test_a_failed_initialisation_fails_its_arms_alone(study_file, calls, store, 
     error = "its initialisation generic failed: RuntimeError: the engine died"
     state = json.loads((tmp_path / "studies/first/study.json").read_text())
     assert state["arms"][0]["runs"][0]["error"].startswith(error)
-
-
-def test_only_the_arms_asked_for_and_what_they_need(study_file, calls, store, no_page, tmp_path):
-    assert main([str(study_file), "--only", "random, co-trained"]) == 0
-    assert calls() == ["train random-co-trained-s0", "train random-co-trained-s1"]
-    assert list(statuses(tmp_path).values()).count("missing") == 4
 
 
 def test_a_dry_run_writes_nothing(study_file, calls, tmp_path, capsys):
@@ -184,11 +176,6 @@ def test_the_error_of_a_run_is_the_line_that_says_why(tmp_path, text, error):
     assert last_error(tmp_path / "log", -9) == "killed by SIGKILL (out of memory?)"
 
 
-def test_an_unknown_arm_is_refused(study_file):
-    with pytest.raises(ValueError, match="there is no arm 'no speculatio'; did you mean no speculation"):
-        main([str(study_file), "--only", "no speculatio"])
-
-
 def test_two_processes_cannot_run_one_study(study_file, tmp_path):
     (tmp_path / "studies/first").mkdir(parents=True)
     with (
@@ -199,7 +186,7 @@ def test_two_processes_cannot_run_one_study(study_file, tmp_path):
 
 
 def test_a_folder_of_another_study_is_refused(study_file, calls, store, no_page, tmp_path):
-    arguments = [str(study_file), "seeds=[0]", "--only", "no speculation"]
+    arguments = [str(study_file), "seeds=[0]"]
     assert main(arguments) == 0
     calls()
     base = study_file.with_name("base.toml")
