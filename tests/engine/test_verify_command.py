@@ -18,7 +18,7 @@ def verify(out: Path, *arguments: str) -> tuple[str, set[str]]:
     run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert run.returncode == 0, run.stderr + run.stdout
     report = json.loads((out / "verify.json").read_text())
-    assert report["passed"] and report["alarms"] == 0
+    assert report["passed"] and report["smallest_adjusted_p"] > report["false_alarm_rate"]
     return run.stdout, {row["check"] for row in report["checks"]}
 
 
