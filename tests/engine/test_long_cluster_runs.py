@@ -81,10 +81,12 @@ def test_a_worker_is_killed_and_a_node_fails_in_the_middle_of_a_run(two_nodes: T
     groups = [row["group"] for row in rows if row["event"] == "taken"]
     assert groups == list(range(4 * STEPS))
     lost = [row for row in rows if row["event"] == "lost"]
-    assert len({row["engine"] for row in lost}) == 2
     assert rows_in(tmp_path / "runs/lost/metrics.jsonl")[-1]["stream/lost_groups"] == len(lost)
     policy, drafter = (row for row in rows_in(tmp_path / "lost.jsonl") if row["update"] == "come_back")
     killed, came_back = policy["engine"], drafter["time"]
+    assert killed in {
+        row["engine"] for row in lost
+    }  # and that of the third node, unless it had no group at that moment
     died = next(row["time"] for row in lost if row["engine"] == killed)
     given = [row["time"] for row in rows if row["event"] == "dispatched" and row["engine"] == killed]
     assert not any(died < moment < policy["time"] for moment in given) and any(moment > came_back for moment in given)

