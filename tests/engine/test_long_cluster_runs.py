@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -66,14 +67,17 @@ def test_a_worker_is_killed_and_a_node_fails_in_the_middle_of_a_run(two_nodes: T
     process = start(tmp_path, "lost", *SMOKE, *ahead, "name=lost", f"steps={STEPS}")
     events = tmp_path / "runs/lost/stream.jsonl"
 
-    def taken(step: int) -> bool:
-        return any(row["event"] == "taken" and row["step"] == step for row in rows_in(events))
+    def all_generate(engines: int) -> bool:
+        rows = rows_in(events)
+        past_step_3 = any(row["event"] == "taken" and row["step"] == 3 for row in rows)
+        return past_step_3 and len({row["engine"] for row in in_flight(rows)}) == engines
 
-    wait_until(lambda: taken(3), process, "step 3")
+    wait_until(lambda: all_generate(3), process, "groups on three engines", every_s=0.005)
     children = psutil.Process(two_nodes.second.pid).children(recursive=True)
     [worker] = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
     os.kill(worker.pid, signal.SIGKILL)
     wait_until(lambda: rows_in(tmp_path / "lost.jsonl")[-1]["update"] == "come_back", process, "engine that comes back")
+    wait_until(lambda: all_generate(3), process, "groups on three engines again", every_s=0.005)
     cut_off(third)
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
@@ -84,9 +88,7 @@ def test_a_worker_is_killed_and_a_node_fails_in_the_middle_of_a_run(two_nodes: T
     assert rows_in(tmp_path / "runs/lost/metrics.jsonl")[-1]["stream/lost_groups"] == len(lost)
     policy, drafter = (row for row in rows_in(tmp_path / "lost.jsonl") if row["update"] == "come_back")
     killed, came_back = policy["engine"], drafter["time"]
-    assert killed in {
-        row["engine"] for row in lost
-    }  # and that of the third node, unless it had no group at that moment
+    assert len({row["engine"] for row in lost}) == 2 and killed in {row["engine"] for row in lost}
     died = next(row["time"] for row in lost if row["engine"] == killed)
     given = [row["time"] for row in rows if row["event"] == "dispatched" and row["engine"] == killed]
     assert not any(died < moment < policy["time"] for moment in given) and any(moment > came_back for moment in given)
@@ -124,6 +126,12 @@ def test_a_worker_that_is_killed_takes_its_own_groups_alone(two_nodes: TwoNodes,
     )
     same = [one == other for one, other in zip(quiet, killed, strict=True)]
     assert [same[2 * place] and same[2 * place + 1] for place in range(4)] == [4 + p not in lost for p in range(4)]
+
+
+def in_flight(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups that an engine generates now: where each was dispatched to."""
+    last = {row["group"]: row for row in rows if row["event"] in ("dispatched", "finished", "lost")}
+    return [row for row in last.values() if row["event"] == "dispatched"]
 
 
 def doctor(address: str, folder: Path) -> dict[str, tuple[str, str]]:
