@@ -125,7 +125,8 @@ def test_a_worker_that_is_killed_takes_its_own_groups_alone(two_nodes: TwoNodes,
         for name in ("quiet", "killed")
     )
     same = [one == other for one, other in zip(quiet, killed, strict=True)]
-    assert [same[2 * place] and same[2 * place + 1] for place in range(4)] == [4 + p not in lost for p in range(4)]
+    assert len(same) == 4 and len(lost & {4, 5}) == 1  # samples of the step's first two groups, one on each engine
+    assert [same[0] and same[1], same[2] and same[3]] == [4 not in lost, 5 not in lost]
 
 
 def in_flight(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
