@@ -36,7 +36,7 @@ LEARNER_STATE = "learner.pt"
 """Schedule and version, beside the weights in a checkpoint folder."""
 
 COMPARED_EVERY = 16
-"""Of weights that are sent without a file, every tensor is compared within so many updates."""
+"""Every tensor of weights that are sent without a file is compared within so many updates."""
 
 
 class PolicyLearner:

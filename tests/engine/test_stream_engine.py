@@ -54,7 +54,7 @@ def swap_while_generating(
 def log_probs_of(rollout: Rollout, models: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-prob of each response token under its segment's policy, and the likeliest token there.
 
-    In float64: the rounding of a float32 forward alone moved single log-probs by 7e-5.
+    Both are computed in float64, since the rounding of a float32 forward moves single log-probs by up to 7e-5.
     """
     text = torch.tensor([rollout.prompt_token_ids + rollout.token_ids])
     first = len(rollout.prompt_token_ids) - 1
