@@ -1,0 +1,243 @@
+"""The index of finished rollouts that drafts are proposed from."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from drafters.suffix import law
+
+Tokens = NDArray[np.int32]
+
+EVERY_PROMPT = b""
+"""Key of the segments of all prompts' texts."""
+
+EVERY_PROMPT_WEIGHT = 0.05
+"""Weight of a text of another prompt: style repeats across problems, content less."""
+
+LEAST_WEIGHT = 2.0**-6
+"""A text whose weight has fallen below this is forgotten."""
+
+FULL = 0.5
+"""Share of the room that the kept texts have at most after making room: it is made seldom, then."""
+
+BYTES_PER_TOKEN = 3 * 4 * 2
+"""Text, order and owner of a token, in the segments of its prompt and in those of every prompt."""
+
+
+class Segment(NamedTuple):
+    """A run of texts in the arrays, with the positions that something can follow sorted by context."""
+
+    start: int
+    size: int
+    """Tokens, the separators included."""
+    num_positions: int
+    """Tokens without them."""
+
+
+class Draft(NamedTuple):
+    """Tokens proposed for one request, with the laws that they were drawn from."""
+
+    tokens: Tokens  # [n]
+    supports: Tokens  # [n, WIDTH]
+    laws: NDArray[np.float64]  # [n, WIDTH]
+    sizes: Tokens  # [n]: tokens that each law has; what lies behind them is undefined
+    match: int
+    """Length of the longest match before the first token, known before anything is drawn."""
+
+
+def key_of(prompt_token_ids: Sequence[int]) -> bytes:
+    """A name for a prompt: requests with the same tokens share a history."""
+    return hashlib.blake2b(np.asarray(prompt_token_ids, np.int32).tobytes(), digest_size=16).digest()
+
+
+class SuffixIndex:
+    """Counts of what followed each context, in the rollouts of the same prompt and in those of all prompts.
+
+    A text added makes a small segment, and segments are merged when the one before is less than twice as long, so that a
+    look-up visits few and a token is sorted again only as often as the index has doubled since it came.
+    """
+
+    def __init__(self, max_bytes: int, half_life: float | None = None, seed: int = 0):
+        """half_life: policy versions after which a text counts half; None: texts do not age.
+
+        Raises ValueError when max_bytes hold no text at all.
+        """
+        self.max_tokens = max_bytes // BYTES_PER_TOKEN * 2
+        if self.max_tokens < 4:
+            raise ValueError(f"an index of {max_bytes} bytes holds no text; allow at least {4 * BYTES_PER_TOKEN}")
+        self.half_life, self.policy_version = half_life, 0
+        self._texts, self._orders, self._owners = (np.zeros(self.max_tokens, np.int32) for _ in range(3))
+        self._used = 0
+        self._versions: list[int] = []  # of each text, by the number that owners have
+        self._weights = np.zeros(0)
+        self._segments: dict[bytes, list[Segment]] = {EVERY_PROMPT: []}
+        self._state = np.array([seed], np.uint64)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it knows, each counted once."""
+        return sum(segment.num_positions for segment in self._segments[EVERY_PROMPT])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in use."""
+        return 3 * 4 * self._used
+
+    def knows(self, key: bytes) -> bool:
+        """Is there a text of this prompt?"""
+        return key in self._segments
+
+    def weigh_by(self, policy_version: int) -> None:
+        """Let texts count by their age at this version of the policy."""
+        if policy_version != self.policy_version:
+            self.policy_version = policy_version
+            self._weights = self._weights_at(self.half_life)
+
+    def _weights_at(self, half_life: float | None) -> NDArray[np.float64]:
+        ages = np.maximum(0, self.policy_version - np.array(self._versions, np.int64))
+        return np.ones(len(ages)) if half_life is None else 0.5 ** (ages / half_life)
+
+    def add(self, key: bytes, token_ids: Sequence[int], policy_version: int) -> None:
+        """Learn a finished response. One that is longer than half the room keeps its end alone."""
+        room = self.max_tokens // 4 - 1
+        text = np.asarray([law.SEPARATOR, *token_ids[-room:]], np.int32)
+        if len(text) == 1:
+            return
+        self._versions.append(policy_version)
+        self._weights = np.append(self._weights, self._weights_at(self.half_life)[-1:])
+        order = law.sort_by_context(text)
+        for scope in (key, EVERY_PROMPT):
+            self._append(scope, text, order)
+
+    def _append(self, scope: bytes, text: Tokens, order: Tokens) -> None:
+        if self._used + len(text) > self.max_tokens:
+            self._make_room()
+        owner = np.int32(len(self._versions) - 1)
+        segments = self._segments.setdefault(scope, [])
+        segments.append(self._put(text, order, np.full(len(text), owner)))
+        while len(segments) > 1 and segments[-2].size < 2 * segments[-1].size:
+            if self._used + segments[-2].size + segments[-1].size > self.max_tokens:
+                break  # the room is made for texts, and merged when there is more of it
+            self._merge_last(segments)
+
+    def _put(self, text: Tokens, order: Tokens, owners: Tokens) -> Segment:
+        start, size = self._used, len(text)
+        self._texts[start : start + size], self._owners[start : start + size] = text, owners
+        self._orders[start : start + len(order)] = order
+        self._used += size
+        return Segment(start, size, len(order))
+
+    def _views(self, segment: Segment) -> tuple[Tokens, Tokens, Tokens]:
+        start, size, count = segment
+        return (
+            self._texts[start : start + size],
+            self._orders[start : start + count],
+            self._owners[start : start + size],
+        )
+
+    def _merge_last(self, segments: list[Segment]) -> None:
+        (text_a, order_a, owners_a), (text_b, order_b, owners_b) = (self._views(s) for s in segments[-2:])
+        text, owners = np.concatenate([text_a, text_b]), np.concatenate([owners_a, owners_b])
+        order = np.concatenate([order_a, order_b + len(text_a)], dtype=np.int32)
+        law.merge(text, order, len(order_a), np.empty_like(order))
+        if segments[-1].start + segments[-1].size == self._used:
+            self._used = segments[-1].start
+        if segments[-2].start + segments[-2].size == self._used:
+            self._used = segments[-2].start
+        segments[-2:] = [self._put(text, order, owners)]
+
+    def _make_room(self) -> None:
+        """Forget faded texts, and the oldest beyond FULL, and close the gaps that merging has left."""
+        places = sorted((segment.start, scope) for scope, segments in self._segments.items() for segment in segments)
+        segment_at = {segment.start: segment for segments in self._segments.values() for segment in segments}
+        sizes = np.zeros(len(self._versions), np.int64)
+        for segment in segment_at.values():
+            sizes += np.bincount(self._views(segment)[2], minlength=len(sizes))
+        kept = self._weights >= LEAST_WEIGHT
+        newest_first = np.cumsum((sizes * kept)[::-1])[::-1]
+        kept &= newest_first <= FULL * self.max_tokens
+        kept[-1] = True  # it is being added
+        self._used, self._segments = 0, {EVERY_PROMPT: []}
+        for start, scope in places:
+            moved = self._move(segment_at[start], kept)
+            if moved.num_positions:
+                self._segments.setdefault(scope, []).append(moved)
+        for segments in self._segments.values():
+            segments.sort(key=lambda segment: -segment.size)
+        self._versions, self._weights = np.array(self._versions)[kept].tolist(), self._weights[kept]
+
+    def _move(self, segment: Segment, kept: NDArray[np.bool_]) -> Segment:
+        """Put what is kept of a segment, by the number of its texts, at the end of what was moved before it."""
+        text, order, owners = self._views(segment)
+        stays = kept[owners]
+        position, number = np.cumsum(stays, dtype=np.int32) - 1, np.cumsum(kept, dtype=np.int32) - 1
+        return self._put(text[stays], position[order[stays[order]]], number[owners[stays]])
+
+    # -- looking up --------------------------------------------------------------------------------------------------
+
+    def draft(self, key: bytes, text: Tokens, response_start: int, k: int, draws: bool) -> Draft:
+        """Propose at most k tokens after a request's text (prompt and response), fewer where nothing is known.
+
+        draws: draw each from its law, else take the likeliest. The generator is the index's own.
+        """
+        return Draft(*law.draft(*self._scope(key), text, response_start, k, draws, self._state))
+
+    def probabilities_of(
+        self, key: bytes, text: Tokens, response_start: int, places: NDArray[np.int64], half_life: float | None
+    ) -> NDArray[np.float64]:
+        """[places]: what it gives to the tokens of a text at these places, if texts aged with this half-life."""
+        arrays = *self._scope(key)[:5], self._weights_at(half_life)
+        return law.probabilities_of(*arrays, text, response_start, places)
+
+    def _scope(self, key: bytes) -> tuple[NDArray[np.generic], ...]:
+        own, every = self._segments.get(key, []), self._segments[EVERY_PROMPT]
+        segments = np.array([*own, *every], np.int64).reshape(-1, 3)
+        weights = np.array([1.0] * len(own) + [EVERY_PROMPT_WEIGHT] * len(every))
+        arrays = self._texts, self._orders, self._owners
+        return *arrays, segments, weights, self._weights
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write all that it knows as safetensors."""
+        keys = [key for key in self._segments if key != EVERY_PROMPT] + [EVERY_PROMPT]
+        rows = [(i, *segment) for i, key in enumerate(keys) for segment in self._segments[key]]
+        used = slice(0, self._used)
+        save_file(
+            {
+                "texts": self._texts[used],
+                "orders": self._orders[used],
+                "owners": self._owners[used],
+                "keys": np.frombuffer(b"".join(keys), np.uint8).copy(),
+                "segments": np.array(rows, np.int64).reshape(-1, 4),
+                "versions": np.array(self._versions, np.int64),
+                "state": self._state,
+                "policy_version": np.array([self.policy_version]),
+            },
+            path,
+        )
+
+    def load(self, path: str | Path) -> None:
+        """Know what another one knew. Raises ValueError when that needs more bytes than this one has."""
+        saved = load_file(path)
+        self._used = len(saved["texts"])
+        if self._used > self.max_tokens:
+            raise ValueError(
+                f"the index in {path} has {12 * self._used} bytes, and only {12 * self.max_tokens} are allowed; "
+                "raise max_bytes"
+            )
+        for name in ("texts", "orders", "owners"):
+            getattr(self, f"_{name}")[: self._used] = saved[name]
+        names = saved["keys"].tobytes()
+        keys = [names[i : i + 16] for i in range(0, len(names), 16)] + [EVERY_PROMPT]
+        self._segments = {EVERY_PROMPT: []}
+        for number, *segment in saved["segments"].tolist():
+            self._segments.setdefault(keys[number], []).append(Segment(*segment))
+        self._versions, self._state = saved["versions"].tolist(), saved["state"]
+        self.policy_version = int(saved["policy_version"][0])
+        self._weights = self._weights_at(self.half_life)

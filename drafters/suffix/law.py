@@ -1,0 +1,254 @@
+"""What an index of rollouts expects next: the law that drafts are drawn from, compiled with numba.
+
+A segment is a run of texts in one array, each after a SEPARATOR, with its positions sorted by the tokens before them, the
+last token first. All positions that follow a given context are therefore neighbours, and a binary search a token finds
+them.
+"""
+
+import numba
+import numpy as np
+
+SEPARATOR = -1
+DEPTH = 32
+"""Longest context, in tokens, that texts are sorted and matched by."""
+
+LEVELS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32], np.int32)
+"""Lengths of context whose counts are blended."""
+
+MOST_PLACES = 32
+"""Places looked at for each segment and level, evenly spread, and for the request's own text: the most recent."""
+
+ESCAPE = 0.5
+"""Share of the law that shorter contexts get: ESCAPE n / (total + ESCAPE n) for n different next tokens. It is the escape
+of prediction by partial matching (Moffat 1990, method C, has 1 for ESCAPE)."""
+
+OWN_WEIGHT = 2.0
+"""Weight of a place in the request's own text; one in a text of the present policy and the same prompt has 1."""
+
+LEAST_SHARE = 1 / 64
+"""Share of the law below which shorter contexts are left out."""
+
+WIDTH = 256
+"""Most tokens that a law gives probability to."""
+
+_compiled = numba.njit(cache=True, nogil=True)
+
+
+@_compiled
+def _before(text, i, j):
+    """Is the context of position i sorted before that of j?"""
+    for m in range(1, DEPTH + 1):
+        a, b = text[i - m], text[j - m]
+        if a != b:
+            return a < b
+        if a == SEPARATOR:
+            break
+    return i < j
+
+
+@_compiled
+def merge(text, order, middle, scratch):
+    """Merge order[:middle] and order[middle:], each sorted by context, in place. scratch: as long as order."""
+    i, j, n = 0, middle, len(order)
+    for out in range(n):
+        if j == n or (i < middle and _before(text, order[i], order[j])):
+            scratch[out] = order[i]
+            i += 1
+        else:
+            scratch[out] = order[j]
+            j += 1
+    order[:] = scratch[:n]
+
+
+@_compiled
+def sort_by_context(text):
+    """All positions of a text [n] that starts with SEPARATOR, except that one, sorted by context: int32 [n - 1]."""
+    order = np.arange(1, len(text)).astype(np.int32)
+    scratch, width = np.empty_like(order), 1
+    while width < len(order):
+        for start in range(0, len(order) - width, 2 * width):
+            merge(text, order[start : start + 2 * width], width, scratch)
+        width *= 2
+    return order
+
+
+@_compiled
+def _bound(text, order, low, high, back, token):
+    """First place in order[low:high] whose token so far back is not below this one."""
+    while low < high:
+        middle = (low + high) >> 1
+        if text[order[middle] - back] < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@_compiled
+def _places(text, order, context, response_start, lows, highs):
+    """Per level, the places that follow the same tokens as the context's end. Returns how many tokens match at most."""
+    low, high, level, length = 0, len(order), 0, len(context)
+    for m in range(1, min(DEPTH, length - response_start + 1) + 1):
+        token = context[length - m] if length - m >= response_start else np.int32(SEPARATOR)
+        low = _bound(text, order, low, high, m, token)
+        high = _bound(text, order, low, high, m, token + 1)
+        if low == high:
+            return m - 1
+        if LEVELS[level] == m:
+            lows[level], highs[level] = low, high
+            level += 1
+    return min(DEPTH, length - response_start + 1)
+
+
+@_compiled
+def _own_places(context, places, matched):
+    """Earlier places of a request's own text that follow its last token, the most recent first. Returns how many."""
+    length, n = len(context), 0
+    for place in range(length - 1, 0, -1):
+        if context[place - 1] == context[length - 1]:
+            m = 1
+            while m < DEPTH and place - 1 - m >= 0 and context[place - 1 - m] == context[length - 1 - m]:
+                m += 1
+            places[n], matched[n] = place, m
+            n += 1
+            if n == MOST_PLACES:
+                break
+    return n
+
+
+@_compiled
+def _count(tokens, mass, slots, n, token, weight):
+    """Add weight to a token's mass, found through a hash table of twice WIDTH slots. Returns how many tokens there are."""
+    slot = (token * 40503) & (2 * WIDTH - 1)
+    while slots[slot] >= 0:
+        if tokens[slots[slot]] == token:
+            mass[slots[slot]] += weight
+            return n
+        slot = (slot + 1) & (2 * WIDTH - 1)
+    if n < WIDTH:
+        slots[slot], tokens[n], mass[n] = n, token, weight
+        n += 1
+    return n
+
+
+@_compiled
+def next_law(texts, orders, owners, segments, scope_weights, weights, context, response_start, tokens, probabilities):
+    """The law of the token after a context.
+
+    texts, orders, owners: int32 arrays of the whole index. segments int32 [S, 3]: start, tokens and positions of each that
+    is looked at, and scope_weights [S]. weights: of each text, by the number in owners. context: prompt and response
+    [n]; the index knows responses alone, so that only what comes from response_start on is looked up in it, and all of it
+    in itself. Fills tokens and probabilities [WIDTH]; returns how many, and the length of the longest match.
+    """
+    num_segments, num_levels = len(segments), len(LEVELS)
+    lows, highs = np.zeros((num_segments, num_levels), np.int32), np.zeros((num_segments, num_levels), np.int32)
+    longest = 0
+    for s in range(num_segments):
+        start, size, count = segments[s]
+        text, order = texts[start : start + size], orders[start : start + count]
+        longest = max(longest, _places(text, order, context, response_start, lows[s], highs[s]))
+    own, own_matched = np.empty(MOST_PLACES, np.int32), np.empty(MOST_PLACES, np.int32)
+    num_own = _own_places(context, own, own_matched)
+    for i in range(num_own):
+        longest = max(longest, own_matched[i])
+    slots, mass = np.full(2 * WIDTH, -1, np.int32), np.zeros(WIDTH)
+    share, n = 1.0, 0
+    for level in range(num_levels - 1, -1, -1):
+        if LEVELS[level] > longest:
+            continue
+        mass[:n] = 0.0
+        total, seen = 0.0, n
+        for s in range(num_segments):
+            start = segments[s, 0]
+            low, high = lows[s, level], highs[s, level]
+            stride = max(1, (high - low) // MOST_PLACES)
+            for i in range(low, high, stride):
+                place = start + orders[start + i]
+                weight = scope_weights[s] * weights[owners[place]] * stride
+                n = _count(tokens, mass, slots, n, texts[place], weight)
+        for i in range(num_own):
+            if own_matched[i] >= LEVELS[level]:
+                n = _count(tokens, mass, slots, n, context[own[i]], OWN_WEIGHT)
+        probabilities[seen:n] = 0.0
+        different = 0
+        for i in range(n):
+            total += mass[i]
+            different += mass[i] > 0
+        if total <= 0:
+            continue
+        escape = ESCAPE * different / (total + ESCAPE * different)
+        for i in range(n):
+            probabilities[i] += share * (1 - escape) * mass[i] / total
+        share *= escape
+        if share < LEAST_SHARE:
+            break
+    if n:
+        probabilities[:n] /= probabilities[:n].sum()
+    return n, longest
+
+
+@_compiled
+def uniform(state):
+    """A number in [0, 1) from a generator of its own (splitmix64; Steele, Lea and Flood 2014). state: uint64 [1]."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@_compiled
+def draft(texts, orders, owners, segments, scope_weights, weights, context, response_start, k, draws, state):
+    """At most k tokens after a context: drawn from their laws, or with not `draws` the likeliest.
+
+    Returns tokens [n], the tokens and probabilities of their laws [n, WIDTH], how many each law has [n], and the length of
+    the match before the first. n is below k where nothing is known of a context.
+    """
+    length = len(context)
+    text = np.empty(length + k, np.int32)
+    text[:length] = context
+    supports, laws, sizes = np.empty((k, WIDTH), np.int32), np.empty((k, WIDTH)), np.empty(k, np.int32)
+    first_match, num = 0, 0
+    for j in range(k):
+        n, longest = next_law(
+            texts,
+            orders,
+            owners,
+            segments,
+            scope_weights,
+            weights,
+            text[: length + j],
+            response_start,
+            supports[j],
+            laws[j],
+        )
+        if j == 0:
+            first_match = longest
+        if n == 0:
+            break
+        chosen = int(laws[j, :n].argmax())
+        if draws:
+            left, chosen = uniform(state), 0
+            while chosen < n - 1 and left >= laws[j, chosen]:
+                left -= laws[j, chosen]
+                chosen += 1
+            while laws[j, chosen] <= 0:  # rounding left the last of them without a probability
+                chosen -= 1
+        text[length + j], sizes[j] = supports[j, chosen], n
+        num += 1
+    return text[length : length + num], supports[:num], laws[:num], sizes[:num], first_match
+
+
+@_compiled
+def probabilities_of(texts, orders, owners, segments, scope_weights, weights, text, response_start, places):
+    """What the law gives to the tokens of a text at these places, each after all that is before it: float64 [places]."""
+    tokens, law, found = np.empty(WIDTH, np.int32), np.empty(WIDTH), np.zeros(len(places))
+    for number in range(len(places)):
+        place = places[number]
+        n, _ = next_law(
+            texts, orders, owners, segments, scope_weights, weights, text[:place], response_start, tokens, law
+        )
+        for i in range(n):
+            if tokens[i] == text[place]:
+                found[number] = law[i]
+    return found
