@@ -103,8 +103,28 @@ class PolicyConfig(Section):
     """Recompute activations in the backward pass to save memory."""
 
 
+class DrafterProposer(Section):
+    """The drafter of [drafter], which computes its drafts."""
+
+    type: Literal["eagle3", "mtp"]
+    """As drafter.model.type."""
+
+
+class SuffixProposer(Section):
+    """An index of finished rollouts, which proposes what followed the same text before and computes nothing."""
+
+    type: Literal["suffix"]
+    """Kind of proposer."""
+
+    max_bytes: PositiveInt = 2**28
+    """Most bytes of the index in each engine, at 24 a token; the oldest rollouts are forgotten beyond it."""
+
+
 class SpeculationConfig(Section):
-    """How the draft length, up to rollout.num_speculative_tokens, is chosen while the engine runs."""
+    """What proposes draft tokens, and how many of them, up to rollout.num_speculative_tokens."""
+
+    proposers: tuple[Annotated[DrafterProposer | SuffixProposer, Field(discriminator="type")], ...] = ()
+    """What may propose draft tokens, chosen for each request and step by what is accepted. Default: the drafter alone."""
 
     adaptive: bool = True
     """Choose the draft length for each batch size while running, 0 included. False always drafts the most."""
@@ -191,6 +211,12 @@ class RolloutConfig(Section):
     def tensor_parallel_size(self) -> int:
         """Processes of an engine among which its weights are divided; on GPUs, each has one."""
         return int(self.vllm.get("tensor_parallel_size", 1))
+
+    @property
+    def history(self) -> SuffixProposer | None:
+        """The index of rollouts that drafts come from, if there is one."""
+        suffixes = [proposer for proposer in self.speculation.proposers if isinstance(proposer, SuffixProposer)]
+        return suffixes[0] if suffixes else None
 
     @property
     def rollouts_per_step(self) -> int:
@@ -451,3 +477,8 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def speculates(self) -> bool:
+        """Does anything propose draft tokens?"""
+        return self.drafter is not None or self.rollout.history is not None

@@ -27,6 +27,7 @@ from cotrain.records import (
     WeightPayload,
 )
 from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
+from cotrain.rollout.history_feed import HistoryFeed
 from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
 from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
 from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments
@@ -56,6 +57,7 @@ class RolloutEngine:
         self.decode_seconds = 0.0
         """Seconds of the last generate, from when every request had its first token until the last token."""
         self._engine: Any = None
+        self._history = HistoryFeed(functools.partial(self._call, "cotrain_history", "add"))
         self._chooses = False  # is the draft length chosen by the engine's speculation controller?
         self._batches = self._tapped_bytes = 0
         self._salt: dict[str, str] = {}  # keeps prefixes of one policy version from requests of the next
@@ -76,13 +78,16 @@ class RolloutEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec)))
-        await self._call("cotrain_start", f"{self.spec.scratch}/kept", self.spec.drafter_folder is not None)
+        history = self.spec.rollout.history
+        draws = self.spec.rollout.draft_sample_method == "probabilistic"
+        index = None if history is None else (history.max_bytes, draws)
+        await self._call("cotrain_start", f"{self.spec.scratch}/kept", self.spec.drafter_folder is not None, index)
         await self._stamp(self.versions)
 
     @property
     def speculates(self) -> bool:
         """Is there anything that proposes draft tokens?"""
-        return self.spec.speculation == "ngram" or self.spec.drafter_folder is not None
+        return self.spec.speculates
 
     # -- draft length ------------------------------------------------------------------------------------------------
 
@@ -94,12 +99,12 @@ class RolloutEngine:
         any; the length then stays fixed.
         """
         rollout = self.spec.rollout
-        if self.spec.drafter_folder is None or not rollout.speculation.adaptive:
+        if not self.spec.chooses_length:
             return 0
         timed = [prompt[-TIMED_PROMPT_TOKENS:] for prompt in prompts]
         room = min(room_for(rollout.num_speculative_tokens), rollout.max_model_len - max(map(len, timed)))
         sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
-        await self._call("cotrain_read_prompts", True)
+        await self._prepare_to_measure(True)
         await self._speculation("begin_measuring")
         deadline = time.perf_counter() + rollout.speculation.measure_seconds
         rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(rollout.max_num_seqs)}
@@ -110,8 +115,15 @@ class RolloutEngine:
             await self._run(batch, sampling)
             rounds[size].append(time.perf_counter() - started)
         num_measured: int = await self._speculation("end_measuring")
+        await self._prepare_to_measure(False)
         await self.set_num_speculative_tokens(None)
         return num_measured
+
+    async def _prepare_to_measure(self, begins: bool) -> None:
+        if self.spec.drafter_folder is not None:
+            await self._call("cotrain_read_prompts", True)
+        elif self.spec.rollout.history is not None:
+            await self._call("cotrain_history", "always_draft", begins)
 
     async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         """Draft length from the next step on, at most rollout.num_speculative_tokens; 0 switches speculation off.
@@ -162,7 +174,8 @@ class RolloutEngine:
         if self.speculates and overrides:
             await self._speculation("begin", False)
         started = time.perf_counter()
-        outputs = await self._run(named, overrides, first_of_each_prompt(tapped))
+        outputs = await self._run(named, overrides, first_of_each_prompt(tapped), learns=True)
+        await self._history.sent()
         seconds = time.perf_counter() - started
         if self.speculates and overrides:
             await self._speculation("begin")
@@ -236,17 +249,29 @@ class RolloutEngine:
         return overrides.get("max_tokens") or request.max_new_tokens or self.spec.rollout.max_new_tokens
 
     async def _run(
-        self, requests: dict[str, RolloutRequest], overrides: dict[str, Any], computed_whole: Container[str] = ()
+        self,
+        requests: dict[str, RolloutRequest],
+        overrides: dict[str, Any],
+        computed_whole: Container[str] = (),
+        learns: bool = False,
     ) -> list[Any]:
-        """computed_whole: names of requests that compute their prompt although it may be in the prefix cache."""
+        """computed_whole: names of requests that compute their prompt although it may be in the prefix cache. learns:
+        responses enter the history as they finish, if there is one."""
         engine, queues = self._engine, []
+
+        async def finished(name: str, queue: Any) -> Any:
+            output = await queue.get()
+            if learns and self.spec.rollout.history is not None:
+                self._history.add([self._rollout(requests[name], output)])
+            return output
+
         async with death_in_words(engine):
             async with self._paused(False) if self.spec.rollout.synchronous_batches else nullcontext():
                 for name, request in requests.items():
                     prompt = {"prompt_token_ids": request.prompt_token_ids} | self._salt
                     own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
                     queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
-            return [await queue.get() for queue in queues]
+            return await asyncio.gather(*(finished(name, queue) for name, queue in zip(requests, queues, strict=True)))
 
     @asynccontextmanager
     async def _paused(self, clear_cache: bool) -> AsyncIterator[None]:
@@ -387,7 +412,7 @@ class RolloutEngine:
 
     async def _stamp(self, versions: Versions) -> None:
         """Stamp tokens, and rows of the tap, with these versions from now on."""
-        if self.spec.drafter_folder is not None:
+        if self.spec.drafter_folder is not None or self.spec.rollout.history is not None:
             await self._call("cotrain_set_policy_version", versions.policy)
         async with death_in_words(self._engine):
             await self._engine.update_weight_version(str(versions))
@@ -407,6 +432,17 @@ class RolloutEngine:
     async def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Checksums of the named tensors, read back whole; empty for one that is not served as it was sent."""
         return await self._call("cotrain_served_digests", names, draft)
+
+    # -- history -----------------------------------------------------------------------------------------------------
+
+    async def history(self, action: str, *args: Any) -> Any:
+        """Call a method of the worker's HistoryDrafting."""
+        return await self._call("cotrain_history", action, *args)
+
+    async def add_history(self, rollouts: Sequence[Rollout]) -> None:
+        """Draft from these as well: rollouts of other engines."""
+        self._history.add(rollouts)
+        await self._history.sent()
 
     # -- switches and caches -----------------------------------------------------------------------------------------
 

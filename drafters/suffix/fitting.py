@@ -7,43 +7,57 @@ import numpy as np
 
 from drafters.suffix.index import SuffixIndex, key_of
 
-HALF_LIVES = (1.0, 2.0, 4.0, 8.0, 16.0, None)
+HALF_LIVES = (None, 16.0, 8.0, 4.0, 2.0, 1.0)
 """Policy versions after which a text counts half, that are tried; None: texts do not age."""
 
-FITTED_PLACES = 2048
-"""Tokens that a half-life is fitted on: 0.5 s for all that are tried."""
+PLACES = 8
+"""Tokens of each rollout that half-lives are compared on: 0.5 ms a rollout."""
+
+LEAST_PLACES = 256
+"""Tokens that have to have been compared before a half-life is chosen, and after which one counts half."""
 
 
 class Finished(NamedTuple):
     """A rollout that the index has not seen."""
 
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    log_probs: list[float]
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
     """Of the tokens, under the law that they were drawn from."""
+    policy_version: int = 0
 
 
-def expected_acceptance(index: SuffixIndex, rollouts: Sequence[Finished], half_life: float | None) -> float:
-    """Share of sampled draft tokens that would have been accepted, if texts aged with this half-life.
+def expected_acceptances(
+    index: SuffixIndex, rollout: Finished, half_life: float | None, most: int | None = None
+) -> np.ndarray:
+    """By token of a rollout, the chance that a draft drawn in its place is accepted, if texts aged with this half-life.
 
-    The share is sum_x min(p(x), q(x)) for the policy's law p and the draft's q (Leviathan et al. 2023, eq. 3), and
-    min(1, q(x) / p(x)) of a token x that was drawn from p has that as its mean. Takes FITTED_PLACES tokens, evenly spread.
+    A draft from q is accepted with probability sum_x min(p(x), q(x)) under the policy's law p (Leviathan et al. 2023,
+    eq. 3), and min(1, q(x) / p(x)) of a token x that was drawn from p has that as its mean. most: tokens to take, evenly
+    spread; None takes all but the first, which is never drafted. Shape [tokens taken].
     """
-    stride = max(1, sum(len(rollout.token_ids) for rollout in rollouts) // FITTED_PLACES)
-    shares = []
-    for rollout in rollouts:
-        start = len(rollout.prompt_token_ids)
-        text = np.array([*rollout.prompt_token_ids, *rollout.token_ids], np.int32)
-        chosen = np.arange(1, len(rollout.token_ids), stride)  # the first token of a response is never drafted
-        q = index.probabilities_of(key_of(rollout.prompt_token_ids), text, start, start + chosen, half_life)
-        shares.append(np.minimum(1.0, q / np.exp(np.array(rollout.log_probs)[chosen])))
-    accepted = np.concatenate(shares) if shares else np.zeros(0)
-    return float(accepted.mean()) if len(accepted) else 0.0
+    start, number = len(rollout.prompt_token_ids), len(rollout.token_ids)
+    text = np.array([*rollout.prompt_token_ids, *rollout.token_ids], np.int32)
+    chosen = np.arange(1, number, 1 if most is None else max(1, -(-number // most)))
+    q = index.probabilities_of(key_of(rollout.prompt_token_ids), text, start, start + chosen, half_life)
+    return np.minimum(1.0, q / np.exp(np.array(rollout.log_probs)[chosen]))
 
 
-def fit_half_life(index: SuffixIndex, rollouts: Sequence[Finished]) -> float | None:
-    """The half-life of HALF_LIVES with which the index expects most of these rollouts; the longest of equally good ones.
+class HalfLifeFit:
+    """Chooses the half-life with which an index expects most of the rollouts that come, each before it learns them."""
 
-    They have to be newer than what the index knows.
-    """
-    return max(reversed(HALF_LIVES), key=lambda half_life: round(expected_acceptance(index, rollouts, half_life), 2))
+    def __init__(self) -> None:
+        self._accepted, self._places = np.zeros(len(HALF_LIVES)), 0.0
+
+    def observe(self, index: SuffixIndex, rollout: Finished) -> None:
+        """Compare the half-lives on a rollout that the index does not know yet."""
+        found = [expected_acceptances(index, rollout, half_life, PLACES) for half_life in HALF_LIVES]
+        kept = 0.5 ** (len(found[0]) / LEAST_PLACES)
+        self._accepted = kept * self._accepted + np.sum(found, axis=1)
+        self._places = kept * self._places + len(found[0])
+
+    def best(self) -> float | None:
+        """The longest of those that are equally good to one draft token in a hundred; None before LEAST_PLACES."""
+        if self._places < LEAST_PLACES:
+            return None
+        return HALF_LIVES[int(np.round(self._accepted / self._places, 2).argmax())]

@@ -50,7 +50,7 @@ class Draft(NamedTuple):
     """Length of the longest match before the first token, known before anything is drawn."""
 
 
-def key_of(prompt_token_ids: Sequence[int]) -> bytes:
+def key_of(prompt_token_ids: Sequence[int] | Tokens) -> bytes:
     """A name for a prompt: requests with the same tokens share a history."""
     return hashlib.blake2b(np.asarray(prompt_token_ids, np.int32).tobytes(), digest_size=16).digest()
 
@@ -72,11 +72,15 @@ class SuffixIndex:
             raise ValueError(f"an index of {max_bytes} bytes holds no text; allow at least {4 * BYTES_PER_TOKEN}")
         self.half_life, self.policy_version = half_life, 0
         self._texts, self._orders, self._owners = (np.zeros(self.max_tokens, np.int32) for _ in range(3))
+        self.forget()
+        self._state = np.array([seed], np.uint64)
+
+    def forget(self) -> None:
+        """Know nothing any more."""
         self._used = 0
         self._versions: list[int] = []  # of each text, by the number that owners have
         self._weights = np.zeros(0)
         self._segments: dict[bytes, list[Segment]] = {EVERY_PROMPT: []}
-        self._state = np.array([seed], np.uint64)
 
     @property
     def num_tokens(self) -> int:

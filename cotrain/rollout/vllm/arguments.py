@@ -34,6 +34,17 @@ class EngineSpec:
     speculation: Literal["drafter", "ngram"] = "drafter"
     """What proposes draft tokens: the drafter, if there is one, or a look-up of n-grams in the request's own text."""
 
+    @property
+    def speculates(self) -> bool:
+        """Is there anything that proposes draft tokens?"""
+        return self.drafter_folder is not None or self.speculation == "ngram" or self.rollout.history is not None
+
+    @property
+    def chooses_length(self) -> bool:
+        """May the draft length follow what is fastest?"""
+        proposes = self.drafter_folder is not None or self.rollout.history is not None
+        return proposes and self.rollout.speculation.adaptive
+
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """The arguments of AsyncEngineArgs. Raises ValueError when there are fewer GPUs than tensor-parallel ranks.
@@ -87,10 +98,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
     """vLLM's speculative_config; None when nothing proposes draft tokens."""
     config = {"num_speculative_tokens": spec.rollout.num_speculative_tokens}
-    if spec.speculation == "ngram":
-        return {"method": "ngram", **config, **PROMPT_LOOKUP}
     if spec.drafter_folder is None or spec.serving is None:
-        return None
+        # An index of rollouts alone stands in for the look-up of n-grams.
+        return {"method": "ngram", **config, **PROMPT_LOOKUP} if spec.speculates else None
     method, draws = spec.serving.method, spec.rollout.draft_sample_method
     return {"method": method, "model": spec.drafter_folder, "draft_sample_method": draws, **config}
 

@@ -6,7 +6,7 @@ every tensor-parallel rank.
 
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -21,6 +21,9 @@ from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.payload import digest
 from drafters.base import SamplingParams
 
+if TYPE_CHECKING:
+    from cotrain.rollout.vllm.history import HistoryDrafting
+
 cpu.apply_patches()
 
 
@@ -28,6 +31,7 @@ class CotrainWorker:
     """Mixed into vLLM's worker: feature tap, drafting switches, proof of what is served."""
 
     _cotrain_hook: DraftingHook
+    _cotrain_history: "HistoryDrafting | None" = None
     _cotrain_weights: dict[bool, ServedWeights]
     """True holds the drafter's served weights, False the policy's."""
 
@@ -42,10 +46,11 @@ class CotrainWorker:
             traceback.print_exc()
             return None, str(error)
 
-    def cotrain_start(self, keep_folder: str, has_drafter: bool) -> None:
-        """Get ready for updates, and hook into drafting where there is a drafter.
+    def cotrain_start(self, keep_folder: str, has_drafter: bool, history: tuple[int, bool] | None) -> None:
+        """Get ready for updates, and hook into drafting where there is a drafter or a history.
 
-        keep_folder: where the ranks keep the last good weights, on the file system that updates are sent over.
+        keep_folder: where the ranks keep the last good weights, on the file system that updates are sent over. history:
+        most bytes of the index of rollouts, and whether its drafts are drawn; None without one.
         """
         follow_parent()
         worker: Any = self
@@ -61,6 +66,14 @@ class CotrainWorker:
             self._cotrain_hook = DraftingHook(runner)
             config = worker.speculative_config.draft_model_config
             self._cotrain_weights[True] = ServedWeights(worker.get_draft_model(), config, kept / "drafter", target)
+        if history is not None:
+            # numba comes with it, and vLLM's CPU build does not start where numba was imported before.
+            from cotrain.rollout.vllm.history import HistoryDrafting
+            from drafters.suffix.index import SuffixIndex
+
+            max_bytes, draws = history
+            index = SuffixIndex(max_bytes, seed=worker.vllm_config.model_config.seed)
+            self._cotrain_history = HistoryDrafting(runner, index, is_alone=not has_drafter, draws=draws)
 
     def cotrain_weights(self, draft: bool, action: str, *args: Any) -> None:
         """Check, update or undo: see ServedWeights."""
@@ -68,8 +81,16 @@ class CotrainWorker:
             getattr(self._cotrain_weights[draft], action)(*args)
 
     def cotrain_set_policy_version(self, policy_version: int) -> None:
-        """Stamp what the tap records from now on with this version of the policy."""
-        self._cotrain_hook.tap.policy_version = policy_version
+        """Stamp what the tap records from now on with this version of the policy, and let the history age."""
+        if True in self._cotrain_weights:
+            self._cotrain_hook.tap.policy_version = policy_version
+        if self._cotrain_history is not None:
+            self._cotrain_history.weigh_by(policy_version)
+
+    def cotrain_history(self, action: str, *args: Any) -> Any:
+        """Call a method of the HistoryDrafting; "save" writes on rank 0 alone, since all ranks know the same."""
+        if action != "save" or self.rank == 0:  # type: ignore[attr-defined]
+            return getattr(self._cotrain_history, action)(*args)
 
     def cotrain_start_tapping(self, requests: dict[str, tuple[str, int, int]]) -> None:
         """Tap these requests until their features are taken. requests: request id -> fields of its TapRequest.

@@ -1,0 +1,230 @@
+"""Drafting from history inside vLLM's model runner (0.32, V1): alone, or beside a drafter, chosen for each request.
+
+Like hooks.py it ends with the V1 model runner. numba comes with the index, which is why the worker imports this module
+once vLLM has started.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
+from drafters.suffix.fitting import Finished, HalfLifeFit
+from drafters.suffix.index import Draft, SuffixIndex, key_of
+from drafters.suffix.law import uniform
+
+MATCHES = (2, 4, 8, 16)
+"""Longest matches with an acceptance of their own: up to 1 token, 2 or 3, and so on."""
+
+EXPLORED = 1 / 32
+"""Share of the choices between two proposers that take the one which is expected to be worse, so that it stays known."""
+
+
+class Asked(NamedTuple):
+    """What one request was drafted for it, until it is known how much of it was accepted."""
+
+    match: int | None
+    """Class of the match that the index drafted after; None when the drafter did."""
+    num_tokens: int
+
+
+class Text(NamedTuple):
+    """A request at the end of a step."""
+
+    tokens: NDArray[np.int32]
+    """Prompt and response [n]."""
+    prompt_length: int
+    num_new: int
+    """Tokens that the step has emitted; 0 while the prompt is computed."""
+
+
+class HistoryDrafting:
+    """Stands in for the runner's propose_draft_token_ids, or for the hook that does so already.
+
+    Which proposer a request gets is decided by the length of its match and by acceptance so far, both known before
+    anything of the draft is drawn, so that the emitted tokens keep their distribution.
+    """
+
+    def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
+        """is_alone: there is no drafter, and vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft."""
+        self.index = index
+        self._fit, self._always_drafts = HalfLifeFit(), False
+        self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
+        self._is_alone, self._draws = is_alone, draws
+        longest = model_runner.num_spec_tokens
+        self._of_drafter = ServedAcceptance(longest)
+        self._of_match = [ServedAcceptance(longest) for _ in (*MATCHES, None)]
+        self._asked: dict[str, Asked] = {}
+        self._keys: dict[str, bytes] = {}
+        self._counts = {"index": [0, 0, 0], "drafter": [0, 0, 0]}
+        self._coin = np.array([1], np.uint64)
+        model_runner.propose_draft_token_ids = self._hooked
+
+    def weigh_by(self, policy_version: int) -> None:
+        """Let texts count by their age at this version of the policy, with the half-life that fits best."""
+        self.index.half_life = self._fit.best()
+        self.index.weigh_by(policy_version)
+
+    def add(self, rollouts: list[tuple[Any, ...]]) -> None:
+        """Learn finished rollouts, the fields of a Finished each. Only what was emitted may come here."""
+        for rollout in (Finished(*fields) for fields in rollouts):
+            self._fit.observe(self.index, rollout)
+            self.index.add(key_of(rollout.prompt_token_ids), rollout.token_ids, rollout.policy_version)
+
+    def forget(self) -> None:
+        """Forget all rollouts."""
+        self.index.forget()
+
+    def save(self, path: str) -> None:
+        """See SuffixIndex."""
+        self.index.save(path)
+
+    def load(self, path: str) -> None:
+        """See SuffixIndex."""
+        self.index.load(path)
+
+    def always_draft(self, on: bool) -> None:
+        """Propose something even where nothing is known, to measure steps with."""
+        self._always_drafts = on
+
+    def take_counts(self) -> dict[str, list[int]]:
+        """By proposer, since the last call: drafts verified, draft tokens, accepted ones."""
+        counts = self._counts
+        self._counts = {name: [0, 0, 0] for name in counts}
+        return counts
+
+    def _hooked(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, *rest: Any) -> Any:
+        runner, k = self._runner, scheduler_output.num_spec_tokens_to_schedule
+        request_ids = list(runner.input_batch.req_ids)
+        texts = self._texts(sampled, len(request_ids))
+        self._learn(scheduler_output, dict(zip(request_ids, texts, strict=True)))
+        draws = self._draws and not sampling_metadata.all_greedy
+        greedy = [not draws] * len(texts)
+        if draws and not sampling_metadata.all_random:
+            greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
+        drafts = [
+            self._draft(request, text, k, not likeliest) if text.num_new and k else None
+            for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
+        ]
+        taken = [draft if draft is not None and self._takes(draft, k) else None for draft in drafts]
+        of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, taken)
+        for request, text, draft in zip(request_ids, texts, taken, strict=True):
+            if text.num_new and k and (draft is not None or not self._is_alone):
+                self._asked[request] = Asked(None if draft is None else match_class(draft.match), k)
+        if not self._is_alone and not any(draft is not None for draft in taken):
+            return of_drafter
+        rows = of_drafter.tolist() if torch.is_tensor(of_drafter) else of_drafter or [[]] * len(texts)
+        rows = [
+            (row[:k] if text.num_new else []) if draft is None else draft.tokens.tolist()
+            for row, draft, text in zip(rows, taken, texts, strict=True)
+        ]
+        if self._always_drafts:
+            rows = [
+                row or [int(text.tokens[-1])] * (k if text.num_new else 0)
+                for row, text in zip(rows, texts, strict=True)
+            ]
+        self._hand_over_laws(request_ids, rows, taken, greedy, sampling_metadata)
+        return rows
+
+    def _texts(self, sampled: Any, num_requests: int) -> list[Text]:
+        """Every request's text with what this step has emitted.
+
+        vLLM calls a drafter before it has entered the new tokens [R, 1 or more, -1 where none], and the n-gram look-up
+        afterwards, with lists of them.
+        """
+        batch, discarded = self._runner.input_batch, self._runner.discard_request_mask.np
+        is_entered = not torch.is_tensor(sampled)
+        texts = []
+        for i, row in enumerate(sampled if is_entered else sampled.tolist()):
+            length, prompt_length = int(batch.num_tokens_no_spec[i]), int(batch.num_prompt_tokens[i])
+            new = [] if discarded[i] else [token for token in row if token >= 0]
+            tokens = batch.token_ids_cpu[i, :length]
+            if not is_entered:
+                tokens = np.append(tokens, np.array(new, np.int32))
+            texts.append(Text(tokens, prompt_length, len(new)))
+        return texts[:num_requests]
+
+    def _learn(self, scheduler_output: Any, texts: dict[str, Text]) -> None:
+        """Count what became of the drafts of the step before."""
+        for request in scheduler_output.finished_req_ids:
+            self._asked.pop(request, None)
+            self._keys.pop(request, None)
+        verified = scheduler_output.scheduled_spec_decode_tokens
+        for request, text in texts.items():
+            asked, drafted = self._asked.pop(request, None), len(verified.get(request, ()))
+            if asked is None or not text.num_new or self._always_drafts:
+                continue
+            accepted = min(text.num_new - 1, drafted)
+            name = "drafter" if asked.match is None else "index"
+            counts = self._of_drafter if asked.match is None else self._of_match[asked.match]
+            counts.observe([(asked.num_tokens, accepted)])  # what it did not draft was not accepted either
+            for i, number in enumerate((drafted > 0, drafted, accepted)):
+                self._counts[name][i] += number
+
+    def _draft(self, request: str, text: Text, k: int, draws: bool) -> Draft | None:
+        key = self._keys.get(request)
+        if key is None:
+            key = self._keys[request] = key_of(text.tokens[: text.prompt_length])
+        draft = self.index.draft(key, text.tokens, text.prompt_length, k, draws)
+        return draft if len(draft.tokens) else None
+
+    def _takes(self, draft: Draft, k: int) -> bool:
+        """Does the index propose, rather than the drafter? Looks at the length of its match alone."""
+        if self._is_alone:
+            return True
+        of_match = self._of_match[match_class(draft.match)].tokens_per_step()[k]
+        better = bool(of_match > self._of_drafter.tokens_per_step()[k])
+        return better != (uniform(self._coin) < EXPLORED)
+
+    def _of_model(
+        self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, rest: Any, taken: list[Draft | None]
+    ) -> Any:
+        """What the drafter proposes; its pass is left out, as at draft length 0, when every request has the index."""
+        if self._is_alone:
+            self._runner._draft_probs = self._runner._draft_prob_req_ids = None
+            return None
+        k = scheduler_output.num_spec_tokens_to_schedule
+        if all(draft is not None for draft in taken):
+            scheduler_output.num_spec_tokens_to_schedule = 0
+        try:
+            return self._propose(scheduler_output, sampled, sampling_metadata, *rest)
+        finally:
+            scheduler_output.num_spec_tokens_to_schedule = k
+
+    def _hand_over_laws(
+        self,
+        request_ids: list[str],
+        rows: list[list[int]],
+        taken: list[Draft | None],
+        greedy: list[bool],
+        sampling_metadata: Any,
+    ) -> None:
+        """Give vLLM's rejection sampler the law [R, longest draft, V] of every draft token.
+
+        A token that was not drawn has all the probability of its law.
+        """
+        runner, most = self._runner, max(map(len, rows), default=0)
+        if sampling_metadata.all_greedy or not most:
+            runner._draft_probs = runner._draft_prob_req_ids = None
+            return
+        before: Tensor | None = runner._draft_probs
+        laws = torch.zeros(len(rows), most, runner.input_batch.vocab_size, device=runner.device)
+        for i, (row, draft) in enumerate(zip(rows, taken, strict=True)):
+            drawn = draft is not None and not greedy[i]
+            if draft is not None and drawn:
+                for j, size in enumerate(draft.sizes):
+                    support = torch.from_numpy(draft.supports[j, :size].astype(np.int64)).to(runner.device)
+                    laws[i, j, support] = torch.from_numpy(draft.laws[j, :size]).float().to(runner.device)
+            elif draft is None and before is not None and row:
+                laws[i, : len(row)] = before[i, : len(row)]
+            elif row:
+                laws[i, torch.arange(len(row)), torch.tensor(row)] = 1.0
+        runner._draft_probs, runner._draft_prob_req_ids = laws, request_ids
+
+
+def match_class(match: int) -> int:
+    """The number of the class of MATCHES that a match of this length belongs to."""
+    return int(np.searchsorted(MATCHES, match, side="right"))

@@ -1,0 +1,53 @@
+"""Faults of drafting from history, planted inside a running vLLM worker and taken out again."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cotrain.rollout.vllm.worker_extension import CotrainWorker
+from drafters.suffix.index import Draft
+
+Fault = Callable[[Draft], Draft]
+
+
+class PlantingWorker(CotrainWorker):
+    """A worker whose index lies about its drafts on request."""
+
+    def cotrain_plant(self, fault: str | None) -> None:
+        """Take out what was planted before, then plant this one; None leaves the worker clean."""
+        index = self._cotrain_history.index
+        index.__dict__.pop("draft", None)
+        if fault is not None:
+            draft = index.draft
+            index.draft = lambda *args: FAULTS[fault](draft(*args))
+
+
+def sharpened(draft: Draft) -> Draft:
+    """The law that is handed over is sharper than the one that was drawn from."""
+    laws = draft.laws.copy()
+    for j, size in enumerate(draft.sizes):
+        laws[j, :size] = laws[j, :size] ** 2 / (laws[j, :size] ** 2).sum()
+    return draft._replace(laws=laws)
+
+
+def anticipates(draft: Draft) -> Draft:
+    """A draft ends before a token that has turned out to be an unlikely one."""
+    for j, size in enumerate(draft.sizes):
+        if draft.laws[j, :size][draft.supports[j, :size] == draft.tokens[j]].item() < 0.3:
+            return Draft(draft.tokens[:j], draft.supports[:j], draft.laws[:j], draft.sizes[:j], draft.match)
+    return draft
+
+
+_before: list[Draft] = []
+
+
+def another_requests_law(draft: Draft) -> Draft:
+    """A request's tokens come with the laws of the request before it."""
+    _before.append(draft)
+    other = _before.pop(0) if len(_before) > 1 else draft
+    n = min(len(draft.tokens), len(other.tokens))
+    laws, supports, sizes = other.laws[:n].copy(), other.supports[:n].copy(), np.array(other.sizes[:n])
+    return Draft(draft.tokens[:n], supports, laws, sizes, draft.match)
+
+
+FAULTS: dict[str, Fault] = {f.__name__: f for f in (sharpened, anticipates, another_requests_law)}

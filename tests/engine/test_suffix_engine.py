@@ -1,0 +1,110 @@
+"""Drafting from history on the real engine, alone and beside EAGLE-3: what it leaves as it is, and what it accepts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain.config.schema import RolloutConfig, SpeculationConfig
+from cotrain.process.scratch import scratch_folder
+from cotrain.rollout.vllm.arguments import EngineSpec
+from drafters.base import Drafter
+from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
+from tests.engine.planted_drafts import FAULTS
+from tests.engine.test_sampling import NUM_SAMPLES, Laws, laws, p_values, samples  # noqa: F401
+
+pytestmark = pytest.mark.engine
+
+PLANTING = "tests.engine.planted_drafts.PlantingWorker"
+PROPOSERS: dict[str, list[dict[str, Any]]] = {
+    "alone": [{"type": "suffix", "max_bytes": 2**22}],
+    "mixed": [{"type": "eagle3"}, {"type": "suffix", "max_bytes": 2**22}],
+}
+
+
+@pytest.fixture(scope="module", params=PROPOSERS)
+def historian(
+    request: Any, rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, fitted_drafter: Drafter
+) -> Iterator[LiveEngine]:
+    """An engine that drafts from what it has generated."""
+    speculation = SpeculationConfig.model_validate({"proposers": PROPOSERS[request.param]})
+    changes = {"prompts_per_step": 256, "synchronous_batches": True, "speculation": speculation}
+    config = rollout_config.model_copy(update=changes)
+    config = config.model_copy(update={"vllm": config.vllm | {"worker_extension_cls": PLANTING}})
+    drafter = (str(drafter_folder), SERVING) if request.param == "mixed" else (None, None)
+    with scratch_folder("test-suffix") as scratch:
+        live = LiveEngine(EngineSpec(config, str(target_folder), *drafter, 0, str(scratch)))
+        if request.param == "mixed":
+            live.send_drafter(fitted_drafter.state_for_serving())
+        yield live
+        live.stop()
+
+
+def counts(live: LiveEngine) -> dict[str, list[int]]:
+    return live.run(live.engine.history("take_counts"))
+
+
+def test_greedy_text_is_that_of_no_speculation_with_and_without_a_history(historian: LiveEngine) -> None:
+    requests = make_requests(12, seed=11)
+    historian.run(historian.engine.set_num_speculative_tokens(0))
+    plain = tokens(historian.greedy(requests, tap=False))
+    counts(historian)
+    for k in (3, 1, 3):
+        historian.run(historian.engine.set_num_speculative_tokens(k))
+        batch = historian.greedy(requests, tap=False)
+        assert tokens(batch) == plain
+    _, drafted, accepted = counts(historian)["index"]
+    assert accepted > 0.9 * drafted > 500  # the same texts have been generated before
+
+
+def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
+    historian: LiveEngine,
+    laws: Laws,  # noqa: F811
+) -> None:
+    historian.run(historian.engine.set_num_speculative_tokens(3))
+    samples(historian, number=512, temperature=1.0)
+    counts(historian)
+    sampled, speculation = samples(historian, seeded=False, temperature=1.0)
+    by_proposer = counts(historian)
+    assert speculation.accepted_per_position[1] > NUM_SAMPLES / 50
+    assert by_proposer["index"][2] > NUM_SAMPLES / 50
+    assert sum(row[1] for row in by_proposer.values()) == speculation.num_draft_tokens
+    assert sum(row[2] for row in by_proposer.values()) == sum(speculation.accepted_per_position)
+    assert min(p_values(laws, sampled, 1.0, -1)) > 1e-4
+
+
+PLANTED = [("alone", fault) for fault in FAULTS] + [("mixed", "sharpened")]
+
+
+@pytest.mark.parametrize(("historian", "fault"), PLANTED, indirect=["historian"])
+def test_planted_faults_change_the_law(historian: LiveEngine, laws: Laws, fault: str) -> None:  # noqa: F811
+    historian.run(historian.engine._call("cotrain_plant", fault))
+    sampled, _ = samples(historian, seeded=False, temperature=1.0)
+    historian.run(historian.engine._call("cotrain_plant", None))
+    assert min(p_values(laws, sampled, 1.0, -1)) < 1e-4
+
+
+def test_a_saved_history_is_taken_over(historian: LiveEngine, tmp_path: Path) -> None:
+    path = str(tmp_path / "history.safetensors")
+    historian.run(historian.engine.history("save", path))
+    historian.run(historian.engine.history("load", path))
+    requests = make_requests(4, seed=11)
+    historian.greedy(requests, tap=False)
+    counts(historian)
+    historian.greedy(requests, tap=False)
+    _, drafted, accepted = counts(historian)["index"]
+    assert accepted > 0.9 * drafted > 50
+
+
+def test_rollouts_of_another_engine_are_drafted_from(historian: LiveEngine) -> None:
+    requests = make_requests(4, seed=29)
+    historian.run(historian.engine.set_num_speculative_tokens(0))
+    batch = historian.greedy(requests, tap=False)
+    historian.run(historian.engine.history("forget"))
+    historian.run(historian.engine.add_history(batch.rollouts))
+    historian.run(historian.engine.set_num_speculative_tokens(3))
+    counts(historian)
+    assert tokens(historian.greedy(requests, tap=False)) == tokens(batch)
+    _, drafted, accepted = counts(historian)["index"]
+    assert accepted > 0.9 * drafted > 50
