@@ -15,7 +15,7 @@ from typing import Any
 from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.losses import group_advantages
-from cotrain.publish.alarms import Alarm
+from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.decision import Outcome
 from cotrain.records import Prompt, RolloutBatch, ScoredRollout, SwapReport, Versions
 from cotrain.roles.engines import RolloutEngines
@@ -42,7 +42,7 @@ from drafters.files import write_json
 POLICY_FILE = "policy.safetensors"
 """Weights of the policy on their way to the engines, in the folder in shared memory of the learner's node."""
 
-STREAM = "stream.json"
+STREAM, HISTORY = "stream.json", "history.safetensors"
 """File of a checkpoint with the state of the Producer, where generation is ahead."""
 
 
@@ -126,8 +126,8 @@ class Controller:
         self._seconds = {}
         started = time.perf_counter()
         served = self.versions
-        speculates = self.roles.publisher is not None and self.mode is None
-        self.producer.taps = speculates
+        speculates = self.config.speculates and self.mode is None
+        self.producer.taps = speculates and self.roles.drafter is not None
         self.producer.admit()
         row = self.producer.metrics()
         with self._timed("wait_for_rollouts" if self._lags else "generate"):
@@ -136,12 +136,16 @@ class Controller:
         window = self._window(rollouts)
         row |= lag_metrics([scored.rollout for scored in rollouts], served.policy)
         check_lag([scored.rollout for scored in rollouts], served, self.config.stream.max_policy_lag)
-        if speculates and window is not None and not self._checked:
+        if self.producer.taps and window is not None and not self._checked:
             self._check_batch(window)
         recomputes = self.config.stream.on_swap != "keep_kv"
         seconds = window.seconds if window is not None else self._seconds["wait_for_rollouts"]
         row |= rollout_metrics(rollouts, window, seconds, served.drafter, recomputes)
         alarms = self._check_distribution(step, rollouts, row) if speculates else []
+        if alarms and self.roles.publisher is None:
+            raise DrafterAlarm(step, alarms)
+        if self.config.rollout.history is not None:
+            row |= self.roles.engines.proposer_metrics()
         with self._timed("learn"):
             outcome = self._learn(step, rollouts, window, alarms, row)
         self._check_log_probs(step, row)
@@ -360,6 +364,8 @@ class Controller:
             self.roles.policy.call("save", folder / "policy")
             if drafter is not None:
                 drafter.call("save", folder / "drafter")
+            if self.config.rollout.history is not None:
+                self.roles.engines.save_history(folder / HISTORY)
 
     def _event(self, step: int, event: str, **fields: Any) -> None:
         self.records.events.write(step, {"time": time.time(), "event": event} | fields)

@@ -150,7 +150,7 @@ def _check_vllm(config: RunConfig) -> list[str]:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return ["vLLM is not installed; run `make setup`"]
-    lossy = environment_problems(os.environ) if config.drafter is not None else ()
+    lossy = environment_problems(os.environ) if config.speculates else ()
     problems = [f"{name}: {message}" for name, message in lossy]
     # The fields of its argument classes are read from the source, because importing it takes 5 s.
     source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()

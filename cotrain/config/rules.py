@@ -23,6 +23,10 @@ OWNED_VLLM_ARGUMENTS = {
 """vLLM arguments that cotrain sets itself, and what to do instead."""
 
 
+BYTES_PER_TOKEN = 24
+"""Of the index of rollouts, see drafters/suffix/index.py, which configuration does not import: it brings numba."""
+
+
 def broken_rules(config: RunConfig) -> list[str]:
     rules = (
         _log_probs_are_of_one_law,
@@ -30,6 +34,7 @@ def broken_rules(config: RunConfig) -> list[str]:
         _lag_fits_the_run,
         _vllm_arguments,
         _drafter_fits_the_steps,
+        _proposers_go_together,
     )
     return [line for rule in rules for line in rule(config)]
 
@@ -128,7 +133,7 @@ def _lag_fits_the_run(config: RunConfig) -> Iterator[str]:
 def _vllm_arguments(config: RunConfig) -> Iterator[str]:
     arguments = config.rollout.vllm
     owned = [(key, f"is set by cotrain: {fix}") for key, fix in OWNED_VLLM_ARGUMENTS.items() if key in arguments]
-    refused = [problem for problem in engine_problems(arguments) if config.drafter or problem[0] in DIVISIONS]
+    refused = [problem for problem in engine_problems(arguments) if config.speculates or problem[0] in DIVISIONS]
     for key, message in (*owned, *refused):
         yield f"rollout.vllm.{key}: {message}"
     ranks = arguments.get("tensor_parallel_size", 1)
@@ -155,3 +160,26 @@ def _drafter_fits_the_steps(config: RunConfig) -> Iterator[str]:
             f"(rollout.samples_per_prompt) of a step, and drafter.gate needs {MIN_PROMPTS} prompts and {MIN_ROLLOUTS} "
             'rollouts; raise one of the two, or set drafter.gate.publish_when = "always"'
         )
+
+
+def _proposers_go_together(config: RunConfig) -> Iterator[str]:
+    """Each kind is there once, the drafter's is that of [drafter], and the index holds the rollouts of a step."""
+    rollout, field = config.rollout, "rollout.speculation.proposers"
+    types: list[str] = [proposer.type for proposer in rollout.speculation.proposers]
+    drafter = None if config.drafter is None else config.drafter.model.type
+    computed = [kind for kind in types if kind != "suffix"]
+    for kind in dict.fromkeys(kind for kind in types if types.count(kind) > 1):
+        yield f'{field}: "{kind}" stands there {types.count(kind)} times; leave one'
+    if types and drafter is not None and drafter not in types:
+        yield f'{field}: the drafter of [drafter] is none of them; add {{ type = "{drafter}" }}, or set drafter = "none"'
+    for kind in computed:
+        if kind != drafter:
+            has = "there is no [drafter]" if drafter is None else f'drafter.model.type is "{drafter}"'
+            yield f'{field}: "{kind}" needs a drafter of that type, and {has}; set drafter.model.type = "{kind}"'
+    if rollout.history is not None:
+        needed = BYTES_PER_TOKEN * 2 * rollout.rollouts_per_step * (rollout.max_new_tokens + 1)
+        if rollout.history.max_bytes < needed:
+            yield (
+                f"{field}: an index of max_bytes = {rollout.history.max_bytes} cannot hold a step of rollouts of full "
+                f"length, which is what it drafts from in the next epoch; set max_bytes = {needed} or more"
+            )

@@ -11,7 +11,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
-from cotrain.records import GainReport, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
+from cotrain.records import GainReport, Rollout, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
 from cotrain.roles.learners import Learner
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.vllm.arguments import EngineSpec
@@ -33,6 +33,9 @@ SETTINGS = ("time_draft_lengths", "set_num_speculative_tokens")
 
 KEPT_DRAFTER = "kept/rank_0/drafter.safetensors"
 """In an engine's folder: the drafter that it was sent last, see ServedWeights."""
+
+HISTORY = "history.safetensors"
+"""In an engine's folder: what it knows of rollouts, for one that is started again."""
 
 UPDATE_SECONDS = 300.0
 """An engine that has not checked or taken weights after so long counts as dead: seconds are usual."""
@@ -74,6 +77,7 @@ class RolloutEngines:
         """Start the processes, which import vLLM meanwhile; `start` loads the models."""
         self._cluster, self._nodes, self._min_engines = cluster, nodes, config.cluster.min_engines
         self._transfer = config.policy.weight_transfer
+        self._drafts_from_history = config.rollout.history is not None
         self._num_ranks = config.rollout.tensor_parallel_size
         self._roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
         self.node_of = [cluster.placement.node(role) for role in self._roles]
@@ -173,6 +177,11 @@ class RolloutEngines:
                 [served] = self._cluster.get([actor.call.remote("served_digests", sorted(digests), draft)])
                 if served != digests:
                     raise RunFailure(f"{self._roles[engine]} was started again and does not serve what the others do")
+        if self._drafts_from_history:
+            path = f"{self._specs[other].scratch}/{HISTORY}"
+            self._cluster.get([self._actors[other].call.remote("history", "save", path)])
+            here = self._nodes.bring(path, self.node_of[engine])
+            self._cluster.get([actor.call.remote("history", "load", here)])
         for method, args in self._settings.items():
             self._cluster.get([actor.call.remote(method, *args)])
 
@@ -211,6 +220,27 @@ class RolloutEngines:
         """What speculation gained in all engines since the last call; None while draft lengths are fixed."""
         gains = [window.gain for window in self.call("take_window") if window.gain is not None]
         return sum(gains, start=GainReport()) if gains else None
+
+    # -- history ------------------------------------------------------------------------------------------------------
+
+    def share_history(self, engine: int, rollouts: Sequence[Rollout]) -> None:
+        """Let all other engines draft from what this one has generated, if they draft from history."""
+        if self._drafts_from_history:
+            self._ask({other: ("add_history", rollouts) for other in self.in_dispatch if other != engine})
+
+    def save_history(self, path: Path) -> None:
+        """Write what one engine knows: all know the same, but for the order in which they learnt it."""
+        self._ask({self.in_dispatch[0]: ("history", "save", str(path))})
+
+    def proposer_metrics(self) -> dict[str, float]:
+        """Drafts, draft tokens and accepted ones by proposer since the last call, and the size of the history."""
+        counts: Counter[str] = Counter()
+        reports = self.call("history", "take_report")
+        for report in reports:
+            counts.update(report["counts"])
+        return dict(counts) | reports[0]["state"]
+
+    # -- weights ------------------------------------------------------------------------------------------------------
 
     def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights everywhere. Reports the slowest engine's update."""

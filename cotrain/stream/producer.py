@@ -231,6 +231,7 @@ class Producer:
         samples = self._config.rollout.samples_per_prompt
         self._has_less(engine, numbers)
         self._window.append((engine, batch))
+        self._engines.share_history(engine, batch.rollouts)
         for place, number in enumerate(numbers):
             result = self._results[number]
             result.rollouts = batch.rollouts[place * samples : (place + 1) * samples]

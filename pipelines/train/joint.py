@@ -83,7 +83,7 @@ def train(config: RunConfig, resume: bool) -> int:
             encoder, roles = start_roles(config, cluster, nodes, run_dir, state, ready)
             tracker = tracking.result()
             ready("MLflow")
-        if config.drafter is not None and config.rollout.speculation.adaptive:
+        if config.speculates and config.rollout.speculation.adaptive:
             with console.phase("timing of draft lengths"):
                 timed = [encoder.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
                 roles.engines.call("time_draft_lengths", timed)
@@ -148,7 +148,7 @@ def _run(controller: "Controller", run_dir: RunDir) -> bool:
 
 def _final_check(controller: "Controller") -> "GreedyCheck | None":
     rollout, console, last = controller.config.rollout, controller.records.console, controller.last_rollouts
-    if controller.roles.drafter is None or not last or controller.mode is not None:
+    if not controller.config.speculates or not last or controller.mode is not None:
         return None
     from cotrain.lossless.family import compare_greedy
 
@@ -187,7 +187,7 @@ def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None
     from pipelines.train.report import progress, run_facts
 
     run = read_run(run_dir.path)
-    choices = controller.roles.engines.call("describe_speculation") if config.drafter else []
+    choices = controller.roles.engines.call("describe_speculation") if config.speculates else []
     speculation = controller.mode or "; ".join(dict.fromkeys(choices))
     lines = {fact.label: fact.text for fact in run_facts(run, speculation, check.passed if check else None)}
     lines |= {"": "", "run folder": str(run_dir.path)}
@@ -224,6 +224,8 @@ def _notes(config: RunConfig, model_path: Path, cluster: Cluster) -> dict[str, s
     if config.drafter is not None:
         first = config.drafter.init or ("the policy's own head" if native_head(model_path) else "random init")
         notes["drafter"] = f"{config.drafter.model.type} from {first}"
+    if history := config.rollout.history:
+        notes["history"] = f"finished rollouts are drafted from, up to {history.max_bytes / 2**20:g} MiB in each engine"
     gpus = cluster.gpus
     notes["devices"] = (
         f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from cotrain.config.schema import RunConfig
-from cotrain.controller import POLICY_FILE, Roles
+from cotrain.controller import HISTORY, POLICY_FILE, Roles
 from cotrain.process.cluster import Cluster
 from cotrain.roles.engines import RolloutEngines, engine_specs
 from cotrain.roles.learners import start_drafter, start_policy
@@ -60,6 +60,9 @@ def start_roles(
     cluster.get(loading)
     if versions.policy:
         engines.update_policy(payload, versions.policy)
+    history = run_dir.checkpoint(state.step) / HISTORY
+    if config.rollout.history is not None and state.step and history.is_file():
+        engines.call("history", "load", str(history))
     ready("engine")
     publisher = None
     if drafter is not None:

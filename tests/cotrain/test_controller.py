@@ -14,7 +14,16 @@ from cotrain.controller import Controller, Records, Roles
 from cotrain.lossless.emitted import Draws
 from cotrain.process.failures import SelfCheckFailed
 from cotrain.publish.alarms import DrafterAlarm
-from cotrain.records import GainReport, Prompt, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
+from cotrain.records import (
+    GainReport,
+    Prompt,
+    Rollout,
+    RolloutBatch,
+    RolloutRequest,
+    SwapReport,
+    Versions,
+    WeightPayload,
+)
 from cotrain.roles.publisher import Publisher
 from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
@@ -39,6 +48,9 @@ class Engines:
 
     def take_starting(self) -> list[Any]:
         return []
+
+    def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
+        pass
 
     def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
         assert len(requests) == PROMPTS * SAMPLES

@@ -4,6 +4,7 @@ Like hooks.py it ends with the V1 model runner. numba comes with the index, whic
 once vLLM has started.
 """
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ class HistoryDrafting:
         self._of_match = [ServedAcceptance(longest) for _ in (*MATCHES, None)]
         self._asked: dict[str, Asked] = {}
         self._keys: dict[str, bytes] = {}
-        self._counts = {"index": [0, 0, 0], "drafter": [0, 0, 0]}
+        self._counts: Counter[str] = Counter()
         self._coin = np.array([1], np.uint64)
         model_runner.propose_draft_token_ids = self._hooked
 
@@ -90,11 +91,13 @@ class HistoryDrafting:
         """Propose something even where nothing is known, to measure steps with."""
         self._always_drafts = on
 
-    def take_counts(self) -> dict[str, list[int]]:
-        """By proposer, since the last call: drafts verified, draft tokens, accepted ones."""
-        counts = self._counts
-        self._counts = {name: [0, 0, 0] for name in counts}
-        return counts
+    def take_report(self) -> dict[str, dict[str, float]]:
+        """counts: drafts, draft tokens and accepted ones by proposer since the last call. state: size and half-life."""
+        counts, self._counts = self._counts, Counter()
+        state: dict[str, float] = {"history/tokens": self.index.num_tokens, "history/bytes": self.index.num_bytes}
+        if self.index.half_life is not None:
+            state["history/half_life"] = self.index.half_life
+        return {"counts": dict(counts), "state": state}
 
     def _hooked(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, *rest: Any) -> Any:
         runner, k = self._runner, scheduler_output.num_spec_tokens_to_schedule
@@ -158,11 +161,12 @@ class HistoryDrafting:
             if asked is None or not text.num_new or self._always_drafts:
                 continue
             accepted = min(text.num_new - 1, drafted)
-            name = "drafter" if asked.match is None else "index"
+            name = "drafter" if asked.match is None else "history"
             counts = self._of_drafter if asked.match is None else self._of_match[asked.match]
             counts.observe([(asked.num_tokens, accepted)])  # what it did not draft was not accepted either
-            for i, number in enumerate((drafted > 0, drafted, accepted)):
-                self._counts[name][i] += number
+            self._counts[f"{name}/drafts"] += drafted > 0
+            self._counts[f"{name}/drafted_tokens"] += drafted
+            self._counts[f"{name}/accepted_tokens"] += accepted
 
     def _draft(self, request: str, text: Text, k: int, draws: bool) -> Draft | None:
         key = self._keys.get(request)

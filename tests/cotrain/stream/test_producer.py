@@ -26,6 +26,10 @@ class Engines:
         self.calls: list[tuple[int, list[str]]] = []
         self.seeds: dict[str, list[int | None]] = {}
         self.in_dispatch, self.starting = [0], list[tuple[int, Reference]]()
+        self.shared: list[tuple[int, int]] = []
+
+    def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
+        self.shared.append((engine, len(rollouts)))
 
     def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Reference:
         self.calls.append((engine, [request.prompt_id for request in requests[::SAMPLES]]))
