@@ -48,8 +48,8 @@ def walk_sections(
             yield from walk_sections(sections[0], inner, None, (*location, name))
         else:
             for section in sections:
-                (own,) = get_args(section.model_fields["type"].annotation)
-                yield from walk_sections(section, inner, own, (*location, name, own))
+                for own in get_args(section.model_fields["type"].annotation):
+                    yield from walk_sections(section, inner, own, (*location, name, own))
 
 
 def _sections_in(annotation: Any) -> list[type[Section]]:

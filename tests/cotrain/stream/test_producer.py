@@ -136,6 +136,9 @@ def test_without_lag_a_step_is_one_call_for_each_engine_in_the_order_of_its_prom
         assert [r.prompt_id for r in window.rollouts[::SAMPLES]] == names[::2] + names[1::2]
         assert stream.producer.window(str) is None
         stream.producer.release()
+    assert (
+        stream.engines.shared == [(0, 2 * SAMPLES), (1, 2 * SAMPLES)] * 2
+    )  # what one engine wrote, the other drafts from
     assert stream.kinds(0) == ["admitted", "dispatched", "finished", "scored", "taken", "released"]
 
 
