@@ -51,6 +51,13 @@ class Engine:
     def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         return self.digests
 
+    def add_history(self, rollouts: list[str]) -> None:
+        self._note(f"add {rollouts}")
+
+    def history(self, action: str, *args: Any) -> dict[str, Any]:
+        self._note(" ".join((action, *args)))
+        return {"counts": {"history/drafts": 7}, "state": {"history/tokens": 50}}
+
     def _note(self, what: str) -> None:
         self.log.append(what)
         if self.refuses == what:
@@ -87,8 +94,8 @@ class Cluster:
 class Engines(RolloutEngines):
     """Engines on nodes of their own; one that is started again is a new stand-in."""
 
-    def __init__(self, *engines: Engine, min_engines: int = 1):
-        rollout = SimpleNamespace(num_engines=len(engines), tensor_parallel_size=1)
+    def __init__(self, *engines: Engine, min_engines: int = 1, history: bool | None = None):
+        rollout = SimpleNamespace(num_engines=len(engines), tensor_parallel_size=1, history=history)
         policy = SimpleNamespace(weight_transfer="files")
         config = SimpleNamespace(cluster=SimpleNamespace(min_engines=min_engines), rollout=rollout, policy=policy)
         self.stand_ins = [*engines]
@@ -183,6 +190,19 @@ def test_an_engine_that_dies_again_and_again_stays_away() -> None:
         if death < MOST_RESTARTS:
             engines.come_back(1)
     assert engines.in_dispatch == [0]
+
+
+def test_all_engines_know_the_same_history() -> None:
+    engines = Engines(Engine(), Engine(), Engine(), history=True)
+    engines.share_history(1, ["a rollout"])  # type: ignore[list-item]
+    assert [engine.log for engine in engines.stand_ins] == [["add ['a rollout']"], [], ["add ['a rollout']"]]
+    assert engines.proposer_metrics() == {"history/drafts": 21, "history/tokens": 50}
+    engines.lose(2, RunFailure("it died"))
+    engines.come_back(2)
+    assert engines.stand_ins[0].log[-1] == "save s/history.safetensors"
+    assert engines.stand_ins[2].log == ["load node of rollout_2/s/history.safetensors"]
+    engines.save_history(Path("checkpoint"))
+    assert engines.stand_ins[0].log[-1] == "save checkpoint"
 
 
 def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
