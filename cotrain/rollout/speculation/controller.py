@@ -46,7 +46,8 @@ class Step(NamedTuple):
 class SpeculationController:
     """Draft lengths 0 to K by batch size. K until engine steps were measured: without them it would have to guess."""
 
-    def __init__(self, max_speculative_tokens: int, max_batch: int):
+    def __init__(self, max_speculative_tokens: int, max_batch: int, drafts_are_free: bool = False):
+        """drafts_are_free: a step costs what it verifies, since its own drafts are looked up and not computed."""
         self.max_speculative_tokens, self.max_batch = max_speculative_tokens, max_batch
         self._acceptance, self._trials = ServedAcceptance(max_speculative_tokens), Trials()
         self._costs: StepCosts | None = None
@@ -55,6 +56,7 @@ class SpeculationController:
         self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
         self._num_steps = 0
+        self._drafts_are_free = drafts_are_free
         self._step: Step | None = None
         self._before: Step | None = None  # the one before, if its requests go on
         self._started = 0.0
@@ -171,12 +173,19 @@ class SpeculationController:
             if self._learns:
                 self._learn(self._costs, step, seconds)
 
+    def _length(self, step: Step) -> float | None:
+        """The draft length that the seconds of a step without prompts belong to; None where it changed."""
+        if self._drafts_are_free:
+            return sum(verified for verified, _ in step.drafts) / step.batch
+        return float(step.num_speculative_tokens) if step.steady else None
+
     def _count(self, costs: StepCosts, step: Step, before: Step | None, seconds: float) -> None:
         without = costs.seconds(0, step.batch) * step.num_tokens / step.batch
-        if step.steady:  # what slowed it would have slowed a step without speculation alike
-            without *= seconds / costs.seconds(step.num_speculative_tokens, step.batch)
+        length = self._length(step)
+        if length is not None:  # what slowed it would have slowed a step without speculation alike
+            without *= seconds / costs.seconds(length, step.batch)
         self._without[step.batch - 1] += without
-        plain = step.steady and not step.num_speculative_tokens
+        plain = length == 0
         self._gain += GainReport(
             num_steps=1,
             seconds=seconds,
@@ -186,11 +195,11 @@ class SpeculationController:
         )
 
     def _learn(self, costs: StepCosts, step: Step, seconds: float) -> None:
-        error = None
-        if step.steady and self._trials.num_speculative_tokens is None:
-            costs.follow(step.num_speculative_tokens, step.batch, seconds)
-        elif step.steady:
-            error = float(np.log(seconds / costs.seconds(step.num_speculative_tokens, step.batch)))
+        error, length = None, self._length(step)
+        if length is not None and self._trials.num_speculative_tokens is None:
+            costs.follow(length, step.batch, seconds)
+        elif length is not None:
+            error = float(np.log(seconds / costs.seconds(length, step.batch)))
         over = self._trials.observe(seconds, error)
         self._num_steps += 1
         if over:

@@ -60,9 +60,13 @@ class StepCosts:
         """[K+1, max_batch]: t_k / t_0."""
         return np.exp(self._log_seconds - self._log_seconds[0])
 
-    def seconds(self, num_speculative_tokens: int, batch: int) -> float:
-        """What a step takes at the present pace."""
-        return float(np.exp(self._log_seconds[num_speculative_tokens, batch - 1] + median(self._recent)))
+    def seconds(self, num_speculative_tokens: float, batch: int) -> float:
+        """What a step takes at the present pace. The draft length may be a mean over requests."""
+        return float(np.exp(self._of_table(num_speculative_tokens, batch) + median(self._recent)))
+
+    def _of_table(self, num_speculative_tokens: float, batch: int) -> float:
+        column = self._log_seconds[:, batch - 1]
+        return float(np.interp(num_speculative_tokens, np.arange(len(column)), column))
 
     @property
     def knows_pace(self) -> bool:
@@ -73,9 +77,9 @@ class StepCosts:
         """Other steps than those before come next, perhaps on a machine that is busier by then."""
         self._recent = deque([median(self._recent)], maxlen=PACE_STEPS)
 
-    def follow(self, num_speculative_tokens: int, batch: int, seconds: float) -> None:
+    def follow(self, num_speculative_tokens: float, batch: int, seconds: float) -> None:
         """Learn the pace from a step of the length in use."""
-        self._recent.append(float(np.log(seconds) - self._log_seconds[num_speculative_tokens, batch - 1]))
+        self._recent.append(float(np.log(seconds)) - self._of_table(num_speculative_tokens, batch))
 
     def correct(self, num_speculative_tokens: int, batch: int, error: float) -> None:
         """Learn from a trial, whose steps took exp(error) times `seconds`, for batch sizes up to half and twice as large."""

@@ -44,17 +44,19 @@ WRAPPED_ON_CPU = {
 }
 
 USED = {
-    RUNNER: "_get_positions input_batch input_ids drafter device model_config compilation_config",
+    RUNNER: "_get_positions input_batch input_ids drafter device model_config compilation_config discard_request_mask "
+    "num_spec_tokens _draft_probs _draft_prob_req_ids",
     PROPOSER: "model block_size max_num_tokens _enable_probabilistic_draft_probs _draft_attn_layer_names",
     f"{PROPOSER}.propose": "num_speculative_tokens target_token_ids target_positions target_hidden_states "
     "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata",
-    SCHEDULER: "dynamic_sd_lookup num_spec_tokens scheduler_config has_unfinished_requests",
+    SCHEDULER: "dynamic_sd_lookup num_spec_tokens scheduler_config has_unfinished_requests vllm_config",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_spec_tokens_to_schedule num_scheduled_tokens "
-    "scheduled_spec_decode_tokens scheduled_new_reqs",
+    "scheduled_spec_decode_tokens scheduled_new_reqs finished_req_ids",
     "vllm.v1.outputs:ModelRunnerOutput": "sampled_token_ids req_id_to_index",
     "vllm.v1.attention.backend:CommonAttentionMetadata": "query_start_loc query_start_loc_cpu seq_lens num_reqs "
     "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping seq_lens_cpu_upper_bound",
-    "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_reqs generators",
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_reqs generators num_tokens_no_spec num_prompt_tokens "
+    "token_ids_cpu vocab_size",
     "vllm.v1.utils:CpuGpuBuffer": "gpu",
     "vllm.v1.worker.gpu_worker:Worker": "get_model get_draft_model speculative_config rank "
     "init_weight_transfer_engine start_weight_update update_weights finish_weight_update",

@@ -20,7 +20,9 @@ class DraftLengthScheduler(Scheduler):
         # The scheduler lives in the engine core, a process of its own.
         follow_parent()
         super().__init__(*args, **kwargs)
-        self.controller = SpeculationController(self.num_spec_tokens, self.scheduler_config.max_num_seqs)
+        speculation = self.vllm_config.speculative_config
+        looks_up = speculation is not None and speculation.method == "ngram"
+        self.controller = SpeculationController(self.num_spec_tokens, self.scheduler_config.max_num_seqs, looks_up)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())

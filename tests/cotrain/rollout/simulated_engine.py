@@ -96,6 +96,8 @@ class SimulatedEngine:
 
     def __init__(self, rule: Any, shape: Shape, rates: Sequence[float], noise: Noise = NOISY, seed: int = 0):
         self.rule, self.shape, self.rates, self.noise = rule, shape, rates, noise
+        self.looks_up = 1.0
+        """Below 1: share of the requests for which an index, whose drafts cost nothing, has one."""
         self.random = np.random.default_rng(seed)
         self.now, self.slow_down = 0.0, 1.0
         self._pending, self._slow, self._spell_ends = 0, False, 0.0
@@ -132,18 +134,23 @@ class SimulatedEngine:
     def step(self, batch: int, tally: Tally, prefill: bool = False) -> np.ndarray:
         """Tokens that each request got."""
         drafted = self.rule.draft_lengths(self.now)[batch]
-        verified = 0 if prefill else self._pending
+        planned = verified = 0 if prefill else self._pending
         hits = self.random.random((batch, K)) < np.array(self.rates)
         accepted = np.minimum(np.cumprod(hits, axis=1).sum(1), verified)
         drafts = [(verified, int(a)) for a in accepted] if verified else []
+        of_step = drafted
+        if self.looks_up < 1:
+            has = self.random.random(batch) < self.looks_up
+            accepted, drafts = accepted * has, [draft for draft, there in zip(drafts, has, strict=False) if there]
+            of_step = verified = sum(number for number, _ in drafts) / batch
         self.rule.observe(Step(drafted, batch, prefill, drafts, int(batch + accepted.sum())))
-        seconds = self.slow_down * self.shape.seconds(verified, drafted, batch)
+        seconds = self.slow_down * self.shape.seconds(verified, of_step, batch)
         self.now += seconds * self._disturbance()
         self._pending = drafted
         if not prefill:
             without = self.slow_down * self.shape.seconds(0, 0, batch)
             tally.seconds += seconds
-            tally.without += expected_tokens(self.rates, verified) * without
+            tally.without += (expected_tokens(self.rates, planned) * self.looks_up + 1 - self.looks_up) * without
             tally.num_drafts += batch * (verified > 0)
             tally.lengths.append(drafted)
         return 1 + accepted

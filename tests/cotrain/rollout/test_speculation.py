@@ -295,3 +295,17 @@ def test_the_choice_does_not_wait_for_what_a_draft_will_be() -> None:
         return controller.draft_lengths(engine.now)
 
     assert lengths(1) == lengths(2)
+
+
+def test_drafts_that_only_some_requests_have_teach_what_a_step_costs() -> None:
+    """An index drafts for some requests of a batch; a step then costs what it verifies, and the machine slows down."""
+    controller = SpeculationController(K, 16, drafts_are_free=True)
+    engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
+    engine.measure(16)
+    engine.looks_up = 0.6
+    engine.run(4, 100)
+    controller.report()
+    engine.slow_down = 2.0
+    tally = engine.run(4, 600)
+    gain = controller.report()["gain"]
+    assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)

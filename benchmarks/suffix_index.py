@@ -1,0 +1,174 @@
+"""What an index of past rollouts accepts, and what it costs a token.
+
+    python -m benchmarks.suffix_index [--prompts 24] [--samples 8] [--tokens 128] [--temperature 1.0]
+
+SmolLM2-135M-Instruct answers word problems (reasoning-gym's gsm_symbolic) twice, without speculation; the second epoch is
+then drafted for from the first. Each row adds to what the one above knows. A recorded token x was drawn from the policy's
+law p, so that a draft drawn from q is accepted there with probability min(1, q(x) / p(x)), and the likeliest token with
+probability 1 if it is x, and 0 otherwise. Means over prompts and their standard errors, of tokens a verification step.
+Prints Markdown tables; microseconds are of one core, after compilation.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LENGTHS = (2, 4, 8)
+ROOM = 2**28
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default, text in (
+        ("prompts", 24, "prompts"), ("samples", 8, "samples of each"), ("tokens", 128, "longest response"),
+        ("seed", 0, "seed"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default %(default)s)")
+    args = parser.parse_args()
+    epochs = asyncio.run(recorded(args))
+    print(f"{sum(len(r.token_ids) for r in epochs[1])} tokens in the second epoch\n")
+    print("| index | " + " | ".join(f"likeliest, k={k} | drawn, k={k} | accepted, ratio" for k in LENGTHS) + " |")
+    print("|---|" + "---|" * 3 * len(LENGTHS))
+    for name, known in knowledge(epochs).items():
+        print(f"| {name} | {' | '.join(cells(epochs[1], known, args.samples))} |")
+    print("\n" + cost(epochs))
+
+
+async def recorded(args: argparse.Namespace) -> list[list[Any]]:
+    """Rollouts of two epochs over the same prompts, a prompt's samples in a row."""
+    from cotrain.config.schema import ReasoningGymTask
+    from cotrain.records import RolloutRequest
+    from pipelines.engines import one_engine, prepare_engine
+
+    task = ReasoningGymTask(type="reasoning_gym", name="gsm_symbolic")
+    options = argparse.Namespace(
+        model="bundled:smollm2-135m-instruct", drafter=None, dtype="bfloat16", tokens=args.tokens, seed=args.seed,
+        tensor_parallel_size=None,
+    )  # fmt: skip
+    sampling = {"temperature": args.temperature}
+    setup = prepare_engine(options, task, args.prompts, 16, Path(), num_speculative_tokens=1, **sampling)
+    async with one_engine(setup, args.seed, 2) as engine:
+        requests = [
+            RolloutRequest(f"p{i}", j, prompt, None)
+            for i, prompt in enumerate(setup.prompts)
+            for j in range(args.samples)
+        ]
+        return [(await engine.generate(requests, tap=False)).rollouts for _ in range(2)]
+
+
+Known = Callable[[Any, list[Any]], list[Any]]
+
+
+def knowledge(epochs: list[list[Any]]) -> dict[str, Known]:
+    """What an index has been given when it drafts for a rollout whose group has these other samples."""
+    before = epochs[0]
+
+    def same_prompt(rollout: Any, _: list[Any]) -> list[Any]:
+        return [r for r in before if r.prompt_id == rollout.prompt_id]
+
+    return {
+        "own text": lambda rollout, siblings: [],
+        "+ the prompt's previous epoch": same_prompt,
+        "+ all prompts of that epoch": lambda rollout, siblings: before,
+        "+ finished siblings": lambda rollout, siblings: [*before, *siblings],
+    }
+
+
+def cells(rollouts: list[Any], known: Known, samples: int) -> list[str]:
+    from drafters.suffix.index import SuffixIndex, key_of
+
+    shares: dict[bool, list[list[np.ndarray]]] = {True: [], False: []}
+    for start in range(0, len(rollouts), samples):
+        group = rollouts[start : start + samples]
+        found: dict[bool, list[np.ndarray]] = {True: [], False: []}
+        for rollout in group:
+            index = SuffixIndex(ROOM // 64)
+            for other in known(rollout, [r for r in group if r is not rollout]):
+                index.add(key_of(other.prompt_token_ids), other.token_ids, 0)
+            for draws in found:
+                found[draws].append(acceptances(index, rollout, draws))
+        for draws in found:
+            shares[draws].append(found[draws])
+    texts = []
+    for k in LENGTHS:
+        lengths = {draws: [length(group, k) for group in groups] for draws, groups in shares.items()}
+        likeliest, drawn = (np.array(lengths[draws]) for draws in (False, True))
+        texts += [mean(likeliest), mean(drawn), f"{(drawn.mean() - 1) / (likeliest.mean() - 1):.2f}"]
+    return texts
+
+
+def mean(values: np.ndarray) -> str:
+    return f"{values.mean():.2f} ± {values.std(ddof=1) / len(values) ** 0.5:.2f}"
+
+
+def acceptances(index: Any, rollout: Any, draws: bool) -> np.ndarray:
+    """The chance that each token of a response but the first is what a draft in its place was accepted as."""
+    from drafters.suffix.fitting import Finished, expected_acceptances
+    from drafters.suffix.index import key_of
+
+    if draws:
+        finished = Finished(rollout.prompt_token_ids, rollout.token_ids, rollout.log_probs)
+        return expected_acceptances(index, finished, None)
+    start, key = len(rollout.prompt_token_ids), key_of(rollout.prompt_token_ids)
+    text = np.array([*rollout.prompt_token_ids, *rollout.token_ids], np.int32)
+    drafts = [index.draft(key, text[:place], start, 1, False).tokens for place in range(start + 1, len(text))]
+    return np.array([float(len(d) and d[0] == t) for d, t in zip(drafts, text[start + 1 :], strict=True)])
+
+
+def length(group: list[np.ndarray], k: int) -> float:
+    """Expected tokens a verification step with k draft tokens: tokens over steps of a walk along the responses."""
+    tokens = steps = 0.0
+    for accepted in group:
+        # reach[i]: expected number of steps that begin with a draft for token i
+        reach = np.zeros(len(accepted) + k + 2)
+        reach[0] = 1.0
+        for i in range(len(accepted)):
+            survives = reach[i]
+            for j in range(k):
+                if i + j >= len(accepted):
+                    break
+                reach[i + j + 1] += survives * (1 - accepted[i + j])
+                survives *= accepted[i + j]
+            else:
+                reach[i + k + 1] += survives
+        tokens, steps = tokens + len(accepted), steps + reach[: len(accepted)].sum()
+    return tokens / steps
+
+
+def cost(epochs: list[list[Any]]) -> str:
+    from drafters.suffix.index import SuffixIndex, key_of
+
+    index, k = SuffixIndex(ROOM), 4
+    num_tokens = sum(len(r.token_ids) for r in epochs[0])
+    started = time.perf_counter()
+    for rollout in epochs[0]:
+        index.add(key_of(rollout.prompt_token_ids), rollout.token_ids, 0)
+    insert = (time.perf_counter() - started) / num_tokens
+    drafts = seconds = tokens = 0.0
+    for rollout in epochs[1]:
+        key, start = key_of(rollout.prompt_token_ids), len(rollout.prompt_token_ids)
+        text = np.array([*rollout.prompt_token_ids, *rollout.token_ids], np.int32)
+        place = start + 1
+        while place < len(text):
+            began = time.perf_counter()
+            draft = index.draft(key, text[:place], start, k, True).tokens
+            seconds += time.perf_counter() - began
+            drafts += 1
+            matching = draft == text[place : place + len(draft)][: len(draft)] if place + k < len(text) else []
+            place += 1 + int(np.cumprod(matching).sum()) if len(matching) else 1
+        tokens += len(rollout.token_ids) - 1
+    return (
+        f"Insert {1e6 * insert:.1f} us a token, {index.num_bytes / index.num_tokens:.0f} bytes a token; look-up at k={k} "
+        f"{1e6 * seconds / drafts:.1f} us a draft, {1e6 * seconds / tokens:.1f} us a generated token, in an index of "
+        f"{index.num_tokens} tokens"
+    )
+
+
+if __name__ == "__main__":
+    main()
