@@ -132,6 +132,7 @@ class Controller:
         row = self.producer.metrics()
         with self._timed("wait_for_rollouts" if self._lags else "generate"):
             groups = self._take()
+        row |= self.producer.order_metrics()
         rollouts = self._scored(groups)
         window = self._window(rollouts)
         row |= lag_metrics([scored.rollout for scored in rollouts], served.policy)
@@ -359,8 +360,7 @@ class Controller:
             drafting=None if publisher is None else publisher.state(),
         )
         with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last) as folder:
-            if self._lags:
-                write_json(folder / STREAM, self.producer.state())
+            write_json(folder / STREAM, self.producer.state())
             self.roles.policy.call("save", folder / "policy")
             if drafter is not None:
                 drafter.call("save", folder / "drafter")

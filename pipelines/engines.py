@@ -6,14 +6,14 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig
+from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, SpeculationConfig
 from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
@@ -23,6 +23,7 @@ from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.run.provenance import machine, package_versions
 from drafters.base import Drafter, TargetSpec
+from drafters.build import DRAFTERS
 
 TaskConfig = ReasoningGymTask | DatasetTask
 DEFAULT_TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
@@ -98,6 +99,18 @@ class EngineSetup:
     rollout: RolloutConfig
     drafter: Drafter | None
     drafter_folder: Path | None
+
+    def with_history(self) -> "EngineSetup":
+        """The same, with an engine that drafts from what it has generated as well."""
+        drafter = [] if self.drafter is None else [{"type": self.drafter_kind}]
+        speculation = SpeculationConfig.model_validate({"proposers": [*drafter, {"type": "suffix"}]})
+        return replace(self, rollout=self.rollout.model_copy(update={"speculation": speculation}))
+
+    @property
+    def drafter_kind(self) -> str:
+        """Type of the drafter."""
+        assert self.drafter is not None
+        return next(name for name, kind in DRAFTERS.items() if isinstance(self.drafter, kind))
 
     @property
     def notes(self) -> list[str]:

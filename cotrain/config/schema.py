@@ -179,6 +179,10 @@ class RolloutConfig(Section):
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     """How the drafter proposes: its most likely token, or a sample from its distribution."""
 
+    order: Literal["longest_first", "drawn"] = "longest_first"
+    """Which prompts of a step begin first: those with the longest responses so far, so that the longest do not end alone, or
+    in the order in which they were drawn."""
+
     ignore_eos: bool = False
     """Generate to max_new_tokens whatever comes (benchmarks)."""
 

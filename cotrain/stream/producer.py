@@ -19,6 +19,7 @@ from cotrain.roles.engines import RolloutEngines, derived_seed, merge
 from cotrain.roles.rewards import Rewards
 from cotrain.run.rows import RowFile
 from cotrain.stream.ledger import ENGINE_DIED, Group, Ledger
+from cotrain.stream.lengths import LengthHistory, OrderReport
 from cotrain.stream.reactor import Reactor
 from cotrain.tasks.base import Task
 from cotrain.tasks.prompts import PromptEncoder, PromptOrder
@@ -87,19 +88,30 @@ class Producer:
         self._saved = {row["number"]: row for row in saved["groups"]}
         self.ledger.lost.update(saved["lost"])
         self._lost_features = saved["lost_features"]
+        self._lengths, self._order, self._begun = LengthHistory(), OrderReport(), list[int]()
+        self._lengths.load(saved.get("lengths", {}))
 
     # -- what a step does ---------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         """Let groups begin for which there are slots."""
         self._watch_starts()
+        begins = []
         for group in self.ledger.admit():
             if group.number in self._saved:
                 self._restore(self._saved.pop(group.number))
                 continue
             self._event("admitted", group.number)
-            self._queue.append(group)
+            begins.append(group)
+        self._queue.extend(sorted(begins, key=self._rank))
         self._dispatch()
+
+    def _rank(self, group: Group) -> tuple[float, ...]:
+        """Steps one after another, and within a step the longest expected responses first."""
+        expected = 0.0
+        if self._config.rollout.order == "longest_first":
+            expected = self._lengths.expected(self._prompts.task.prompt(self._index(group)).id)
+        return group.number // self._config.rollout.prompts_per_step, -expected, group.number
 
     def take(self) -> list[GroupResult] | None:
         """The groups of the next step, in order, once all of them are scored; None before."""
@@ -154,6 +166,11 @@ class Producer:
             "drafter/lost_features": self._lost_features,
         }
 
+    def order_metrics(self) -> dict[str, float]:
+        """How well lengths were expected, and what the order was worth, of the groups that ended since the last call."""
+        rollout, begun, self._begun = self._config.rollout, self._begun, []
+        return self._order.metrics(begun, rollout.num_engines, rollout.max_num_seqs)
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the groups that are scored and not trained on, and what was lost.
 
@@ -168,14 +185,15 @@ class Producer:
                 {"number": group.number, "index": result.index, "rollouts": rollouts, "rewards": result.rewards}
             )
         tapped = sum(batch.feature_stats.get("num_rollouts", 0) for _, batch in self._window)
-        return {"groups": rows, "lost": self.ledger.lost, "lost_features": self._lost_features + tapped}
+        lost = {"lost": self.ledger.lost, "lost_features": self._lost_features + tapped}
+        return {"groups": rows, "lengths": self._lengths.state()} | lost
 
     # -- from state to state ------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
         together = self._config.stream.max_policy_lag == 0
         bundles: dict[int, list[Group]] = defaultdict(list)
-        while self._queue and (engine := self._place(self._queue[0])) is not None:
+        while self._queue and (engine := self._place()) is not None:
             bundles[engine].append(self._queue.popleft())
             if not self._outstanding[engine]:
                 self._busy_since[engine] = time.perf_counter()
@@ -184,18 +202,18 @@ class Producer:
             for bundle in [groups] if together else [[group] for group in groups]:
                 self._begin(engine, bundle)
 
-    def _place(self, group: Group) -> int | None:
-        """The engine that takes a group; None while all of them have enough."""
-        rollout, there = self._config.rollout, self._engines.in_dispatch
-        if self._config.stream.max_policy_lag == 0:
-            return there[group.number % rollout.prompts_per_step % len(there)]
-        engine = min(there, key=self._outstanding.__getitem__)
-        return engine if self._outstanding[engine] < FILL * rollout.max_num_seqs else None
+    def _place(self) -> int | None:
+        """The engine that takes the next group; None while all of them have enough."""
+        engine = min(self._engines.in_dispatch, key=self._outstanding.__getitem__)
+        waits = self._config.stream.max_policy_lag > 0
+        full = self._outstanding[engine] >= FILL * self._config.rollout.max_num_seqs
+        return None if waits and full else engine
 
     def _begin(self, engine: int, groups: list[Group]) -> None:
         requests = [request for group in groups for request in self._requests(group)]
         for group in groups:
             self.ledger.move(group.number, "dispatched")
+            self._begun.append(group.number)
             self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
         reference = self._engines.begin_generate(engine, requests, self.taps)
         numbers = [group.number for group in groups]
@@ -236,7 +254,10 @@ class Producer:
             result = self._results[number]
             result.rollouts = batch.rollouts[place * samples : (place + 1) * samples]
             self.ledger.move(number, "finished")
-            tokens = sum(len(rollout.token_ids) for rollout in result.rollouts)
+            lengths = [len(rollout.token_ids) for rollout in result.rollouts]
+            cut = [rollout.finish_reason == "length" for rollout in result.rollouts]
+            self._order.add(number, lengths, self._lengths.observe(result.prompt.id, lengths, cut))
+            tokens = sum(lengths)
             self._event("finished", number, engine=engine, tokens=tokens, versions=str(result.rollouts[-1].versions))
             self._score(number)
         self._dispatch()

@@ -24,8 +24,11 @@ from pipelines import engines
 from pipelines.bench.report import ADAPTIVE, METHODS, NO_SPECULATION, Arm, Turn, write_results
 from pipelines.engines import at_least
 
-DRAFTED = {"greedy": "greedy", "probabilistic": "probabilistic", ADAPTIVE: "probabilistic"}
+DRAFTED = {"greedy": "greedy", "probabilistic": "probabilistic", "mixed": "probabilistic", ADAPTIVE: "probabilistic"}
 """How the drafter's tokens are sampled, by method. Probabilistic drafts are greedy ones at temperature 0."""
+
+FROM_HISTORY = ("suffix", "mixed")
+"""Methods, and engines, that draft from what they have generated in earlier rounds, alone or beside the drafter."""
 
 DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
 GPU_SHARE = 0.9
@@ -47,7 +50,7 @@ class Bench:
         """
         options, prompts = self.options, self.setup.prompts
         ends = [max(2, ceil(options.tokens * (i + 1) / batch)) for i in range(batch)]  # evenly spread
-        first = (round_ * options.groups + group) * batch
+        first = (0 if options.same_prompts else round_ * options.groups + group) * batch
         return [
             RolloutRequest(f"prompt-{first + i}", first + i, prompts[(first + i) % len(prompts)], None, end)
             for i, end in enumerate(ends if options.drain else [None] * batch)
@@ -74,13 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="batches in a turn, one after another (default %(default)s)",
     )
+    parser.add_argument(
+        "--same-prompts", action="store_true", help="every round has the prompts of the first, as a run's epochs have"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default %(default)s)")
     parser.add_argument(
         "--methods",
         nargs="+",
         choices=METHODS,
-        help="default: all that are possible but adaptive, which chooses a draft length up to the largest of --k for "
-        "each batch size; none is always measured",
+        help="default: all that are possible but suffix, which drafts from the rounds before, mixed, which has both that "
+        "and the drafter, and adaptive, which chooses a draft length up to the largest of --k for each batch size; none "
+        "is always measured",
     )
     parser.add_argument("--prompts", metavar="CONFIG", help="prompts of this configuration's task (default: chain_sum)")
 
@@ -134,7 +141,7 @@ def choose_arms(
 ) -> list[Arm]:
     """No speculation first, then every method at every draft length. Raises ValueError for what cannot be measured."""
     if methods is None:
-        methods = [m for m in METHODS if (has_drafter or m not in DRAFTED) and m != ADAPTIVE]
+        methods = [m for m in METHODS if (has_drafter or m not in DRAFTED) and m not in (*FROM_HISTORY, ADAPTIVE)]
         methods = [m for m in methods if temperature > 0 or m != "probabilistic"]
     without_drafter = [m for m in methods if m in DRAFTED and not has_drafter]
     if without_drafter:
@@ -152,7 +159,8 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
     async with AsyncExitStack() as stack:
         for name in dict.fromkeys(arm.engine for arm in bench.arms):
             say(f"starting an engine: {name}")
-            setup = bench.setup if name == "drafter" else stock
+            setup = bench.setup if name in ("drafter", "mixed") else stock
+            setup = setup.with_history() if name in FROM_HISTORY else setup
             start = engines.one_engine(setup, bench.options.seed, bench.options.threads, ngram=name == "ngram")
             running[name] = await stack.enter_async_context(start)
         if not any(arm.method == ADAPTIVE for arm in bench.arms):
@@ -170,6 +178,9 @@ async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Calla
     turns: list[Turn] = []
     rounds, started = bench.options.rounds, time.monotonic()
     for round_ in range(-1, rounds):  # round -1 warms up: kernels, allocator and caches of every batch size
+        for name in FROM_HISTORY:
+            if round_ == 0 and name in running:
+                await running[name].history("forget")
         shift = max(round_, 0) % len(bench.arms)
         for batch in sorted(set(bench.options.batch)):
             for arm in bench.arms[shift:] + bench.arms[:shift]:

@@ -11,7 +11,7 @@ from drafters.files import write_json
 from pipelines.page.figures import range_figure
 
 ADAPTIVE = "adaptive"
-METHODS = ("none", "ngram", "greedy", "probabilistic", ADAPTIVE)
+METHODS = ("none", "ngram", "suffix", "greedy", "probabilistic", "mixed", ADAPTIVE)
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Arm:
 
     @property
     def engine(self) -> str:
-        return {"none": "stock", "ngram": "ngram"}.get(self.method, "drafter")
+        return {"none": "stock", "ngram": "ngram", "suffix": "suffix", "mixed": "mixed"}.get(self.method, "drafter")
 
     def __str__(self) -> str:
         if self.method == "none":

@@ -23,7 +23,7 @@ def verify(out: Path, *arguments: str) -> tuple[str, set[str]]:
 
 
 def test_the_command_verifies_and_says_so(drafter_folder: Path, tmp_path: Path) -> None:
-    arguments = ["--model", "tiny:llama", "--drafter", str(drafter_folder), "--dtype", "float32"]
+    arguments = ["--model", "tiny:llama", "--drafter", str(drafter_folder), "--dtype", "float32", "--history"]
     printed, checks = verify(tmp_path / "verify", *arguments, "--distance", "0.15", "--alpha", "0.0001")
     assert "lossless: " in printed and " left" in printed
     assert {"identity", "support", "returned log-probs", "uniformity by probability"} < checks

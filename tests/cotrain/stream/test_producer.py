@@ -311,3 +311,20 @@ def test_seeds_follow_from_the_place_of_a_group_and_not_from_when_it_begins(new:
         found.append({name: seeds[:SAMPLES] for name, seeds in stream.engines.seeds.items()})
     assert None not in found[0].values() and len(found[0]) == 3 * P
     assert {name: found[1][name] for name in found[0]} == found[0]
+
+
+def test_the_longest_responses_so_far_begin_first_also_after_a_resume(new: Any) -> None:
+    stream = new()
+    order = PromptOrder(NUM_PROMPTS, P, 0)
+    stream.step()
+    names = [f"p{i}" for i in order.step(2)]
+    stream.producer._lengths.load({names[0]: 1.0, names[1]: 3.0, names[2]: 2.0, names[3]: 2.5})
+    saved = stream.producer.state()
+    stream.producer.release()
+    longest_first = [names[1], names[3], names[2], names[0]]
+    assert [group.prompt.id for group in stream.step()] == names, "the learner is given them as they were drawn"
+    assert stream.engines.calls[-1] == (0, longest_first)
+    again = new()
+    again.producer.start(1, saved)
+    again.step()
+    assert again.engines.calls[-1] == (0, longest_first)
