@@ -48,7 +48,13 @@ class ArmConfig(Section):
     """Fields of drafter.objective that differ from the shared configuration."""
 
     speculation: bool = True
-    """False: no drafter at all, the baseline. Such an arm sets no field of the drafter."""
+    """False: no drafter, and without `history` the baseline. Such an arm sets no field of the drafter."""
+
+    history: bool = False
+    """Draft from past rollouts: beside the drafter, or alone with speculation = false."""
+
+    order: Literal["longest_first", "drawn"] | None = None
+    """Which prompts of a step begin first."""
 
 
 class StudyConfig(Section):
@@ -143,15 +149,17 @@ class Arm:
     def fields(self) -> dict[str, Any]:
         """What tables show of the arm, with everything filled in."""
         config, drafter = self.config, self.config.drafter
+        proposers: list[str] = [] if drafter is None else [drafter.model.type]
+        proposers += [] if config.rollout.history is None else ["suffix"]
         return {
             "name": self.name,
             "init": self.init,
-            "model": drafter.model.type if drafter else NO_INIT,
+            "model": " + ".join(proposers) or NO_INIT,
             "online": drafter is not None and drafter.train,
             "policy": "moving" if config.policy.train else "frozen",
-            "num_speculative_tokens": config.rollout.num_speculative_tokens if drafter else 0,
+            "num_speculative_tokens": config.rollout.num_speculative_tokens if config.speculates else 0,
             "objective": drafter.objective.type if drafter else NO_INIT,
-            "speculation": drafter is not None,
+            "speculation": config.speculates,
         }
 
 
@@ -234,8 +242,14 @@ def _arm(study: Study, given: ArmConfig) -> Arm:
 def _arm_config(study: Study, given: ArmConfig) -> RunConfig:
     shared = study.shared.model_dump(mode="json")
     changes: Table = {} if given.policy is None else {"policy": {"train": given.policy == "moving"}}
+    rollout: Table = {} if given.order is None else {"order": given.order}
+    if given.history:
+        drafter_type = (given.model or {}).get("type") or (study.shared.drafter and study.shared.drafter.model.type)
+        own = [{"type": drafter_type}] if given.speculation else []
+        rollout["speculation"] = {"proposers": [*own, {"type": "suffix"}]}
+    changes["rollout"] = rollout
     if not given.speculation:
-        if wrong := given.model_fields_set - {"name", "policy", "speculation"}:
+        if wrong := given.model_fields_set - {"name", "policy", "speculation", "history", "order"}:
             raise ConfigError([f"{name}: an arm without speculation has no drafter; leave it out" for name in wrong])
         return parse_config(merge(shared | {"drafter": None}, changes))
     if study.shared.drafter is None:
@@ -249,7 +263,7 @@ def _arm_config(study: Study, given: ArmConfig) -> RunConfig:
         drafter["train"] = given.online
     changes["drafter"] = drafter
     if given.num_speculative_tokens is not None:
-        changes["rollout"] = {"num_speculative_tokens": given.num_speculative_tokens}
+        rollout["num_speculative_tokens"] = given.num_speculative_tokens
     return parse_config(merge(shared, changes))
 
 

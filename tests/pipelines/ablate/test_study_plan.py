@@ -37,6 +37,16 @@ def test_without_speculation_there_is_no_drafter(study_file):
     assert config.policy.model_dump() == study.shared.policy.model_dump() | {"train": False}
 
 
+def test_an_arm_drafts_from_history_alone_or_beside_the_drafter(study_file):
+    alone, beside = "name='x', speculation=false, history=true", "name='y', history=true, order='drawn'"
+    study = load_study(study_file, [arms(alone, beside)])
+    proposers = [[p.type for p in arm.config.rollout.speculation.proposers] for arm in study.arms]
+    assert proposers == [["suffix"], ["eagle3", "suffix"]]
+    assert [arm.fields()["model"] for arm in study.arms] == ["suffix", "eagle3 + suffix"]
+    assert [arm.fields()["speculation"] for arm in study.arms] == [True, True]
+    assert [arm.config.rollout.order for arm in study.arms] == ["longest_first", "drawn"]
+
+
 def test_an_initialisation_overrides_the_shared_configuration(study_file):
     init = load_study(study_file).inits["generic"].config
     assert init.init.tokens == 500 and init.init.source.path == str(study_file.with_name("prompts.jsonl"))
