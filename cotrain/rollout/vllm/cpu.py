@@ -4,11 +4,11 @@ Every patch names its end condition. cpu_packing.py is the other file about the 
 """
 
 import copy
+import functools
 import gc
 import pkgutil
 import sys
 from collections.abc import Callable
-from functools import wraps
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
@@ -57,10 +57,27 @@ def fork_engine_core() -> None:
     process must have been started with `threads.engine_environment`, because the core inherits its OpenMP runtime;
     libiomp5 can be forked, libgomp only as long as it has started no thread.
     """
+    import vllm.triton_utils.dispatcher as dispatcher
     import vllm.v1.engine.utils as cores
     import vllm.v1.executor.multiproc_executor as workers
 
+    dispatcher._rebind_kernels = functools.partial(_rebind_kernels, dispatcher._rebind_kernels)
     cores.get_mp_context = workers.get_mp_context = _Forking
+
+
+def _rebind_kernels(original: Any, *args: Any) -> None:
+    """Let vLLM's search for kernels leave llvmlite out, which comes with numba.
+
+    The search reads the __dict__ of everything in all modules. llvmlite's library answers to any name with a function,
+    to __dict__ as well, and the engine core would not start.
+    """
+    hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "llvmlite"}
+    for name in hidden:
+        del sys.modules[name]
+    try:
+        original(*args)
+    finally:
+        sys.modules.update(hidden)
 
 
 def expand_batch_to_tokens(
@@ -246,4 +263,4 @@ def apply(patch: Callable[..., Any]) -> None:
     owner, name = PATCHES[patch]
     place = pkgutil.resolve_name(owner)
     original = getattr(place, name)
-    setattr(place, name, wraps(original)(lambda *args, **kwargs: patch(original, *args, **kwargs)))
+    setattr(place, name, functools.wraps(original)(lambda *args, **kwargs: patch(original, *args, **kwargs)))

@@ -88,6 +88,7 @@ USED = {
 USED_ON_CPU = {
     RUNNER: "discard_request_mask",
     f"{PROPOSER}._sample_from_logits": "logits sampling_metadata",
+    "vllm.triton_utils.dispatcher:_rebind_kernels": "overrides",
     "vllm.v1.engine.utils:get_mp_context": "",
     "vllm.v1.executor.multiproc_executor:get_mp_context": "",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "cpu_linear",
