@@ -26,6 +26,9 @@ STAGES = {
     "swap_policy": "policy swap",
 }
 DRAFTER, LONGEST = "drafter.model.type", "rollout.num_speculative_tokens"
+PROPOSERS = {"history": "from history", "drafter": "from the drafter"}
+"""Prefixes of the metrics that count drafts by proposer."""
+
 SERVED, EXPECTED = "rollout/acceptance_length", "rollout/expected_acceptance_length"
 SPEEDUP = "rollout/speedup_vs_no_speculation"
 CURVES = {
@@ -99,16 +102,22 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     """
     thirds = "(mean of the first and the last third; higher is better)"
     facts = [Fact("reward", _from_to(run, "policy/reward"), thirds)]
-    if DRAFTER not in run.settings:
+    if not _speculates(run):
         return facts
     # Weighted, because a step with a dozen verification steps says little.
     acceptance = _from_to(run, SERVED, "rollout/num_drafts")
     scale = f"(tokens per verification step; 1 is no gain, {1 + run.settings[LONGEST]} the most)"
+    facts.append(Fact("acceptance", acceptance, scale))
+    for name, proposer in PROPOSERS.items():
+        drafted, accepted = (run.column(f"{name}/{kind}").sum() for kind in ("drafted_tokens", "accepted_tokens"))
+        if drafted:
+            share = f"{accepted:,.0f} of {drafted:,.0f} draft tokens accepted"
+            facts.append(Fact(f"  {proposer}", share, f"({accepted / drafted:.0%})"))
     swaps = f"{run.column('drafter/published').sum():.0f} drafters put into the running engine"
     kept_back, taken_back = (run.column("gate/publish") == 0).sum(), run.column("drafter/rolled_back").sum()
     undone = [f"{kept_back} kept back by the gate"] if kept_back else []
     undone += [f"{taken_back:.0f} times back to an earlier one"] if taken_back else []
-    facts += [Fact("acceptance", acceptance, scale), Fact("swaps", swaps, ", ".join(undone))]
+    facts += [Fact("swaps", swaps, ", ".join(undone))] if DRAFTER in run.settings else []
     facts.append(_lossless(run, greedy_identical))
     if speculation:
         facts.append(Fact("speculation", speculation))
@@ -116,6 +125,10 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
         return [*facts, Fact("speed", "not measured in this run", "`cotrain bench` measures it")]
     gain = f"decoding {_from_to(run, SPEEDUP)} times no speculation"
     return [*facts, Fact("speed", gain, "by step times measured in this run")]
+
+
+def _speculates(run: RunRecord) -> bool:
+    return DRAFTER in run.settings or bool(run.column("history/drafts").any())
 
 
 def _lossless(run: RunRecord, greedy_identical: bool | None) -> Fact:
@@ -147,8 +160,10 @@ def _from_to(run: RunRecord, metric: str, weight: str = "") -> str:
 
 
 def _speculation(run: RunRecord) -> Section:
-    if DRAFTER not in run.settings:
+    if not _speculates(run):
         return Section("Speculation", ["This run has no drafter: its rollouts were generated without one."])
+    columns = {name: run.column(f"{name}/accepted_tokens") / run.column(f"{name}/drafted_tokens") for name in PROPOSERS}
+    by_proposer = {PROPOSERS[name]: column for name, column in columns.items() if column.any()}
     plots = [
         line_plot(
             "acceptance_length", "Acceptance length, served and expected",
@@ -167,8 +182,15 @@ def _speculation(run: RunRecord) -> Section:
             "accepted share", "Share of verification steps that accepted all draft tokens up to this position.",
         ),
         _curve(run, "speedup"),
-        _curve(run, "drafter_loss"),
     ]  # fmt: skip
+    if by_proposer:
+        text = (
+            "Draft tokens of each proposer that were accepted. A request takes the one that is expected to give more."
+        )
+        title = "Accepted share of the draft tokens, by proposer"
+        plots.append(line_plot("acceptance_by_proposer", title, by_proposer, "accepted share", text))
+    if DRAFTER in run.settings:
+        plots.append(_curve(run, "drafter_loss"))
     return Section("Speculation", plots=plots)
 
 

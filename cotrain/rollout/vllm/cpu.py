@@ -18,6 +18,7 @@ from torch import Tensor
 from cotrain.process.children import follow_parent
 from cotrain.rollout.vllm.interface import (
     DRAFTING,
+    KERNELS,
     KNOWN_VERSION,
     LINEAR_ATTENTION,
     MOE_METHOD,
@@ -57,15 +58,14 @@ def fork_engine_core() -> None:
     process must have been started with `threads.engine_environment`, because the core inherits its OpenMP runtime;
     libiomp5 can be forked, libgomp only as long as it has started no thread.
     """
-    import vllm.triton_utils.dispatcher as dispatcher
     import vllm.v1.engine.utils as cores
     import vllm.v1.executor.multiproc_executor as workers
 
-    dispatcher._rebind_kernels = functools.partial(_rebind_kernels, dispatcher._rebind_kernels)
+    apply(leave_llvmlite_out)  # before a core looks for kernels, which is before it imports our extension
     cores.get_mp_context = workers.get_mp_context = _Forking
 
 
-def _rebind_kernels(original: Any, *args: Any) -> None:
+def leave_llvmlite_out(original: Any, overrides: Any) -> None:
     """Let vLLM's search for kernels leave llvmlite out, which comes with numba.
 
     The search reads the __dict__ of everything in all modules. llvmlite's library answers to any name with a function,
@@ -75,7 +75,7 @@ def _rebind_kernels(original: Any, *args: Any) -> None:
     for name in hidden:
         del sys.modules[name]
     try:
-        original(*args)
+        original(overrides)
     finally:
         sys.modules.update(hidden)
 
@@ -230,6 +230,7 @@ def pad_short_drafts(
 
 
 PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
+    leave_llvmlite_out: (KERNELS, "_rebind_kernels"),
     expand_batch_to_tokens: (SAMPLING, "expand_batch_to_tokens"),
     spare_generators: (RUNNER, "sample_tokens"),
     sample_in_draft_vocabulary: (PROPOSER, "_sample_draft_tokens"),

@@ -19,6 +19,7 @@ MOE_METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:
 LINEAR_ATTENTION = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 RELOAD = "vllm.model_executor.model_loader.reload"
 TRANSFER = "vllm.distributed.weight_transfer"
+KERNELS = "vllm.triton_utils.dispatcher"
 ENGINE = "vllm.v1.engine.async_llm:AsyncLLM"
 
 WRAPPED = {
@@ -31,6 +32,7 @@ WRAPPED = {
 """Functions that ours stand in for, and all their parameters in order."""
 
 WRAPPED_ON_CPU = {
+    f"{KERNELS}:_rebind_kernels": "overrides",
     f"{SAMPLING}:expand_batch_to_tokens": "x cu_num_tokens num_tokens replace_from replace_to",
     f"{SAMPLING}:sample_recovered_tokens": "max_spec_len num_draft_tokens cu_num_draft_tokens draft_token_ids "
     "draft_probs target_probs sampling_metadata device use_fp64_gumbel",
@@ -88,7 +90,6 @@ USED = {
 USED_ON_CPU = {
     RUNNER: "discard_request_mask",
     f"{PROPOSER}._sample_from_logits": "logits sampling_metadata",
-    "vllm.triton_utils.dispatcher:_rebind_kernels": "overrides",
     "vllm.v1.engine.utils:get_mp_context": "",
     "vllm.v1.executor.multiproc_executor:get_mp_context": "",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "cpu_linear",
