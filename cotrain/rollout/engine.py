@@ -397,7 +397,7 @@ class RolloutEngine:
         await self._weights(True, "update", payload.path, payload.digests)
         self._before = self.versions
         await self._stamp(Versions(self.versions.policy, drafter_version))
-        await self._speculation("new_drafter", None if expected_rates is None else list(expected_rates))
+        await self._new_drafter(None if expected_rates is None else list(expected_rates))
         return SwapReport(time.perf_counter() - started, payload.num_bytes)
 
     async def check_drafter(self, payload: WeightPayload) -> None:
@@ -408,7 +408,12 @@ class RolloutEngine:
         """Serve the drafter weights and version from before the last `update_drafter`; once after each."""
         await self._weights(True, "undo")
         await self._stamp(Versions(self.versions.policy, self._before.drafter))
-        await self._speculation("new_drafter")
+        await self._new_drafter(None)
+
+    async def _new_drafter(self, expected_rates: list[float] | None) -> None:
+        await self._speculation("new_drafter", expected_rates)
+        if self.spec.rollout.history is not None:
+            await self._call("cotrain_history", "new_drafter", expected_rates)
 
     async def _stamp(self, versions: Versions) -> None:
         """Stamp tokens, and rows of the tap, with these versions from now on."""

@@ -82,10 +82,8 @@ def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
     assert min(p_values(laws, sampled, 1.0, -1)) > 1e-4
 
 
-PLANTED = [("alone", fault) for fault in FAULTS] + [("mixed", "sharpened")]
-
-
-@pytest.mark.parametrize(("historian", "fault"), PLANTED, indirect=["historian"])
+@pytest.mark.parametrize("historian", ["alone"], indirect=True)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_change_the_law(historian: LiveEngine, laws: Laws, fault: str) -> None:  # noqa: F811
     historian.run(historian.engine._call("cotrain_plant", fault))
     sampled, _ = samples(historian, seeded=False, temperature=1.0)
@@ -114,3 +112,24 @@ def test_rollouts_of_another_engine_are_drafted_from(historian: LiveEngine) -> N
     counts(historian)
     assert tokens(historian.greedy(requests, tap=False)) == tokens(batch)
     assert_history_was_right(historian)
+
+
+@pytest.mark.parametrize("historian", ["mixed"], indirect=True)
+def test_a_new_drafter_is_chosen_as_soon_as_more_is_expected_of_it(
+    historian: LiveEngine, untrained_drafter: Drafter, fitted_drafter: Drafter
+) -> None:
+    """What the drafter before it had accepted says nothing of the new one."""
+    requests = make_requests(16, seed=31)
+    historian.run(historian.engine.set_num_speculative_tokens(3))
+    historian.run(historian.engine.history("forget"))
+    historian.send_drafter(untrained_drafter.state_for_serving())
+    historian.generate(requests, tap=False)
+    counts(historian)
+    historian.generate(requests, tap=False)
+    assert counts(historian)["history/drafts"] > 100, "an untrained drafter is no match for an index"
+    payload = historian.payload(fitted_drafter.state_for_serving())
+    version = historian.engine.versions.drafter + 1
+    historian.run(historian.engine.update_drafter(payload, version, [0.99, 0.98, 0.97]))
+    historian.generate(requests[:1], tap=False)
+    found = counts(historian)
+    assert found["drafter/drafts"] > 0.7 * (found["drafter/drafts"] + found.get("history/drafts", 0))

@@ -69,6 +69,10 @@ class HistoryDrafting:
         self.index.half_life = self._fit.best()
         self.index.weigh_by(policy_version)
 
+    def new_drafter(self, expected_rates: list[float] | None) -> None:
+        """Another drafter serves; expected_rates: see ServedAcceptance, None where nothing is expected."""
+        self._of_drafter = ServedAcceptance(self._runner.num_spec_tokens, expected_rates or ())
+
     def add(self, rollouts: list[tuple[Any, ...]]) -> None:
         """Learn finished rollouts, the fields of a Finished each. Only what was emitted may come here."""
         for rollout in (Finished(*fields) for fields in rollouts):
