@@ -89,7 +89,7 @@ def train(config: RunConfig, resume: bool) -> int:
                 roles.engines.call("time_draft_lengths", timed)
         write_json(run_dir.logs / "startup.json", ready_s)
         console.say("ready after: " + ", ".join(f"{part} {seconds:.1f}s" for part, seconds in ready_s.items()))
-        console.banner(config, run_dir, _notes(config, model_path, cluster))
+        console.banner(config, run_dir, _notes(config, model_path, cluster, len(task)))
         records = Records(metrics, decisions, events, tracker, console)
         controller = Controller(config, run_dir, roles, Prompts(task, order, encoder), records, state)
         controller.stop_requested = stop
@@ -218,14 +218,16 @@ def _write_report(run_dir: RunDir, console: Console) -> Path | None:
         return None
 
 
-def _notes(config: RunConfig, model_path: Path, cluster: Cluster) -> dict[str, str]:
-    """Lines of the banner on the drafter, the devices and MLflow."""
+def _notes(config: RunConfig, model_path: Path, cluster: Cluster, num_prompts: int) -> dict[str, str]:
+    """Lines of the banner on what drafts, the devices and MLflow."""
     notes = {}
     if config.drafter is not None:
         first = config.drafter.init or ("the policy's own head" if native_head(model_path) else "random init")
         notes["drafter"] = f"{config.drafter.model.type} from {first}"
     if history := config.rollout.history:
         notes["history"] = f"finished rollouts are drafted from, up to {history.max_bytes / 2**20:g} MiB in each engine"
+        if config.steps * config.rollout.prompts_per_step <= num_prompts:
+            notes["history"] += f"; none of the {num_prompts:,} prompts comes twice, so that others have to do"
     gpus = cluster.gpus
     notes["devices"] = (
         f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"

@@ -70,6 +70,16 @@ def test_a_speed_that_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
     assert plots(folder)["speedup"].figure is None
 
 
+def test_proposers_are_told_apart(tmp_path: Path) -> None:
+    counts = {"history__drafts": 40.0, "history__drafted_tokens": 100.0, "history__accepted_tokens": 30.0}
+    rows = [row(step, **counts, drafter__drafted_tokens=50.0, drafter__accepted_tokens=20.0) for step in (1, 2)]
+    folder = write_run(tmp_path / "run", rows)
+    told = {label.strip(): fact.text for label, fact in facts(folder).items()}
+    assert told["from history"] == "60 of 200 draft tokens accepted   (30%)"
+    assert told["from the drafter"] == "40 of 100 draft tokens accepted   (40%)"
+    assert plots(folder)["acceptance_by_proposer"].figure is not None
+
+
 CHECKED = {"lossless__passed": 1.0, "lossless__tokens": 2048.0, "lossless__speculated_tokens": 1500.0}
 
 
