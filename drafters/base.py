@@ -103,12 +103,18 @@ class Drafter(nn.Module, ABC):
     def initialise(self, generator: torch.Generator) -> None:
         """Fill parameters and buffers: matrices of Normal(0, 0.02) as Llama starts, no biases, norms of gain 1."""
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.normal_(0.0, 0.02, generator=generator)
-                if module.bias is not None:
+                if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, nn.RMSNorm | ZeroCentredRMSNorm):
                 module.weight.fill_(float(isinstance(module, nn.RMSNorm)))
+
+    def start_from(self, policy: str | Path) -> None:
+        """Take over what a new drafter begins with from the folder of the policy; by default nothing.
+
+        Raises ValueError when the folder's weights do not fit.
+        """
 
     @property
     @abstractmethod
@@ -135,7 +141,7 @@ class Drafter(nn.Module, ABC):
         return 1.0
 
     def state_for_serving(self) -> dict[str, Tensor]:
-        """Return exactly the tensors an engine loads, in checkpoint names; never the embedding or the target's head."""
+        """Return exactly the tensors an engine loads, in checkpoint names; never the target's embedding or head."""
         return self.state_dict()
 
     def overflowing(self) -> list[str]:

@@ -5,7 +5,9 @@ from pathlib import Path
 import torch
 
 from drafters.base import Drafter, TargetSpec
-from drafters.config import Eagle3Config, MtpConfig
+from drafters.config import DraftModelConfig, Eagle3Config, MtpConfig
+from drafters.draft_model.checkpoint import FAMILIES
+from drafters.draft_model.model import DraftModel
 from drafters.eagle3.model import Eagle3Drafter
 from drafters.files import read_config
 from drafters.mtp.formats import MIMO, QWEN3_NEXT
@@ -14,13 +16,18 @@ from drafters.mtp.native import has_native_head as has_native_head
 from drafters.mtp.native import split as split
 from drafters.mtp.native import stitch as stitch
 
-DRAFTERS: dict[str, type[Drafter]] = {"eagle3": Eagle3Drafter, "mtp": MtpDrafter}
+DRAFTERS: dict[str, type[Drafter]] = {"eagle3": Eagle3Drafter, "mtp": MtpDrafter, "draft_model": DraftModel}
 
-ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3", MIMO.architecture: "mtp", QWEN3_NEXT.architecture: "mtp"}
+ARCHITECTURES = {
+    "LlamaForCausalLMEagle3": "eagle3",
+    MIMO.architecture: "mtp",
+    QWEN3_NEXT.architecture: "mtp",
+    **{family.architecture: "draft_model" for family in FAMILIES.values()},
+}
 """Type of a checkpoint, by the architecture in its config.json."""
 
 
-def build_drafter(config: Eagle3Config | MtpConfig, target: TargetSpec, seed: int) -> Drafter:
+def build_drafter(config: Eagle3Config | MtpConfig | DraftModelConfig, target: TargetSpec, seed: int) -> Drafter:
     """Make a drafter in float32 with random weights, the same for the same seed.
 
     Raises ValueError when it cannot fit the target.
@@ -34,7 +41,7 @@ def build_drafter(config: Eagle3Config | MtpConfig, target: TargetSpec, seed: in
     return drafter
 
 
-def shape_problems(config: Eagle3Config | MtpConfig, target: TargetSpec) -> list[str]:
+def shape_problems(config: Eagle3Config | MtpConfig | DraftModelConfig, target: TargetSpec) -> list[str]:
     """Say why a drafter of this configuration does not fit the target; empty when it does."""
     try:
         DRAFTERS[config.type].shape_of(config, target)
@@ -56,7 +63,7 @@ def load_drafter(
     folder: str | Path,
     target: TargetSpec,
     num_positions: int | None = None,
-    config: Eagle3Config | MtpConfig | None = None,
+    config: Eagle3Config | MtpConfig | DraftModelConfig | None = None,
 ) -> Drafter:
     """Read the drafter of a checkpoint folder, in float32.
 

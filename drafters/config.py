@@ -17,6 +17,9 @@ class Eagle3Config(Section):
     num_aux_layers: ClassVar[int] = 3
     """Target layers that are read beside the final hidden state."""
 
+    first_weights: ClassVar[str] = "random init"
+    """What a new one starts with."""
+
     type: Literal["eagle3"]
     """Kind of drafter."""
 
@@ -38,6 +41,9 @@ class MtpConfig(Section):
     num_aux_layers: ClassVar[int] = 0
     """Target layers that are read beside the final hidden state."""
 
+    first_weights: ClassVar[str] = "random init"
+    """What a new one starts with, unless the policy brings a head."""
+
     type: Literal["mtp"]
     """Kind of drafter."""
 
@@ -45,10 +51,30 @@ class MtpConfig(Section):
     """Draft positions unrolled in training, each through the same layer. Serve no more draft tokens than this."""
 
 
+class DraftModelConfig(Section):
+    """A small draft model: a language model of the policy's own kind with few layers, which reads tokens alone.
+    It starts as layers of the policy, evenly spaced from the first to the last, with its embedding and head."""
+
+    num_aux_layers: ClassVar[int] = 0
+    """Target layers that are read beside the final hidden state, which only teaches it."""
+
+    first_weights: ClassVar[str] = "layers of the policy"
+    """What a new one starts with."""
+
+    type: Literal["draft_model"]
+    """Kind of drafter."""
+
+    num_layers: Annotated[int, Field(ge=2, le=4)] = 2
+    """Decoder layers. At most the policy's."""
+
+    trained_depth: PositiveInt = 3
+    """Draft positions that are trained. Serve no more draft tokens than this."""
+
+
 NATIVE_HEAD_ARCHITECTURES = {"MiMoForCausalLM": "Qwen2ForCausalLM", "Qwen3NextForCausalLM": "Qwen3NextForCausalLM"}
 """Policies that may bring an MTP head of their own, by the architecture in their config.json, and without it."""
 
-DrafterModelConfig = Annotated[Eagle3Config | MtpConfig, Field(discriminator="type")]
+DrafterModelConfig = Annotated[Eagle3Config | MtpConfig | DraftModelConfig, Field(discriminator="type")]
 
 
 class ObjectiveConfig(Section):

@@ -42,6 +42,7 @@ class TargetSpec:
     rope_type: str = "default"
     partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated
     experts: Experts | None = None  # of layer 0, where they stand for the MLP
+    tie_word_embeddings: bool = False  # the embedding is the output head too
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
@@ -73,6 +74,7 @@ class TargetSpec:
             rope_type=rope.get("rope_type", rope.get("type", "default")),
             partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
             experts=_experts(config),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings")),
             **{name: required(name) for name in COPIED},
         )
 

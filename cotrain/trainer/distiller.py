@@ -54,8 +54,8 @@ class Distiller:
     ):
         """Build the drafter of a run, or load it from init_folder.
 
-        model_path is the target's folder; only its config.json is read. total_updates sets the length of a cosine
-        schedule. device: "cpu" or "cuda". Raises ValueError when drafter, target and configuration do not fit each other.
+        model_path is the target's folder; its weights are read by drafters that begin with them alone. total_updates
+        sets the length of a cosine schedule. device: "cpu" or "cuda". Raises ValueError when drafter, target and configuration do not fit each other.
         """
         assert config.drafter is not None
         rollout = config.rollout
@@ -66,6 +66,7 @@ class Distiller:
         self._target = TargetSpec.from_pretrained(model_path)
         if init_folder is None:
             drafter = build_drafter(self._config.model, self._target, config.seed)
+            drafter.start_from(model_path)
         else:
             drafter = load_drafter(init_folder, self._target, rollout.num_positions, self._config.model)
         self.drafter: Drafter = drafter.to(device)

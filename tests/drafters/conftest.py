@@ -11,7 +11,7 @@ from drafters.acceptance import StartAcceptance, acceptance_rates
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, Experts, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter
-from drafters.config import Eagle3Config, MtpConfig
+from drafters.config import DraftModelConfig, Eagle3Config, MtpConfig
 from drafters.eagle3.model import Eagle3Drafter
 
 TARGET = TargetSpec(
@@ -36,10 +36,11 @@ class Kind:
 
     name: str
     target: TargetSpec
-    config: Eagle3Config | MtpConfig
+    config: Eagle3Config | MtpConfig | DraftModelConfig
     other: tuple[tuple[str, object], ...]  # settings that are not those of `config`
+    has_own_matrices: bool = False  # its embedding and head are not the target's
 
-    def configured(self, **changes) -> Eagle3Config | MtpConfig:
+    def configured(self, **changes) -> Eagle3Config | MtpConfig | DraftModelConfig:
         """`config` with other settings."""
         return type(self.config)(**(self.config.model_dump() | changes))
 
@@ -76,7 +77,19 @@ QWEN3_NEXT = dataclasses.replace(
         experts=Experts(number=4, per_token=2, size=12, shared_size=20, normed=True),
     ),
 )
-KINDS = (EAGLE3, MIMO, QWEN3_NEXT)
+DRAFT_MODEL = Kind(
+    name="draft_model",
+    target=TARGET,
+    config=DraftModelConfig(type="draft_model"),
+    other=(("trained_depth", 5), ("num_layers", 3)),
+    has_own_matrices=True,
+)
+TIED_DRAFT_MODEL = dataclasses.replace(
+    DRAFT_MODEL,
+    name="draft_model tied",
+    target=dataclasses.replace(TARGET, model_type="qwen3", tie_word_embeddings=True),
+)
+KINDS = (EAGLE3, MIMO, QWEN3_NEXT, DRAFT_MODEL, TIED_DRAFT_MODEL)
 MTP_KINDS = (MIMO, QWEN3_NEXT)
 
 

@@ -1,0 +1,134 @@
+"""The checkpoint folder of a small draft model: a stock Hugging Face causal language model of few layers.
+
+Its first weights are layers of the policy, which a policy's folder gives under the same names.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from drafters.base import Shape, TargetSpec
+from drafters.checkpoint import read_tensors
+from drafters.config import DraftModelConfig
+from drafters.files import read_config, weight_files
+
+TRAINED_DEPTH = "trained_draft_positions"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models states how its attention differs from Llama's."""
+
+    architecture: str  # in config.json
+    bias: bool = False  # queries, keys and values have biases
+    head_norms: bool = False  # each head's query and key is normed
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", head_norms=True),
+}
+"""Families that can be trained and served, by model_type."""
+
+
+@dataclass(frozen=True)
+class DraftModelShape(Shape):
+    """All of `sizes` are the draft model's own; a head is tied with its own embedding."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.sizes.num_layers
+
+
+def shape_of(config: DraftModelConfig, target: TargetSpec) -> DraftModelShape:
+    """Return the shape of a model cut from the target. Raises ValueError naming the field that does not fit."""
+    if problem := _unsupported(target):
+        raise ValueError(f'drafter.model.type: {problem}; use type = "eagle3"')
+    if config.num_layers > target.num_layers:
+        raise ValueError(
+            f"drafter.model.num_layers: {config.num_layers} layers cannot be cut from the target's "
+            f"{target.num_layers}; lower it"
+        )
+    return DraftModelShape(replace(target, num_layers=config.num_layers), config.trained_depth)
+
+
+def _unsupported(sizes: TargetSpec) -> str | None:
+    """Say why a model of these sizes cannot be trained as a draft model; None when it can."""
+    if sizes.model_type not in FAMILIES:
+        return f"a draft model of model_type {sizes.model_type} cannot be trained ({', '.join(FAMILIES)} can)"
+    if sizes.rope_type != "default" or sizes.partial_rotary_factor != 1:
+        return f'only rope_type "default" over whole heads can be trained, not {sizes.rope_type!r}'
+    return None
+
+
+def to_config(shape: DraftModelShape) -> dict[str, object]:
+    sizes = shape.sizes
+    bias = FAMILIES[sizes.model_type].bias
+    return {
+        **sizes.layer_config(),
+        "architectures": [FAMILIES[sizes.model_type].architecture],
+        "model_type": sizes.model_type,
+        "num_hidden_layers": sizes.num_layers,
+        "tie_word_embeddings": sizes.tie_word_embeddings,
+        "attention_bias": bias,
+        # Some families would otherwise attend to a window of the text alone.
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "eos_token_id": list(sizes.eos_token_ids) or None,
+        TRAINED_DEPTH: shape.trained_depth,
+    }
+
+
+def read_checkpoint(
+    folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
+) -> tuple[DraftModelShape, dict[str, Tensor]]:
+    """Read shape and tensors of a folder.
+
+    depth_if_unstated: draft positions trained, for a checkpoint that does not say (1 when None). Raises ValueError
+    before any tensor is read when the folder is for a target of another vocabulary or hidden size, or cannot be trained.
+    """
+    config = read_config(folder)
+    sizes = TargetSpec.from_config(config, folder)
+    for name in ("vocab_size", "hidden_size"):
+        if (theirs := getattr(sizes, name)) != (ours := getattr(target, name)):
+            raise ValueError(
+                f"{folder} is a draft model for another target: its {name} is {theirs}, this target's is {ours}"
+            )
+    if problem := _unsupported(sizes):
+        raise ValueError(f"{folder}/config.json: {problem}")
+    sizes = replace(sizes, eos_token_ids=target.eos_token_ids)
+    depth = config.get(TRAINED_DEPTH) or depth_if_unstated or 1
+    return DraftModelShape(sizes, depth), _own_tensors(read_tensors(folder), sizes)
+
+
+def _own_tensors(tensors: dict[str, Tensor], sizes: TargetSpec) -> dict[str, Tensor]:
+    """Leave out what no model is loaded from: the head of a tied one, and rotary frequencies of old checkpoints."""
+    unused = ("rotary_emb.inv_freq", *([HEAD] if sizes.tie_word_embeddings else []))
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(unused)}
+
+
+def cut(policy: str | Path, shape: DraftModelShape) -> dict[str, Tensor]:
+    """Read from a policy's folder the tensors of a draft model: embedding, layers, final norm and head."""
+    of_policy = TargetSpec.from_pretrained(policy).num_layers
+    numbers = {layer: number for number, layer in enumerate(evenly_spaced(of_policy, shape.num_layers))}
+    tensors = {}
+    for path in weight_files(Path(policy)):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+                if layer is None:
+                    tensors[name] = file.get_tensor(name)
+                elif int(layer[1]) in numbers:
+                    tensors[f"model.layers.{numbers[int(layer[1])]}.{layer[2]}"] = file.get_tensor(name)
+    return _own_tensors(tensors, shape.sizes)
+
+
+def evenly_spaced(num_layers: int, num_chosen: int) -> list[int]:
+    """Choose two or more layers of a model, the first and the last among them."""
+    return [round(number * (num_layers - 1) / (num_chosen - 1)) for number in range(num_chosen)]
