@@ -23,7 +23,7 @@ from cotrain.transport.payload import write_payload
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, TargetWeights
 from drafters.build import build_drafter
-from drafters.config import Eagle3Config, MtpConfig, ObjectiveConfig
+from drafters.config import DraftModelConfig, Eagle3Config, MtpConfig, ObjectiveConfig
 from drafters.losses import drafter_loss
 from tests.engine.two_nodes import address, two_nodes  # noqa: F401
 from tests.native_models import trained_native
@@ -198,11 +198,15 @@ def eagle3(**settings: int) -> Eagle3Config:
 
 
 def distilled(
-    data: DraftBatch, target: TargetWeights, target_folder: Path, config: Eagle3Config | MtpConfig | None = None
+    data: DraftBatch,
+    target: TargetWeights,
+    target_folder: Path,
+    config: Eagle3Config | MtpConfig | DraftModelConfig | None = None,
 ) -> Drafter:
     """A drafter (EAGLE-3 unless given) that has learnt from `data` for a few seconds."""
     config = config or eagle3()
     drafter = build_drafter(config, TargetSpec.from_pretrained(target_folder), seed=1)
+    drafter.start_from(target_folder)
     drafter.choose_vocabulary(torch.bincount(data.token_ids, minlength=target.head.shape[0]), target)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
     objective = ObjectiveConfig(type="soft_cross_entropy")

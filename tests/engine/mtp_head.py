@@ -1,6 +1,7 @@
 """What an MTP head must do on a real engine: what it reads, what is served, what it accepts.
 
-test_mtp_head.py and test_native_mtp_head.py run these tests, each with a `target` of its own.
+test_mtp_head.py and test_native_mtp_head.py run these tests, each with a `target` of its own, and test_draft_model.py
+those that are about no head.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from drafters.acceptance import acceptance_rates
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
-from drafters.config import MtpConfig, ObjectiveConfig
+from drafters.config import DraftModelConfig, MtpConfig, ObjectiveConfig
 from drafters.losses import drafter_loss
 from tests.engine.conftest import LiveEngine, distilled, features_of, make_requests, moved, text_of, tokens, weights_of
 
@@ -47,14 +48,16 @@ class Target:
 
 
 @contextmanager
-def running(folder: Path, rollout_config: RolloutConfig, checkpoint: Path) -> Iterator[Target]:
-    """An engine on the policy in this folder, with an untrained head; it is written to the folder `checkpoint`."""
+def running(
+    folder: Path, rollout_config: RolloutConfig, checkpoint: Path, drafter: MtpConfig | DraftModelConfig = MTP
+) -> Iterator[Target]:
+    """An engine on the policy in this folder, with an untrained drafter; it is written to the folder `checkpoint`."""
     native = native_head(folder)
     spec = TargetSpec.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     state = load_file(folder / "model.safetensors")
-    untrained = load_drafter(native, spec) if native else build_drafter(MTP, spec, seed=0)
-    trained = distilled(text_of(model, ()), weights_of(state), folder, MTP)
+    untrained = load_drafter(native, spec) if native else build_drafter(drafter, spec, seed=0)
+    trained = distilled(text_of(model, ()), weights_of(state), folder, drafter)
     untrained.save(checkpoint, torch.float32)
     dtype = "bfloat16" if has_linear_attention(folder) else "float32"
     config = rollout_config.model_copy(update={"dtype": dtype})

@@ -160,12 +160,15 @@ class DraftingHook:
     def _read_late(self, hidden: Tensor, attention: Any, sampling_metadata: Any) -> None:
         """Let the drafter read what waits of the requests of this step, up to the step's own rows.
 
-        A draft length of 0 makes vLLM's propose run the first pass alone, which fills the drafter's KV cache.
+        A draft length of 0 makes vLLM's propose run the first pass alone, which fills the drafter's KV cache. A small
+        draft model reads the token that follows as well, in a row of its own.
         """
         drafter = self._runner.drafter
         step = self._rows(attention, [hidden[:, :0]], hidden.device)
         number = {rows.request: i for i, rows in enumerate(step)}
-        for runs in passes(self._unread.take(step), drafter.max_num_tokens):
+        unread = self._unread.take(step)
+        added_rows = len(unread) * drafter.net_num_new_slots_per_request
+        for runs in passes(unread, drafter.max_num_tokens - added_rows):
             blocks = attention.block_table_tensor[[number[run.request] for run in runs]]
             positions = torch.cat([torch.arange(run.first_position, run.end) for run in runs])
             drafter.propose(

@@ -48,7 +48,8 @@ WRAPPED_ON_CPU = {
 USED = {
     RUNNER: "_get_positions input_batch input_ids drafter device model_config compilation_config discard_request_mask "
     "num_spec_tokens _draft_probs _draft_prob_req_ids",
-    PROPOSER: "model block_size max_num_tokens _enable_probabilistic_draft_probs _draft_attn_layer_names",
+    PROPOSER: "model block_size max_num_tokens net_num_new_slots_per_request _enable_probabilistic_draft_probs "
+    "_draft_attn_layer_names",
     f"{PROPOSER}.propose": "num_speculative_tokens target_token_ids target_positions target_hidden_states "
     "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata",
     SCHEDULER: "dynamic_sd_lookup num_spec_tokens scheduler_config has_unfinished_requests vllm_config",
