@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--type", choices=["eagle3", "mtp"], default="eagle3", help="kind of drafter")
+    parser.add_argument("--type", choices=["eagle3", "mtp", "draft_model"], default="eagle3", help="kind of drafter")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens in the step")
     parser.add_argument("--document", type=int, default=1024, help="tokens in one rollout")
     parser.add_argument("--draft-vocab", type=int, default=32_000, help="size of the draft vocabulary (eagle3)")

@@ -15,7 +15,7 @@ from statistics import median
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct", help="default %(default)s")
-    parser.add_argument("--type", choices=["eagle3", "mtp"], default="eagle3", help="kind of drafter")
+    parser.add_argument("--type", choices=["eagle3", "mtp", "draft_model"], default="eagle3", help="kind of drafter")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of either (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default %(default)s)")
     parser.add_argument("--rollouts", type=int, default=16, help="rollouts in a step (default %(default)s)")

@@ -28,7 +28,7 @@ ARCHITECTURES = {
 
 
 def build_drafter(config: Eagle3Config | MtpConfig | DraftModelConfig, target: TargetSpec, seed: int) -> Drafter:
-    """Make a drafter in float32 with random weights, the same for the same seed.
+    """Make a drafter in float32 with random weights, the same for the same seed; `start_from` comes next.
 
     Raises ValueError when it cannot fit the target.
     """

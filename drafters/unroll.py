@@ -184,10 +184,10 @@ def run_layer(layer: DraftLayer, hidden: Tensor, positions: Tensor, every: Align
     def read(hidden: Tensor) -> tuple[Tensor, Tensor]:
         return layer.self_attn.keys_and_values(layer.input_layernorm(hidden), positions)
 
-    def finish(rows: slice, hidden: Tensor, *context: Tensor) -> Tensor:
+    def finish(rows: slice, hidden: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         x = layer.input_layernorm(hidden)
         queries = layer.self_attn.queries(x, positions[rows])
-        return layer.finish(attend(queries, *context, (), (), every, rows), hidden, x)
+        return layer.finish(attend(queries, keys, values, (), (), every, rows), hidden, x)
 
     context = _recomputed(read, hidden)
     return torch.cat([_recomputed(finish, rows, hidden[rows], *context) for rows in _chunks(len(hidden))])

@@ -120,7 +120,9 @@ def quick_problems(
             f"{resume_arguments(config.run_root, config.name)}, or choose another name=..."
         )
     if command == "init" and config.drafter is None:
-        problems.append('drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3" or "mtp"')
+        problems.append(
+            'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3", "mtp" or "draft_model"'
+        )
     if config.tracking.uri is not None:  # _check_space covers the default, which is sqlite in the run root
         problems += _problems(check_uri, tracking_uri(config))
     for check in (_check_local_model, _check_vllm, *([_check_device] if on_this_machine else [])):

@@ -106,7 +106,7 @@ class PolicyConfig(Section):
 class DrafterProposer(Section):
     """The drafter of [drafter], which computes its drafts."""
 
-    type: Literal["eagle3", "mtp"]
+    type: Literal["eagle3", "mtp", "draft_model"]
     """As drafter.model.type."""
 
 

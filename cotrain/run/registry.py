@@ -106,7 +106,7 @@ def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
 def first_drafter(uri: str, init: str | None, model: Path, folder: Path) -> Path | None:
     """The folder of the drafter that a run starts with: drafter.init, or else the MTP head that came with the policy.
 
-    None starts from random weights. Raises ValueError naming drafter.init.
+    None starts a new drafter. Raises ValueError naming drafter.init.
     """
     if init is None:
         return native_head(model)

@@ -8,6 +8,7 @@ size.
 """
 
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ class Decoder(nn.Module):
         """[N, H], what the head reads at each row of the packed rollouts."""
         hidden, every = self.embed_tokens(batch.token_ids), every_row(batch)
         for layer in self.layers:
-            hidden = run_layer(layer, hidden, batch.positions, every)
+            hidden = run_layer(cast(DecoderLayer, layer), hidden, batch.positions, every)
         return self.norm(hidden)
 
 

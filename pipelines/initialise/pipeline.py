@@ -116,7 +116,7 @@ class Initialisation:
         return True
 
     def _trainer(self, total_updates: int) -> Distiller:
-        """A trainer that begins with drafter.init, or with random weights."""
+        """A trainer that begins with drafter.init, or with a new drafter."""
         torch.set_num_threads(threads.num_cores())
         assert self.config.drafter is not None
         init, folder = self.config.drafter.init, self.run_dir.path / "drafter_init"

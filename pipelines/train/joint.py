@@ -222,8 +222,9 @@ def _notes(config: RunConfig, model_path: Path, cluster: Cluster, num_prompts: i
     """Lines of the banner on what drafts, the devices and MLflow."""
     notes = {}
     if config.drafter is not None:
-        first = config.drafter.init or ("the policy's own head" if native_head(model_path) else "random init")
-        notes["drafter"] = f"{config.drafter.model.type} from {first}"
+        model = config.drafter.model
+        first = config.drafter.init or ("the policy's own head" if native_head(model_path) else model.first_weights)
+        notes["drafter"] = f"{model.type} from {first}"
     if history := config.rollout.history:
         notes["history"] = f"finished rollouts are drafted from, up to {history.max_bytes / 2**20:g} MiB in each engine"
         if config.steps * config.rollout.prompts_per_step <= num_prompts:

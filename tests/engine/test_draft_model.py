@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cotrain.config.schema import RolloutConfig, SpeculationConfig
+from cotrain.config.schema import RolloutConfig
 from cotrain.models.loading import resolve_model
 from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.config import DraftModelConfig
@@ -22,6 +22,7 @@ from tests.engine.mtp_head import (
     test_the_tap_takes_the_final_hidden_state_and_nothing_else,  # noqa: F401
     test_what_is_served_is_what_was_trained,  # noqa: F401
 )
+from tests.engine.test_speculation_engine import K, accepted_at, draft_lengths, share_equal
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def target(rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     config = DraftModelConfig(type="draft_model")
-    rollout_config = rollout_config.model_copy(update={"speculation": SpeculationConfig(measure_seconds=4.0)})
     checkpoint = tmp_path_factory.mktemp("draft_model") / "v0"
     with running(resolve_model("tiny:llama"), rollout_config, checkpoint, config) as target:
         yield target
@@ -69,3 +69,24 @@ def test_greedy_drafts_are_accepted_as_often_by_a_greedy_target(target: Target, 
         live.run(live.engine.set_draft_sample_method("probabilistic"))
     assert tokens(chosen) == tokens(drawn)
     assert chosen.speculation.num_drafts == drawn.speculation.num_drafts
+
+
+def test_one_switched_on_in_mid_request_has_read_what_came_before(target: Target, live: LiveEngine) -> None:  # noqa: F811
+    """It accepts as much, place for place, as one that was on all the time; without what it missed it does not."""
+    shares, state = {}, target.trained.state_for_serving()
+    # The tiny policy looks back over two tokens at most; this one gives all before them more weight.
+    wide = {
+        name: tensor * (0.3 if "q_proj" in name else 2 if "o_proj" in name else 1) for name, tensor in state.items()
+    }
+    live.send_drafter(wide)
+    live.run(live.engine.clear_drafter_cache())
+    draft_lengths(live, K)
+    reference = accepted_at(live, 50, undrafted=1)
+    draft_lengths(live, K, 0)
+    for reads in (True, False):
+        live.run(live.engine.clear_drafter_cache())
+        live.run(live.engine._engine.collective_rpc("cotrain_read_prompts", args=(reads,)))
+        shares[reads], number = share_equal(accepted_at(live, 50, undrafted=21), reference)
+        assert number >= 20
+    assert shares[True] > 0.95
+    assert shares[False] < shares[True] - 0.1

@@ -173,6 +173,23 @@ def test_drafter_of_another_target_is_refused(build, drafter: Path, tmp_path: Pa
         check_run(config)
 
 
+def test_a_draft_model_of_another_vocabulary_is_refused(build, tmp_path: Path) -> None:
+    import torch
+
+    from drafters.base import TargetSpec
+    from drafters.build import build_drafter
+
+    other, folder = write_model(tmp_path / "other", vocab_size=96), tmp_path / "drafter"
+    settings = 'drafter={model={type="draft_model"}}'
+    config = build(settings, f"drafter.init={folder}")
+    build_drafter(config.drafter.model, TargetSpec.from_pretrained(other), seed=0).save(folder, torch.float32)
+    [line] = problems(config)
+    assert line.startswith("drafter.init: ") and "its vocab_size is 96, this target's is 64" in line
+    check_run(build(settings))
+    [line] = problems(build(settings, f"policy.model={write_model(tmp_path / 'flat', num_hidden_layers=1)}"))
+    assert line.startswith("drafter.model.num_layers: 2 layers cannot be cut from the target's 1")
+
+
 def test_drafter_of_another_shape_than_configured_is_refused(build, drafter: Path) -> None:
     [line] = problems(build(f"drafter.init={drafter}", *ITS_SETTINGS, "drafter.model.aux_layers=[1, 3, 6]"))
     assert "drafter.model.aux_layers is (1, 3, 6), the checkpoint has (1, 3, 5)" in line

@@ -19,6 +19,12 @@ REFUSED = [
         "rollout.num_speculative_tokens: 4 is above drafter.model.trained_depth = 3; lower it",
     ),
     (
+        'drafter={model={type="draft_model", trained_depth=1}}',
+        "rollout.num_speculative_tokens: 3 is above drafter.model.trained_depth = 1; lower it",
+    ),
+    ('drafter={model={type="draft_model", num_layers=5}}', "drafter.model.num_layers: must be less than or equal to 4"),
+    ('drafter={model={type="draft_model", draft_vocab_size=64}}', "drafter.model.draft_vocab_size: "),
+    (
         'rollout.speculation.proposers=[{type="suffix"}]',
         'rollout.speculation.proposers: the drafter of [drafter] is none of them; add { type = "eagle3" }',
     ),

@@ -98,7 +98,10 @@ def test_all_errors_come_in_one_pass_with_their_paths() -> None:
         ("zzz=1", "zzz: unknown field; the top level has name, steps, seed,"),
         ("task.instructon=x", "task.instructon: unknown field; did you mean task.instruction?"),
         ("task.type=reasoning_gim", "task.type: 'reasoning_gim' is not one of reasoning_gym, dataset; did you mean"),
-        ("drafter.model.type=eagle", "drafter.model.type: 'eagle' is not one of eagle3, mtp; did you mean eagle3?"),
+        (
+            "drafter.model.type=eagle",
+            "drafter.model.type: 'eagle' is not one of eagle3, mtp, draft_model; did you mean eagle3?",
+        ),
         ("policy.advantage=group_men", "got 'group_men'; did you mean group_mean?"),
         ("rollout.temperature=hot", "rollout.temperature: must be a valid number, unable to parse"),
         ("policy.optimizer.learning_rate=inf", "policy.optimizer.learning_rate: must be a finite number, got inf"),

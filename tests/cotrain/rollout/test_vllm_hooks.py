@@ -94,8 +94,9 @@ class Drafter:
 
     block_size, max_num_tokens = 4, 8
 
-    def __init__(self):
+    def __init__(self, added_rows: int = 0):
         self.read = []
+        self.net_num_new_slots_per_request = added_rows
 
     def propose(self, **arguments):
         self.read.append(arguments)
@@ -169,6 +170,15 @@ def test_what_does_not_fit_one_pass_is_read_in_several():
     assert second["target_token_ids"].tolist() == [107, 108, 204, 205]
     assert second["next_token_ids"].tolist() == [109, 206]
     assert second["common_attn_metadata"].seq_lens.tolist() == [9, 6]
+
+
+def test_room_is_left_for_the_row_that_a_draft_model_adds_to_each_request():
+    runner, _ = hooked(is_tapping=False, reads_prompts=True)
+    runner.drafter = Drafter(added_rows=1)
+    for position in range(3, 9):
+        decode(runner, 0, position)
+    decode(runner, 1, 9)
+    assert [len(late["target_token_ids"]) for late in runner.drafter.read] == [6, 6]
 
 
 def test_what_was_rejected_is_not_read():
