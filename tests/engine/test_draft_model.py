@@ -1,13 +1,23 @@
 """A small draft model, cut from the policy, on a real engine."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cotrain.config.schema import RolloutConfig
 from cotrain.models.loading import resolve_model
+from cotrain.models.tiny import VOCAB_SIZE, byte_tokenizer
+from cotrain.process.scratch import scratch_folder
+from cotrain.rollout.vllm.arguments import EngineSpec
+from cotrain.run.mlflow_store import absolute_uri
+from cotrain.run.registry import list_drafters
 from cotrain.transport.payload import WeightUpdateRefused, digest
+from drafters.base import TargetSpec
+from drafters.build import build_drafter
 from drafters.config import DraftModelConfig
 from tests.engine.conftest import LiveEngine, make_requests, tokens
 from tests.engine.mtp_head import (
@@ -22,16 +32,18 @@ from tests.engine.mtp_head import (
     test_the_tap_takes_the_final_hidden_state_and_nothing_else,  # noqa: F401
     test_what_is_served_is_what_was_trained,  # noqa: F401
 )
+from tests.engine.test_runs import train
 from tests.engine.test_speculation_engine import K, accepted_at, draft_lengths, share_equal
 
 pytestmark = pytest.mark.engine
 
+DRAFT_MODEL = DraftModelConfig(type="draft_model")
+
 
 @pytest.fixture(scope="module")
 def target(rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    config = DraftModelConfig(type="draft_model")
     checkpoint = tmp_path_factory.mktemp("draft_model") / "v0"
-    with running(resolve_model("tiny:llama"), rollout_config, checkpoint, config) as target:
+    with running(resolve_model("tiny:llama"), rollout_config, checkpoint, DRAFT_MODEL) as target:
         yield target
 
 
@@ -90,3 +102,58 @@ def test_one_switched_on_in_mid_request_has_read_what_came_before(target: Target
         assert number >= 20
     assert shares[True] > 0.95
     assert shares[False] < shares[True] - 0.1
+
+
+@pytest.fixture
+def tied_policy(tmp_path: Path) -> Path:
+    """A random Qwen3 of two layers, whose head is its embedding."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=2,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:  # so that it does not just say the token again
+            layer.self_attn.o_proj.weight.mul_(50)
+            layer.mlp.down_proj.weight.mul_(50)
+    model.save_pretrained(tmp_path / "policy")
+    byte_tokenizer().save_pretrained(tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+def test_a_tied_draft_model_that_is_the_whole_policy_is_always_right(
+    tied_policy: Path, rollout_config: RolloutConfig, tmp_path: Path
+) -> None:
+    """Also when it has been swapped out and in again: the head is the embedding that was sent last."""
+    spec = TargetSpec.from_pretrained(tied_policy)
+    whole, other = (build_drafter(DRAFT_MODEL, spec, seed=seed) for seed in (0, 1))
+    whole.start_from(tied_policy)
+    state = whole.state_for_serving()
+    assert state.keys() == load_file(tied_policy / "model.safetensors").keys() and "lm_head.weight" not in state
+    other.save(tmp_path / "v0", torch.float32)
+    with scratch_folder("test-tied") as scratch:
+        live = LiveEngine(
+            EngineSpec(rollout_config, str(tied_policy), str(tmp_path / "v0"), whole.serving, 0, str(scratch))
+        )
+        lengths = []
+        for sent in (state, other.state_for_serving(), state):
+            live.send_drafter(sent)
+            live.run(live.engine.reset_prefix_cache())
+            lengths.append(live.greedy(make_requests(4)).speculation.acceptance_length)
+            assert live.run(live.engine.served_digests(list(sent), draft=True)) == digests(sent)
+        live.stop()
+    assert lengths[0] == lengths[2] > 3.9 and lengths[1] < 1.5
+
+
+def test_a_run_cuts_trains_publishes_and_registers_it(tmp_path: Path) -> None:
+    printed = train(tmp_path, "configs/smoke.toml", "drafter.model.type=draft_model")
+    assert "draft_model from layers of the policy" in printed
+    assert "greedy output identical with and without" in printed
+    policy = load_file(resolve_model("tiny:llama") / "model.safetensors")
+    versions = [load_file(tmp_path / f"smoke/drafters/v000{n}/model.safetensors") for n in (0, 2)]
+    for name, tensor in versions[0].items():
+        assert torch.equal(tensor, policy[name.replace("layers.1.", "layers.7.")]), name
+    assert all(not torch.equal(tensor, versions[0][name]) for name, tensor in versions[1].items())
+    drafters = list_drafters(absolute_uri(f"sqlite:///{tmp_path}/mlflow.db"))
+    assert [row.tags["drafter_version"] for row in drafters] == ["2", "1"]
