@@ -9,8 +9,8 @@ from cotrain.rollout.vllm.worker_extension import CotrainWorker
 class CountingWorker(CotrainWorker):
     """For each engine step: does it compute prompts, and how often did the drafter run?"""
 
-    def cotrain_start(self, keep_folder: str, has_drafter: bool) -> None:
-        super().cotrain_start(keep_folder, has_drafter)
+    def cotrain_start(self, *args: Any) -> None:
+        super().cotrain_start(*args)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         execute = runner.execute_model
         self._cotrain_steps: list[list[int]] = [[0, 0]]
