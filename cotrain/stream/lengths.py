@@ -2,77 +2,114 @@
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 NEWEST_WEIGHT = 0.5
 """Weight of a prompt's newest samples in its moving average: the policy that wrote the older ones has moved."""
 
+KEPT = 1024
+"""Newest responses whose lengths are compared with what had been expected of them."""
+
+QUANTILES = (0.1, 0.5, 0.9)
+
 
 class LengthHistory:
-    """A moving average of log length for each prompt."""
+    """A moving average of log length for each prompt, and how far lengths have been from what it let expect.
+
+    A truncated response counts as one that is at least as long. The averages are geometric means, which for log-normal
+    lengths are medians.
+    """
 
     def __init__(self) -> None:
         self._logs: dict[str, float] = {}
+        self._overall = 0.0
+        # Log of length over expected length and whether it was truncated, of prompts not seen before (0) and seen (1).
+        self._errors = [deque[tuple[float, bool]](maxlen=KEPT) for _ in range(2)]
+        self._inside = deque[bool](maxlen=KEPT)
 
     def expected(self, prompt_id: str) -> float:
         """Tokens of a response to this prompt; of one to any prompt where this one has not been seen. 1 before all."""
-        logs = self._logs
-        return math.exp(logs.get(prompt_id, sum(logs.values()) / max(1, len(logs))))
+        return math.exp(self._logs.get(prompt_id, self._overall))
 
-    def observe(self, prompt_id: str, lengths: Sequence[int], truncated: Sequence[bool]) -> float | None:
-        """Learn the lengths of a prompt's samples. Returns the log of their mean over what was expected of this prompt.
+    def remaining(self, prompt_id: str, generated: int) -> tuple[float, ...] | None:
+        """QUANTILES of the tokens still to come of a response that has so many, as if none were ever truncated.
 
-        A truncated sample would have been longer than it is, so that it never lowers what is expected. The result is
-        None for a prompt that had not been seen.
+        Past responses tell how lengths scatter around what is expected: where some of them were truncated, their quantiles
+        are those of Kaplan and Meier, and where too many were, the result is a lower bound. None where no response has
+        been that long yet.
         """
-        known = self._logs.get(prompt_id)
+        kept = self._errors[prompt_id in self._logs] or self._errors[prompt_id not in self._logs]
+        expected = self.expected(prompt_id)
+        longer = sorted((n, cut) for error, cut in kept if (n := expected * math.exp(error)) > generated)
+        if not longer:
+            return None
+        lengths, cut = np.array(longer).T
+        survive = np.cumprod(1 - (1 - cut) / np.arange(len(longer), 0, -1))
+        first = [np.argmax(np.append(survive, 0) < 1 - q + 1e-9) for q in QUANTILES]
+        return tuple(float(lengths[min(i, len(longer) - 1)]) - generated for i in first)
+
+    def observe(self, prompt_id: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
+        """Learn the lengths of a prompt's samples. With half of them truncated, the expected length is at least the longest."""
+        known, expected, usual = (
+            self._logs.get(prompt_id),
+            math.log(self.expected(prompt_id)),
+            self.remaining(prompt_id, 0),
+        )
         logs = [math.log(max(1, length)) for length in lengths]
-        if known is not None:
-            logs = [max(log, known) if cut else log for log, cut in zip(logs, truncated, strict=True)]
+        if self._logs:
+            self._errors[known is not None] += [(log - expected, cut) for log, cut in zip(logs, truncated, strict=True)]
+        if known is not None and usual is not None:
+            low, *_, high = usual
+            self._inside += [n <= high and (cut or n >= low) for n, cut in zip(lengths, truncated, strict=True)]
         newest = sum(logs) / len(logs)
-        self._logs[prompt_id] = newest if known is None else known + NEWEST_WEIGHT * (newest - known)
-        return None if known is None else math.log(max(1.0, sum(lengths) / len(lengths))) - known
+        average = newest if known is None else known + NEWEST_WEIGHT * (newest - known)
+        self._logs[prompt_id] = max(average, max(logs)) if 2 * sum(truncated) >= len(logs) else average
+        self._overall = sum(self._logs.values()) / len(self._logs)
 
-    def state(self) -> dict[str, float]:
-        """For a checkpoint."""
-        return dict(self._logs)
+    @property
+    def error(self) -> float | None:
+        """Median absolute log error of what was expected of responses to prompts seen before; None where none came.
 
-    def load(self, state: dict[str, float]) -> None:
-        """Go on from a `state`."""
-        self._logs = dict(state)
-
-
-class OrderReport:
-    """What longest first was worth in a step, by the lengths that came out."""
-
-    def __init__(self) -> None:
-        self._errors: list[float] = []
-        self._lengths: dict[int, list[int]] = {}
-
-    def add(self, number: int, lengths: list[int], error: float | None) -> None:
-        """A group has finished. error: see LengthHistory.observe."""
-        self._lengths[number] = lengths
-        self._errors += [] if error is None else [abs(error)]
-
-    def metrics(self, order: Sequence[int], num_engines: int, slots: int) -> dict[str, float]:
-        """Of the groups that have finished since the last call. order: the groups as they were begun.
-
-        rollout/length_error: mean absolute log error of a prompt's mean length. rollout/order_speedup: makespan of these
-        lengths in the order that was drawn, over that in the order in which they began, where requests queue at all.
+        A truncated response that was expected to be longer is no error.
         """
-        found: dict[str, float] = {}
-        if self._errors:
-            found["rollout/length_error"] = sum(self._errors) / len(self._errors)
-        begun = [number for number in dict.fromkeys(order) if number in self._lengths]
-        if sum(len(self._lengths[number]) for number in begun) > num_engines * slots:
-            drawn, chosen = (
-                makespan([self._lengths[number] for number in numbers], num_engines, slots)
-                for numbers in (sorted(begun), begun)
-            )
-            found["rollout/order_speedup"] = drawn / chosen
-        self._errors, self._lengths = [], {}
-        return found
+        errors = [max(0.0, error) if cut else abs(error) for error, cut in self._errors[True]]
+        return float(np.median(errors)) if errors else None
+
+    def metrics(self) -> dict[str, float]:
+        """The error, and the share of responses between the lowest and the highest of QUANTILES, of which 0.8 should be."""
+        found = {"rollout/length_error": self.error}
+        found["rollout/length_in_range"] = sum(self._inside) / len(self._inside) if self._inside else None
+        return {name: value for name, value in found.items() if value is not None}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        errors = [[[error, cut] for error, cut in kept] for kept in self._errors]
+        return {"logs": dict(self._logs), "errors": errors, "inside": list(self._inside)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`."""
+        self._logs = dict(state["logs"])
+        self._overall = sum(self._logs.values()) / max(1, len(self._logs))
+        self._errors = [deque([(error, cut) for error, cut in kept], maxlen=KEPT) for kept in state["errors"]]
+        self._inside = deque(state["inside"], maxlen=KEPT)
+
+
+def order_speedup(lengths: dict[int, list[int]], begun: Sequence[int], num_engines: int, slots: int) -> float | None:
+    """Makespan of a step's groups in the order drawn, over that in the order in which they began; None if nothing queues.
+
+    lengths: those of each group, by number; begun: their numbers. The groups have the engines for themselves, which without
+    lag they do.
+    """
+    if sum(len(lengths[number]) for number in begun) <= num_engines * slots:
+        return None
+    drawn, chosen = (
+        makespan([lengths[number] for number in order], num_engines, slots) for order in (sorted(begun), begun)
+    )
+    return drawn / chosen
 
 
 def makespan(groups: Sequence[Sequence[int]], num_engines: int, slots: int) -> int:

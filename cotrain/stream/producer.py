@@ -19,7 +19,7 @@ from cotrain.roles.engines import RolloutEngines, derived_seed, merge
 from cotrain.roles.rewards import Rewards
 from cotrain.run.rows import RowFile
 from cotrain.stream.ledger import ENGINE_DIED, Group, Ledger
-from cotrain.stream.lengths import LengthHistory, OrderReport
+from cotrain.stream.lengths import LengthHistory, order_speedup
 from cotrain.stream.reactor import Reactor
 from cotrain.tasks.base import Task
 from cotrain.tasks.prompts import PromptEncoder, PromptOrder
@@ -88,8 +88,9 @@ class Producer:
         self._saved = {row["number"]: row for row in saved["groups"]}
         self.ledger.lost.update(saved["lost"])
         self._lost_features = saved["lost_features"]
-        self._lengths, self._order, self._begun = LengthHistory(), OrderReport(), list[int]()
-        self._lengths.load(saved.get("lengths", {}))
+        self._lengths, self._begun = LengthHistory(), list[int]()
+        if "lengths" in saved:
+            self._lengths.load(saved["lengths"])
 
     # -- what a step does ---------------------------------------------------------------------------------------------
 
@@ -167,9 +168,14 @@ class Producer:
         }
 
     def order_metrics(self) -> dict[str, float]:
-        """How well lengths were expected, and what the order was worth, of the groups that ended since the last call."""
-        rollout, begun, self._begun = self._config.rollout, self._begun, []
-        return self._order.metrics(begun, rollout.num_engines, rollout.max_num_seqs)
+        """How well lengths are expected, and what the order was worth for the groups that are taken."""
+        rollout, metrics = self._config.rollout, self._lengths.metrics()
+        taken = [number for number, group in self.ledger.groups.items() if group.state == "taken"]
+        lengths = {n: [len(rollout.token_ids) for rollout in self._results[n].rollouts] for n in taken}
+        begun = [number for number in dict.fromkeys(self._begun) if number in lengths]
+        self._begun = [number for number in self._begun if number not in lengths]
+        speedup = order_speedup(lengths, begun, rollout.num_engines, rollout.max_num_seqs)
+        return metrics if speedup is None else metrics | {"rollout/order_speedup": speedup}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the groups that are scored and not trained on, and what was lost.
@@ -256,9 +262,9 @@ class Producer:
             self.ledger.move(number, "finished")
             lengths = [len(rollout.token_ids) for rollout in result.rollouts]
             cut = [rollout.finish_reason == "length" for rollout in result.rollouts]
-            self._order.add(number, lengths, self._lengths.observe(result.prompt.id, lengths, cut))
-            tokens = sum(lengths)
-            self._event("finished", number, engine=engine, tokens=tokens, versions=str(result.rollouts[-1].versions))
+            self._lengths.observe(result.prompt.id, lengths, cut)
+            told = {"tokens": sum(lengths), "versions": str(result.rollouts[-1].versions)}
+            self._event("finished", number, engine=engine, prompt=result.prompt.id, lengths=lengths, **told)
             self._score(number)
         self._dispatch()
 

@@ -1,36 +1,115 @@
 """Expected lengths of responses, and the makespan of an order."""
 
+import json
+
 import numpy as np
 import pytest
 
-from cotrain.stream.lengths import LengthHistory, OrderReport, makespan
+from cotrain.stream.lengths import KEPT, LengthHistory, makespan, order_speedup
+
+
+def observe(lengths: LengthHistory, prompt_id: str, found: list[int], cap: int = 10**9) -> None:
+    lengths.observe(prompt_id, found, [length >= cap for length in found])
+
+
+def drawn_history(cap: int = 10**9, spread: float = 0.5, groups: int = 400) -> LengthHistory:
+    """Log-normal lengths around 400 tokens for one prompt; those that reach the cap are truncated."""
+    generator, lengths = np.random.default_rng(0), LengthHistory()
+    for group in np.minimum(400 * np.exp(generator.normal(0, spread, (groups, 8))), cap).astype(int).tolist():
+        observe(lengths, "a", group, cap)
+    return lengths
 
 
 def test_a_prompt_is_expected_to_go_on_as_it_was_and_an_unseen_one_as_all_others() -> None:
     lengths = LengthHistory()
-    assert lengths.expected("a") == pytest.approx(1.0)
-    assert lengths.observe("a", [100, 100], [False, False]) is None
-    assert lengths.observe("b", [25], [False]) is None
+    assert lengths.expected("a") == lengths.expected("b") == pytest.approx(1.0)
+    observe(lengths, "a", [100, 100])
+    observe(lengths, "b", [25])
     assert lengths.expected("a") == pytest.approx(100) and lengths.expected("b") == pytest.approx(25)
     assert lengths.expected("c") == pytest.approx(50)
-    assert lengths.observe("a", [50, 50], [False, False]) == pytest.approx(np.log(0.5))
-    assert 50 < lengths.expected("a") < 100
+    observe(lengths, "a", [50, 50])
+    assert lengths.expected("a") == pytest.approx(100 * 0.5**0.5)
 
 
-def test_what_was_cut_off_counts_as_at_least_what_was_expected() -> None:
+def test_a_prompt_whose_samples_were_truncated_is_expected_to_reach_the_cap() -> None:
     lengths = LengthHistory()
-    lengths.observe("a", [400], [False])
-    lengths.observe("a", [128], [True])
-    assert lengths.expected("a") == pytest.approx(400)
-    lengths.observe("a", [128], [False])
-    assert lengths.expected("a") < 300
+    for found, expected in (([20, 20], 20), ([128, 128], 128), ([30, 128], 128), ([20, 20], (128 * 20) ** 0.5)):
+        observe(lengths, "a", found, cap=128)
+        assert lengths.expected("a") == pytest.approx(expected)
+    observe(lengths, "b", [20, 20, 128], cap=128)
+    assert lengths.expected("b") < 60, "most of its samples ended by themselves"
 
 
-def test_a_saved_history_expects_the_same() -> None:
-    lengths, again = LengthHistory(), LengthHistory()
-    lengths.observe("a", [7, 9], [False, False])
-    again.load(lengths.state())
-    assert again.expected("a") == lengths.expected("a") == pytest.approx(63**0.5)
+def test_what_remains_is_told_by_past_responses_that_went_on_for_longer() -> None:
+    lengths = LengthHistory()
+    assert lengths.remaining("a", 0) is None
+    observe(lengths, "a", [100])
+    observe(lengths, "a", list(range(10, 210, 10)))
+    expected = lengths.expected("a") / 100
+    assert lengths.remaining("a", 0) == pytest.approx([20 * expected, 100 * expected, 180 * expected])
+    gone = 105 * expected
+    assert lengths.remaining("a", int(gone)) == pytest.approx([110 * expected - int(gone), 150 * expected - int(gone),
+                                                               190 * expected - int(gone)])  # fmt: skip
+    assert lengths.remaining("a", 1000) is None
+    assert lengths.remaining("unseen", 0) is not None
+
+
+def test_what_remains_is_as_often_below_its_quantiles_as_they_say() -> None:
+    lengths = drawn_history()
+    new = lengths.expected("a") * np.exp(np.random.default_rng(1).normal(0, 0.5, 50_000))
+    for generated in (0, 300, 700):
+        quantiles = lengths.remaining("a", generated)
+        below = [np.mean(new[new > generated] - generated < quantile) for quantile in quantiles or ()]
+        assert below == pytest.approx([0.1, 0.5, 0.9], abs=0.06)
+
+
+def test_truncated_responses_are_longer_than_they_are() -> None:
+    free, cut = drawn_history().remaining("a", 0), drawn_history(cap=600).remaining("a", 0)
+    assert free is not None and cut is not None
+    assert cut[:2] == pytest.approx(free[:2], rel=0.15)
+    lengths = LengthHistory()
+    for _ in range(4):
+        observe(lengths, "a", [50, 60, 128, 60, 128], cap=128)
+    assert lengths.remaining("a", 0)[-1] >= lengths.remaining("a", 0)[1] >= 55  # type: ignore[index]
+    assert lengths.remaining("a", 100)[0] >= 20, "nothing has ended so late"  # type: ignore[index]
+
+
+def test_the_error_is_that_of_expectations_from_before_the_responses_came() -> None:
+    lengths = LengthHistory()
+    observe(lengths, "a", [100])
+    observe(lengths, "b", [400])
+    assert lengths.error is None and lengths.metrics() == {}, "neither prompt had been seen before"
+    observe(lengths, "a", [50])
+    assert lengths.error == pytest.approx(np.log(2))
+    observe(lengths, "b", [300], cap=300)
+    assert lengths.error == pytest.approx(np.log(2) / 2), "it could have become 400"
+    observe(lengths, "b", [800], cap=800)
+    assert lengths.error == pytest.approx(np.log(2)), "it is twice too long and more"
+
+
+def test_four_fifths_of_the_lengths_are_in_the_range_expected() -> None:
+    assert drawn_history().metrics()["rollout/length_in_range"] == pytest.approx(0.8, abs=0.05)
+    assert drawn_history(cap=600).metrics()["rollout/length_in_range"] >= 0.8
+    lengths = drawn_history(groups=20)
+    before = lengths.metrics()["rollout/length_in_range"]
+    observe(lengths, "a", [10**6] * 8)
+    assert lengths.metrics()["rollout/length_in_range"] < before - 0.02
+
+
+def test_a_saved_history_goes_on_as_it_was() -> None:
+    lengths, again = drawn_history(cap=600, groups=20), LengthHistory()
+    observe(lengths, "b", [5])
+    again.load(json.loads(json.dumps(lengths.state())))
+    for history in (lengths, again):
+        observe(history, "a", [7, 9])
+        observe(history, "c", [900], cap=900)
+    for prompt in "abcd":
+        assert again.expected(prompt) == lengths.expected(prompt)
+        assert again.remaining(prompt, 200) == lengths.remaining(prompt, 200)
+    assert again.state() == lengths.state() and again.metrics() == lengths.metrics()
+    for _ in range(KEPT):
+        observe(again, "a", [7])
+    assert len(again.state()["errors"][1]) == len(again.state()["inside"]) == KEPT
 
 
 def test_makespan_is_that_of_slots_that_take_the_next_request_when_they_are_free() -> None:
@@ -41,12 +120,9 @@ def test_makespan_is_that_of_slots_that_take_the_next_request_when_they_are_free
     assert makespan([[4], [4], [1], [1]], 2, 1) == 5
 
 
-def test_the_report_compares_the_order_of_a_step_with_the_one_drawn() -> None:
-    report = OrderReport()
-    for number, length in enumerate((1, 1, 1, 4)):
-        report.add(number, [length], None if number else -0.25)
-    found = report.metrics([3, 0, 1, 2], 1, 2)
-    assert found == pytest.approx({"rollout/length_error": 0.25, "rollout/order_speedup": 5 / 4})
-    assert report.metrics([], 1, 2) == {}
-    report.add(5, [3], 0.5)
-    assert report.metrics([5], 1, 2) == {"rollout/length_error": 0.5}, "nothing queues"
+def test_the_order_of_a_step_is_compared_with_the_one_drawn() -> None:
+    lengths = {number: [length] for number, length in enumerate((1, 1, 1, 4))}
+    assert order_speedup(lengths, [3, 0, 1, 2], 1, 2) == 5 / 4
+    assert order_speedup(lengths, [0, 1, 2, 3], 1, 2) == 1
+    assert order_speedup(lengths, [3, 0, 1, 2], 2, 2) is None, "nothing queues"
+    assert order_speedup(lengths, [2, 3], 1, 1) == 1, "groups of before a resume did not begin"

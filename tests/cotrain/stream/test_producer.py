@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cotrain.process.failures import RunFailure
@@ -318,8 +319,9 @@ def test_the_longest_responses_so_far_begin_first_also_after_a_resume(new: Any) 
     order = PromptOrder(NUM_PROMPTS, P, 0)
     stream.step()
     names = [f"p{i}" for i in order.step(2)]
-    stream.producer._lengths.load({names[0]: 1.0, names[1]: 3.0, names[2]: 2.0, names[3]: 2.5})
-    saved = stream.producer.state()
+    logs = dict(zip(names, (1.0, 3.0, 2.0, 2.5), strict=True))
+    stream.producer._lengths.load(stream.producer._lengths.state() | {"logs": logs})
+    saved = json.loads(json.dumps(stream.producer.state()))
     stream.producer.release()
     longest_first = [names[1], names[3], names[2], names[0]]
     assert [group.prompt.id for group in stream.step()] == names, "the learner is given them as they were drawn"
@@ -328,3 +330,46 @@ def test_the_longest_responses_so_far_begin_first_also_after_a_resume(new: Any) 
     again.producer.start(1, saved)
     again.step()
     assert again.engines.calls[-1] == (0, longest_first)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: Any, lag: int) -> None:
+    order = PromptOrder(NUM_PROMPTS, P, 0)
+    drawn = [f"p{index}" for step in range(1, lag + 2) for index in order.step(step)]
+    for chosen in ("longest_first", "drawn"):
+        stream = new(lag=lag, order=chosen)
+        stream.producer._lengths.load(
+            {"logs": {n: i / 9 for i, n in enumerate(drawn)}, "errors": [[], []], "inside": []}
+        )
+        stream.step()
+        begun = [name for _, names in stream.engines.calls for name in names][: len(drawn)]
+        steps = [drawn[i : i + P] for i in range(0, len(drawn), P)]
+        assert begun == (drawn if chosen == "drawn" else [name for step in steps for name in reversed(step)])
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_order_of_every_step_is_compared_with_the_one_drawn_and_its_lengths_are_learnt(new: Any, lag: int) -> None:
+    stream = new(lag=lag)
+    names = [f"p{index}" for step in (1, 2) for index in PromptOrder(NUM_PROMPTS, P, 0).step(step)]
+    logs = {name: [0.0, 0.1, 0.2, 3.0][i % P] for i, name in enumerate(names)}
+    stream.producer._lengths.load({"logs": logs, "errors": [[], []], "inside": []})
+    plain = stream.answer
+
+    def answer(reference: Reference) -> None:
+        plain(reference)
+        if reference.what[0] == "generate":
+            of = [40 if logs.get(rollout.prompt_id) == 3.0 else 10 for rollout in reference.result.rollouts]
+            rollouts = [replace(r, token_ids=[5] * n) for r, n in zip(reference.result.rollouts, of, strict=True)]
+            reference.result = replace(reference.result, rollouts=rollouts)
+
+    stream.answer = answer
+    for _ in range(2):
+        stream.step()
+        metrics = stream.producer.order_metrics()
+        assert metrics["rollout/order_speedup"] == pytest.approx((10 + 40) / 40), "four places for eight requests"
+        assert metrics["rollout/length_error"] > 1
+        stream.producer.release()
+    for name in names[3::P]:
+        assert stream.producer._lengths.expected(name) == pytest.approx((np.exp(3) * 40) ** 0.5)
+    finished = [row for row in read_rows(stream.events.path) if row["event"] == "finished"]
+    assert {row["prompt"]: row["lengths"] for row in finished}[names[3]] == [40, 40]
