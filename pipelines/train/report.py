@@ -31,6 +31,7 @@ PROPOSERS = {"history": "from history", "drafter": "from the drafter"}
 
 SERVED, EXPECTED = "rollout/acceptance_length", "rollout/expected_acceptance_length"
 SPEEDUP = "rollout/speedup_vs_no_speculation"
+ORDER, LENGTH_ERROR = "rollout/order_speedup", "rollout/length_error"
 CURVES = {
     "reward": ("Reward", "policy/reward", "mean reward", "Mean reward of each step's rollouts."),
     "response_length": ("Response length", "rollout/response_length", "tokens", "Mean length of a step's responses."),
@@ -42,6 +43,15 @@ CURVES = {
         "Speed against no speculation", SPEEDUP, "times as fast",
         "How many times faster the step's tokens were decoded than without speculation, by the measured times of "
         "engine steps. Prefilling of prompts is left out.",
+    ),
+    "order_speedup": (
+        "Makespan in the order drawn, over that with the longest first", ORDER, "times as fast",
+        "By the lengths that came out, as if all steps of an engine took the same time and a step's groups had the "
+        "engines for themselves. Missing where all requests of a step run at once.",
+    ),
+    "length_error": (
+        "Error of the expected response length", LENGTH_ERROR, "median absolute log error",
+        "Of responses to prompts that had come before, against the moving average of these. 0.69 is a factor of 2.",
     ),
     "drafter_loss": ("Drafter loss", "drafter/loss", "loss", "Mean training loss of each step."),
 }  # fmt: skip
@@ -59,7 +69,7 @@ def run_page(run: RunRecord) -> Page:
         _speculation(run),
         *_decisions(run),
         Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]),
-        Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s")]),
+        Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s"), *_order(run)]),
         *stream_section(run),
     ]
     if run.attempts:
@@ -102,6 +112,12 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     """
     thirds = "(mean of the first and the last third; higher is better)"
     facts = [Fact("reward", _from_to(run, "policy/reward"), thirds)]
+    speedups = run.column(ORDER).dropna()
+    if speedups.size and run.settings.get("rollout.order") != "drawn":
+        errors = run.column(LENGTH_ERROR).dropna()
+        factor = f"; half of the lengths were within a factor of {np.exp(errors.iloc[-1]):.2f}" if errors.size else ""
+        value = f"makespan {speedups.mean():.2f} times shorter than in the order drawn"
+        facts.append(Fact("order", value, f"(by the lengths that came out{factor})"))
     if not _speculates(run):
         return facts
     # Weighted, because a step with a dozen verification steps says little.
@@ -197,6 +213,11 @@ def _speculation(run: RunRecord) -> Section:
 def _curve(run: RunRecord, name: str) -> Plot:
     title, metric, ylabel, text = CURVES[name]
     return line_plot(name, title, {title: run.column(metric)}, ylabel, text)
+
+
+def _order(run: RunRecord) -> list[Plot]:
+    """Nothing in a run whose prompts never came twice and whose requests all ran at once."""
+    return [_curve(run, name) for name in ("order_speedup", "length_error") if run.column(CURVES[name][1]).any()]
 
 
 def _stages(run: RunRecord) -> Plot:

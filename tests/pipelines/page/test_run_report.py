@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from drafters.files import write_json
@@ -68,6 +69,24 @@ def test_a_speed_that_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rows)
     assert facts(folder)["speed"].text == "not measured in this run, `cotrain bench` measures it"
     assert plots(folder)["speedup"].figure is None
+
+
+def test_the_order_is_told_where_requests_queue(tmp_path: Path, full: Path) -> None:
+    found = [(1.0, None), (1.2, 0.3), (None, np.log(2)), (1.4, np.log(1.5))]
+    rows = [row(i, rollout__order_speedup=a, rollout__length_error=b) for i, (a, b) in enumerate(found, 1)]
+    folder = write_run(tmp_path / "run", rows, drafter=None)
+    told = (
+        "makespan 1.20 times shorter than in the order drawn   (by the lengths that came out; half of the lengths were "
+    )
+    assert facts(folder)["order"].text == told + "within a factor of 1.50)"
+    drawn = plots(folder)["order_speedup"].figure
+    assert drawn is not None and list(drawn.axes[0].lines[0].get_ydata())[1] == 1.2
+    assert plots(folder)["length_error"].figure is not None
+    assert "order" not in facts(full) and not {"order_speedup", "length_error"} & plots(full).keys()
+    drawn_order = write_run(tmp_path / "drawn", rows, rollout={"num_speculative_tokens": 2, "order": "drawn"})
+    assert "order" not in facts(drawn_order)
+    first = write_run(tmp_path / "first", [row(1, rollout__order_speedup=1.0)])
+    assert facts(first)["order"].text.endswith("(by the lengths that came out)")
 
 
 def test_proposers_are_told_apart(tmp_path: Path) -> None:
