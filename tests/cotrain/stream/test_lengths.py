@@ -74,6 +74,19 @@ def test_truncated_responses_are_longer_than_they_are() -> None:
     assert lengths.remaining("a", 100)[0] >= 20, "nothing has ended so late"  # type: ignore[index]
 
 
+def test_prompts_that_are_rarely_truncated_learn_no_bound_from_those_that_often_are() -> None:
+    """Errors of all prompts are one distribution, in which those of long responses end at the cap."""
+    generator, lengths = np.random.default_rng(0), LengthHistory()
+    for _ in range(60):
+        for prompt, median in (("short", 100), ("long", 450)):
+            found = np.minimum(median * np.exp(generator.normal(0, 0.5, 8)), 600).astype(int).tolist()
+            observe(lengths, prompt, found, cap=600)
+    quantiles = lengths.remaining("short", 0)
+    assert quantiles is not None
+    true = np.exp(0.5 * np.array([-1.2816, 0, 1.2816]))
+    assert np.array(quantiles) / lengths.expected("short") == pytest.approx(true, rel=0.08)
+
+
 def test_the_error_is_that_of_expectations_from_before_the_responses_came() -> None:
     lengths = LengthHistory()
     observe(lengths, "a", [100])
