@@ -129,6 +129,9 @@ class SpeculationConfig(Section):
     adaptive: bool = True
     """Choose the draft length for each batch size while running, 0 included. False always drafts the most."""
 
+    per_request: bool = True
+    """Where history proposes, choose the draft length for each request too, by what is accepted after such a match."""
+
     measure_seconds: PositiveFloat = 60.0
     """Seconds after which no further batch of requests is measured at the start."""
 

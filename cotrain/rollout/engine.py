@@ -115,6 +115,8 @@ class RolloutEngine:
             await self._run(batch, sampling)
             rounds[size].append(time.perf_counter() - started)
         num_measured: int = await self._speculation("end_measuring")
+        if rollout.history is not None:
+            await self._speculation("choose_per_request", rollout.speculation.per_request)
         await self._prepare_to_measure(False)
         await self.set_num_speculative_tokens(None)
         return num_measured

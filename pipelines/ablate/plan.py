@@ -56,6 +56,9 @@ class ArmConfig(Section):
     order: Literal["longest_first", "drawn"] | None = None
     """Which prompts of a step begin first."""
 
+    per_request: bool | None = None
+    """With `history`: choose the draft length for each request, or for each batch size alone."""
+
 
 class StudyConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -246,10 +249,11 @@ def _arm_config(study: Study, given: ArmConfig) -> RunConfig:
     if given.history:
         drafter_type = (given.model or {}).get("type") or (study.shared.drafter and study.shared.drafter.model.type)
         own = [{"type": drafter_type}] if given.speculation else []
-        rollout["speculation"] = {"proposers": [*own, {"type": "suffix"}]}
+        chosen = {} if given.per_request is None else {"per_request": given.per_request}
+        rollout["speculation"] = {"proposers": [*own, {"type": "suffix"}], **chosen}
     changes["rollout"] = rollout
     if not given.speculation:
-        if wrong := given.model_fields_set - {"name", "policy", "speculation", "history", "order"}:
+        if wrong := given.model_fields_set - {"name", "policy", "speculation", "history", "order", "per_request"}:
             raise ConfigError([f"{name}: an arm without speculation has no drafter; leave it out" for name in wrong])
         return parse_config(merge(shared | {"drafter": None}, changes))
     if study.shared.drafter is None:

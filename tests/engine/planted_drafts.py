@@ -1,5 +1,6 @@
 """Faults of drafting from history, planted inside a running vLLM worker and taken out again."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -9,15 +10,23 @@ from drafters.suffix.index import Draft
 
 Fault = Callable[[Draft], Draft]
 
+LENGTHS = "lengths"
+"""No fault: the requests of a step draft 0 to k tokens in turn, and the law is what it was."""
+
 
 class PlantingWorker(CotrainWorker):
     """A worker whose index lies about its drafts on request."""
 
     def cotrain_plant(self, fault: str | None) -> None:
         """Take out what was planted before, then plant this one; None leaves the worker clean."""
-        index = self._cotrain_history.index
+        history = self._cotrain_history
+        index = history.index
         index.__dict__.pop("draft", None)
-        if fault is not None:
+        history.__dict__.pop("_choose", None)
+        if fault == LENGTHS:
+            choose, length = history._choose, itertools.count()
+            history._choose = lambda draft, k: (choose(draft, k)[0], next(length) % (k + 1))
+        elif fault is not None:
             draft = index.draft
             index.draft = lambda *args: FAULTS[fault](draft(*args))
 

@@ -11,7 +11,7 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.rollout.vllm.arguments import EngineSpec
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
-from tests.engine.planted_drafts import FAULTS
+from tests.engine.planted_drafts import FAULTS, LENGTHS
 from tests.engine.test_sampling import NUM_SAMPLES, Laws, laws, p_values, samples  # noqa: F401
 
 pytestmark = pytest.mark.engine
@@ -61,6 +61,11 @@ def test_greedy_text_is_that_of_no_speculation_with_and_without_a_history(histor
         batch = historian.greedy(requests, tap=False)
         assert tokens(batch) == plain
     assert_history_was_right(historian)  # the same texts have been generated before
+    historian.run(historian.engine._call("cotrain_plant", LENGTHS))
+    assert tokens(historian.greedy(requests, tap=False)) == plain
+    historian.run(historian.engine._call("cotrain_plant", None))
+    found = counts(historian)
+    assert found["history/accepted_tokens"] > 0.9 * found["history/drafted_tokens"] > 50
 
 
 def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
@@ -70,7 +75,9 @@ def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
     historian.run(historian.engine.set_num_speculative_tokens(3))
     samples(historian, number=512, temperature=1.0)
     counts(historian)
+    historian.run(historian.engine._call("cotrain_plant", LENGTHS))
     sampled, speculation = samples(historian, seeded=False, temperature=1.0)
+    historian.run(historian.engine._call("cotrain_plant", None))
     by_proposer = counts(historian)
     assert speculation.accepted_per_position[1] > NUM_SAMPLES / 50
     assert by_proposer["history/accepted_tokens"] > NUM_SAMPLES / 50
@@ -133,3 +140,16 @@ def test_a_new_drafter_is_chosen_as_soon_as_more_is_expected_of_it(
     historian.generate(requests[:1], tap=False)
     found = counts(historian)
     assert found["drafter/drafts"] > 0.7 * (found["drafter/drafts"] + found.get("history/drafts", 0))
+
+
+@pytest.mark.parametrize("historian", ["alone"], indirect=True)
+def test_measured_steps_give_each_request_a_length_of_its_own(historian: LiveEngine) -> None:
+    requests = make_requests(8, seed=37)
+    assert historian.run(historian.engine.time_draft_lengths([requests[0].prompt_token_ids]))
+    assert historian.run(historian.engine.describe_speculation()) == "k=0 to 3, chosen for each request"
+    counts(historian)
+    for _ in range(3):
+        historian.generate(requests, tap=False)
+    found = counts(historian)
+    assert 1 < found["history/drafted_tokens"] / found["history/drafts"] < 2.9
+    historian.run(historian.engine.set_num_speculative_tokens(3))

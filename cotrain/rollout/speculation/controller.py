@@ -49,6 +49,7 @@ class SpeculationController:
     def __init__(self, max_speculative_tokens: int, max_batch: int, drafts_are_free: bool = False):
         """drafts_are_free: a step costs what it verifies, since its own drafts are looked up and not computed."""
         self.max_speculative_tokens, self.max_batch = max_speculative_tokens, max_batch
+        self._per_request = False
         self._acceptance, self._trials = ServedAcceptance(max_speculative_tokens), Trials()
         self._costs: StepCosts | None = None
         # Seconds by (draft length, batch size), while measuring.
@@ -92,6 +93,11 @@ class SpeculationController:
         self._fixed = num_speculative_tokens
         return self._fixed is None
 
+    def choose_per_request(self, on: bool) -> None:
+        """Leave the draft length of each request, up to the one of its batch, to the worker, by `prices`."""
+        self._per_request = on
+        self._decide()
+
     def begin_measuring(self) -> None:
         """Time the engine steps that follow, at all draft lengths."""
         self._measured, self._num_steps = {}, 0
@@ -118,6 +124,8 @@ class SpeculationController:
         """The choice and its reason in words: k=2 at batch 1 (gain 1.21x), off at batch 2 to 16: 0.78x at k=1."""
         if self._fixed is not None:
             return f"k={self._fixed} at every batch size (fixed)"
+        if self._per_request and self._drafts_are_free:
+            return f"k=0 to {self.max_speculative_tokens}, chosen for each request"
         gains, parts = self._gains(), []
         for batches in np.split(np.arange(self.max_batch), np.flatnonzero(np.diff(self._chosen)) + 1):
             k, first, last = int(self._chosen[batches[0]]), batches[0] + 1, batches[-1] + 1
@@ -138,6 +146,16 @@ class SpeculationController:
         if self._measured is not None:
             length = measured_length(self._num_steps, self.max_speculative_tokens)
         return [0, *map(int, self._chosen)] if length is None else [length] * (self.max_batch + 1)
+
+    def prices(self, batch: int) -> list[float] | None:
+        """[K+1]: tokens that a request of a batch would get without speculation in the time of a step of each length.
+
+        None where all requests have the same length: by choice, or while a length is fixed, measured or tried.
+        """
+        chooses = self._per_request and self._fixed is None and self._measured is None
+        if not chooses or self._costs is None or self._trials.num_speculative_tokens is not None:
+            return None
+        return [float(ratio) for ratio in self._costs.ratios()[:, batch - 1]]
 
     def observe(self, step: Step) -> None:
         """What became of it. It ends when the next begins, or with `idle`."""
@@ -171,17 +189,18 @@ class SpeculationController:
         elif chooses and self._costs is not None:
             self._count(self._costs, step, before, seconds)
             if self._learns:
-                self._learn(self._costs, step, seconds)
+                self._learn(self._costs, step, before, seconds)
 
-    def _length(self, step: Step) -> float | None:
+    def _length(self, step: Step, before: Step | None) -> float | None:
         """The draft length that the seconds of a step without prompts belong to; None where it changed."""
-        if self._drafts_are_free:
+        stays = before is not None and before.num_speculative_tokens == step.num_speculative_tokens
+        if self._drafts_are_free or (self._per_request and stays):
             return sum(verified for verified, _ in step.drafts) / step.batch
         return float(step.num_speculative_tokens) if step.steady else None
 
     def _count(self, costs: StepCosts, step: Step, before: Step | None, seconds: float) -> None:
         without = costs.seconds(0, step.batch) * step.num_tokens / step.batch
-        length = self._length(step)
+        length = self._length(step, before)
         if length is not None:  # what slowed it would have slowed a step without speculation alike
             without *= seconds / costs.seconds(length, step.batch)
         self._without[step.batch - 1] += without
@@ -194,8 +213,8 @@ class SpeculationController:
             longest_draft=0 if before is None else before.num_speculative_tokens,
         )
 
-    def _learn(self, costs: StepCosts, step: Step, seconds: float) -> None:
-        error, length = None, self._length(step)
+    def _learn(self, costs: StepCosts, step: Step, before: Step | None, seconds: float) -> None:
+        error, length = None, self._length(step, before)
         if length is not None and self._trials.num_speculative_tokens is None:
             costs.follow(length, step.batch, seconds)
         elif length is not None:
@@ -231,4 +250,7 @@ class SpeculationController:
     def _decide(self) -> None:
         if self._costs is None:
             return
-        self._chosen = self._gains().argmax(0)
+        if self._per_request and self._drafts_are_free:  # then the longest forbids nothing
+            self._chosen[:] = self.max_speculative_tokens
+        else:
+            self._chosen = self._gains().argmax(0)

@@ -54,3 +54,16 @@ class ServedAcceptance:
             rates[i] = belief = (accepted + weight * belief) / (trials + weight)
             weight = DEEPER_DRAFTS
         return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(rates))])
+
+    def best(self, prices: Sequence[float] | None, longest: int) -> tuple[int, float]:
+        """The draft length up to `longest` that is worth the most, and the tokens of a step at it above their price.
+
+        prices [K+1]: tokens that the time of a step of each length would yield without speculation. What is above them
+        is gained, and a sharper price, by what a second yields with speculation, gains no more
+        (benchmarks/request_lengths.py). None: `longest` it is, and tokens alone count.
+        """
+        tokens = self.tokens_per_step()[: longest + 1]
+        if prices is None:
+            return longest, float(tokens[longest])
+        worth = tokens - np.array(prices[: longest + 1])
+        return int(worth.argmax()), float(worth.max())

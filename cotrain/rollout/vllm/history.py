@@ -21,11 +21,11 @@ MATCHES = (2, 4, 8, 16)
 """Longest matches with an acceptance of their own: up to 1 token, 2 or 3, and so on."""
 
 EXPLORED = 1 / 32
-"""Share of the choices between two proposers that take the one which is expected to be worse, so that it stays known."""
+"""Share of the choices that take the worse proposer, and the full draft length, so that both stay known."""
 
 
 class Asked(NamedTuple):
-    """What one request was drafted for it, until it is known how much of it was accepted."""
+    """What was drafted for one request, until it is known how much of it was accepted."""
 
     match: int | None
     """Class of the match that the index drafted after; None when the drafter did."""
@@ -62,6 +62,7 @@ class HistoryDrafting:
         self._keys: dict[str, bytes] = {}
         self._counts: Counter[str] = Counter()
         self._coin = np.array([1], np.uint64)
+        self._best: list[tuple[int, float]] = []
         model_runner.propose_draft_token_ids = self._hooked
 
     def weigh_by(self, policy_version: int) -> None:
@@ -112,21 +113,25 @@ class HistoryDrafting:
         greedy = [not draws] * len(texts)
         if draws and not sampling_metadata.all_random:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
+        # Of each class of matches, and last of the drafter; all requests have the same batch, and so the same prices.
+        self._best = [kind.best(scheduler_output.cotrain_prices, k) for kind in (*self._of_match, self._of_drafter)]
         drafts = [
             self._draft(request, text, k, not likeliest) if text.num_new and k else None
             for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
         ]
-        taken = [draft if draft is not None and self._takes(draft, k) else None for draft in drafts]
-        of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, taken)
-        for request, text, draft in zip(request_ids, texts, taken, strict=True):
-            if text.num_new and k and (draft is not None or not self._is_alone):
-                self._asked[request] = Asked(None if draft is None else match_class(draft.match), k)
-        if not self._is_alone and not any(draft is not None for draft in taken):
+        choices = [self._choose(draft, k) for draft in drafts]
+        taken, lengths = [draft for draft, _ in choices], [length for _, length in choices]
+        asks_drafter = any(draft is None and length for draft, length in choices)
+        of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, asks_drafter)
+        for request, text, draft, length in zip(request_ids, texts, taken, lengths, strict=True):
+            if text.num_new and length and (draft is not None or not self._is_alone):
+                self._asked[request] = Asked(None if draft is None else match_class(draft.match), length)
+        if not self._is_alone and set(lengths) == {k} and not any(draft is not None for draft in taken):
             return of_drafter
         rows = of_drafter.tolist() if torch.is_tensor(of_drafter) else of_drafter or [[]] * len(texts)
         rows = [
-            (row[:k] if text.num_new else []) if draft is None else draft.tokens.tolist()
-            for row, draft, text in zip(rows, taken, texts, strict=True)
+            (row[:length] if text.num_new else []) if draft is None else draft.tokens[:length].tolist()
+            for row, draft, text, length in zip(rows, taken, texts, lengths, strict=True)
         ]
         if self._always_drafts:
             rows = [
@@ -179,23 +184,26 @@ class HistoryDrafting:
         draft = self.index.draft(key, text.tokens, text.prompt_length, k, draws)
         return draft if len(draft.tokens) else None
 
-    def _takes(self, draft: Draft, k: int) -> bool:
-        """Does the index propose, rather than the drafter? Looks at the length of its match alone."""
-        if self._is_alone:
-            return True
-        of_match = self._of_match[match_class(draft.match)].tokens_per_step()[k]
-        better = bool(of_match > self._of_drafter.tokens_per_step()[k])
-        return better != (uniform(self._coin) < EXPLORED)
+    def _choose(self, draft: Draft | None, k: int) -> tuple[Draft | None, int]:
+        """Who proposes, the index with a draft or else the drafter, and how many tokens; looks at the match alone."""
+        of_drafter = (0, 0.0) if self._is_alone else self._best[-1]
+        if draft is None or not k:
+            return None, of_drafter[0]
+        of_match = self._best[match_class(draft.match)]
+        explores = uniform(self._coin) < EXPLORED
+        takes = self._is_alone or (of_match[1] > of_drafter[1]) != explores
+        length = k if explores else (of_match if takes else of_drafter)[0]
+        return draft if takes else None, length
 
     def _of_model(
-        self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, rest: Any, taken: list[Draft | None]
+        self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, rest: Any, asks_drafter: bool
     ) -> Any:
-        """What the drafter proposes; its pass is left out, as at draft length 0, when every request has the index."""
+        """What the drafter proposes; its pass is left out, as at draft length 0, when no request asks for it."""
         if self._is_alone:
             self._runner._draft_probs = self._runner._draft_prob_req_ids = None
             return None
         k = scheduler_output.num_spec_tokens_to_schedule
-        if all(draft is not None for draft in taken):
+        if not asks_drafter:
             scheduler_output.num_spec_tokens_to_schedule = 0
         try:
             return self._propose(scheduler_output, sampled, sampling_metadata, *rest)
@@ -223,7 +231,7 @@ class HistoryDrafting:
         for i, (row, draft) in enumerate(zip(rows, taken, strict=True)):
             drawn = draft is not None and not greedy[i]
             if draft is not None and drawn:
-                for j, size in enumerate(draft.sizes):
+                for j, size in enumerate(draft.sizes[: len(row)]):
                     support = torch.from_numpy(draft.supports[j, :size].astype(np.int64)).to(runner.device)
                     laws[i, j, support] = torch.from_numpy(draft.laws[j, :size]).float().to(runner.device)
             elif draft is None and before is not None and row:

@@ -26,7 +26,10 @@ class DraftLengthScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())
-        return super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)
+        # The worker, which knows each request's match, reads it: see HistoryDrafting.
+        output.cotrain_prices = self.controller.prices(max(1, len(output.num_scheduled_tokens)))
+        return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # Before vLLM's own, which may change both arguments.

@@ -309,3 +309,29 @@ def test_drafts_that_only_some_requests_have_teach_what_a_step_costs() -> None:
     tally = engine.run(4, 600)
     gain = controller.report()["gain"]
     assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)
+
+
+def test_requests_get_prices_by_what_a_step_costs() -> None:
+    controller = SpeculationController(K, 16, drafts_are_free=True)
+    engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
+    engine.measure(16)
+    assert controller.prices(4) is None, "all requests have the same length"
+    controller.choose_per_request(True)
+    assert engine.run(1, 60).lengths[-1] == engine.run(16, 60).lengths[-1] == K, "each request may have the most"
+    for batch in (1, 16):
+        prices = controller.prices(batch)
+        assert prices is not None
+        assert prices == pytest.approx(
+            [CPU.seconds(k, k, batch) / CPU.seconds(0, 0, batch) for k in range(K + 1)], rel=0.05
+        )
+    engine.run(1, 1200)
+    assert controller.report()["gain"]["num_checks"] > 1, "steps without speculation still check the gain"
+    controller.fix_num_speculative_tokens(2)
+    assert controller.prices(1) is None and set(engine.run(1, 20).lengths) == {2}
+
+
+def test_with_a_drafter_no_request_has_more_than_its_batch() -> None:
+    engine = engine_of(BAD, noise=QUIET)
+    engine.rule.choose_per_request(True)
+    assert engine.run(32, 100).lengths[-1] == 0
+    assert engine.rule.prices(32)[0] == pytest.approx(1.0)

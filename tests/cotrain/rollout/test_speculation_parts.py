@@ -238,3 +238,13 @@ def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_s
     assert [step.steady for step in recorder.steps[:3]] == [False, True, False]
     decoded = recorder.report()["decoded"]
     assert [row[:2] for row in decoded] == [[2, 3], [1, 1]] and all(row[2] > 0 for row in decoded)
+
+
+def test_a_request_drafts_what_is_worth_more_than_its_price() -> None:
+    acceptance = ServedAcceptance(3, [0.9, 0.6, 0.1])
+    tokens = acceptance.tokens_per_step()
+    assert acceptance.best([1.0, 1.2, 1.4, 1.6], 3) == (2, pytest.approx(tokens[2] - 1.4))
+    assert acceptance.best([1.0, 1.2, 1.4, 1.6], 1) == (1, pytest.approx(tokens[1] - 1.2))
+    assert acceptance.best([1.0, 2.0, 2.1, 2.3], 3)[0] == 2, "the first draft token may cost more than it yields"
+    assert acceptance.best([1.0, 2.0, 3.0, 4.0], 3) == (0, 0.0)
+    assert acceptance.best(None, 3) == (3, pytest.approx(tokens[3]))
