@@ -1,7 +1,9 @@
 """Faults of drafting from history, planted inside a running vLLM worker and taken out again."""
 
+import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,9 @@ Fault = Callable[[Draft], Draft]
 LENGTHS = "lengths"
 """No fault: the requests of a step draft 0 to k tokens in turn, and the law is what it was."""
 
+PRICES = "prices"
+"""No fault: the scheduler's prices count as those of a machine on which each draft token costs a third of a step."""
+
 
 class PlantingWorker(CotrainWorker):
     """A worker whose index lies about its drafts on request."""
@@ -23,12 +28,21 @@ class PlantingWorker(CotrainWorker):
         index = history.index
         index.__dict__.pop("draft", None)
         history.__dict__.pop("_choose", None)
-        if fault == LENGTHS:
+        self.model_runner.propose_draft_token_ids = history._hooked
+        if fault == PRICES:
+            self.model_runner.propose_draft_token_ids = functools.partial(_priced, history._hooked)
+        elif fault == LENGTHS:
             choose, length = history._choose, itertools.count()
             history._choose = lambda draft, k: (choose(draft, k)[0], next(length) % (k + 1))
         elif fault is not None:
             draft = index.draft
             index.draft = lambda *args: FAULTS[fault](draft(*args))
+
+
+def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> Any:
+    if scheduler_output.cotrain_prices is not None:
+        scheduler_output.cotrain_prices = [1 + k / 3 for k in range(len(scheduler_output.cotrain_prices))]
+    return propose(scheduler_output, *rest)
 
 
 def sharpened(draft: Draft) -> Draft:

@@ -11,7 +11,7 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.rollout.vllm.arguments import EngineSpec
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
-from tests.engine.planted_drafts import FAULTS, LENGTHS
+from tests.engine.planted_drafts import FAULTS, LENGTHS, PRICES
 from tests.engine.test_sampling import NUM_SAMPLES, Laws, laws, p_values, samples  # noqa: F401
 
 pytestmark = pytest.mark.engine
@@ -147,9 +147,11 @@ def test_measured_steps_give_each_request_a_length_of_its_own(historian: LiveEng
     requests = make_requests(8, seed=37)
     assert historian.run(historian.engine.time_draft_lengths([requests[0].prompt_token_ids]))
     assert historian.run(historian.engine.describe_speculation()) == "k=0 to 3, chosen for each request"
+    historian.run(historian.engine._call("cotrain_plant", PRICES))
     counts(historian)
     for _ in range(3):
         historian.generate(requests, tap=False)
     found = counts(historian)
+    historian.run(historian.engine._call("cotrain_plant", None))
     assert 1 < found["history/drafted_tokens"] / found["history/drafts"] < 2.9
     historian.run(historian.engine.set_num_speculative_tokens(3))
