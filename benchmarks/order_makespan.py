@@ -2,6 +2,7 @@
 
     python -m benchmarks.order_makespan [--steps 40] [--epochs 4]
     python -m benchmarks.order_makespan --run RUN...
+    python -m benchmarks.order_makespan --study runs/order
 
 Log-normal lengths (mean 2000, at most 16,384) of 64 prompts with 8 samples each, of whose log-variance a share is between
 prompts. LengthHistory learns the lengths of the epochs before, truncated ones as such. Steps take the same time whatever they
@@ -11,6 +12,10 @@ table.
 --run: folders of runs, whose lengths are taken from stream.jsonl. Their steps are learnt one after another, and those with a
 prompt that had come before are compared, with half as many slots as a step has requests, on all engines together. The share
 between prompts is that of all groups.
+
+--study: the folder of configs/studies/order, whose two arms generate the same text. Seconds of generation in the order drawn
+over those with the longest first, by step, beside the makespans that the lengths of these steps would have if all engine
+steps took the same time. The first step, before which nothing is known, has a line of its own.
 """
 
 import argparse
@@ -37,7 +42,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="independent steps of each cell (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=4, help="epochs before that are known (default %(default)s)")
     parser.add_argument("--run", type=Path, nargs="+", metavar="RUN", help="folders of runs with recorded lengths")
+    parser.add_argument("--study", type=Path, metavar="STUDY", help="folder of the study of two orders")
     args = parser.parse_args()
+    if args.study:
+        measured(args.study)
+        return
     if args.run:
         head(["run", "steps compared", "share between prompts", "1 engine", "2", "4"])
         for folder in args.run:
@@ -86,6 +95,25 @@ def recorded(folder: Path) -> str:
         return f"{compared} | {'no prompt came twice' if steps else 'no lengths are recorded'}" + " |" * 5
     share = between([lengths for step in steps for lengths in step.values()])
     return f"{compared} | {share:.2f} | {means(found)} | " + " | ".join(f"{value:.2f}" for value in quality(history))
+
+
+def measured(study: Path) -> None:
+    """Print a table of the seconds that two runs of each seed took for the same text."""
+    seconds, makespans, same = list[list[float]](), list[list[float]](), True
+    for drawn in sorted((study / "runs").glob("drawn-s*")):
+        chosen = drawn.with_name(drawn.name.replace("drawn", "longest-first"))
+        rows = [read_rows(folder / "metrics.jsonl") for folder in (drawn, chosen)]
+        seconds.append([a["time/generate_s"] / b["time/generate_s"] for a, b in zip(*rows, strict=True)])
+        makespans.append([b.get("rollout/order_speedup", 1.0) for b in rows[1]])
+        same &= recorded_steps(drawn) == recorded_steps(chosen)
+    print(f"the same lengths in both arms: {'yes' if same else 'no'}\n")
+    print("| steps | generation, s drawn / s longest first | by the lengths alone |\n|---|---|---|")
+    for name, part in (("first", slice(0, 1)), ("later", slice(1, None))):
+        cells = (
+            [[ratio] for row in seconds for ratio in row[part]],
+            [[ratio] for row in makespans for ratio in row[part]],
+        )
+        print(f"| {name} | {' | '.join(map(means, cells))} |")
 
 
 def recorded_steps(folder: Path) -> list[Step]:

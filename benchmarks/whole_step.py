@@ -1,0 +1,74 @@
+"""What a whole step is worth in each arm of a study, over its whole runs.
+
+    cotrain ablate configs/studies/whole_step/study.toml
+    python -m benchmarks.whole_step [runs/whole-step]
+
+Tokens a second against the arm without speculation of the same seed, since arms write different text: of generation, and of
+whole steps, in which the policy's update, the drafter's scoring and training, swaps and the index count. Where a step's time
+goes: generation, the policy's update with what is done beside it, what the drafter takes beyond it (its swap included), the
+policy's swap, and the rest. Means over seeds and their standard errors. Prints a Markdown table.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from pipelines.page.record import read_run
+
+PARTS = {
+    "generation": ["time/generate_s"],
+    "policy update": ["time/update_s"],
+    "drafter": ["drafter_beyond_update"],
+    "policy swap": ["time/swap_policy_s"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path, nargs="?", default=Path("runs/whole-step"), help="folder of the study")
+    folder = parser.parse_args().study
+    arms = json.loads((folder / "study.json").read_text())["arms"]
+    runs = {
+        arm["name"]: {run["seed"]: totals(folder / run["folder"]) for run in arm["runs"] if run["status"] == "finished"}
+        for arm in arms
+    }
+    [plain] = [arm["name"] for arm in arms if not arm["speculation"]]
+    head = ["arm", "whole step", "generation", "acceptance length", "reward", "seconds a 1,000 tokens", *PARTS, "rest"]
+    print("| " + " | ".join(head) + " |\n|---|" + "--:|" * (len(head) - 1))
+    for name, of_arm in runs.items():
+        both = sorted(set(of_arm) & set(runs[plain]))
+        cells = [
+            spread([of_arm[s][what] / runs[plain][s][what] for s in both])
+            for what in ("step_speed", "generation_speed")
+        ]
+        cells += [spread([of_arm[s][what] for s in both]) for what in ("acceptance", "reward")]
+        cells.append(f"{np.mean([1000 / of_arm[s]['step_speed'] for s in both]):.1f}")
+        cells += [f"{np.mean([of_arm[s][part] for s in both]):.1%}" for part in [*PARTS, "rest"]]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def totals(folder: Path) -> dict[str, float]:
+    """Over all steps of a run: tokens a second, shares of the time, acceptance by draft, reward of the last third."""
+    rows = read_run(folder).metrics
+    rows["drafter_beyond_update"] = rows["time/learn_s"] - rows["time/update_s"]
+    tokens, seconds = rows["rollout/generated_tokens"].sum(), rows["time/step_s"].sum()
+    found = {"step_speed": tokens / seconds, "generation_speed": tokens / rows["time/generate_s"].sum()}
+    found |= {part: rows[columns].sum().sum() / seconds for part, columns in PARTS.items()}
+    found["rest"] = 1 - sum(found[part] for part in PARTS)
+    found["acceptance"] = float(rows.get("rollout/acceptance_length", pd.Series([np.nan])).mean())
+    found["reward"] = float(rows["policy/reward"].iloc[-len(rows) // 3 :].mean())
+    return found
+
+
+def spread(values: list[float]) -> str:
+    if not np.isfinite(values).all():
+        return "-"
+    error = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
+    return f"{np.mean(values):.2f} ± {error:.2f}"
+
+
+if __name__ == "__main__":
+    main()
