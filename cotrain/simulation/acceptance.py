@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from cotrain.simulation.step_time import Array
 
 
 class Acceptance:
@@ -32,8 +31,6 @@ class Acceptance:
         """
         if k < 1 or not 1 <= length <= k + 1:
             raise ValueError(f"acceptance length {length} with k = {k}: it lies between 1 and k + 1, with k at least 1")
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay {decay}: give a number above 0 and at most 1")
         powers = decay ** np.arange(k)
         low, high = 0.0, 1 / powers[-1]
         for _ in range(100):
@@ -58,12 +55,8 @@ class Acceptance:
 
 def _checked(survival: Sequence[float], name: str) -> Array:
     curve = np.asarray(survival, float)
-    if curve.ndim != 1 or not len(curve):
-        raise ValueError(f"{name} is empty: give the share of drafts of which at least 1, 2, ... tokens are accepted")
-    if not (curve[0] <= 1 and curve[-1] >= 0 and (np.diff(curve) <= 0).all()):
-        raise ValueError(
-            f"{name} {curve.tolist()}: it lies between 0 and 1 and must not rise from one position to the next"
-        )
+    if not len(curve) or not (curve[0] <= 1 and curve[-1] >= 0 and (np.diff(curve) <= 0).all()):
+        raise ValueError(f"{name} {curve.tolist()}: give P(at least 1, 2, ... accepted), from 0 to 1 and never rising")
     return curve
 
 

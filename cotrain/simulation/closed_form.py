@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.rollout import DraftLengths, Ints, Prices, draft_lengths, requests_of
+from cotrain.simulation.rollout import DraftLengths, Ints, Order, Prices, deal, requests_of
 from cotrain.simulation.step_time import StepTime
 
 
@@ -16,21 +16,21 @@ def closed_form(
     engines: int,
     k: DraftLengths,
     acceptance: Acceptance | None,
+    order: Order = "drawn",
+    samples: int = 1,
 ) -> float:
-    """Seconds until the last engine has ended, when nothing queues and requests are dealt out to the engines in turn.
+    """Seconds until the last engine has ended when nothing queues, and requests are dealt out as in `generate`.
 
-    Between two ends the batch is constant, and its requests advance by the acceptance length in each step. Exact for
-    k = 0. With drafts it is what `generate` tends to for long responses, and below its mean for short ones, whose last step
-    is not used to the full. A k by batch size has an entry for each from 0 on, as far as the batches reach at least.
+    Between two ends the batch is constant, and each step advances its requests by the acceptance length. Exact for k = 0.
+    `generate` tends to it for long responses, and takes longer on average, since last steps are not used to the full.
     """
     requests, prompts = requests_of(lengths, prompt_tokens)
-    most = -(-len(requests) // engines)
-    by_batch = draft_lengths(k if isinstance(k, int) else list(k)[: most + 1], most, acceptance)
-    prices = Prices.of(cost, by_batch, acceptance)
+    shares = deal(requests, engines, samples, order)
+    prices = Prices.of(cost, k, max(map(len, shares)), acceptance)
     return max(
-        float(cost.prefill(float(prompts[engine::engines].sum())))
-        + _draining(prices, requests[engine::engines], prompts[engine::engines])
-        for engine in range(min(engines, len(requests)))
+        float(cost.prefill(float(prompts[share].sum()))) + _draining(prices, requests[share], prompts[share])
+        for share in shares
+        if len(share)
     )
 
 
@@ -46,7 +46,7 @@ def _draining(prices: Prices, lengths: Ints, prompts: Ints) -> float:
     context = np.append(np.cumsum(prompts[order][::-1])[::-1], 0)[ended]
     emitted = np.ones(len(low))
     for k, (_, survival) in prices.survival.items():
-        at = np.array(prices.k)[batch] == k
+        at = prices.k[batch] == k
         emitted[at] = 1 + survival.sum(1)[np.searchsorted(starts, low[at], side="right") - 1]
     middle = (low + high - emitted) / 2
     seconds = prices.base[batch] + prices.slope[batch] * (context + batch * middle)
