@@ -199,6 +199,39 @@ class GainReport:
         return values
 
 
+class StepTotal(NamedTuple):
+    """Engine steps of one kind, added up."""
+
+    num_speculative_tokens: int
+    """Drafted for each request at the end of each step."""
+    batch: int
+    kind: str
+    """prompts: computes prompts, perhaps beside decoding. steady: decodes, and verifies as many tokens of each request as it
+    drafts. mixed: decodes, and verifies other numbers."""
+    num_steps: int
+    num_tokens: int
+    """Generated."""
+    seconds: float
+
+
+class Window(NamedTuple):
+    """What the speculation controller of an engine has seen since the window before."""
+
+    gain: GainReport | None
+    """None while the draft length is fixed."""
+    steps: list[StepTotal]
+
+    @property
+    def decoded(self) -> dict[int, tuple[int, float]]:
+        """Tokens and seconds by batch size, of the steps that computed no prompt."""
+        found: dict[int, tuple[int, float]] = {}
+        for step in self.steps:
+            if step.kind != "prompts":
+                tokens, seconds = found.get(step.batch, (0, 0.0))
+                found[step.batch] = tokens + step.num_tokens, seconds + step.seconds
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
     """What one step of generation returns."""

@@ -167,7 +167,7 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
             return await take_turns(bench, running, say), []
         engine = running["drafter"]
         await engine.set_draft_sample_method(DRAFTED[ADAPTIVE])
-        say(f"timed draft lengths: {await engine.time_draft_lengths(bench.setup.prompts)} timings")
+        say(f"timed draft lengths: {len(await engine.time_draft_lengths(bench.setup.prompts))} timings")
         turns = await take_turns(bench, running, say)
         await engine.set_num_speculative_tokens(None)  # the last arm may have fixed it
         return turns, [f"adaptive, at the end: {await engine.describe_speculation()}"]

@@ -20,6 +20,7 @@ from cotrain.records import (
     Rollout,
     RolloutBatch,
     RolloutRequest,
+    StepTotal,
     SwapReport,
     Versions,
     WeightPayload,
@@ -58,8 +59,8 @@ class Engines:
         self.seeds += [request.seed for request in requests]
         return self.world.generate(self.world.step + 1)
 
-    def take_gain(self) -> GainReport | None:
-        return self.gain
+    def take_window(self) -> tuple[GainReport | None, dict[int, list[StepTotal]]]:
+        return self.gain, {0: [StepTotal(3, 8, "steady", 10, 160, 0.5)]}
 
     def update_policy(self, payload: WeightPayload, version: int, keep_kv: bool) -> SwapReport:
         return SwapReport(0.2, 10)
@@ -214,7 +215,8 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         publisher = Publisher(config, world, world, tmp_path, None, state.versions)
         learners: Any = (Policy(), Drafter(world), publisher)
         roles: Any = Roles(Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path))  # type: ignore[arg-type]
-        files = [RowFile(path, state.step) for path in (run_dir.metrics, run_dir.decisions, run_dir.stream)]
+        paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
+        files = [RowFile(path, state.step) for path in paths]
         prompts: Any = Prompts(task, order, Encoder())  # type: ignore[arg-type]
         records: Any = Records(*files, Tracker(), Console(io.StringIO()))  # type: ignore[arg-type]
         opened.append(run_dir)
@@ -264,6 +266,19 @@ def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> Non
     )
     assert tags["decision"] == published[0]["reason"] and tags["data_fingerprint"].endswith("step 1")
     assert controller.run_dir.drafter(1).is_dir()
+
+
+def test_a_run_records_its_engine_steps_and_what_its_drafts_were_accepted_at(start: Any) -> None:
+    controller = start(World(GOOD))
+    rows = go(controller, 2)
+    recorded = read_rows(controller.run_dir.steps)
+    assert [row["step"] for row in recorded] == [1, 2]
+    assert recorded[0]["engines"] == {"0": [[3, 8, "steady", 10, 160, 0.5]]}
+    for row, steps in zip(rows, recorded, strict=True):
+        drafts, accepted = (sum(n * s[i] for *s, n in steps["acceptance"]) for i in (1, 2))
+        assert sum(n for *_, n in steps["acceptance"]) == row["rollout/num_drafts"]
+        assert drafts == row["rollout/drafted_tokens"]
+        assert 1 + accepted / row["rollout/num_drafts"] == pytest.approx(row["rollout/acceptance_length"])
 
 
 def test_a_candidate_kept_back_and_a_publication_taken_back_are_on_the_step_line(start: Any) -> None:

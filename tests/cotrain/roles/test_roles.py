@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from cotrain.process.failures import RunFailure
-from cotrain.records import GainReport, SwapReport, Versions, WeightPayload
+from cotrain.records import GainReport, StepTotal, SwapReport, Versions, WeightPayload, Window
 from cotrain.roles.engines import MOST_RESTARTS, RolloutEngines, engine_specs
-from cotrain.rollout.engine import Window
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.transport.payload import WeightUpdateRefused
 
@@ -23,7 +22,7 @@ class Engine:
         self.refuses, self.error = refuses, error
         self.served, self.before = [0], 0
         self.log: list[str] = []
-        self.window = Window(None, {})
+        self.window = Window(None, [])
         self.digests = PAYLOAD.digests
 
     def take_window(self) -> Window:
@@ -205,13 +204,18 @@ def test_all_engines_know_the_same_history() -> None:
     assert engines.stand_ins[0].log[-1] == "save checkpoint"
 
 
-def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
+def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one_and_their_steps_stay_apart() -> None:
     reports = [GainReport(100, 3.0, 3.6, 3.3, 5, 0.06, 2), GainReport(40, 1.0, 1.0, 1.0, 0, 0.0, 0), None]
     engines = [Engine() for _ in reports]
     for engine, gain in zip(engines, reports, strict=True):
-        engine.window = Window(gain, {})
-    assert engines_of(*engines).take_gain() == GainReport(140, 4.0, 4.6, 4.3, 5, 0.06, 2)
-    assert engines_of(*engines[2:]).take_gain() is None
+        engine.window = Window(gain, [StepTotal(0, engines.index(engine) + 1, "steady", 1, 1, 0.1)])
+    gain, steps = engines_of(*engines).take_window()
+    assert gain == GainReport(140, 4.0, 4.6, 4.3, 5, 0.06, 2)
+    assert {engine: [step.batch for step in totals] for engine, totals in steps.items()} == {0: [1], 1: [2], 2: [3]}
+    without_one = engines_of(*engines)
+    without_one.lose(0, RunFailure("it died"))
+    assert list(without_one.take_window()[1]) == [1, 2]
+    assert engines_of(*engines[2:]).take_window()[0] is None
 
 
 def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise(run_config: Any) -> None:
