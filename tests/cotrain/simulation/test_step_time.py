@@ -65,12 +65,19 @@ LAW = FittedLaw(m=0.02, f=0.0013, p=2.5, d0=0.002, d1=0.0003, fitted=(3, 1, 16))
 
 
 def test_a_law_is_found_again_from_its_own_cells_and_tells_others() -> None:
-    fitted = FittedLaw.fit({(k, batch): seconds(LAW, k, batch) for k in range(4) for batch in (1, 4, 16)})
+    cells = {(k, batch): seconds(LAW, k, batch) for k in range(4) for batch in (1, 4, 16)}
+    fitted = FittedLaw.fit(cells)
     assert fitted.fitted == LAW.fitted
     for k, batch in ((0, 2), (2, 8), (3, 64), (6, 16)):
         assert seconds(fitted, k, batch) == pytest.approx(seconds(LAW, k, batch), rel=1e-3)
     assert seconds(LAW, 0, 1e-9) == pytest.approx(LAW.m) and LAW.prefill(0) == 0
     assert LAW.prefill(10_000) == pytest.approx(13, rel=1e-3), "all rows of a long prompt are computed at full speed"
+
+
+def test_a_cell_that_is_left_out_does_not_take_part_in_its_own_prediction() -> None:
+    cells = {(k, batch): seconds(LAW, k, batch) for k in range(3) for batch in (1, 4, 16)}
+    cells[1, 4] *= 3
+    assert FittedLaw.leave_one_out(cells)[1, 4] == pytest.approx(1 / 3 - 1, abs=1e-3)
 
 
 def test_a_law_needs_as_many_cells_as_it_has_constants() -> None:
