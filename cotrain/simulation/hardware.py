@@ -1,6 +1,5 @@
 """GPUs and models of the roofline, from data/hardware.toml and data/models.toml, and the drafters that go with a model."""
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,17 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-DATA = Path(__file__).parent / "data"
-
 Precision = Literal["bf16", "fp8"]
 BYTES: dict[Precision, float] = {"bf16": 2.0, "fp8": 1.0}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """An operation takes launch_s + request_s * requests + (moving^sharpness + computing^sharpness)^(1 / sharpness).
+    """launch_s + request_s * requests + (moving^sharpness + computing^sharpness)^(1 / sharpness) seconds of an operation.
 
-    Moving bytes and computing take the times of the data sheet over the efficiencies.
+    Moving bytes and computing take what the data sheet promises over the efficiency.
     """
 
     bandwidth_efficiency: float
@@ -33,10 +30,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Host:
-    """Seconds that the host adds to a step, and which steps run outside CUDA graphs."""
+    """Seconds that the host adds to every step, and which steps run outside CUDA graphs."""
 
     step_s: float
-    """In every step: scheduling, inputs, sampling."""
     draft_s: float
     """For each pass of the drafter. No measurement without speculation tells it."""
     eager_layer_s: float
@@ -65,7 +61,7 @@ class Hardware:
     all_reduce: Mapping[int, Kernel]
     """In CUDA graphs, by the number of GPUs."""
     host: Host
-    """Taken where nothing was measured on the system in question."""
+    """Where nothing was measured on the system itself."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class Model:
     intermediate: int
     vocabulary: int
     parameters: float
-    """Billions, as the model's card has it."""
+    """Billions, by the model's card."""
     source: str
     experts: int = 0
     experts_per_token: int = 0
@@ -90,26 +86,25 @@ class Model:
     """Of the layers. Embedding and head are in bf16."""
     kv_cache: Precision = "bf16"
 
-    def _layers(self, experts: int) -> float:
+    def _count(self, experts: int, vocabularies: int) -> tuple[float, float]:
+        """Parameters of the layers, and of embedding and head."""
         attention = self.head_dim * 2 * (self.heads + self.kv_heads)
-        return self.layers * self.hidden * (attention + 3.0 * self.intermediate * max(experts, 1) + self.experts)
-
-    @property
-    def _ends(self) -> int:
-        return (1 if self.tied_embeddings else 2) * self.vocabulary * self.hidden
+        layer = self.hidden * (attention + 3.0 * self.intermediate * max(experts, 1) + self.experts)
+        return self.layers * layer, float(vocabularies * self.vocabulary * self.hidden)
 
     @property
     def total_parameters(self) -> float:
-        return self._layers(self.experts) + self._ends
+        return sum(self._count(self.experts, 1 if self.tied_embeddings else 2))
 
     @property
     def active_parameters(self) -> float:
-        """Those that a token is multiplied with: of the experts those that it is sent to, of the ends the head."""
-        return self._layers(self.experts_per_token) + self.vocabulary * self.hidden
+        """Those that a token is multiplied with: of the experts those that it is sent to, no embedding."""
+        return sum(self._count(self.experts_per_token, 1))
 
     @property
     def weight_bytes(self) -> float:
-        return self._layers(self.experts) * BYTES[self.weights] + self._ends * BYTES["bf16"]
+        layers, ends = self._count(self.experts, 1 if self.tied_embeddings else 2)
+        return layers * BYTES[self.weights] + ends * BYTES["bf16"]
 
     @property
     def kv_bytes(self) -> float:
@@ -119,37 +114,30 @@ class Model:
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """A drafter of one layer in bf16, with the heads of its target, which runs once for each draft token."""
+    """A layer in bf16 with the heads of its target, which runs once for each draft token."""
 
     target: Model
     kind: Literal["eagle3", "mtp"] = "eagle3"
     draft_vocabulary: int = 32_000
-    """Of EAGLE-3. MTP has the target's."""
+    """Of EAGLE-3; MTP has the target's."""
 
     @property
-    def head_rows(self) -> int:
-        return self.draft_vocabulary if self.kind == "eagle3" else self.target.vocabulary
-
-    @property
-    def attention_width(self) -> int:
-        """The attention of EAGLE-3 reads embedding and hidden state side by side."""
-        return (2 if self.kind == "eagle3" else 1) * self.target.hidden
-
-    @property
-    def fused_width(self) -> int:
-        """What a first matrix makes one hidden state of: three aux layers, or embedding and hidden state in MTP."""
-        return (3 if self.kind == "eagle3" else 2) * self.target.hidden
+    def widths(self) -> tuple[int, int, int]:
+        """What a first matrix fuses (aux layers; in MTP embedding and hidden state), attention reads, and the head emits."""
+        if self.kind == "mtp":
+            return 2 * self.target.hidden, self.target.hidden, self.target.vocabulary
+        return 3 * self.target.hidden, 2 * self.target.hidden, self.draft_vocabulary
 
     @property
     def intermediate(self) -> int:
-        """That of a dense target, and three hidden sizes beside experts."""
+        """That of a dense target, three hidden sizes beside experts."""
         return 3 * self.target.hidden if self.target.experts else self.target.intermediate
 
     @property
     def parameters(self) -> float:
-        t = self.target
-        attention = t.head_dim * (self.attention_width * (t.heads + 2 * t.kv_heads) + t.hidden * t.heads)
-        return attention + t.hidden * (self.fused_width + 3.0 * self.intermediate + self.head_rows)
+        t, (fused, read, rows) = self.target, self.widths
+        attention = t.head_dim * (read * (t.heads + 2 * t.kv_heads) + t.hidden * t.heads)
+        return attention + t.hidden * (fused + 3.0 * self.intermediate + rows)
 
     @property
     def kv_bytes(self) -> float:
@@ -159,16 +147,13 @@ class DrafterShape:
 @cache
 def tables(name: str) -> dict[str, Any]:
     """Of data/<name>.toml."""
-    return tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((Path(__file__).parent / "data" / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _entry(file: str, kind: str, name: str) -> dict[str, Any]:
-    known = tables(file)
-    if name not in known:
-        close = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"no {kind} {name!r} in cotrain/simulation/data/{file}.toml: it has {', '.join(known)}.{hint}")
-    return {**known[name]}
+    if name not in tables(file):
+        raise ValueError(f"no {kind} {name!r}: cotrain/simulation/data/{file}.toml has {', '.join(tables(file))}")
+    return {**tables(file)[name]}
 
 
 def hardware(name: str) -> Hardware:

@@ -5,7 +5,6 @@ k passes of the drafter, and what the host adds. Only the terms of the host are 
 """
 
 from dataclasses import replace
-from math import inf
 from typing import Literal
 
 import numpy as np
@@ -16,11 +15,8 @@ from cotrain.simulation.step_time import Array, Origin
 SMALL_KERNELS_S, SMALL_PASSES = 10e-6, 6
 """Norms, rotary embedding, activation, residual sums, cache writes: five kernels a layer, that move a row six times."""
 
-SAMPLER_PASSES = 6
-"""Passes of the sampler over the float32 logits of a row."""
-
-MOST_ROWS = 2048
-"""Rows of the largest matrix products that the constants were fitted to."""
+SAMPLER_PASSES, MOST_ROWS = 6, 2048
+"""Passes of the sampler over float32 logits; and rows of the largest matrix products that constants were fitted to."""
 
 Limit = Literal["memory", "compute", "host", "graphs"]
 
@@ -47,17 +43,19 @@ class Roofline:
         drafter: DrafterShape | None = None,
         host: Host | None = None,
     ):
-        """Without a drafter, draft tokens cost their verification alone. host: None takes that of the hardware.
+        """Without a drafter, draft tokens cost their verification alone. Without a host, it is that of the hardware.
 
         Raises ValueError when the weights do not fit, or the heads cannot be split.
         """
         if tensor_parallel < 1 or model.heads % tensor_parallel:
-            raise ValueError(
-                f"system.tensor_parallel {tensor_parallel} must divide {model.heads}, {model.name}'s heads"
-            )
+            raise ValueError(f"system.tensor_parallel {tensor_parallel} must divide {model.name}'s {model.heads} heads")
         self.hardware, self.model, self.drafter, self.host = hardware, model, drafter, host or hardware.host
         self.tensor_parallel, self._kv_shards = tensor_parallel, min(tensor_parallel, model.kv_heads)
+        self._streaming = hardware.memory_bandwidth * hardware.gemm["bf16"].bandwidth_efficiency
         self.kv_tokens()
+
+    def changed(self, hardware: Hardware | None = None, host: Host | None = None) -> "Roofline":
+        return Roofline(hardware or self.hardware, self.model, self.tensor_parallel, self.drafter, host or self.host)
 
     def kv_tokens(self, request_tokens: int = 1, memory_share: float = 0.9) -> int:
         """Tokens of context that an engine holds in this share of its memory (`gpu_memory_utilization` of vLLM).
@@ -80,14 +78,14 @@ class Roofline:
     def base(self, k: int, batch: Array) -> Array:
         batch = np.asarray(batch, float)
         rows = batch * (k + 1)
-        most = inf if self.host.graph_tokens is None else self.host.graph_tokens
+        most = np.inf if self.host.graph_tokens is None else self.host.graph_tokens
         eager = (rows > most) | bool(self.host.non_uniform and k)
         seconds = self._forward(rows, batch, rows)
         seconds = np.where(eager, np.maximum(seconds, self.model.layers * self.host.eager_layer_s), seconds)
         if k and self.drafter:
             drafting = self._draft(rows, batch, first=True) + (k - 1) * self._draft(batch, batch, first=False)
-            # Outside graphs the head and what is around the layer take as long as the layer.
-            drafting = np.where(eager, np.maximum(drafting, 2 * k * self.host.eager_layer_s), drafting)
+            least = 2 * k * self.host.eager_layer_s  # the head and what is around the layer take as long as it
+            drafting = np.where(eager, np.maximum(drafting, least), drafting)
             seconds = seconds + drafting + k * self.host.draft_s
         return seconds + self.host.step_s
 
@@ -100,41 +98,30 @@ class Roofline:
 
     def prefill(self, num_tokens: float) -> float:
         """Without attention between the tokens of a prompt, which matters from some ten thousand of them on."""
-        one = np.ones(1)
-        return float(self._forward(one * num_tokens, one, one)[0]) if num_tokens else 0.0
+        return float(self._forward(np.array([num_tokens]), np.ones(1), np.ones(1))[0]) if num_tokens else 0.0
 
     def covers(self, k: int, batch: int) -> bool:
         return batch * (k + 1) <= MOST_ROWS
 
     def limit(self, k: int, batch: int, context_tokens: float) -> Limit:
         """What the step would gain most from having for nothing. context_tokens are those of all its requests."""
-        hardware, host = self.hardware, self.host
-        free: dict[Limit, tuple[Hardware, Host]] = {
-            "memory": (replace(hardware, memory_bandwidth=inf), host),
-            "compute": (replace(hardware, flops=dict.fromkeys(hardware.flops, inf)), host),
-            "host": (hardware, replace(host, step_s=0.0, draft_s=0.0)),
-            "graphs": (hardware, replace(host, eager_layer_s=0.0)),
+        free: dict[Limit, Roofline] = {
+            "memory": self.changed(replace(self.hardware, memory_bandwidth=np.inf)),
+            "compute": self.changed(replace(self.hardware, flops=dict.fromkeys(self.hardware.flops, np.inf))),
+            "host": self.changed(host=replace(self.host, step_s=0.0, draft_s=0.0)),
+            "graphs": self.changed(host=replace(self.host, eager_layer_s=0.0)),
         }
-
-        def seconds(name: Limit) -> float:
-            cost = Roofline(free[name][0], self.model, self.tensor_parallel, self.drafter, free[name][1])
-            return float(cost.base(k, np.array([float(batch)]))[0] + cost.slope(k) * context_tokens)
-
-        return min(free, key=seconds)
+        size = np.array([float(batch)])
+        return min(free, key=lambda name: free[name].base(k, size)[0] + free[name].slope(k) * context_tokens)
 
     def _time(self, kernel: Kernel, moved: Array, flops: Array, precision: Precision) -> Array:
         moving = moved / (self.hardware.memory_bandwidth * kernel.bandwidth_efficiency)
         computing = flops / (self.hardware.flops[precision] * kernel.flops_efficiency)
-        p = kernel.sharpness
-        return kernel.launch_s + (moving**p + computing**p) ** (1 / p)
+        return kernel.launch_s + (moving**kernel.sharpness + computing**kernel.sharpness) ** (1 / kernel.sharpness)
 
     def _product(self, rows: Array, inputs: float, outputs: float, precision: Precision = "bf16") -> Array:
-        size = BYTES[precision]
-        moved = inputs * outputs * size + rows * (inputs * size + outputs * 2)
+        moved = inputs * (outputs + rows) * BYTES[precision] + rows * outputs * 2
         return self._time(self.hardware.gemm[precision], moved, 2 * rows * inputs * outputs, precision)
-
-    def _stream(self, moved: Array) -> Array:
-        return moved / (self.hardware.memory_bandwidth * self.hardware.gemm["bf16"].bandwidth_efficiency)
 
     def _attention(self, rows: Array, batch: Array, width: float, precision: Precision) -> Array:
         """A layer up to its feed-forward, with its small kernels and both all-reduces, without reading the cache."""
@@ -144,7 +131,7 @@ class Roofline:
         seconds = kernel.launch_s + kernel.request_s * batch
         seconds += self._product(rows, width, (heads + 2 * kv_heads) * m.head_dim, precision)
         seconds += self._product(rows, heads * m.head_dim, m.hidden, precision)
-        seconds += SMALL_KERNELS_S + self._stream(SMALL_PASSES * rows * m.hidden * 2)
+        seconds += SMALL_KERNELS_S + SMALL_PASSES * rows * m.hidden * 2 / self._streaming
         if self.tensor_parallel > 1:  # more GPUs than were measured take what the most take
             fit = known[max((gpus for gpus in known if gpus <= self.tensor_parallel), default=min(known))]
             moving = rows * m.hidden * 2 / (self.hardware.link_bandwidth * fit.bandwidth_efficiency)
@@ -161,23 +148,23 @@ class Roofline:
         weights = experts_read(rows, m.experts, m.experts_per_token) * 3 * m.hidden * m.intermediate * BYTES[m.weights]
         moved = weights + rows * m.experts_per_token * (2 * m.hidden + 3 * m.intermediate) * 2
         flops = 6 * rows * m.experts_per_token * m.hidden * m.intermediate
-        shared = self._time(
-            self.hardware.experts[m.weights], moved / self.tensor_parallel, flops / self.tensor_parallel, m.weights
+        shared = (moved / self.tensor_parallel, flops / self.tensor_parallel)
+        return self._product(rows, m.hidden, m.experts) + self._time(
+            self.hardware.experts[m.weights], *shared, m.weights
         )
-        return self._product(rows, m.hidden, m.experts) + shared
 
     def _forward(self, rows: Array, batch: Array, logit_rows: Array) -> Array:
         m = self.model
         layer = self._attention(rows, batch, m.hidden, m.weights)
         layer += self._experts(rows) if m.experts else self._dense(rows, m.intermediate, m.weights)
         head = self._product(logit_rows, m.hidden, m.vocabulary / self.tensor_parallel)
-        return m.layers * layer + head + self._stream(SAMPLER_PASSES * logit_rows * m.vocabulary * 4)
+        return m.layers * layer + head + SAMPLER_PASSES * logit_rows * m.vocabulary * 4 / self._streaming
 
     def _draft(self, rows: Array, batch: Array, first: bool) -> Array:
         """A pass of the drafter: the first over the rows that were verified, later ones over a row a request."""
         assert self.drafter is not None
-        d, hidden = self.drafter, self.model.hidden
-        seconds = self._attention(rows, batch, d.attention_width, "bf16") + self._dense(rows, d.intermediate, "bf16")
+        d, hidden, (fused, read, head_rows) = self.drafter, self.model.hidden, self.drafter.widths
+        seconds = self._attention(rows, batch, read, "bf16") + self._dense(rows, d.intermediate, "bf16")
         if first or d.kind == "mtp":  # EAGLE-3 feeds later passes its own hidden states
-            seconds += self._product(rows, d.fused_width, hidden)
-        return seconds + self._product(batch, hidden, d.head_rows / self.tensor_parallel)
+            seconds += self._product(rows, fused, hidden)
+        return seconds + self._product(batch, hidden, head_rows / self.tensor_parallel)
