@@ -133,7 +133,7 @@ class Roofline:
         seconds += self._product(rows, heads * m.head_dim, m.hidden, precision)
         seconds += SMALL_KERNELS_S + SMALL_PASSES * rows * m.hidden * 2 / self._streaming
         if self.tensor_parallel > 1:  # more GPUs than were measured take what the most take
-            fit = known[max((gpus for gpus in known if gpus <= self.tensor_parallel), default=min(known))]
+            fit = known[max(gpus for gpus in known if gpus <= self.tensor_parallel)]
             moving = rows * m.hidden * 2 / (self.hardware.link_bandwidth * fit.bandwidth_efficiency)
             seconds += 2 * (fit.launch_s + moving)
         return seconds
