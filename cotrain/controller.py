@@ -17,7 +17,7 @@ from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.losses import group_advantages
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.decision import Outcome
-from cotrain.records import Prompt, RolloutBatch, ScoredRollout, StepTotal, SwapReport, Versions
+from cotrain.records import GainReport, Prompt, RolloutBatch, ScoredRollout, StepTotal, SwapReport, Versions
 from cotrain.roles.engines import RolloutEngines
 from cotrain.roles.learners import Learner
 from cotrain.roles.publisher import Publisher
@@ -193,8 +193,10 @@ class Controller:
         window = self.producer.window(partial(nodes.bring, node=drafter.node, move=True) if drafter else str)
         if window is None:
             return None
-        gain, self._engine_steps = self.roles.engines.take_window()
-        window = replace(window, gain=gain)
+        windows = self.roles.engines.take_windows()
+        gains = [seen.gain for seen in windows.values() if seen.gain is not None]
+        self._engine_steps = {engine: seen.steps for engine, seen in windows.items()}
+        window = replace(window, gain=sum(gains, start=GainReport()) if gains else None)
         if not self._lags:
             return replace(window, rollouts=[scored.rollout for scored in rollouts])
         now = time.perf_counter()

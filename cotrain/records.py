@@ -221,16 +221,6 @@ class Window(NamedTuple):
     """None while the draft length is fixed."""
     steps: list[StepTotal]
 
-    @property
-    def decoded(self) -> dict[int, tuple[int, float]]:
-        """Tokens and seconds by batch size, of the steps that computed no prompt."""
-        found: dict[int, tuple[int, float]] = {}
-        for step in self.steps:
-            if step.kind != "prompts":
-                tokens, seconds = found.get(step.batch, (0, 0.0))
-                found[step.batch] = tokens + step.num_tokens, seconds + step.seconds
-        return found
-
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:

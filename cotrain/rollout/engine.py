@@ -88,7 +88,7 @@ class RolloutEngine:
         """Measure engine steps at all draft lengths; from then on the length follows what is fastest.
 
         prompts: token ids of requests such as will come, at least one. Returns a row for each pair of draft length and batch
-        size that was measured (`measured_rows`): none without rollout.speculation.adaptive, or when rollouts are too
+        size that was measured (SpeculationController.end_measuring): none without rollout.speculation.adaptive, or when rollouts are too
         short to measure any; the length then stays fixed.
         """
         rollout = self.spec.rollout

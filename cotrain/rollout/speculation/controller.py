@@ -14,7 +14,7 @@ import numpy as np
 from cotrain.records import GainReport
 from cotrain.rollout.speculation.measurement import measured_length, measured_sizes
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from cotrain.rollout.speculation.step_costs import Array, StepCosts, Trials, measured_rows
+from cotrain.rollout.speculation.step_costs import QUANTILE, Array, StepCosts, Trials
 
 DECIDE_STEPS = 16
 """Engine steps from one choice to the next; a choice takes about 0.1 ms."""
@@ -102,8 +102,9 @@ class SpeculationController:
         self._measured, self._num_steps = {}, 0
 
     def end_measuring(self) -> list[list[float]]:
-        """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns a row for each measured
-        (length, batch size), see `measured_rows`; none: too few steps, and the length stays fixed."""
+        """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns for each measured length
+        and batch size both, seconds, their relative standard error and the number of steps. None of them: there were too
+        few steps, and the length stays fixed."""
         assert self._measured is not None
         measured, self._measured = self._measured, None
         self.begin(self._learns)
@@ -113,7 +114,10 @@ class SpeculationController:
             return []
         self._fixed = None
         self._decide()
-        return measured_rows(measured)
+        rows = (
+            (*cell, np.quantile(s, QUANTILE), np.log(s).std() / len(s) ** 0.5, len(s)) for cell, s in measured.items()
+        )
+        return [list(map(float, row)) for row in rows]
 
     def new_drafter(self, expected_rates: Sequence[float] | None = None) -> None:
         """Another drafter serves from now on; expected_rates: see ServedAcceptance, None where nothing is expected."""

@@ -37,15 +37,6 @@ WAIT_SECONDS = 1.0
 """Decoding time until something to try is searched for again where there was nothing."""
 
 
-def measured_rows(measured: Mapping[tuple[int, int], Sequence[float]]) -> list[list[float]]:
-    """For a record, of each draft length and batch size: both, seconds of a step, their relative standard error, steps."""
-    rows: list[list[float]] = []
-    for (k, batch), seconds in measured.items():
-        error = float(np.log(seconds).std() / len(seconds) ** 0.5)
-        rows.append([k, batch, float(np.quantile(seconds, QUANTILE)), error, len(seconds)])
-    return rows
-
-
 class StepCosts:
     """Log seconds for draft lengths 0 to K at batch sizes 1 to max_batch, linear in log batch between measured ones."""
 

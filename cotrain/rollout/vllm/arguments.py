@@ -80,10 +80,10 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         # In a placement group of Ray, vLLM would by itself ask Ray for workers.
         arguments["distributed_executor_backend"] = "mp"
     speculation = _speculation(spec)
-    # On a CPU vLLM schedules synchronously whatever is asked for.
-    overlaps = speculation is None and not current_platform.is_cpu()
-    scheduler = "OverlappingScheduler" if overlaps else "DraftLengthScheduler"
-    arguments["scheduler_cls"] = f"{PACKAGE}.scheduling.{scheduler}"
+    overlaps = speculation is None and not current_platform.is_cpu()  # on which vLLM never does
+    arguments["scheduler_cls"] = (
+        f"{PACKAGE}.scheduling.{'OverlappingScheduler' if overlaps else 'DraftLengthScheduler'}"
+    )
     if speculation is not None:
         arguments["async_scheduling"] = False
         if not current_platform.is_cpu() and not GRAPH_ARGUMENTS & rollout.vllm.keys():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.records import GainReport, StepTotal, Window
+from cotrain.records import GainReport, StepTotal
 from cotrain.rollout.speculation.controller import SpeculationController
 from cotrain.rollout.speculation.step_costs import StepCosts
 from tests.cotrain.rollout.simulated_engine import (
@@ -231,14 +231,12 @@ def test_every_step_is_added_up_once_by_draft_length_batch_size_and_kind() -> No
     engine.rule.fix_num_speculative_tokens(K)
     engine.run(1, 1000)
     engine.drain([1.0, 1.0])
-    window = Window(None, [StepTotal(*row) for row in engine.rule.report()["steps"]])
-    steps = {step[:3]: step for step in window.steps}
+    steps = {step[:3]: step for step in (StepTotal(*row) for row in engine.rule.report()["steps"])}
     assert set(steps) == {(0, 4, "steady"), (K, 1, "mixed"), (K, 1, "steady"), (K, 2, "prompts"), (K, 2, "steady")}
     assert steps[0, 4, "steady"][3:] == (100, 4 * 100, pytest.approx(100 * 0.0226, rel=0.02))
     assert steps[K, 1, "mixed"].num_steps == 1, "the first of another length verifies what the one before drafted"
     assert steps[K, 1, "steady"].num_steps == 999 and steps[K, 2, "prompts"][3:5] == (1, 2)
-    assert set(window.decoded) == {1, 2, 4} and window.decoded[4] == steps[0, 4, "steady"][4:]
-    tokens, seconds = window.decoded[1]
+    _, tokens, seconds = steps[K, 1, "steady"][3:]
     assert tokens / seconds * CPU.without[0] == pytest.approx(speed_of_fixed(CPU, GOOD, 1, K), rel=0.05)
 
 
