@@ -17,12 +17,12 @@ from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.losses import group_advantages
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.decision import Outcome
-from cotrain.records import Prompt, RolloutBatch, ScoredRollout, SwapReport, Versions
+from cotrain.records import GainReport, Prompt, RolloutBatch, ScoredRollout, StepTotal, SwapReport, Versions
 from cotrain.roles.engines import RolloutEngines
 from cotrain.roles.learners import Learner
 from cotrain.roles.publisher import Publisher
 from cotrain.roles.rewards import Rewards
-from cotrain.rollout.acceptance_stats import last_segment
+from cotrain.rollout.acceptance_stats import counts_by_depth, last_segment
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.rows import DrafterEvent, RowFile
@@ -70,6 +70,8 @@ class Records:
     decisions: RowFile
     events: RowFile
     """What becomes of each group, and when the learners are at work."""
+    steps: RowFile
+    """Engine steps and acceptance, for `cotrain simulate`."""
     tracker: Tracker
     console: Console
 
@@ -106,6 +108,7 @@ class Controller:
         if state.drafting is not None and roles.publisher is not None:
             roles.publisher.load_state(state.drafting)
         self._seconds: dict[str, float] = {}
+        self._engine_steps: dict[int, list[StepTotal]] = {}
 
     def run(self) -> bool:
         """All remaining steps. Returns False when it was asked to stop early; the run is saved either way."""
@@ -190,7 +193,10 @@ class Controller:
         window = self.producer.window(partial(nodes.bring, node=drafter.node, move=True) if drafter else str)
         if window is None:
             return None
-        window = replace(window, gain=self.roles.engines.take_gain())
+        windows = self.roles.engines.take_windows()
+        gains = [seen.gain for seen in windows.values() if seen.gain is not None]
+        self._engine_steps = {engine: seen.steps for engine, seen in windows.items()}
+        window = replace(window, gain=sum(gains, start=GainReport()) if gains else None)
         if not self._lags:
             return replace(window, rollouts=[scored.rollout for scored in rollouts])
         now = time.perf_counter()
@@ -336,6 +342,9 @@ class Controller:
         prompts: Mapping[str, Prompt],
     ) -> None:
         tracker, console = self.records.tracker, self.records.console
+        acceptance = counts_by_depth(scored.rollout for scored in rollouts)
+        self.records.steps.write(step, {"engines": self._engine_steps, "acceptance": acceptance})
+        self._engine_steps = {}
         self.records.metrics.write(step, row)
         tracker.log_step(step, row)
         write_samples(self.run_dir.samples_file(step), rollouts, prompts, self.prompts.encoder.tokenizer)

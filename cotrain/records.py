@@ -199,6 +199,29 @@ class GainReport:
         return values
 
 
+class StepTotal(NamedTuple):
+    """Engine steps of one kind, added up."""
+
+    num_speculative_tokens: int
+    """Drafted for each request at the end of each step."""
+    batch: int
+    kind: str
+    """prompts: computes prompts, perhaps beside decoding. steady: decodes, and verifies as many tokens of each request as it
+    drafts. mixed: decodes, and verifies other numbers."""
+    num_steps: int
+    num_tokens: int
+    """Generated."""
+    seconds: float
+
+
+class Window(NamedTuple):
+    """What the speculation controller of an engine has seen since the window before."""
+
+    gain: GainReport | None
+    """None while the draft length is fixed."""
+    steps: list[StepTotal]
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
     """What one step of generation returns."""

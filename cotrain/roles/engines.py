@@ -11,7 +11,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
-from cotrain.records import GainReport, Rollout, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload
+from cotrain.records import Rollout, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload, Window
 from cotrain.roles.learners import Learner
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.vllm.arguments import EngineSpec
@@ -216,10 +216,9 @@ class RolloutEngines:
         """Begin one response to each request on one engine. Returns the reference of their RolloutBatch."""
         return self._actors[engine].call.remote("generate", requests, tap)
 
-    def take_gain(self) -> GainReport | None:
-        """What speculation gained in all engines since the last call; None while draft lengths are fixed."""
-        gains = [window.gain for window in self.call("take_window") if window.gain is not None]
-        return sum(gains, start=GainReport()) if gains else None
+    def take_windows(self) -> dict[int, Window]:
+        """What the speculation controller of each engine has seen since the last call."""
+        return self._ask(dict.fromkeys(self.in_dispatch, ("take_window",)))[0]
 
     # -- history ------------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,14 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
+
+import numpy as np
 
 from cotrain.records import Rollout, SpeculationCounts, Versions
+
+DEPTHS = (0, 32, 128, 512, 2048, 8192, 32768)
+"""First response tokens of the parts of a response whose acceptance is counted apart."""
 
 
 def counts_of_steps(steps: Iterable[tuple[int, int]], most: int) -> SpeculationCounts:
@@ -30,6 +35,28 @@ def total_counts(counts: Iterable[SpeculationCounts | None]) -> SpeculationCount
         tuple(map(sum, zip(*(c.steps for c in present), strict=True))),
         tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in by_length),
     )
+
+
+def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:
+    """Verification steps by depth in the response: [one of DEPTHS, draft tokens, accepted ones, steps] each.
+
+    The depth is told from the end of the response, since drafting pauses, if ever, while the batch is large.
+    """
+    drafting = [rollout for rollout in rollouts if rollout.verification_steps]
+    if not drafting:
+        return []
+    lengths = [len(rollout.verification_steps) for rollout in drafting]
+    flat = chain.from_iterable(chain.from_iterable(rollout.verification_steps for rollout in drafting))
+    steps = np.fromiter(flat, np.int64, 2 * sum(lengths)).reshape(-1, 2)
+    emitted = np.cumsum(1 + steps[:, 1])
+    ends = np.repeat(emitted[np.cumsum(lengths) - 1], lengths)
+    left = ends - emitted + 1 + steps[:, 1]  # tokens of the response from the step on, and those cut off at its end
+    start = np.repeat([len(rollout.token_ids) for rollout in drafting], lengths) - left
+    depth = np.searchsorted(DEPTHS, np.maximum(start, 0), side="right") - 1
+    most = int(steps.max()) + 1
+    counts = np.bincount((depth * most + steps[:, 0]) * most + steps[:, 1])
+    kinds = np.flatnonzero(counts).tolist()
+    return [[DEPTHS[kind // most**2], kind // most % most, kind % most, int(counts[kind])] for kind in kinds]
 
 
 def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:

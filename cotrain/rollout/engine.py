@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Container, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.process.failures import RunFailure
@@ -22,9 +22,11 @@ from cotrain.records import (
     RolloutBatch,
     RolloutRequest,
     Segment,
+    StepTotal,
     SwapReport,
     Versions,
     WeightPayload,
+    Window,
 )
 from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
 from cotrain.rollout.history_feed import HistoryFeed
@@ -37,15 +39,6 @@ from drafters.base import SamplingParams
 
 TIMED_PROMPT_TOKENS = 32
 """Last tokens of each prompt that engine steps are measured after. Prefilling more would take most of the time."""
-
-
-class Window(NamedTuple):
-    """What the speculation controller has seen since the window before."""
-
-    gain: GainReport | None
-    """None while the draft length is fixed."""
-    decoded: dict[int, tuple[int, float]]
-    """Tokens and seconds by number of requests in an engine step, for the steps that computed no prompt."""
 
 
 class RolloutEngine:
@@ -91,16 +84,16 @@ class RolloutEngine:
 
     # -- draft length ------------------------------------------------------------------------------------------------
 
-    async def time_draft_lengths(self, prompts: Sequence[list[int]]) -> int:
+    async def time_draft_lengths(self, prompts: Sequence[list[int]]) -> list[list[float]]:
         """Measure engine steps at all draft lengths; from then on the length follows what is fastest.
 
-        prompts: token ids of requests such as will come, at least one. Returns the number of pairs of draft length and
-        batch size that were measured: 0 without rollout.speculation.adaptive, or when rollouts are too short to measure
-        any; the length then stays fixed.
+        prompts: token ids of requests such as will come, at least one. Returns a row for each pair of draft length and batch
+        size that was measured (SpeculationController.end_measuring): none without rollout.speculation.adaptive, or when rollouts are too
+        short to measure any; the length then stays fixed.
         """
         rollout = self.spec.rollout
         if not self.spec.chooses_length:
-            return 0
+            return []
         timed = [prompt[-TIMED_PROMPT_TOKENS:] for prompt in prompts]
         room = min(room_for(rollout.num_speculative_tokens), rollout.max_model_len - max(map(len, timed)))
         sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
@@ -114,12 +107,12 @@ class RolloutEngine:
             batch = {name: RolloutRequest(name, 0, timed[i % len(timed)], None) for i, name in enumerate(names)}
             await self._run(batch, sampling)
             rounds[size].append(time.perf_counter() - started)
-        num_measured: int = await self._speculation("end_measuring")
+        measured: list[list[float]] = await self._speculation("end_measuring")
         if rollout.history is not None:
             await self._speculation("choose_per_request", rollout.speculation.per_request)
         await self._prepare_to_measure(False)
         await self.set_num_speculative_tokens(None)
-        return num_measured
+        return measured
 
     async def _prepare_to_measure(self, begins: bool) -> None:
         if self.spec.drafter_folder is not None:
@@ -173,13 +166,13 @@ class RolloutEngine:
                 for name, r in named.items()
             }
             tapped = await self._tap(known)
-        if self.speculates and overrides:
+        if overrides:
             await self._speculation("begin", False)
         started = time.perf_counter()
         outputs = await self._run(named, overrides, first_of_each_prompt(tapped), learns=True)
         await self._history.sent()
         seconds = time.perf_counter() - started
-        if self.speculates and overrides:
+        if overrides:
             await self._speculation("begin")
         times = [output.metrics for output in outputs]
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
@@ -196,12 +189,10 @@ class RolloutEngine:
         )
 
     async def take_window(self) -> Window:
-        """What the speculation controller has seen since the last call; empty where nothing proposes draft tokens."""
-        if not self.speculates:
-            return Window(None, {})
+        """What the speculation controller has seen since the last call."""
         report = await self._speculation("report")
         gain = GainReport(**report["gain"]) if self._chooses else None
-        return Window(gain, {batch: (tokens, seconds) for batch, tokens, seconds in report["decoded"]})
+        return Window(gain, [StepTotal(*row) for row in report["steps"]])
 
     async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[str]:
         """Hidden states of given tokens, (prompt and response, prompt length) each, computed in a prefill.

@@ -18,7 +18,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.path = root / name
         self.config, self.provenance = self.path / "config.json", self.path / "provenance.json"
         self.metrics, self.decisions = self.path / "metrics.jsonl", self.path / "decisions.jsonl"
-        self.stream = self.path / "stream.jsonl"
+        self.stream, self.steps = self.path / "stream.jsonl", self.path / "steps.jsonl"
         self.logs = self.path / "logs" / "latest"
         self.checkpoints, self.samples = self.path / "checkpoints", self.path / "samples"
         self.drafters = self.path / "drafters"

@@ -264,6 +264,7 @@ class Producer:
             cut = [rollout.finish_reason == "length" for rollout in result.rollouts]
             self._lengths.observe(result.prompt.id, lengths, cut)
             told = {"tokens": sum(lengths), "versions": str(result.rollouts[-1].versions)}
+            told["prompt_tokens"] = len(result.rollouts[-1].prompt_token_ids)
             self._event("finished", number, engine=engine, prompt=result.prompt.id, lengths=lengths, **told)
             self._score(number)
         self._dispatch()

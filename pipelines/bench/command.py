@@ -167,7 +167,7 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
             return await take_turns(bench, running, say), []
         engine = running["drafter"]
         await engine.set_draft_sample_method(DRAFTED[ADAPTIVE])
-        say(f"timed draft lengths: {await engine.time_draft_lengths(bench.setup.prompts)} timings")
+        say(f"timed draft lengths: {len(await engine.time_draft_lengths(bench.setup.prompts))} timings")
         turns = await take_turns(bench, running, say)
         await engine.set_num_speculative_tokens(None)  # the last arm may have fixed it
         return turns, [f"adaptive, at the end: {await engine.describe_speculation()}"]
@@ -203,8 +203,9 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
         generated.append(await engine.generate(bench.requests(batch, max(round_, 0), group), tap=False))
         whole = (generated[-1].num_generated_tokens - batch, engine.decode_seconds)
         equal_lengths = not (bench.options.drain or bench.options.stop_at_eos)
-        decoded = (await engine.take_window()).decoded
-        timed.append(decoded.get(batch, whole) if equal_lengths else whole)
+        steps = [s for s in (await engine.take_window()).steps if s.batch == batch and s.kind != "prompts"]
+        decoded = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
+        timed.append(decoded if equal_lengths and steps else whole)
     num_tokens = sum(result.num_generated_tokens - batch for result in generated)
     if not num_tokens:
         raise ValueError("--groups: every response of a turn ended with its first token; give more")

@@ -70,6 +70,7 @@ def train(config: RunConfig, resume: bool) -> int:
         metrics = RowFile(run_dir.metrics, resumed_step=state.step)
         decisions = RowFile(run_dir.decisions, resumed_step=state.step)
         events = RowFile(run_dir.stream, resumed_step=state.step)
+        steps = RowFile(run_dir.steps, resumed_step=state.step)
         with console.phase("start of all roles"):
             cluster, nodes = _start_cluster(config, run_dir, stack)
             ready("Ray")
@@ -86,11 +87,11 @@ def train(config: RunConfig, resume: bool) -> int:
         if config.speculates and config.rollout.speculation.adaptive:
             with console.phase("timing of draft lengths"):
                 timed = [encoder.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
-                roles.engines.call("time_draft_lengths", timed)
+                steps.write(state.step, {"measured": roles.engines.call("time_draft_lengths", timed)})
         write_json(run_dir.logs / "startup.json", ready_s)
         console.say("ready after: " + ", ".join(f"{part} {seconds:.1f}s" for part, seconds in ready_s.items()))
         console.banner(config, run_dir, _notes(config, model_path, cluster, len(task)))
-        records = Records(metrics, decisions, events, tracker, console)
+        records = Records(metrics, decisions, events, steps, tracker, console)
         controller = Controller(config, run_dir, roles, Prompts(task, order, encoder), records, state)
         controller.stop_requested = stop
         finished = _run(controller, run_dir)

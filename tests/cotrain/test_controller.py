@@ -20,9 +20,11 @@ from cotrain.records import (
     Rollout,
     RolloutBatch,
     RolloutRequest,
+    StepTotal,
     SwapReport,
     Versions,
     WeightPayload,
+    Window,
 )
 from cotrain.roles.publisher import Publisher
 from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
@@ -42,7 +44,7 @@ class Engines:
 
     def __init__(self, world: World):
         self.world = world
-        self.gain: GainReport | None = None
+        self.gains: list[GainReport | None] = [None]
         self.seeds: list[int | None] = []
         self.in_dispatch = [0]
 
@@ -58,8 +60,8 @@ class Engines:
         self.seeds += [request.seed for request in requests]
         return self.world.generate(self.world.step + 1)
 
-    def take_gain(self) -> GainReport | None:
-        return self.gain
+    def take_windows(self) -> dict[int, Window]:
+        return {i: Window(gain, [StepTotal(3, 8, "steady", 10, 160, 0.5)]) for i, gain in enumerate(self.gains)}
 
     def update_policy(self, payload: WeightPayload, version: int, keep_kv: bool) -> SwapReport:
         return SwapReport(0.2, 10)
@@ -214,7 +216,8 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         publisher = Publisher(config, world, world, tmp_path, None, state.versions)
         learners: Any = (Policy(), Drafter(world), publisher)
         roles: Any = Roles(Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path))  # type: ignore[arg-type]
-        files = [RowFile(path, state.step) for path in (run_dir.metrics, run_dir.decisions, run_dir.stream)]
+        paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
+        files = [RowFile(path, state.step) for path in paths]
         prompts: Any = Prompts(task, order, Encoder())  # type: ignore[arg-type]
         records: Any = Records(*files, Tracker(), Console(io.StringIO()))  # type: ignore[arg-type]
         opened.append(run_dir)
@@ -264,6 +267,21 @@ def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> Non
     )
     assert tags["decision"] == published[0]["reason"] and tags["data_fingerprint"].endswith("step 1")
     assert controller.run_dir.drafter(1).is_dir()
+
+
+def test_a_run_records_its_engine_steps_and_what_its_drafts_were_accepted_at(start: Any) -> None:
+    controller = start(World(GOOD))
+    controller.roles.engines.gains = [GainReport(100, 3.0, 3.6, 3.3, 5, 0.06, 2), GainReport(40, 1.0, 1.1, 1.0), None]
+    rows = go(controller, 2)
+    recorded = read_rows(controller.run_dir.steps)
+    assert [row["step"] for row in recorded] == [1, 2]
+    assert recorded[0]["engines"] == {str(engine): [[3, 8, "steady", 10, 160, 0.5]] for engine in range(3)}
+    assert rows[0]["rollout/speedup_vs_no_speculation"] == pytest.approx(4.7 / 4.0), "of those that report one"
+    for row, steps in zip(rows, recorded, strict=True):
+        drafts, accepted = (sum(n * s[i] for *s, n in steps["acceptance"]) for i in (1, 2))
+        assert sum(n for *_, n in steps["acceptance"]) == row["rollout/num_drafts"]
+        assert drafts == row["rollout/drafted_tokens"]
+        assert 1 + accepted / row["rollout/num_drafts"] == pytest.approx(row["rollout/acceptance_length"])
 
 
 def test_a_candidate_kept_back_and_a_publication_taken_back_are_on_the_step_line(start: Any) -> None:
@@ -336,11 +354,11 @@ def test_steps_without_drafts_are_no_passed_check(start: Any) -> None:
     """The first check waits for the first step in which speculation was on."""
     world = World(GOOD)
     controller = start(world, lossless={"every": 2, "max_share": 1.0})
-    world.num_speculative_tokens, controller.roles.engines.gain = 0, NO_DRAFTS
+    world.num_speculative_tokens, controller.roles.engines.gains = 0, [NO_DRAFTS]
     rows = go(controller, 2)
     assert all(row["rollout/generated_tokens"] > 500 and "rollout/num_drafts" not in row for row in rows)
     assert [name for row in rows for name in row if name.startswith("lossless/")] == []
-    world.num_speculative_tokens, controller.roles.engines.gain = 3, None
+    world.num_speculative_tokens, controller.roles.engines.gains = 3, [None]
     found = go(controller, 3)[-1]
     assert (found["lossless/check"], found["lossless/passed"]) == (1.0, 1.0)
     assert 100 <= found["lossless/speculated_tokens"] < found["lossless/tokens"]

@@ -13,6 +13,8 @@ import torch
 
 from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters, pull_drafter
+from pipelines.simulate.check import compared
+from pipelines.simulate.run_base import recorded, run_system
 from tests.engine.conftest import make_requests
 
 pytestmark = pytest.mark.engine
@@ -64,6 +66,18 @@ def test_a_run_ends_with_a_summary(straight: str, root: Path) -> None:
     assert [row["step"] for row in decisions if row["kind"] == "published"] == [2, 3, 4, 5, 6]
     assert all(row["rollout/feature_holes"] == 0 for row in rows)
     assert rows[0]["rollout/acceptance_length"] < rows[-1]["rollout/acceptance_length"]
+
+
+def test_what_a_run_recorded_is_the_base_of_a_simulation(straight: str, root: Path) -> None:
+    run = recorded(root / "straight")
+    for row in metrics_of(root, "straight"):
+        part = run.only([row["step"]])
+        assert part.engine_steps["num_tokens"].sum() >= row["rollout/generated_tokens"]
+        assert 0 < part.busiest[row["step"]] < row["time/generate_s"]
+        assert part.drafts["steps"].sum() == row["rollout/num_drafts"] and set(part.engine_steps["k"]) == {3}
+    assert run_system(root / "straight", ["max_num_seqs=4"]).build().engines.max_num_seqs == 4
+    predicted, measured = compared(run)["generation"]
+    assert predicted == pytest.approx(measured, rel=0.25), "steps of milliseconds, on a machine that others use"
 
 
 def test_a_used_name_is_refused(straight: str, root: Path) -> None:

@@ -225,19 +225,20 @@ def test_a_drafter_switched_on_in_mid_request_knows_what_came_before(adaptive: L
 
 
 @pytest.fixture(scope="module")
-def timed(adaptive: LiveEngine) -> tuple[LiveEngine, int, float]:
-    """The engine after its draft lengths were timed, with the number of timings and the seconds they took."""
+def timed(adaptive: LiveEngine) -> tuple[LiveEngine, list[list[float]], float]:
+    """The engine after its draft lengths were timed, with the timings and the seconds they took."""
     fix(adaptive, None)
     assert adaptive.run(adaptive.engine.describe_speculation()) == f"k={K} at every batch size (fixed)"
     started = time.perf_counter()
     prompts = [request.prompt_token_ids for request in make_requests(6, length=40)]
-    number = adaptive.run(adaptive.engine.time_draft_lengths(prompts))
-    return adaptive, number, time.perf_counter() - started
+    measured = adaptive.run(adaptive.engine.time_draft_lengths(prompts))
+    return adaptive, measured, time.perf_counter() - started
 
 
-def test_all_draft_lengths_are_timed_within_the_time(timed: tuple[LiveEngine, int, float]) -> None:
-    live, number, seconds = timed
-    assert 2 * (K + 1) <= number <= NUM_BATCH_SIZES * (K + 1)
+def test_all_draft_lengths_are_timed_within_the_time(timed: tuple[LiveEngine, list[list[float]], float]) -> None:
+    live, measured, seconds = timed
+    assert 2 * (K + 1) <= len(measured) <= NUM_BATCH_SIZES * (K + 1)
+    assert all(0 <= k <= K and 0 < second < 1 and 0 <= error < 1 for k, _, second, error, _ in measured)
     assert seconds < MEASURE_SECONDS + 5
     live.run(live.engine.set_num_speculative_tokens(None))
     assert live.engine._chooses
@@ -245,13 +246,19 @@ def test_all_draft_lengths_are_timed_within_the_time(timed: tuple[LiveEngine, in
     assert "fixed" not in words and ("gain" in words or "off" in words)
 
 
-def test_the_gain_of_a_step_is_reported(timed: tuple[LiveEngine, int, float]) -> None:
+def test_the_gain_of_a_step_is_reported(timed: tuple[LiveEngine, list[list[float]], float]) -> None:
     live, _, _ = timed
     live.run(live.engine.set_num_speculative_tokens(None))
     live.generate(make_requests(8), tap=False)
     gain_of(live)
     batch = live.generate(make_requests(8, first=100), tap=False)
-    gain = gain_of(live)
+    gain, steps = live.run(live.engine.take_window())
+    assert sum(step.num_tokens for step in steps) >= batch.num_generated_tokens
+    assert {step.kind for step in steps} >= {"prompts", "steady"} and max(step.batch for step in steps) <= 8
+    decoding = [step for step in steps if step.kind != "prompts"]
+    assert sum(step.num_steps for step in decoding) == gain.num_steps
+    assert sum(step.seconds for step in decoding) == pytest.approx(gain.seconds)
+    assert 0 < sum(step.seconds for step in steps) < 1.05 * batch.seconds
     assert gain is not None
     assert 0.2 < gain.speedup_vs_no_speculation < 5.0 and gain.num_steps >= 48 / (K + 1) - 1
     assert 0 < gain.seconds < 1.5 * batch.seconds
@@ -261,7 +268,7 @@ def test_the_gain_of_a_step_is_reported(timed: tuple[LiveEngine, int, float]) ->
 
 
 def test_nothing_is_reported_of_text_with_another_sampling_or_a_fixed_length(
-    timed: tuple[LiveEngine, int, float],
+    timed: tuple[LiveEngine, list[list[float]], float],
 ) -> None:
     live, _, _ = timed
     live.run(live.engine.set_num_speculative_tokens(None))
@@ -274,7 +281,7 @@ def test_nothing_is_reported_of_text_with_another_sampling_or_a_fixed_length(
     assert gain_of(live) is None
 
 
-def test_greedy_text_is_the_same_with_chosen_draft_lengths(timed: tuple[LiveEngine, int, float]) -> None:
+def test_greedy_text_is_the_same_with_chosen_draft_lengths(timed: tuple[LiveEngine, list[list[float]], float]) -> None:
     live, _, _ = timed
     plain = greedy_texts(live, 0)
     fix(live, None)
@@ -282,7 +289,7 @@ def test_greedy_text_is_the_same_with_chosen_draft_lengths(timed: tuple[LiveEngi
 
 
 def test_a_new_drafter_comes_with_what_is_expected_of_it(
-    timed: tuple[LiveEngine, int, float], fitted_drafter: Drafter
+    timed: tuple[LiveEngine, list[list[float]], float], fitted_drafter: Drafter
 ) -> None:
     live, _, _ = timed
     fix(live, None)

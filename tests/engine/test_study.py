@@ -28,6 +28,15 @@ def test_a_study_runs_to_its_report(study_file: Path, tmp_path: Path) -> None:  
     assert row["rollout/acceptance_length"] >= 1 and row["versions/policy"] == 0
     [row] = [json.loads(line) for line in (folder / "runs/no-speculation-s0/metrics.jsonl").read_text().splitlines()]
     assert "rollout/acceptance_length" not in row and "policy/loss" not in row
+    told = json.loads((folder / "runs/no-speculation-s0/steps.jsonl").read_text())
+    steps = told["engines"]["0"]
+    assert (
+        told["acceptance"] == []
+        and {k for k, *_ in steps} == {0}
+        and {step[2] for step in steps} >= {"prompts", "steady"}
+    )
+    assert sum(step[4] for step in steps) == row["rollout/generated_tokens"]
+    assert 0 < sum(step[5] for step in steps) < row["time/generate_s"]
 
     again = subprocess.run(command, capture_output=True, text=True, timeout=420)
     assert again.returncode == 0 and "seed 0 finished" in again.stdout, again.stdout + again.stderr

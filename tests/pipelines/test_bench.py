@@ -13,8 +13,7 @@ import torch
 
 from cotrain.config.schema import RolloutConfig
 from cotrain.models.loading import resolve_model
-from cotrain.records import RolloutBatch, RolloutRequest, SpeculationCounts
-from cotrain.rollout.engine import Window
+from cotrain.records import RolloutBatch, RolloutRequest, SpeculationCounts, StepTotal, Window
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
@@ -170,7 +169,8 @@ class RecordingEngine:
         self.name, self.log = name, log
 
     async def take_window(self) -> Window:
-        return Window(None, {2: (6, 0.5), 1: (2, 0.5)})  # two requests, then one
+        prompts = StepTotal(2, 2, "prompts", 1, 2, 9.0)
+        return Window(None, [prompts, StepTotal(2, 2, "steady", 1, 6, 0.5), StepTotal(2, 1, "steady", 1, 2, 0.5)])
 
     async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         self.num_speculative_tokens = num_speculative_tokens

@@ -14,7 +14,7 @@ import numpy as np
 from cotrain.records import GainReport
 from cotrain.rollout.speculation.measurement import measured_length, measured_sizes
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from cotrain.rollout.speculation.step_costs import Array, StepCosts, Trials
+from cotrain.rollout.speculation.step_costs import QUANTILE, Array, StepCosts, Trials
 
 DECIDE_STEPS = 16
 """Engine steps from one choice to the next; a choice takes about 0.1 ms."""
@@ -70,18 +70,17 @@ class SpeculationController:
         """Start a report. Without `learns` its steps, of another sampling, teach nothing about those to come."""
         self._learns = learns
         self._gain, self._without = GainReport(), np.zeros(self.max_batch)
-        self._decoded: dict[int, tuple[int, float]] = {}
+        self._totals: dict[tuple[int, int, str], list[float]] = {}  # number, tokens and seconds of engine steps
 
     def report(self) -> dict[str, Any]:
-        """The report, and start the next. gain: fields of a GainReport. decoded: [batch size, tokens, seconds] of the
-        steps without prompts."""
+        """The report, and start the next. gain: fields of a GainReport. steps: those of each StepTotal."""
         gain = replace(self._gain, seconds_without=float(self._without.sum()), num_checks=self._num_checks)
         if self._costs is not None:
             seconds_at = self._without * self._costs.ratios()
             gain = replace(gain, seconds_at=seconds_at.T[self._without > 0].tolist())
-        decoded = [[batch, *row] for batch, row in self._decoded.items()]
+        steps = [[*key, *total] for key, total in self._totals.items()]
         self.begin(self._learns)
-        return {"gain": asdict(gain), "decoded": decoded}
+        return {"gain": asdict(gain), "steps": steps}
 
     def fix_num_speculative_tokens(self, num_speculative_tokens: int | None) -> bool:
         """The same length at every batch size; None gives the choice back. Is the length chosen here from now on?
@@ -102,18 +101,23 @@ class SpeculationController:
         """Time the engine steps that follow, at all draft lengths."""
         self._measured, self._num_steps = {}, 0
 
-    def end_measuring(self) -> int:
-        """Choose from now on by the steps since `begin_measuring`. The number of measured (length, batch size); 0: too
+    def end_measuring(self) -> list[list[float]]:
+        """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns for each measured length
+        and batch size both, seconds, their relative standard error and the number of steps. None of them: there were too
         few steps, and the length stays fixed."""
         assert self._measured is not None
         measured, self._measured = self._measured, None
+        self.begin(self._learns)
         try:
             self._costs = StepCosts(self.max_speculative_tokens, self.max_batch, measured)
         except ValueError:
-            return 0
+            return []
         self._fixed = None
         self._decide()
-        return len(measured)
+        rows = (
+            (*cell, np.quantile(s, QUANTILE), np.log(s).std() / len(s) ** 0.5, len(s)) for cell, s in measured.items()
+        )
+        return [list(map(float, row)) for row in rows]
 
     def new_drafter(self, expected_rates: Sequence[float] | None = None) -> None:
         """Another drafter serves from now on; expected_rates: see ServedAcceptance, None where nothing is expected."""
@@ -164,6 +168,7 @@ class SpeculationController:
     def idle(self, now: float) -> None:
         """The last request has finished."""
         self._end_step(now)
+        self._started = now
         if self._before is not None:
             self._end_trial(self._before.batch)
         self._before = None
@@ -178,13 +183,14 @@ class SpeculationController:
         chooses = self._fixed is None and self._measured is None
         if self._learns and (chooses or self._measured is not None):
             self._acceptance.observe(step.drafts)
+        kind = "prompts" if step.computes_prompts else "steady" if step.steady else "mixed"
+        total = self._totals.setdefault((step.num_speculative_tokens, step.batch, kind), [0, 0, 0.0])
+        total[:] = total[0] + 1, total[1] + step.num_tokens, total[2] + seconds
         if step.computes_prompts:
             return
-        tokens, total = self._decoded.get(step.batch, (0, 0.0))
-        self._decoded[step.batch] = tokens + step.num_tokens, total + seconds
         if self._measured is not None:
             self._num_steps += 1
-            if step.steady and step.batch in measured_sizes(self.max_batch):
+            if kind == "steady" and step.batch in measured_sizes(self.max_batch):
                 self._measured.setdefault((step.num_speculative_tokens, step.batch), []).append(seconds)
         elif chooses and self._costs is not None:
             self._count(self._costs, step, before, seconds)

@@ -49,10 +49,10 @@ class EngineSpec:
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """The arguments of AsyncEngineArgs. Raises ValueError when there are fewer GPUs than tensor-parallel ranks.
 
-    Without speculation the engine is scheduled as vLLM would by itself. With it, vLLM's asynchronous scheduling is off:
-    our scheduler, which chooses a draft length for each step, extends the synchronous one, and with the asynchronous one
-    requests that are preempted while they speculate, as every policy update does, read memory that is not theirs
-    (https://github.com/vllm-project/vllm/issues/49620). The price is that a GPU waits for the scheduler in each step.
+    Without speculation our scheduler only adds up steps, and extends the one that vLLM would take by itself. With it, vLLM's
+    asynchronous scheduling is off: requests that are preempted while they speculate, as every policy update does, would
+    read memory that is not theirs (https://github.com/vllm-project/vllm/issues/49620). The price is that a GPU waits for
+    the scheduler in each step.
     """
     from vllm.platforms import current_platform
 
@@ -80,8 +80,12 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         # In a placement group of Ray, vLLM would by itself ask Ray for workers.
         arguments["distributed_executor_backend"] = "mp"
     speculation = _speculation(spec)
+    overlaps = speculation is None and not current_platform.is_cpu()  # on which vLLM never does
+    arguments["scheduler_cls"] = (
+        f"{PACKAGE}.scheduling.{'OverlappingScheduler' if overlaps else 'DraftLengthScheduler'}"
+    )
     if speculation is not None:
-        arguments |= {"async_scheduling": False, "scheduler_cls": f"{PACKAGE}.scheduling.DraftLengthScheduler"}
+        arguments["async_scheduling"] = False
         if not current_platform.is_cpu() and not GRAPH_ARGUMENTS & rollout.vllm.keys():
             arguments["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs, rollout.num_speculative_tokens)
     if spec.weight_transfer != "files":

@@ -28,6 +28,7 @@ WRAPPED = {
     f"{RUNNER}._sample": "self logits spec_decode_metadata",
     f"{SCHEDULER}.schedule": "self throttle_prefills",
     f"{SCHEDULER}.update_from_output": "self scheduler_output model_runner_output",
+    f"{SCHEDULER}.set_pause_state": "self pause_state",
 }
 """Functions that ours stand in for, and all their parameters in order."""
 
@@ -53,6 +54,7 @@ USED = {
     f"{PROPOSER}.propose": "num_speculative_tokens target_token_ids target_positions target_hidden_states "
     "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata",
     SCHEDULER: "dynamic_sd_lookup num_spec_tokens scheduler_config has_unfinished_requests vllm_config",
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": "",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_spec_tokens_to_schedule num_scheduled_tokens "
     "scheduled_spec_decode_tokens scheduled_new_reqs finished_req_ids",
     "vllm.v1.outputs:ModelRunnerOutput": "sampled_token_ids req_id_to_index",

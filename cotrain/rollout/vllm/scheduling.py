@@ -1,8 +1,9 @@
-"""vLLM's scheduler with a draft length for each step, and how the engine's owner reaches its speculation controller."""
+"""vLLM's schedulers with a controller that sees each step and chooses draft lengths, and how the engine's owner reaches it."""
 
 import time
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
@@ -39,6 +40,18 @@ class DraftLengthScheduler(Scheduler):
             self.controller.idle(time.perf_counter())
         return outputs
 
+    def set_pause_state(self, pause_state: Any) -> None:
+        self.controller.idle(time.perf_counter())  # a pause is no part of the step before it
+        super().set_pause_state(pause_state)
+
+
+class OverlappingScheduler(DraftLengthScheduler, AsyncScheduler):
+    """vLLM's asynchronous scheduler, for engines without speculation: the controller only adds up steps.
+
+    A step is scheduled while the one before it runs, so that a step ends one `schedule` later. Its time is still that from
+    the end of the one before it to its own.
+    """
+
 
 def _call_controller(core: Any, method: str, args: list[Any]) -> Any:
     """Between two engine steps. Results are plain lists and numbers, all that vLLM sends from one process to another."""
@@ -50,7 +63,7 @@ EngineCore.cotrain_speculation = _call_controller
 
 
 async def call_controller(engine: Any, method: str, *args: Any) -> Any:
-    """Call a method of the speculation controller of an AsyncLLM that speculates."""
+    """Call a method of the speculation controller of an AsyncLLM."""
     return await engine.engine_core.call_utility_async("cotrain_speculation", method, list(args))
 
 

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
-from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
 from cotrain.trainer.trainer import FreshScores
 from cotrain.transport.payload import WeightUpdateRefused
 from tests.cotrain.publish.simulated import DRAFT_TOKENS, acceptance_table, sample_rollouts, score
-from tests.speculation_counts import counts
 
 RANDOM, GOOD = -8.0, 1.0  # acceptance lengths 1.00 and 2.2
 PROMPTS, SAMPLES = 8, 4
@@ -40,17 +39,18 @@ class World:
         table = acceptance_table(self.rollouts, skill, rng)
         out = []
         for row, length in enumerate(self.rollouts.lengths):
-            num_drafts, accepted, start = 0, [0] * DRAFT_TOKENS, 0
+            steps, start = list[tuple[int, int]](), 0
             while start < length and self.num_speculative_tokens:
-                num_drafts, k = num_drafts + 1, 0
+                k = 0
                 while k < self.num_speculative_tokens and self.rollouts.luck[row, start + k] < table[row, k, start]:
-                    accepted[k] += 1
                     k += 1
+                steps.append((self.num_speculative_tokens, k))
                 start += 1 + k
-            found = counts(num_drafts, self.num_speculative_tokens, accepted, DRAFT_TOKENS) if num_drafts else None
+            found = counts_of_steps(steps, DRAFT_TOKENS) if steps else None
             versions = Versions(step - 1, self.serving)
             prompt, response = str(self.rollouts.prompts[row]), [3] * int(length)
-            out.append(Rollout(prompt, row, [1, 2], response, [0.0] * len(response), "", "stop", versions, found))
+            none = [0.0] * len(response)
+            out.append(Rollout(prompt, row, [1, 2], response, none, "", "stop", versions, found, tuple(steps)))
         num_tokens = int(self.rollouts.lengths.sum())
         return RolloutBatch(out, [], total_counts(r.speculation for r in out), num_tokens * 0.05, num_tokens)
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from cotrain.process.failures import RunFailure
-from cotrain.records import GainReport, SwapReport, Versions, WeightPayload
+from cotrain.records import GainReport, StepTotal, SwapReport, Versions, WeightPayload, Window
 from cotrain.roles.engines import MOST_RESTARTS, RolloutEngines, engine_specs
-from cotrain.rollout.engine import Window
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.transport.payload import WeightUpdateRefused
 
@@ -23,7 +22,7 @@ class Engine:
         self.refuses, self.error = refuses, error
         self.served, self.before = [0], 0
         self.log: list[str] = []
-        self.window = Window(None, {})
+        self.window = Window(None, [])
         self.digests = PAYLOAD.digests
 
     def take_window(self) -> Window:
@@ -205,13 +204,13 @@ def test_all_engines_know_the_same_history() -> None:
     assert engines.stand_ins[0].log[-1] == "save checkpoint"
 
 
-def test_the_gain_of_a_step_is_that_of_the_engines_that_report_one() -> None:
-    reports = [GainReport(100, 3.0, 3.6, 3.3, 5, 0.06, 2), GainReport(40, 1.0, 1.0, 1.0, 0, 0.0, 0), None]
-    engines = [Engine() for _ in reports]
-    for engine, gain in zip(engines, reports, strict=True):
-        engine.window = Window(gain, {})
-    assert engines_of(*engines).take_gain() == GainReport(140, 4.0, 4.6, 4.3, 5, 0.06, 2)
-    assert engines_of(*engines[2:]).take_gain() is None
+def test_what_an_engine_has_seen_is_known_by_its_number_whichever_are_away() -> None:
+    stand_ins = [Engine() for _ in range(3)]
+    for i, engine in enumerate(stand_ins):
+        engine.window = Window(GainReport(i), [StepTotal(0, i + 1, "steady", 1, 1, 0.1)])
+    engines = engines_of(*stand_ins)
+    engines.lose(0, RunFailure("it died"))
+    assert engines.take_windows() == {1: stand_ins[1].window, 2: stand_ins[2].window}
 
 
 def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise(run_config: Any) -> None:

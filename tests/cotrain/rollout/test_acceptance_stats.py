@@ -4,7 +4,7 @@ import pytest
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from cotrain.records import Rollout, SpeculationCounts, Versions
-from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
+from cotrain.rollout.acceptance_stats import counts_by_depth, counts_of_steps, total_counts
 from tests.speculation_counts import counts as counts_of
 
 
@@ -64,3 +64,22 @@ def test_a_rollout_in_which_drafting_paused_is_told_apart(steps, num_tokens, thr
     counts = counts_of_request(metrics_of(steps))
     rollout = Rollout("p", 0, [1], [7] * num_tokens, [0.0] * num_tokens, "", "length", Versions(0, 0), counts)
     assert rollout.drafted_throughout == throughout
+
+
+def rollout_of(num_tokens: int, steps: list[tuple[int, int]]) -> Rollout:
+    tokens, log_probs = [5] * num_tokens, [0.0] * num_tokens
+    counts = counts_of_steps(steps, 3)
+    return Rollout("p", 0, [1], tokens, log_probs, "", "stop", Versions(0, 0), counts, tuple(steps))
+
+
+def test_steps_are_counted_at_the_depth_at_which_they_were_made():
+    """Of a response that was drafted throughout, and of one that was drafted for at its end alone."""
+    throughout = rollout_of(40, [(3, 3)] * 9 + [(3, 2)])
+    assert counts_by_depth([throughout]) == [[0, 3, 3, 8], [32, 3, 2, 1], [32, 3, 3, 1]]
+    overshoots = rollout_of(39, [(3, 3)] * 9 + [(3, 2)])
+    assert counts_by_depth([overshoots]) == counts_by_depth([throughout]), "its end cuts a token off"
+    at_its_end = rollout_of(129, [(1, 0), (2, 1), (2, 0)])
+    assert counts_by_depth([rollout_of(3, []), throughout, at_its_end]) == [
+        [0, 3, 3, 8], [32, 1, 0, 1], [32, 2, 1, 1], [32, 3, 2, 1], [32, 3, 3, 1], [128, 2, 0, 1],
+    ]  # fmt: skip
+    assert counts_by_depth([rollout_of(3, [])]) == []

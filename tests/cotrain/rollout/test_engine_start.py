@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from cotrain.config.schema import RolloutConfig
 from cotrain.records import GainReport
@@ -49,10 +50,22 @@ def test_the_draft_length_is_the_schedulers(tmp_path: Path) -> None:
     assert arguments["per_request_spec_decode_metrics"] == "detailed"  # counts are sorted by draft length
 
 
-def test_without_speculation_vllm_schedules_as_it_would_by_itself(tmp_path: Path) -> None:
+def test_without_speculation_vllm_schedules_as_it_would_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a scheduler that adds up steps, and overlaps them with scheduling where vLLM's own would: not on a CPU."""
+    from vllm.platforms import current_platform
+
     arguments = engine_arguments(spec_of(tmp_path, None))
-    for name in ("speculative_config", "additional_config", "scheduler_cls", "async_scheduling"):
+    for name in ("speculative_config", "additional_config", "async_scheduling"):
         assert name not in arguments
+    assert not issubclass(pkgutil.resolve_name(arguments["scheduler_cls"]), AsyncScheduler)
+    with monkeypatch.context() as gpu:
+        gpu.setattr(type(current_platform), "is_cpu", lambda self: False)
+        arguments = engine_arguments(spec_of(tmp_path, None))
+        assert issubclass(pkgutil.resolve_name(arguments["scheduler_cls"]), AsyncScheduler)
+        assert "async_scheduling" not in arguments
+        assert engine_arguments(spec_of(tmp_path))["scheduler_cls"].endswith("DraftLengthScheduler")
     speculating = engine_arguments(spec_of(tmp_path))
     assert speculating["async_scheduling"] is False and speculating["scheduler_cls"].endswith("DraftLengthScheduler")
 
@@ -130,6 +143,6 @@ def test_the_owner_reaches_the_controller_in_vllms_engine_core() -> None:
     core.scheduler.controller.observe(Step(1, 2, False, [], 2))
     core.scheduler.controller.idle(0.5)
     report = asyncio.run(call_controller(engine, "report"))
-    assert report["decoded"] == [[2, 2, 0.5]] and GainReport(**report["gain"]) == GainReport()
+    assert report["steps"] == [[1, 2, "mixed", 1, 2, 0.5]] and GainReport(**report["gain"]) == GainReport()
     assert asyncio.run(call_controller(engine, "new_drafter", [0.5, 0.3])) is None
     assert asyncio.run(call_controller(engine, "begin", False)) is None

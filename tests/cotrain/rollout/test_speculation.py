@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.records import GainReport
+from cotrain.records import GainReport, StepTotal
 from cotrain.rollout.speculation.controller import SpeculationController
 from cotrain.rollout.speculation.step_costs import StepCosts
 from tests.cotrain.rollout.simulated_engine import (
@@ -188,7 +188,8 @@ def test_the_report_says_what_the_tokens_would_take_at_each_length() -> None:
     found = engine.rule.report()
     report = GainReport(**found["gain"])
     table = np.array(report.seconds_at)
-    assert table.shape == (len(found["decoded"]), K + 1)
+    batches = {batch for _, batch, kind, *_ in found["steps"] if kind != "prompts"}
+    assert table.shape == (len(batches), K + 1)
     assert table[:, 0].sum() == pytest.approx(report.seconds_without)
     alone = table[0] / table[0, 0]  # rows are by batch size
     assert alone == pytest.approx([1.0, *CPU.ratios[0]], rel=0.05)
@@ -219,9 +220,10 @@ def test_drafts_that_no_step_was_left_to_verify_do_not_count() -> None:
     assert drafted > 10 and in_vain > 0, "calls of both kinds"
 
 
-def test_tokens_and_seconds_are_added_up_by_batch_size() -> None:
-    """Those of every step that computed no prompt, also of a fixed length; each once."""
+def test_every_step_is_added_up_once_by_draft_length_batch_size_and_kind() -> None:
+    """Also those of a fixed length, and those that compute prompts; but none of the measurement at the start."""
     engine = engine_of(GOOD, max_batch=4, noise=QUIET)
+    assert engine.rule.report()["steps"] == []
     engine.rule.fix_num_speculative_tokens(0)
     engine.drain([1.0])
     engine.rule.begin()
@@ -229,11 +231,38 @@ def test_tokens_and_seconds_are_added_up_by_batch_size() -> None:
     engine.rule.fix_num_speculative_tokens(K)
     engine.run(1, 1000)
     engine.drain([1.0, 1.0])
-    decoded = {batch: (tokens, seconds) for batch, tokens, seconds in engine.rule.report()["decoded"]}
-    assert set(decoded) == {1, 2, 4}
-    assert decoded[4] == (4 * 100, pytest.approx(100 * 0.0226, rel=0.02))
-    tokens, seconds = decoded[1]
+    steps = {step[:3]: step for step in (StepTotal(*row) for row in engine.rule.report()["steps"])}
+    assert set(steps) == {(0, 4, "steady"), (K, 1, "mixed"), (K, 1, "steady"), (K, 2, "prompts"), (K, 2, "steady")}
+    assert steps[0, 4, "steady"][3:] == (100, 4 * 100, pytest.approx(100 * 0.0226, rel=0.02))
+    assert steps[K, 1, "mixed"].num_steps == 1, "the first of another length verifies what the one before drafted"
+    assert steps[K, 1, "steady"].num_steps == 999 and steps[K, 2, "prompts"][3:5] == (1, 2)
+    _, tokens, seconds = steps[K, 1, "steady"][3:]
     assert tokens / seconds * CPU.without[0] == pytest.approx(speed_of_fixed(CPU, GOOD, 1, K), rel=0.05)
+
+
+def test_an_engine_without_speculation_adds_its_steps_up_too() -> None:
+    engine = SimulatedEngine(SpeculationController(0, 4), CPU, (0.0,) * K, QUIET)
+    engine.drain([3.0, 3.0])
+    engine.now += 100.0
+    engine.drain([2.0])
+    steps = [StepTotal(*row) for row in engine.rule.report()["steps"]]
+    assert [step[:5] for step in steps] == [
+        (0, 2, "prompts", 1, 2), (0, 2, "steady", 3, 6), (0, 1, "prompts", 1, 1), (0, 1, "steady", 2, 2),
+    ]  # fmt: skip
+    assert sum(step.seconds for step in steps) == pytest.approx(engine.now - 100.0), "nothing of the time between"
+
+
+def test_measured_steps_are_told_with_their_error() -> None:
+    engine = engine_of(GOOD, measured=False, noise=Noise(steps=0.1, late=0.0, slow_every=float("inf")))
+    told, end = [], engine.rule.end_measuring
+    engine.rule.end_measuring = lambda: told.extend(end())
+    engine.measure(16)
+    assert {(k, batch) for k, batch, *_ in told} == {(k, batch) for k in range(K + 1) for batch in (1, 4, 16, 32)} - {
+        (k, 32) for k in range(K + 1)
+    }
+    for k, batch, seconds, error, number in told:
+        assert error == pytest.approx(0.1 / number**0.5, rel=0.6)
+        assert seconds == pytest.approx(CPU.seconds(k, k, batch) * np.exp(-0.67 * 0.1), rel=5 * error)
 
 
 def test_reason_in_words() -> None:
@@ -264,7 +293,7 @@ def test_requests_too_short_for_any_measurement_leave_the_length_fixed() -> None
     engine = engine_of(GOOD, measured=False)
     engine.rule.begin_measuring()
     engine.drain([2] * 4)
-    assert engine.rule.end_measuring() == 0
+    assert engine.rule.end_measuring() == []
     assert engine.rule.describe() == f"k={K} at every batch size (fixed)"
 
 

@@ -149,7 +149,7 @@ def test_only_the_sizes_to_be_measured_count() -> None:
         k = controller.draft_lengths(now)[batch]
         controller.observe(Step(k, batch, False, [(k, 0)] * batch if k else [], batch))
         now += 0.1
-    assert controller.end_measuring() == K + 1
+    assert [row[0] for row in controller.end_measuring()] == list(reversed(range(K + 1)))
 
 
 def test_batch_sizes_share_the_time_the_largest_first() -> None:
@@ -236,8 +236,9 @@ def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_s
         Step(0, 0, False, [], 0),
     ]
     assert [step.steady for step in recorder.steps[:3]] == [False, True, False]
-    decoded = recorder.report()["decoded"]
-    assert [row[:2] for row in decoded] == [[2, 3], [1, 1]] and all(row[2] > 0 for row in decoded)
+    report = recorder.report()["steps"]
+    assert [row[:5] for row in report] == [[1, 2, "prompts", 1, 2], [1, 2, "steady", 1, 3], [2, 1, "mixed", 1, 1]]
+    assert all(row[5] > 0 for row in report)
 
 
 def test_a_request_drafts_what_is_worth_more_than_its_price() -> None:

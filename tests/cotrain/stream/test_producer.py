@@ -373,3 +373,4 @@ def test_the_order_of_every_step_is_compared_with_the_one_drawn_and_its_lengths_
         assert stream.producer._lengths.expected(name) == pytest.approx((np.exp(3) * 40) ** 0.5)
     finished = [row for row in read_rows(stream.events.path) if row["event"] == "finished"]
     assert {row["prompt"]: row["lengths"] for row in finished}[names[3]] == [40, 40]
+    assert all(row["prompt_tokens"] > 0 for row in finished)

@@ -1,0 +1,66 @@
+"""How many draft tokens a verification step accepts: the survival of each draft position, also by depth in the response."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cotrain.simulation.step_time import Array
+
+
+class Acceptance:
+    """Survival by draft position: the share of drafts of which at least j tokens are accepted."""
+
+    def __init__(self, survival: Sequence[float], by_depth: Sequence[tuple[int, Sequence[float]]] = ()):
+        """survival: of draft positions 1, 2, ... by_depth: (first response token, survival from there on), ascending.
+
+        Raises ValueError for a survival that is empty, rises or leaves 0 to 1, and for depths that do not rise.
+        """
+        self._survival = _checked(survival, "survival")
+        starts = [start for start, _ in by_depth]
+        if any(later <= earlier for earlier, later in zip([-1, *starts], starts, strict=False)):
+            raise ValueError(f"by_depth begins at tokens {starts}: give them in rising order from 0 on")
+        self._by_depth = [(start, _checked(curve, f"by_depth at token {start}")) for start, curve in by_depth]
+        if not starts or starts[0] > 0:
+            self._by_depth.insert(0, (0, self._survival))
+
+    @classmethod
+    def from_length(cls, length: float, k: int, decay: float = 0.97) -> "Acceptance":
+        """Draft position i is accepted after those before it with probability a decay^(i-1), at most 1.
+
+        a is such that k draft tokens give this acceptance length. Raises ValueError for one outside 1 to k + 1.
+        """
+        if k < 1 or not 1 <= length <= k + 1:
+            raise ValueError(f"acceptance length {length} with k = {k}: it lies between 1 and k + 1, with k at least 1")
+        powers = decay ** np.arange(k)
+        low, high = 0.0, 1 / powers[-1]
+        for _ in range(100):
+            middle = (low + high) / 2
+            too_low = 1 + np.cumprod(np.minimum(1.0, middle * powers)).sum() < length
+            low, high = (middle, high) if too_low else (low, middle)
+        return cls(np.cumprod(np.minimum(1.0, high * powers)).tolist())
+
+    def survival(self, k: int) -> Array:
+        """[k]; beyond the known positions each token is accepted after those before it as often as the last known one."""
+        return _extended(self._survival, k)
+
+    def length(self, k: int) -> float:
+        """Tokens that a verification step of k draft tokens emits on average."""
+        return 1.0 + float(self.survival(k).sum())
+
+    def at_depth(self, k: int) -> tuple[Array, Array]:
+        """[d] first response tokens, the first of them 0, and [d, k] the survival from each of them on."""
+        starts = np.array([start for start, _ in self._by_depth], float)
+        return starts, np.stack([_extended(curve, k) for _, curve in self._by_depth])
+
+
+def _checked(survival: Sequence[float], name: str) -> Array:
+    curve = np.asarray(survival, float)
+    if not len(curve) or not (curve[0] <= 1 and curve[-1] >= 0 and (np.diff(curve) <= 0).all()):
+        raise ValueError(f"{name} {curve.tolist()}: give P(at least 1, 2, ... accepted), from 0 to 1 and never rising")
+    return curve
+
+
+def _extended(curve: Array, k: int) -> Array:
+    before = curve[-2] if len(curve) > 1 else 1.0
+    rate = curve[-1] / before if before else 0.0
+    return np.concatenate([curve, curve[-1] * rate ** np.arange(1, max(k - len(curve), 0) + 1)])[:k]

@@ -1,0 +1,145 @@
+"""Seconds of an engine step by draft length and batch size: interpolated between measured cells, or a law fitted to them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Cells = Mapping[tuple[int, int], float]
+"""(draft length, batch size) -> seconds of a decode step."""
+
+Origin = Literal["measured", "fitted", "roofline"]
+
+
+class StepTime(Protocol):
+    """What an engine step of draft length k costs.
+
+    base: [n] seconds of a decode step at these batch sizes, without what its context costs. slope: seconds for each token of
+    context that the requests of the step hold together. prefill: seconds that computing so many prompt tokens adds to the
+    decode steps. covers: whether the step lies within what was measured; what does not is extrapolated, and to be marked.
+    """
+
+    @property
+    def origin(self) -> Origin: ...
+    def base(self, k: int, batch: Array) -> Array: ...
+    def slope(self, k: int) -> float: ...
+    def prefill(self, num_tokens: float) -> float: ...
+    def covers(self, k: int, batch: int) -> bool: ...
+
+
+class MeasuredCells:
+    """Linear in log seconds over log batch size between measured batch sizes, and in k between measured draft lengths.
+
+    Beyond the last cell it goes on with the slope between the last two, but never gets cheaper.
+    """
+
+    origin: Origin = "measured"
+
+    def __init__(self, cells: Cells, prefill_tokens_per_s: float | None = None, slope: float = 0.0):
+        """cells: without what context costs, slope seconds a token. Raises ValueError for none or for impossible ones."""
+        _check(cells)
+        self._prefill_tokens_per_s, self._slope = prefill_tokens_per_s, slope
+        self._cells: dict[int, dict[int, float]] = {}
+        for (k, batch), seconds in sorted(cells.items()):
+            self._cells.setdefault(k, {})[batch] = seconds
+
+    def base(self, k: int, batch: Array) -> Array:
+        """[n] seconds. Raises ValueError for a k below the measured ones, or where there is only another one."""
+        if k in self._cells:
+            return self._at_length(k, batch)
+        lengths = list(self._cells)
+        if k < lengths[0] or len(lengths) == 1:
+            raise ValueError(f"steps were measured with k = {lengths}: for k = {k} give cells of its own")
+        upper = min(int(np.searchsorted(lengths, k)), len(lengths) - 1)
+        low, high = (self._at_length(lengths[i], batch) for i in (upper - 1, upper))
+        rise = (high - low) / (lengths[upper] - lengths[upper - 1])
+        return high + (np.maximum(rise, 0.0) if k > lengths[-1] else rise) * (k - lengths[upper])
+
+    def _at_length(self, k: int, batch: Array) -> Array:
+        x, y = np.log(np.array(list(self._cells[k].items()), float)).T
+        wanted = np.log(batch)
+        seconds = np.interp(wanted, x, y)
+        if len(x) > 1:
+            first, last = np.maximum((np.diff(y) / np.diff(x))[[0, -1]], 0.0)
+            seconds += first * np.minimum(wanted - x[0], 0.0) + last * np.maximum(wanted - x[-1], 0.0)
+        return np.exp(seconds)
+
+    def slope(self, k: int) -> float:
+        return self._slope
+
+    def prefill(self, num_tokens: float) -> float:
+        return num_tokens / self._prefill_tokens_per_s if self._prefill_tokens_per_s else 0.0
+
+    def covers(self, k: int, batch: int) -> bool:
+        around = [n for n in self._cells if n <= k][-1:] + [n for n in self._cells if n >= k][:1]
+        return len(around) == 2 and all(min(self._cells[n]) <= batch <= max(self._cells[n]) for n in around)
+
+
+@dataclass(frozen=True)
+class FittedLaw:
+    """(m^p + (f T)^p)^(1/p) + k (d0 + d1 B) seconds of a step of B requests, which computes T = B (k + 1) rows.
+
+    That is a roofline with a rounded ridge, m seconds for the weights and f for a row, and k draft passes that cost alike.
+    """
+
+    m: float
+    f: float
+    p: float
+    d0: float
+    d1: float
+    fitted: tuple[int, int, int]
+    """Largest k, least and largest batch size of the cells that it was fitted to."""
+
+    origin: ClassVar[Origin] = "fitted"
+
+    @classmethod
+    def fit(cls, cells: Cells) -> "FittedLaw":
+        """Least squares of relative errors. Raises ValueError with fewer than five cells, one batch size or one k."""
+        from scipy.optimize import least_squares
+
+        _check(cells)
+        if len(cells) < 5 or any(len(set(axis)) < 2 for axis in zip(*cells, strict=True)):
+            raise ValueError("a law of five constants needs five cells, two batch sizes and two draft lengths at least")
+        (k, batch), seconds = np.array(list(cells), float).T, np.array(list(cells.values()))
+        unit = np.array([seconds.min(), seconds.min(), 1.0, seconds.min(), seconds.min()])
+
+        def errors(logs: Array) -> Array:
+            return np.log(_law(np.exp(logs) * unit, k, batch) / seconds)
+
+        starts = [(0.9, 0.05, 2.0, 0.1, 0.01), (0.9, 0.02, 1.3, 0.2, 0.001), (0.5, 0.1, 3.0, 0.01, 0.02)]
+        bounds = ([-40, -40, 0, -40, -40], [40, 40, 4, 40, 40])
+        found = min((least_squares(errors, np.log(x), bounds=bounds) for x in starts), key=lambda fit: fit.cost)
+        m, f, p, d0, d1 = (np.exp(found.x) * unit).tolist()
+        return cls(m, f, p, d0, d1, (int(k.max()), int(batch.min()), int(batch.max())))
+
+    @classmethod
+    def leave_one_out(cls, cells: Cells) -> dict[tuple[int, int], float]:
+        """Relative error of each cell when a law fitted to the others predicts it."""
+        laws = {cell: cls.fit({other: cells[other] for other in cells if other != cell}) for cell in cells}
+        return {(k, n): law.base(k, np.array([n])).item() / cells[k, n] - 1 for (k, n), law in laws.items()}
+
+    def base(self, k: int, batch: Array) -> Array:
+        return _law(np.array([self.m, self.f, self.p, self.d0, self.d1]), k, batch)
+
+    def slope(self, k: int) -> float:
+        return 0.0
+
+    def prefill(self, num_tokens: float) -> float:
+        return self.base(0, np.array([num_tokens])).item() if num_tokens else 0.0
+
+    def covers(self, k: int, batch: int) -> bool:
+        return k <= self.fitted[0] and self.fitted[1] <= batch <= self.fitted[2]
+
+
+def _law(constants: Array, k: Array | int, batch: Array) -> Array:
+    m, f, p, d0, d1 = constants
+    weights, rows = p * np.log(m), p * np.log(f * batch * (k + 1))
+    return np.exp(np.logaddexp(weights, rows) / p) + k * (d0 + d1 * batch)
+
+
+def _check(cells: Cells) -> None:
+    if not cells or any(k < 0 or batch < 1 or not 0 < seconds < np.inf for (k, batch), seconds in cells.items()):
+        raise ValueError(f"step times {dict(cells)}: give seconds above 0 by (k from 0 on, batch size from 1 on)")

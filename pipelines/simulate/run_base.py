@@ -1,0 +1,195 @@
+"""A finished run as the measured base of a simulation: what its folder records, as fields of a SYSTEM.toml."""
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from cotrain import __version__
+from cotrain.config.errors import ConfigError
+from cotrain.config.load import Table, read_config
+from cotrain.config.schema import RunConfig
+from cotrain.records import StepTotal
+from cotrain.run.rows import read_rows
+from cotrain.simulation.lengths import resampled
+from cotrain.simulation.step_time import Cells, MeasuredCells
+from cotrain.simulation.system import System, parse_system
+from cotrain.stream.lengths import makespan
+
+LEAST_STEPS, LEAST_DRAFTS = 8, 200
+"""Engine steps behind a cell, and verification steps behind the acceptance of a part of the response; fewer are mostly noise."""
+
+DRAWS = 64
+IDLE = "generation without engine steps"
+FIELDS = {"k": "drafter.k", "num_speculative_tokens": "drafter.k", "max_num_seqs": "system.max_num_seqs"}
+FIELDS |= {"num_engines": "system.engines", "lag": "learner.lag", "max_policy_lag": "learner.lag"}
+"""What a run calls fields of a SYSTEM.toml, without the sections before the name."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run recorded, in tables with a column `step`.
+
+    engine_steps: engine, k and the other fields of StepTotal. drafts: depth, drafted, accepted, steps, see counts_by_depth.
+    groups: engine, lengths and prompt_tokens of each prompt's samples, in the order in which they began. times: time/... of
+    metrics.jsonl. timed: seconds by k and batch size that were timed at the start.
+    """
+
+    folder: Path
+    config: RunConfig
+    engine_steps: pd.DataFrame
+    drafts: pd.DataFrame
+    groups: pd.DataFrame
+    times: pd.DataFrame
+    timed: dict[tuple[int, int], float]
+
+    def only(self, steps: Collection[int]) -> "Run":
+        """What was recorded of these steps."""
+        tables = {name: getattr(self, name) for name in ("engine_steps", "drafts", "groups", "times")}
+        return replace(self, **{name: table[table["step"].isin(steps)] for name, table in tables.items()})
+
+    def steps(self, kind: str) -> pd.DataFrame:
+        return self.engine_steps[self.engine_steps["kind"] == kind]
+
+    @property
+    def busiest(self) -> pd.Series:
+        """By step, seconds of all engine steps of the engine that was at work longest."""
+        return self.engine_steps.groupby(["step", "engine"])["seconds"].sum().groupby("step").max()
+
+
+def recorded(folder: Path) -> Run:
+    """Raises ValueError naming the file that is missing or says too little."""
+    config, rows = read_config(folder / "config.json"), read_rows(folder / "steps.jsonl")
+    if config.rollout.history is not None:
+        raise ValueError(
+            f"{folder}: drafts from history differ in length by request, which is not simulated from a run"
+        )
+    totals = [[row["step"], int(e), *t] for row in rows for e, ts in row.get("engines", {}).items() for t in ts]
+    drafts = [[row["step"], *counts] for row in rows for counts in row.get("acceptance", ())]
+    timed = [cell for row in rows for engine in row.get("measured", ()) for cell in engine]
+    events = read_rows(folder / "stream.jsonl")
+    began = {event["group"]: place for place, event in enumerate(events) if event["event"] == "dispatched"}
+    ended = [event for event in events if event["event"] == "finished" and "prompt_tokens" in event]
+    ended.sort(key=lambda event: began[event["group"]])
+    metrics = [row for row in read_rows(folder / "metrics.jsonl") if "time/step_s" in row]
+    lost = {event["step"] for event in events if event["event"] == "lost"}  # engines did more than is told of these
+    whole = ({row[0] for row in totals} & {row["step"] for row in ended} & {row["step"] for row in metrics}) - lost
+    if not whole:
+        raise ValueError(
+            f"{folder / 'steps.jsonl'}: {'tells of no whole step' if rows else 'no such file'}. A run writes it in versions "
+            f"that have cotrain simulate (such as this one, {__version__}): run it again, or give a SYSTEM.toml"
+        )
+    return Run(
+        folder,
+        config,
+        pd.DataFrame(totals, columns=["step", "engine", "k", *StepTotal._fields[1:]]),
+        pd.DataFrame(drafts, columns=["step", "depth", "drafted", "accepted", "steps"]),
+        pd.DataFrame(ended),
+        pd.DataFrame(metrics).filter(regex="^(step$|time/)").fillna(0.0),
+        {(int(k), int(batch)): seconds for k, batch, seconds, *_ in timed},
+    ).only(whole)
+
+
+def cells_of(run: Run) -> dict[tuple[int, int], float]:
+    """Seconds by k and batch size. What was timed at the start fills in, at the pace at which the run went."""
+    sums = run.steps("steady").groupby(["k", "batch"])[["num_steps", "seconds"]].sum()
+    sums = sums[sums["num_steps"] >= min(LEAST_STEPS, sums["num_steps"].max())]
+    cells: dict[tuple[int, int], float] = (sums["seconds"] / sums["num_steps"]).to_dict()
+    if not (run.timed and cells):
+        return cells or run.timed
+    there = MeasuredCells(run.timed)
+    paces = [np.log(seconds / there.base(k, np.array([batch]))[0]) for (k, batch), seconds in cells.items()]
+    pace = float(np.exp(np.average(paces, weights=sums["seconds"])))
+    return {cell: pace * seconds for cell, seconds in run.timed.items()} | cells
+
+
+def prefill_rate(run: Run, cells: Cells) -> float | None:
+    """Prompt tokens for each second that steps with prompts took beyond those without; None where they took no longer."""
+    prompts, cost = run.steps("prompts"), MeasuredCells(cells)
+    columns = zip(prompts["k"], prompts["batch"], prompts["num_steps"], strict=True)
+    more = prompts["seconds"].sum() - sum(n * cost.base(k, np.array([batch]))[0] for k, batch, n in columns)
+    tokens = (run.groups["prompt_tokens"] * run.groups["lengths"].map(len)).sum()
+    return float(tokens / more) if more > 0 and tokens else None
+
+
+def ratio_error(run: Run) -> float | None:
+    """Relative standard error of a speculating step over one without, from how cells scatter over steps; None with one."""
+    n = run.steps("steady")
+    logs = np.log(n["seconds"] / n["num_steps"]).groupby([n["k"] > 0, n["k"], n["batch"]])
+    scatter = pd.DataFrame({"error": logs.var() / logs.size(), "weight": logs.size()}).dropna()
+    parts = [np.average(part["error"], weights=part["weight"]) for _, part in scatter.groupby(level=0)]
+    return float(np.sqrt(sum(parts))) if parts else None
+
+
+def survival_of(drafts: pd.DataFrame) -> list[float]:
+    """Share of drafts of which at least 1, 2, ... tokens are accepted, by how often each is after all before it."""
+    rates = []
+    for position in range(1, int(drafts["drafted"].max()) + 1):
+        reached = drafts[(drafts["drafted"] >= position) & (drafts["accepted"] >= position - 1)]
+        if not reached.empty:
+            rates.append(reached.loc[reached["accepted"] >= position, "steps"].sum() / reached["steps"].sum())
+    return [float(share) for share in np.cumprod(rates)]
+
+
+def acceptance_of(drafts: pd.DataFrame) -> tuple[list[float], list[tuple[int, list[float]]]]:
+    """Survival, and that from each response token on at which enough was drafted."""
+    depths = [(int(depth), part) for depth, part in drafts.groupby("depth") if part["steps"].sum() >= LEAST_DRAFTS]
+    return survival_of(drafts), [(depth, survival_of(part)) for depth, part in depths]
+
+
+def usual_groups(run: Run) -> list[list[int]]:
+    """Response lengths of prompts that together take about as many engine steps as those of a step do on average, for fewer
+    and more slots and engines: of the run's own steps and of others drawn from it, the ones that do best."""
+    engines, slots = run.config.rollout.num_engines, run.config.rollout.max_num_seqs
+    shapes = list(itertools.product((engines, 2 * engines), (-(-slots // 2), slots, 2 * slots)))
+    steps = run.groups.groupby("step")["lengths"].apply(list).tolist()
+    drawn = [resampled(run.groups["lengths"].tolist(), len(steps[0]), seed) for seed in range(DRAWS)]
+    candidates = [[sum(map(sum, groups)), *(makespan(groups, *shape) for shape in shapes)] for groups in steps + drawn]
+    errors = np.log(np.array(candidates) / np.mean(candidates[: len(steps)], axis=0))
+    return (steps + drawn)[int((errors**2).sum(1).argmin())]
+
+
+def table_of(run: Run) -> Table:
+    """What these steps measured, as fields of a SYSTEM.toml."""
+    rollout, cells, mean = run.config.rollout, cells_of(run), run.times.mean()
+    names = ("step", "generate", "wait_for_rollouts", "learn", "update", "swap_policy")
+    step, generate, wait, learn, update, swap = (float(mean.get(f"time/{name}_s", 0.0)) for name in names)
+    idle = max(0.0, generate - float(run.busiest.mean()))  # with lag nobody knows it
+    seconds = {"update": update, IDLE: idle, "other": max(0.0, step - generate - wait - learn - swap)}
+    cost: Table = {"type": "cells", "error": ratio_error(run), "prefill_tokens_per_s": prefill_rate(run, cells)}
+    cost["cells"] = [[k, batch, 1e3 * s] for (k, batch), s in sorted(cells.items())]
+    prompt_tokens = round(run.groups["prompt_tokens"].mean())
+    table: Table = {
+        "system": {"engines": rollout.num_engines, "max_num_seqs": rollout.max_num_seqs},
+        "cost": cost,
+        "workload": {"prompt_tokens": prompt_tokens, "order": rollout.order, "groups": usual_groups(run)},
+        "learner": {"seconds": seconds, "lag": run.config.stream.max_policy_lag, "sync_seconds": swap},
+    }
+    if not run.drafts.empty:
+        drafter: Table = {"k": rollout.num_speculative_tokens, "adaptive": rollout.speculation.adaptive}
+        drafter["accept"], drafter["by_depth"] = acceptance_of(run.drafts)
+        lengths = np.array([1 + sum(survival_of(drafts)) for _, drafts in run.drafts.groupby("step")])
+        if len(lengths) > 2:  # from one step to the next, so that what the drafter learns is no error
+            drafter["error"] = float(np.sqrt((np.diff(lengths) ** 2).mean() / 2 / len(lengths)) / lengths.mean())
+        gain = max(1 + sum(drafter["accept"]) - float(lengths[0]), 1e-6)  # none is written as very little
+        training = {"gain": gain, "seconds_per_step": max(0.0, learn - update), "exposed": True}
+        table |= {"drafter": drafter, "cotraining": training}
+    return table
+
+
+def run_system(folder: Path, overrides: Sequence[str] = ()) -> System:
+    """A run with key=value over it. Raises ValueError as `recorded` does, ConfigError as `parse_system` and `renamed` do."""
+    run = recorded(folder)
+    return parse_system(table_of(run), renamed(overrides), f"measured in {len(run.times)} steps of {folder}")
+
+
+def renamed(overrides: Sequence[str]) -> list[str]:
+    """key=value by a run's names as those of a SYSTEM.toml. Raises ConfigError for settings that change what was measured."""
+    changes = [(key, key.rpartition(".")[2], value) for key, _, value in (text.partition("=") for text in overrides)]
+    if refused := [key for key, name, _ in changes if name in ("temperature", "top_p", "top_k")]:
+        line = "how much is accepted and how long responses are both change with it; run again with it"
+        raise ConfigError([f"{key}: {line}" for key in refused])
+    return [f"{FIELDS.get(name, key)}={value}" for key, name, value in changes]

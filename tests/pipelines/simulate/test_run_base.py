@@ -1,0 +1,157 @@
+"""A run's folder as the base of a simulation: what is read from it, what may be changed, and whether it predicts itself.
+
+The runs are planted: what their steps cost and accept is known.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cotrain.config.errors import ConfigError
+from cotrain.run.rows import read_rows
+from cotrain.simulation.scenario import simulate
+from pipelines.simulate.check import check_run, compared
+from pipelines.simulate.run_base import cells_of, prefill_rate, recorded, renamed, run_system
+from tests.pipelines.simulate.planted_run import (
+    AROUND,
+    EARLY,
+    LATE,
+    OTHER,
+    PREFILL_TOKENS_PER_S,
+    PROMPT_TOKENS,
+    K,
+    measured_generation,
+    seconds_of,
+    write_run,
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One with a drafter, one without; the same with other settings."""
+    root = tmp_path_factory.mktemp("runs")
+    settings: dict[str, dict[str, Any]] = {"spec": {}, "plain": {"k": 0}, "wide": {"slots": 16}, "two": {"engines": 2}}
+    return {name: write_run(root / name, **fields) for name, fields in settings.items()}
+
+
+def test_what_steps_cost_and_accept_is_read_back(runs: dict[str, Path]) -> None:
+    run = recorded(runs["spec"])
+    cells = cells_of(run)
+    assert {(0, 1), (1, 4), (2, 8), (2, 5)} <= cells.keys(), "those of the run, and what was timed before it"
+    for (k, batch), seconds in cells.items():
+        assert seconds == pytest.approx(seconds_of(k, batch), rel=0.04)
+    assert prefill_rate(run, cells) == pytest.approx(PREFILL_TOKENS_PER_S, rel=0.05)
+    system = run_system(runs["spec"])
+    drafter = system.config.drafter
+    assert drafter is not None
+    by_depth = dict(drafter.by_depth)
+    assert by_depth[0] == pytest.approx(np.cumprod(EARLY), abs=0.03)
+    assert by_depth[128] == pytest.approx(np.cumprod(LATE), abs=0.03)
+    assert 0.001 < drafter.error < 0.03 and 0.0005 < (system.config.cost.error or 0) < 0.02
+    assert system.config.workload.prompt_tokens == PROMPT_TOKENS
+    assert "8 steps of" in system.origins["cost.cells"]
+
+
+def test_seconds_beside_the_engines_are_told_apart(runs: dict[str, Path]) -> None:
+    with_drafter, without = (run_system(runs[name]).build() for name in ("spec", "plain"))
+    for scenario, exposed in ((with_drafter, 0.4), (without, 0.0)):
+        seconds = scenario.learner_seconds
+        assert seconds == pytest.approx(
+            {"update": 1.5, "generation without engine steps": AROUND, "other": OTHER}, abs=1e-6
+        )
+        assert scenario.drafter_seconds == pytest.approx(exposed) and scenario.sync_seconds == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("wide", ["rollout.vllm.max_num_seqs=16"]), ("two", ["num_engines=2"]), ("plain", ["k=0"])],
+)
+def test_other_settings_are_predicted(runs: dict[str, Path], name: str, changes: list[str]) -> None:
+    """Against a run that was made with them."""
+    before, after = (simulate(run_system(runs["spec"], change).build()).seconds + AROUND for change in ([], changes))
+    assert before / after == pytest.approx(
+        measured_generation(runs["spec"]) / measured_generation(runs[name]), rel=0.07
+    )
+
+
+def test_settings_go_by_the_names_of_a_run_or_of_a_system(runs: dict[str, Path]) -> None:
+    scenario = run_system(runs["spec"], ["num_speculative_tokens=1", "drafter.adaptive=false", "lag=1"]).build()
+    assert (scenario.k, scenario.lag) == (1, 1)
+    assert renamed(["learner.lag=2", "workload.limit=64"]) == ["learner.lag=2", "workload.limit=64"]
+    with pytest.raises(ConfigError, match=r"rollout\.temperature: how much is accepted and how long"):
+        run_system(runs["spec"], ["rollout.temperature=0.5"])
+
+
+def test_a_run_without_speculation_is_a_base_but_tells_nothing_of_drafts(runs: dict[str, Path]) -> None:
+    assert simulate(run_system(runs["plain"]).build()).seconds > 0
+    with pytest.raises(ValueError, match="measured with k = "):
+        run_system(runs["plain"], ["k=2", "drafter.accept=[0.7, 0.5]"]).build().cost.base(2, np.array([1.0]))
+
+
+def test_steps_that_were_not_measured_are_known_as_such(runs: dict[str, Path]) -> None:
+    cost = run_system(runs["spec"]).build().cost
+    assert cost.covers(K, 8) and cost.covers(0, 1)
+    assert not cost.covers(K, 9) and not cost.covers(K + 1, 4)
+
+
+@pytest.mark.parametrize("name", ["spec", "plain", "two"])
+def test_a_run_predicts_itself(runs: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_run(runs[name]) == 0
+    assert capsys.readouterr().out.count("bound") == 3
+    for predicted, measured in compared(recorded(runs[name])).values():
+        assert predicted == pytest.approx(measured, rel=0.03)
+
+
+def test_a_run_that_is_not_predicted_fails(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its odd steps were made on a machine that is slower by half than that of the even ones, by which they are predicted."""
+    folder = Path(shutil.copytree(runs["spec"], tmp_path / "slow"))
+    rows = {name: read_rows(folder / f"{name}.jsonl") for name in ("steps", "metrics")}
+    for row in (row for file in rows.values() for row in file if row["step"] % 2):
+        row |= {name: 1.5 * row[name] for name in ("time/generate_s", "time/step_s") if name in row}
+        row |= (
+            {"engines": {"0": [[*rest, 1.5 * seconds] for *rest, seconds in row["engines"]["0"]]}}
+            if "engines" in row
+            else {}
+        )
+    for name, changed in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+    assert check_run(folder) == 1
+    assert [line[:28] for line in capsys.readouterr().out.splitlines() if line.endswith("off")] == [
+        "generation of held-out steps"
+    ]
+
+
+def test_one_line_says_what_a_run_lacks(runs: dict[str, Path], tmp_path: Path) -> None:
+    old = Path(shutil.copytree(runs["spec"], tmp_path / "old"))
+    (old / "steps.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"old/steps\.jsonl: no such file\. A run writes it in versions that have"):
+        run_system(old)
+    (old / "steps.jsonl").write_text("")
+    shutil.copy(runs["spec"] / "steps.jsonl", old)
+    (old / "stream.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"steps\.jsonl: tells of no whole step"):
+        run_system(old)
+    with pytest.raises(ValueError, match=r"3 whole steps in .* are too few to hold some out"):
+        compared(recorded(runs["spec"]).only([1, 2, 3]))
+    history = {"speculation": {"proposers": [{"type": "suffix"}]}}
+    suffix = write_run(tmp_path / "suffix", steps=1, drafter=None, rollout={"prompts_per_step": 8} | history)
+    with pytest.raises(ValueError, match="drafts from history differ in length"):
+        recorded(suffix)
+    lagging = write_run(tmp_path / "lagging", steps=4, stream={"max_policy_lag": 1})
+    assert run_system(lagging).build().lag == 1
+    with pytest.raises(ValueError, match=r"--check: with stream\.max_policy_lag above 0"):
+        check_run(lagging)
+
+
+def test_a_step_that_lost_a_group_is_left_out(runs: dict[str, Path], tmp_path: Path) -> None:
+    """What its engine did until it died is not in the record."""
+    folder = Path(shutil.copytree(runs["spec"], tmp_path / "lost"))
+    with (folder / "stream.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "event": "lost", "group": 24, "engine": 0}) + "\n")
+    assert sorted(recorded(folder).times["step"]) == [1, 2, 4, 5, 6, 7, 8]
