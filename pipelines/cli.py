@@ -23,7 +23,7 @@ COMMANDS = {
     "bench": ("pipelines.bench.command:main", "measure speculation arms side by side on one engine"),
     "simulate": (
         "pipelines.simulate.command:main",
-        "simulate what speculation makes of a step, on a described or a measured system",
+        "simulate steps of a system or a run, with and without speculation",
     ),
     "doctor": ("pipelines.doctor.command:main", "check this machine or cluster before a run is started on it"),
     "drafters": ("pipelines.cli:drafters", "list or pull the drafters that runs have published"),

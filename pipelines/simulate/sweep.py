@@ -76,18 +76,12 @@ def tornado(scenario: Scenario) -> dict[str, tuple[float, float]]:
         ),
     }
     if isinstance(cost, Roofline):
-        h, host = cost.hardware, cost.host
+        h, host, of = cost.hardware, cost.host, lambda *changes: replace(s, cost=cost.changed(*changes))
         inputs |= {
-            "bandwidth of memory": lambda f: replace(
-                s, cost=cost.changed(replace(h, memory_bandwidth=f * h.memory_bandwidth))
-            ),
-            "operations a second": lambda f: replace(
-                s, cost=cost.changed(replace(h, flops={p: f * n for p, n in h.flops.items()}))
-            ),
-            "host time of a draft token": lambda f: replace(
-                s, cost=cost.changed(host=replace(host, draft_s=f * host.draft_s))
-            ),
-            "host time of a step": lambda f: replace(s, cost=cost.changed(host=replace(host, step_s=f * host.step_s))),
+            "bandwidth of memory": lambda f: of(replace(h, memory_bandwidth=f * h.memory_bandwidth)),
+            "operations a second": lambda f: of(replace(h, flops={p: f * n for p, n in h.flops.items()})),
+            "host time of a draft token": lambda f: of(None, replace(host, draft_s=f * host.draft_s)),
+            "host time of a step": lambda f: of(None, replace(host, step_s=f * host.step_s)),
         }
     found = {f"{name} x0.5, x2": (speedup(change(0.5)), speedup(change(2.0))) for name, change in inputs.items()}
     found["acceptance length x0.9, x1.1"] = (base * 0.9, base * 1.1)

@@ -59,6 +59,13 @@ def test_requests_that_wait_are_counted_as_the_event_loop_counts_them(engines: E
     assert generation_seconds(drafting) == pytest.approx(simulate(drafting, seeds=8).seconds, rel=0.04)
 
 
+def test_requests_that_wait_on_gpus_are_counted_alike() -> None:
+    waiting = described(
+        "system.max_num_seqs=8", "system.engines=2", "workload.prompts=4", "workload.mean_length=700"
+    ).build()
+    assert generation_seconds(waiting) == pytest.approx(simulate(waiting, seeds=4).seconds, rel=0.03)
+
+
 def test_several_seeds_give_the_mean() -> None:
     alone = [answer(scenario(lengths=[[9], [30], [8]]), seeds).arm.generation.drafted for seeds in (1, 50)]
     assert alone[1] != alone[0] == pytest.approx(alone[1], rel=0.3)
