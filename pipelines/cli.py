@@ -21,6 +21,10 @@ COMMANDS = {
     "export": ("pipelines.export.command:main", "write a run's policy and drafter as folders that stock vLLM serves"),
     "verify": ("pipelines.verify.command:main", "test whether speculation leaves the sampled distribution alone"),
     "bench": ("pipelines.bench.command:main", "measure speculation arms side by side on one engine"),
+    "simulate": (
+        "pipelines.simulate.command:main",
+        "simulate steps of a system or a run, with and without speculation",
+    ),
     "doctor": ("pipelines.doctor.command:main", "check this machine or cluster before a run is started on it"),
     "drafters": ("pipelines.cli:drafters", "list or pull the drafters that runs have published"),
     "ui": ("pipelines.cli:ui", "print how to look at the runs in a browser"),

@@ -17,7 +17,7 @@ from pipelines.ablate.plan import ArmConfig, StudyConfig, load_study, runs_of
 ROOT = Path(__file__).parent.parent
 FILES = sorted(ROOT.glob("configs/**/*.toml"))
 STUDIES = [path for path in FILES if "config" in tomllib.loads(path.read_text())]
-CONFIGS = [path for path in FILES if path not in STUDIES]
+CONFIGS = [path for path in FILES if path not in STUDIES and path.parent.name != "simulate"]
 SECTIONS = list(walk_sections())
 MOST_FIELDS = 113
 

@@ -73,10 +73,10 @@ def type_name(field: dict[str, Any]) -> str:
     return f"{name} {limits}".rstrip()
 
 
-def help_text(width: int = 100) -> str:
+def help_text(width: int = 100, root: type[Section] = RunConfig) -> str:
     """Every field, grouped by section, with its docstring wrapped to `width` columns."""
     blocks = []
-    for block in walk_sections():
+    for block in walk_sections(root):
         title = f"[{block.path}]" if block.path else "(top level)"
         title += f'  type = "{block.kind}"' if block.kind else ""
         lines = [title, *_wrap(block.section.__doc__ or "", "  ", width)]

@@ -87,9 +87,9 @@ class RolloutEngine:
     async def time_draft_lengths(self, prompts: Sequence[list[int]]) -> list[list[float]]:
         """Measure engine steps at all draft lengths; from then on the length follows what is fastest.
 
-        prompts: token ids of requests such as will come, at least one. Returns a row for each pair of draft length and batch
-        size that was measured (SpeculationController.end_measuring): none without rollout.speculation.adaptive, or when rollouts are too
-        short to measure any; the length then stays fixed.
+        prompts: token ids of requests such as will come, at least one. Returns a row for each draft length and batch size
+        that was measured, see SpeculationController.end_measuring: none without rollout.speculation.adaptive, or when
+        rollouts are too short to measure any; the length then stays fixed.
         """
         rollout = self.spec.rollout
         if not self.spec.chooses_length:

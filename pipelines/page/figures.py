@@ -74,7 +74,7 @@ def line_figure(
     return figure
 
 
-def range_figure(ranges: pd.DataFrame, xlabel: str) -> Figure:
+def range_figure(ranges: pd.DataFrame, xlabel: str, digits: int = 2) -> Figure:
     """A row for each label of the index: a dot at `mean`, a bar from `min` to `max`, and a line at 1."""
     rows = range(len(ranges))
     with _styled_axes(1.1 + 0.42 * len(ranges)) as (figure, axes):
@@ -82,7 +82,8 @@ def range_figure(ranges: pd.DataFrame, xlabel: str) -> Figure:
         axes.hlines(rows, ranges["min"], ranges["max"], color=COLOURS[0], linewidth=3, alpha=0.5)
         axes.plot(ranges["mean"], rows, "o", color=COLOURS[0], markersize=7)
         for row, mean in zip(rows, ranges["mean"], strict=True):
-            axes.annotate(f"{mean:.2f}", (mean, row), (0, 7), textcoords="offset points", ha="center", fontsize=9)
+            at = (mean, row), (0, 7)
+            axes.annotate(f"{mean:.{digits}f}", *at, textcoords="offset points", ha="center", fontsize=9)
         axes.set_yticks(rows, [textwrap.fill(label, 34) for label in ranges.index], fontsize=9)
         axes.set(xlabel=xlabel, ylim=(len(ranges) - 0.5, -0.7))
         axes.margins(x=0.12)

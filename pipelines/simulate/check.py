@@ -48,10 +48,8 @@ def compared(run: Run) -> dict[str, tuple[float, float]]:
 
 
 def generation_seconds(base: Scenario, step: Run, drafting: Run) -> float:
-    """Seconds in which the engines generate a step's responses, each where it was, in steps that cost what they do in `base`.
-
-    drafting: steps whose draft lengths, by batch size, and acceptance hold.
-    """
+    """Seconds in which the engines generate a step's responses, each where it was, by the step times of `base`, and by
+    the acceptance and the draft lengths at each batch size of `drafting`."""
     decoding = drafting.engine_steps[drafting.engine_steps["kind"] != "prompts"]
     usual = decoding.groupby(["batch", "k"])["num_steps"].sum().unstack(fill_value=0).idxmax(axis=1)
     k = usual.reindex(range(base.engines.max_num_seqs + 1), method="nearest").tolist()

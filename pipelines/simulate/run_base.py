@@ -20,7 +20,7 @@ from cotrain.simulation.system import System, parse_system
 from cotrain.stream.lengths import makespan
 
 LEAST_STEPS, LEAST_DRAFTS = 8, 200
-"""Engine steps behind a cell, and verification steps behind the acceptance of a part of the response; fewer are mostly noise."""
+"""Engine steps behind a cell, verification steps behind the acceptance at a depth; fewer are mostly noise."""
 
 DRAWS = 64
 IDLE = "generation without engine steps"
@@ -64,9 +64,7 @@ def recorded(folder: Path) -> Run:
     """Raises ValueError naming the file that is missing or says too little."""
     config, rows = read_config(folder / "config.json"), read_rows(folder / "steps.jsonl")
     if config.rollout.history is not None:
-        raise ValueError(
-            f"{folder}: drafts from history differ in length by request, which is not simulated from a run"
-        )
+        raise ValueError(f"{folder}: drafts from history differ in length by request: not simulated from a run")
     totals = [[row["step"], int(e), *t] for row in rows for e, ts in row.get("engines", {}).items() for t in ts]
     drafts = [[row["step"], *counts] for row in rows for counts in row.get("acceptance", ())]
     timed = [cell for row in rows for engine in row.get("measured", ()) for cell in engine]
@@ -146,10 +144,10 @@ def usual_groups(run: Run) -> list[list[int]]:
     engines, slots = run.config.rollout.num_engines, run.config.rollout.max_num_seqs
     shapes = list(itertools.product((engines, 2 * engines), (-(-slots // 2), slots, 2 * slots)))
     steps = run.groups.groupby("step")["lengths"].apply(list).tolist()
-    drawn = [resampled(run.groups["lengths"].tolist(), len(steps[0]), seed) for seed in range(DRAWS)]
-    candidates = [[sum(map(sum, groups)), *(makespan(groups, *shape) for shape in shapes)] for groups in steps + drawn]
-    errors = np.log(np.array(candidates) / np.mean(candidates[: len(steps)], axis=0))
-    return (steps + drawn)[int((errors**2).sum(1).argmin())]
+    tried = steps + [resampled(run.groups["lengths"].tolist(), len(steps[0]), seed) for seed in range(DRAWS)]
+    sizes = np.array([[sum(map(sum, groups)), *(makespan(groups, *shape) for shape in shapes)] for groups in tried])
+    errors = np.log(sizes / sizes[: len(steps)].mean(0))
+    return tried[int((errors**2).sum(1).argmin())]
 
 
 def table_of(run: Run) -> Table:
@@ -181,13 +179,13 @@ def table_of(run: Run) -> Table:
 
 
 def run_system(folder: Path, overrides: Sequence[str] = ()) -> System:
-    """A run with key=value over it. Raises ValueError as `recorded` does, ConfigError as `parse_system` and `renamed` do."""
+    """A run with key=value over it. Raises ValueError for a run that says too little, ConfigError for what is no value."""
     run = recorded(folder)
     return parse_system(table_of(run), renamed(overrides), f"measured in {len(run.times)} steps of {folder}")
 
 
 def renamed(overrides: Sequence[str]) -> list[str]:
-    """key=value by a run's names as those of a SYSTEM.toml. Raises ConfigError for settings that change what was measured."""
+    """key=value by the names of a SYSTEM.toml. Raises ConfigError for settings that change what was measured."""
     changes = [(key, key.rpartition(".")[2], value) for key, _, value in (text.partition("=") for text in overrides)]
     if refused := [key for key, name, _ in changes if name in ("temperature", "top_p", "top_k")]:
         line = "how much is accepted and how long responses are both change with it; run again with it"

@@ -102,9 +102,8 @@ class SpeculationController:
         self._measured, self._num_steps = {}, 0
 
     def end_measuring(self) -> list[list[float]]:
-        """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns for each measured length
-        and batch size both, seconds, their relative standard error and the number of steps. None of them: there were too
-        few steps, and the length stays fixed."""
+        """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns [length, batch size,
+        seconds, their relative standard error, steps] of each; none: too few steps, and the length stays fixed."""
         assert self._measured is not None
         measured, self._measured = self._measured, None
         self.begin(self._learns)

@@ -1,4 +1,4 @@
-"""vLLM's schedulers with a controller that sees each step and chooses draft lengths, and how the engine's owner reaches it."""
+"""vLLM's schedulers with a controller, which sees each step and chooses draft lengths, and how to reach it from outside."""
 
 import time
 from typing import Any
@@ -46,11 +46,8 @@ class DraftLengthScheduler(Scheduler):
 
 
 class OverlappingScheduler(DraftLengthScheduler, AsyncScheduler):
-    """vLLM's asynchronous scheduler, for engines without speculation: the controller only adds up steps.
-
-    A step is scheduled while the one before it runs, so that a step ends one `schedule` later. Its time is still that from
-    the end of the one before it to its own.
-    """
+    """vLLM's asynchronous scheduler, for engines without speculation, whose steps are only added up. The next is scheduled
+    while one runs, so that a step's time is that between two calls of `schedule` all the same."""
 
 
 def _call_controller(core: Any, method: str, args: list[Any]) -> Any:

@@ -1,0 +1,231 @@
+"""A system and its work as numbers, and what speculation makes of a step: the arm beside its twin without speculation."""
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from cotrain.simulation.acceptance import Acceptance
+from cotrain.simulation.closed_form import best_lengths, closed_form
+from cotrain.simulation.lengths import resampled
+from cotrain.simulation.rollout import DraftLengths, Engines, Generation, Ints, Order, Prices, deal, generate
+from cotrain.simulation.roofline import Roofline
+from cotrain.simulation.schedule import Schedule, schedule
+from cotrain.simulation.step_time import Array, StepTime
+
+DRAWS = 32
+"""Draws that an interval rests on. They spread evenly over the errors, so that more of them move its ends by little."""
+
+MOST_COMPARED = 7
+"""Longest draft that is compared with a scenario's own, unless that is longer."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    cost: StepTime
+    engines: Engines
+    lengths: list[list[int]]
+    """Response tokens of each prompt's samples."""
+    prompt_tokens: int
+    acceptance: Acceptance | None
+    k: DraftLengths
+    step_time_error: float = 0.0
+    """Relative standard error of what a speculating step takes over a plain one."""
+    acceptance_error: float = 0.0
+    """Relative standard error of the acceptance length."""
+    order: Order = "drawn"
+    learner_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of all stages of a step but generation."""
+    lag: int = 0
+    """Steps that generation may be ahead of the learner; 0 is synchronous."""
+    sync_seconds: float = 0.0
+    drafter_seconds: float = 0.0
+    """Drafter training that a step waits for."""
+    drafted_rows: int = 0
+    """Measurements of speculation that a roofline was adjusted to."""
+
+    @property
+    def envelope(self) -> bool:
+        """Does it speculate with step times behind which no measurement of speculation stands?"""
+        return self.cost.origin == "roofline" and not self.drafted_rows and self.most_drafted > 0
+
+    @cached_property
+    def flat(self) -> Ints:
+        return np.concatenate([np.asarray(group, np.int64) for group in self.lengths])
+
+    @property
+    def samples(self) -> int:
+        """Of each prompt; 1 where prompts differ in it, whose responses are then dealt out one by one."""
+        sizes = {len(group) for group in self.lengths}
+        return sizes.pop() if len(sizes) == 1 else 1
+
+    @cached_property
+    def shares(self) -> list[Ints]:
+        """Response tokens of each engine's requests, in the order in which they begin."""
+        return [self.flat[share] for share in deal(self.flat, self.engines.count, self.samples, self.order)]
+
+    @cached_property
+    def batches(self) -> Ints:
+        """Batch sizes that an engine goes through."""
+        return np.arange(min(self.engines.max_num_seqs, max(map(len, self.shares)))) + 1
+
+    @cached_property
+    def mean_context(self) -> float:
+        """Tokens of context of a running request, mean over all tokens generated."""
+        return self.prompt_tokens + float((self.flat.astype(float) ** 2).sum() / self.flat.sum()) / 2
+
+    @property
+    def most_drafted(self) -> int:
+        return self.k if isinstance(self.k, int) else max(self.k)
+
+    @property
+    def draft_lengths(self) -> list[int]:
+        """Those to compare: up to the scenario's own, and on as far as step times are known."""
+        own, sizes = self.most_drafted, self.batches.tolist()
+        known = (k for k in range(own + 1, MOST_COMPARED + 1) if any(self.cost.covers(k, batch) for batch in sizes))
+        return [*range(own + 1), *known] if self.acceptance else [0]
+
+    @property
+    def learning(self) -> float:
+        """Seconds of a step beside generation."""
+        return sum(self.learner_seconds.values()) + self.drafter_seconds + self.sync_seconds
+
+    def k_at(self, batch: int) -> int:
+        """Draft length of a step of so many requests."""
+        return self.k if isinstance(self.k, int) else self.k[batch]
+
+    def length(self, k: int) -> float:
+        """Acceptance length of k draft tokens."""
+        return self.acceptance.length(k) if self.acceptance and k else 1.0
+
+    def step(self, k: int, batch: Array) -> Array:
+        """[n] seconds of a decode step of requests with mean context."""
+        return self.cost.base(k, batch) + self.cost.slope(k) * batch * self.mean_context
+
+    def adaptive(self, most: int) -> "Scenario":
+        """With the draft length up to `most` that gives the most tokens a second, at each batch size."""
+        chosen = best_lengths(self.cost, self.acceptance, most, self.engines.max_num_seqs, self.mean_context)
+        return replace(self, k=chosen)
+
+    def without_speculation(self) -> "Scenario":
+        return replace(self, k=0, acceptance=None, drafter_seconds=0.0)
+
+    def scheduled(self, generation: Array, lag: int | None = None) -> Schedule:
+        """Steps that generate for so many seconds each; lag: instead of the scenario's."""
+        learning = np.full(len(generation), self.learning - self.sync_seconds)
+        return schedule(generation, learning, self.lag if lag is None else lag, self.sync_seconds)
+
+
+class Estimate(NamedTuple):
+    """A value with the ends of its 80 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, value: float, draws: Array) -> "Estimate":
+        return cls(value, *np.quantile(draws, (0.1, 0.9)).tolist())
+
+
+class Arm(NamedTuple):
+    generation: Generation
+    schedule: Schedule
+    mean_batch: float
+    """Requests that an engine runs at once while it has any."""
+    limit: str
+    """What the step would gain most from having for nothing."""
+
+
+class Answer(NamedTuple):
+    plain: Arm
+    arm: Arm
+    generation_speedup: Estimate
+    step_speedup: Estimate
+
+
+def answer(scenario: Scenario, seeds: int = 1) -> Answer:
+    """Simulate the arm and its twin without speculation, means over seeds, with intervals by draws of what is uncertain."""
+    arms = (scenario.without_speculation(), scenario)
+    runs = [simulate(arm, seeds) for arm in arms]
+    plain, speculating = (run.seconds for run in runs)
+    varied, gains = _draws(scenario)
+    times = [arm.scheduled(run.seconds * varied) for arm, run in zip(arms, runs, strict=True)]
+    before, after = (time.step_seconds for time in times)
+    steps = [before / scenario.scheduled(speculating * varied / gain).step_seconds for gain in gains]
+    without, with_ = (_arm(*parts) for parts in zip(arms, runs, times, strict=True))
+    gain = Estimate.of(plain / speculating, plain / speculating * gains)
+    return Answer(without, with_, gain, Estimate.of(before / after, np.array(steps)))
+
+
+def simulate(scenario: Scenario, seeds: int = 1) -> Generation:
+    """A step's generation by the event loop: means over seeds, and the timeline of the first."""
+    s, lengths = scenario, scenario.flat.tolist()
+    fixed = (s.cost, lengths, s.prompt_tokens, s.engines, s.k, s.acceptance)
+    runs = [generate(*fixed, seed, s.order, s.samples) for seed in range(seeds)]
+    names = [f.name for f in fields(Generation) if f.name != "timeline"]
+    return replace(runs[0], **{name: np.mean([getattr(run, name) for run in runs], axis=0) for name in names})
+
+
+def generation_seconds(scenario: Scenario) -> float:
+    """By the closed form, or where requests wait for a slot or for room, request by request with mean progress."""
+    s, shares, room = scenario, scenario.shares, scenario.engines.kv_tokens or np.inf
+    most, slots = max(map(len, shares)), s.engines.max_num_seqs
+    if most <= slots and all((share + s.prompt_tokens).sum() <= room for share in shares):
+        lengths = s.flat.tolist()
+        return closed_form(s.cost, lengths, s.prompt_tokens, s.engines.count, s.k, s.acceptance, s.order, s.samples)
+    prices = Prices.of(s.cost, s.k, min(slots, most), s.acceptance)
+    emitted = np.array([s.length(k) for k in prices.k.tolist()])
+    base, slope = (prices.base / emitted).tolist(), (prices.slope / emitted).tolist()
+    return max(_with_queue(share.tolist(), s, room, base, slope) for share in shares)
+
+
+def _with_queue(requests: list[int], s: Scenario, room: float, base: list[float], slope: list[float]) -> float:
+    """Seconds of an engine. base, slope: by batch size, for each token that a step emits for a request on average."""
+    prefill, waiting, running = s.cost.prefill(s.prompt_tokens), requests[::-1], list[tuple[float, int]]()
+    clock = progress = context = held = 0.0
+    while waiting or running:
+        while waiting and len(running) < len(base) - 1 and held + waiting[-1] + s.prompt_tokens <= room:
+            heapq.heappush(running, (progress + waiting[-1], waiting[-1]))
+            held += waiting.pop() + s.prompt_tokens
+            clock, context = clock + prefill, context + s.prompt_tokens
+        batch, (end, length) = len(running), heapq.heappop(running)
+        tokens, progress = end - progress, end
+        clock += tokens * (base[batch] + slope[batch] * (context + batch * tokens / 2))
+        context += batch * tokens - length - s.prompt_tokens
+        held -= length + s.prompt_tokens
+    return clock
+
+
+def _draws(scenario: Scenario) -> tuple[Array, Array]:
+    """[DRAWS] generation times of other prompts, and [DRAWS] speed-ups of them at other prices and acceptance lengths, both
+    over their mean. A speed-up is in proportion to the acceptance length, and to the inverse of the step-time ratio."""
+    drawn = [replace(scenario, lengths=resampled(scenario.lengths, len(scenario.lengths), i)) for i in range(DRAWS)]
+    plain, speculating = np.array(
+        [[generation_seconds(s.without_speculation()), generation_seconds(s)] for s in drawn]
+    ).T
+    levels = [NormalDist().inv_cdf((i + 0.5) / DRAWS) for i in range(DRAWS)]
+    error = np.hypot(scenario.step_time_error, scenario.acceptance_error) if scenario.most_drafted else 0.0
+    gains = plain / speculating * np.exp(error * np.random.default_rng(0).permutation(levels))
+    return plain / plain.mean(), gains / gains.mean()
+
+
+def _arm(scenario: Scenario, run: Generation, timed: Schedule) -> Arm:
+    times, running = np.array(run.timeline).T
+    batch = float((np.diff(times) * running[:-1]).sum() / run.engine_seconds.sum())
+    return Arm(run, timed, batch, _limit(scenario, run.seconds, max(1, round(batch))))
+
+
+def _limit(scenario: Scenario, seconds: float, batch: int) -> str:
+    """learner, or what limits the engines' steps, of which measured ones do not tell memory from host."""
+    if scenario.learning > seconds:
+        return "learner"
+    k = scenario.k_at(batch)
+    if isinstance(scenario.cost, Roofline):
+        return scenario.cost.limit(k, batch, batch * scenario.mean_context)
+    once, twice = scenario.step(k, np.array([1.0, 2.0]) * batch)
+    return "compute" if twice > 1.5 * once else "memory or host"

@@ -1,0 +1,324 @@
+"""SYSTEM.toml: what is simulated and where its constants come from, checked and turned into a scenario."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, reduce
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from cotrain.config.errors import ConfigError, readable_problems
+from cotrain.config.load import Table, merge, read_tables
+from cotrain.simulation.acceptance import Acceptance
+from cotrain.simulation.hardware import DrafterShape, Hardware, Model, hardware, model
+from cotrain.simulation.learner import Learner
+from cotrain.simulation.lengths import lognormal_lengths
+from cotrain.simulation.rollout import Engines
+from cotrain.simulation.roofline import Roofline
+from cotrain.simulation.scenario import Scenario
+from cotrain.simulation.step_time import FittedLaw, MeasuredCells, StepTime
+from drafters.config import Section
+
+Made = TypeVar("Made")
+
+STEP_TIME_ERRORS = {"measured": 0.03, "fitted": 0.1, "roofline": 0.35, "drafted row": 0.1}
+"""Relative error of the step-time ratio where the system states none, by where step times come from: about what
+docs/simulator.md finds on measurements that were held out, the last of a roofline that was adjusted to a drafted row."""
+
+OF_ANOTHER_SYSTEM = {"system.gpu", "system.model", "system.tensor_parallel", "drafter.type"}
+"""A drafted row says nothing of a system in which one of these was changed."""
+
+
+class EnginesConfig(Section):
+    """The rollout engines and what they run on."""
+
+    gpu: str | None = None
+    """GPU, by its name in cotrain/simulation/data/hardware.toml; needed by a roofline and by learner.gpus."""
+    model: str | None = None
+    """Policy, by its name in cotrain/simulation/data/models.toml; needed by a roofline and by learner.gpus."""
+    engines: PositiveInt = 1
+    """Rollout engines."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of an engine."""
+    max_num_seqs: PositiveInt = 256
+    """Most requests that an engine runs at once; others wait."""
+    graph_tokens: PositiveInt | None = None
+    """Largest step that has a captured CUDA graph, in tokens: requests times draft length + 1. Default: all steps have one.
+    Before its pull request 50488, vLLM had them up to min(2 max_num_seqs, 512) tokens."""
+    kv_tokens: PositiveInt | None = None
+    """Tokens of context that an engine holds. Default: what fits by a roofline; no limit with measured step times."""
+
+
+class RooflineCost(Section):
+    """Step times from data sheets, shapes, and constants fitted to measured operators."""
+
+    type: Literal["roofline"]
+    """Where step times come from."""
+    host_step_ms: NonNegativeFloat | None = None
+    """What the host adds to each step. Default, as of the next two: what hardware.toml states."""
+    host_draft_ms: NonNegativeFloat | None = None
+    """What the host adds for each pass of the drafter."""
+    eager_step_ms: NonNegativeFloat | None = None
+    """Least time of a step that has no captured graph."""
+    drafted_rows: NonNegativeInt = 0
+    """Measurements of speculation on this very system that these constants were adjusted to. Without one the answer is an
+    envelope: for systems that are known, such speed-ups came out 38 to 57 % too high."""
+    error: NonNegativeFloat | None = None
+    """Relative standard error of the step-time ratio. Default: 0.1 with a drafted row, 0.35 without."""
+
+
+class CellsCost(Section):
+    """Measured step times."""
+
+    type: Literal["cells"]
+    """Where step times come from."""
+    cells: tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...]
+    """[draft length, batch size, milliseconds of a decode step] of each measurement."""
+    law: bool = False
+    """Fit a law of five constants to the cells, which prompts then cost by too, in place of interpolating between them."""
+    prefill_tokens_per_s: PositiveFloat | None = None
+    """Prompt tokens computed a second, between cells. Default: prompts take no time."""
+    error: NonNegativeFloat | None = None
+    """Relative standard error of the step-time ratio. Default: 0.03 between cells, 0.1 by a law."""
+
+
+class WorkloadConfig(Section):
+    """What a step generates. Lengths are those of `groups`, or log-normal ones."""
+
+    prompts: PositiveInt = 64
+    """Prompts of a step."""
+    samples: PositiveInt = 16
+    """Responses to a prompt."""
+    prompt_tokens: NonNegativeInt = 200
+    """Tokens of a prompt."""
+    mean_length: PositiveFloat | None = None
+    """Mean tokens of a response before the limit cuts it."""
+    sigma: NonNegativeFloat = 1.0
+    """Standard deviation of the logarithm of a length."""
+    group_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Part of its variance that the samples of a prompt share."""
+    limit: PositiveInt = 32768
+    """Most tokens of a response."""
+    groups: tuple[Annotated[tuple[PositiveInt, ...], Field(min_length=1)], ...] = ()
+    """Tokens of real responses, by prompt, in place of prompts and samples; the limit cuts them too."""
+    order: Literal["drawn", "longest_first"] = "drawn"
+    """Order in which prompts begin."""
+
+
+class DrafterConfig(Section):
+    """Speculation; without this section there is none."""
+
+    type: Literal["eagle3", "mtp", "history"] = "eagle3"
+    """What drafts, for a roofline. history (n-gram, suffix) takes no time of its own and drafts unequal lengths."""
+    accept: tuple[float, ...] | None = None
+    """Share of drafts of which at least 1, 2, ... tokens are accepted."""
+    by_depth: tuple[tuple[NonNegativeInt, tuple[float, ...]], ...] = ()
+    """[first token of the response, accept from there on], where acceptance changes within a response."""
+    acceptance_length: PositiveFloat | None = None
+    """In place of accept: tokens that a verification step emits on average."""
+    acceptance_k: PositiveInt | None = None
+    """Draft length at which acceptance_length was measured. Default: k."""
+    k: NonNegativeInt = 3
+    """Draft tokens of a request and step; the most of them when adaptive."""
+    adaptive: bool = False
+    """Do the engines take the draft length from 0 to k with the most tokens a second at each batch size?"""
+    error: NonNegativeFloat = 0.03
+    """Relative standard error of the acceptance length."""
+
+
+class LearnerConfig(Section):
+    """All that a step does beside generating."""
+
+    seconds: dict[str, NonNegativeFloat] = {}
+    """Seconds of its stages, such as prepare, logprob and train."""
+    gpus: PositiveInt | None = None
+    """GPUs of the learner: logprob and train are computed for system.model where `seconds` lacks them."""
+    train_mfu: PositiveFloat = 0.4
+    """Share of the GPUs' peak that training reaches."""
+    logprob_mfu: PositiveFloat = 0.25
+    """Share of the GPUs' peak that log probabilities reach."""
+    padded_to: PositiveInt | None = None
+    """Tokens that sequences are padded to. Default: they are packed."""
+    lag: NonNegativeInt = 0
+    """Steps that generation may be ahead of the learner, on machines of its own; 0 is synchronous."""
+    sync_seconds: NonNegativeFloat = 0.0
+    """Seconds in which the weights are sent."""
+
+
+class CotrainingConfig(Section):
+    """Training of the drafter beside the policy, which gives the acceptance of [drafter]."""
+
+    gain: NonNegativeFloat
+    """Acceptance length above that of a drafter which is not trained."""
+    seconds_per_step: NonNegativeFloat
+    """Seconds of its training for each step."""
+    exposed: bool = False
+    """Does the step wait for it?"""
+
+
+class SystemConfig(Section):
+    """A system to simulate."""
+
+    system: EnginesConfig = EnginesConfig()
+    cost: Annotated[RooflineCost | CellsCost, Field(discriminator="type")]
+    workload: WorkloadConfig
+    drafter: DrafterConfig | None = None
+    learner: LearnerConfig = LearnerConfig()
+    cotraining: CotrainingConfig | None = None
+    origins: dict[str, str] = {}
+    """Where a value comes from, by "section.field"; it is kept with the answer."""
+
+
+@dataclass(frozen=True)
+class System:
+    config: SystemConfig
+    table: Table
+    """Fields as they were given."""
+    origins: dict[str, str]
+    """Of each given field."""
+
+    def constants(self) -> dict[str, Any]:
+        """Every constant with its origin, as plain data."""
+        fields = _leaves(self.config.model_dump(mode="json", exclude={"origins"}))
+        found: dict[str, Any] = {n: {"value": v, "origin": self.origins.get(n, "default")} for n, v in fields.items()}
+        if isinstance(self.config.cost, RooflineCost):
+            found |= {"hardware": asdict(self._hardware), "model": asdict(self._model)}
+        return found
+
+    def build(self) -> Scenario:
+        """Raises ConfigError listing all that is unknown, does not go together or does not fit."""
+        c, problems = self.config, list[str]()
+
+        def tried(field: str, make: Callable[[], Made]) -> Made | None:
+            try:
+                return make()
+            except ValueError as error:
+                problems.append(f"{field}: {error}")
+                return None
+
+        if isinstance(c.cost, RooflineCost) or c.learner.gpus:
+            tried("system.gpu", lambda: self._hardware)
+            tried("system.model", lambda: self._model)
+        elif c.system.gpu or c.system.model:
+            problems.append(
+                'system: measured step times are of one gpu and model; cost.type = "roofline" computes others'
+            )
+        acceptance, groups = tried("drafter", self._acceptance), tried("workload", self._groups)
+        if problems or groups is None:
+            raise ConfigError(problems)
+        flat = [length for group in groups for length in group]
+        seconds = tried("learner", lambda: self._learner_seconds(flat))
+        built = tried("cost", lambda: self._cost(max(flat) + c.workload.prompt_tokens))
+        if seconds is None or built is None:
+            raise ConfigError(problems)
+        cost, room = built
+        rows = c.cost.drafted_rows if isinstance(c.cost, RooflineCost) else 0
+        usual_error = STEP_TIME_ERRORS["drafted row" if rows else cost.origin]
+        scenario = Scenario(
+            cost=cost,
+            engines=Engines(c.system.engines, c.system.max_num_seqs, room),
+            lengths=groups,
+            prompt_tokens=c.workload.prompt_tokens,
+            acceptance=acceptance,
+            k=c.drafter.k if c.drafter else 0,
+            step_time_error=usual_error if c.cost.error is None else c.cost.error,
+            acceptance_error=c.drafter.error if c.drafter else 0.0,
+            order=c.workload.order,
+            learner_seconds=seconds,
+            lag=c.learner.lag,
+            sync_seconds=c.learner.sync_seconds,
+            drafter_seconds=c.cotraining.seconds_per_step if c.cotraining and c.cotraining.exposed else 0.0,
+            drafted_rows=rows,
+        )
+        if c.drafter and c.drafter.adaptive:
+            scenario = scenario.adaptive(c.drafter.k)
+        return scenario
+
+    @property
+    def _hardware(self) -> Hardware:
+        return hardware(self.config.system.gpu or "(none given)")
+
+    @property
+    def _model(self) -> Model:
+        return model(self.config.system.model or "(none given)")
+
+    def _groups(self) -> list[list[int]]:
+        w = self.config.workload
+        if w.groups:
+            return [[min(length, w.limit) for length in group] for group in w.groups]
+        if w.mean_length is None:
+            raise ValueError("give mean_length of the responses, or their lengths as groups")
+        drawn = lognormal_lengths(w.prompts, w.samples, w.mean_length, w.sigma, w.group_share, w.limit, seed=0)
+        return [[int(length) for length in group] for group in drawn]
+
+    def _acceptance(self) -> Acceptance | None:
+        d = self.config.drafter
+        if d is None:
+            return None
+        if d.accept is not None and d.acceptance_length is None:
+            return Acceptance(d.accept, d.by_depth)
+        if d.acceptance_length is None or d.accept is not None:
+            raise ValueError("give either accept or acceptance_length")
+        return Acceptance.from_length(d.acceptance_length, d.acceptance_k or d.k)
+
+    def _cost(self, longest: int) -> tuple[StepTime, int | None]:
+        """Step times, and the tokens of context that an engine holds, of which the longest request needs so many."""
+        c, cost, d = self.config, self.config.cost, self.config.drafter
+        if (room := c.system.kv_tokens) and room < longest:
+            raise ValueError(f"system.kv_tokens {room} hold no request of {longest} tokens; lower workload.limit")
+        if isinstance(cost, CellsCost):
+            cells = {(k, batch): ms / 1e3 for k, batch, ms in cost.cells}
+            return _law(cost.cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
+        times = {"step_s": cost.host_step_ms, "draft_s": cost.host_draft_ms, "eager_layer_s": cost.eager_step_ms}
+        given: dict[str, Any] = {name: ms / 1e3 for name, ms in times.items() if ms is not None}
+        if "eager_layer_s" in given:
+            given["eager_layer_s"] /= self._model.layers
+        history = d is not None and d.type == "history"
+        host = replace(self._hardware.host, graph_tokens=c.system.graph_tokens, non_uniform=history, **given)
+        shape = None if d is None or d.type == "history" else DrafterShape(self._model, d.type)
+        roofline = Roofline(self._hardware, self._model, c.system.tensor_parallel, shape, host)
+        return roofline, room or roofline.kv_tokens(longest)
+
+    def _learner_seconds(self, lengths: list[int]) -> dict[str, float]:
+        n = self.config.learner
+        if not n.gpus:
+            return n.seconds
+        m, flops = self._model, self._hardware.flops["bf16"] * n.gpus
+        width = m.layers * m.heads * m.head_dim
+        learner = Learner(m.active_parameters, width, flops, n.train_mfu, n.logprob_mfu, n.padded_to)
+        return learner.seconds(lengths, self.config.workload.prompt_tokens) | n.seconds
+
+
+def load_system(path: str | Path, overrides: Sequence[str] = ()) -> System:
+    """A SYSTEM.toml with key=value over it. Raises ConfigError listing all problems."""
+    return parse_system(read_tables([path], [])[0], overrides, str(path))
+
+
+def parse_system(table: Table, overrides: Sequence[str] = (), origin: str = "given") -> System:
+    """Fields with key=value over them; `origins` may tell more of where they come from. Raises ConfigError as load_system.
+
+    Overrides that make it another system take its drafted rows away, unless they give them anew.
+    """
+    changes: Table = reduce(merge, read_tables([], overrides), {})
+    changed = dict.fromkeys(_leaves(changes), "command line")
+    if OF_ANOTHER_SYSTEM & changed.keys() and "drafted_rows" in table.get("cost", {}):
+        changes = merge({"cost": {"drafted_rows": 0}}, changes)
+    try:
+        config = SystemConfig.model_validate(merge(table, changes))
+    except ValidationError as error:
+        raise ConfigError(readable_problems(error, SystemConfig)) from None
+    return System(config, merge(table, changes), dict.fromkeys(_leaves(table), origin) | config.origins | changed)
+
+
+def _leaves(table: Table, path: str = "") -> dict[str, Any]:
+    """Values by dotted path."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _leaves(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
+    return found
+
+
+@cache
+def _law(cells: tuple[tuple[int, int, float], ...]) -> FittedLaw:
+    return FittedLaw.fit({(k, batch): ms / 1e3 for k, batch, ms in cells})

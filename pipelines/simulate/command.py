@@ -1,0 +1,138 @@
+"""`cotrain simulate`: what speculation would make of a step on a system that is described, or that a run measured."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from tabulate import tabulate
+
+from cotrain.config.errors import ConfigError, help_text
+from cotrain.simulation.scenario import answer
+from cotrain.simulation.step_time import FittedLaw
+from cotrain.simulation.system import System, SystemConfig, load_system
+from drafters.files import write_json
+from pipelines.page.folders import find
+from pipelines.simulate.report import arms, report
+from pipelines.simulate.sweep import sweep
+
+DESCRIPTION = "Simulate a step with and without speculation: is it worth it, with which k, and how sure is that?"
+
+EPILOG = """\
+  cotrain simulate configs/simulate/h100_node.toml drafter.k=2           a system that is described, with another k
+  cotrain simulate configs/simulate/cpu.toml --sweep drafter.k=0..3 --sweep system.max_num_seqs=1,4,16
+  cotrain simulate --run quickstart k=1                                  a finished run, with another k
+  cotrain simulate --run quickstart --check                              predict the run itself; status 1 if that is off
+  cotrain simulate --fit timings.jsonl                                   rows {"k": 3, "batch": 8, "seconds": 0.021}
+
+Step times are measured, a law fitted to measured ones, or a roofline of data sheets. Only measured steps tell what drafts
+cost: a roofline that was adjusted to none gives an envelope, and says so. docs/simulator.md has equations and validation.
+
+Fields of a system
+==================
+"""
+
+SEEDS, FEW_TOKENS = 16, 100_000
+"""A step of so few tokens is simulated with that many seeds, so that what is drawn does not decide the answer."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command. Raises ValueError for what the user can mend. Exit status 1: --check found the run off."""
+    parser = _parser()
+    if {"-h", "--help"} & set(arguments):
+        parser.epilog = EPILOG + help_text(root=SystemConfig)
+    options = parser.parse_intermixed_args(arguments)
+    if options.fit is not None:
+        print(_fit(options.fit))
+        return 0
+    if options.check:
+        if options.run is None:
+            raise ConfigError(["--check: predicts a run; name it with --run"])
+        from pipelines.simulate.check import check_run
+
+        return check_run(find(options.run, options.run_root))
+    system = _system(options)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    if options.sweep:
+        rows = sweep(system, options.sweep)
+        print(tabulate(rows, headers="keys", floatfmt=".3g"))
+        if options.out is not None:
+            write_json(options.out / "sweep.json", {"base": system.constants(), "cells": rows})
+        return 0
+    scenario = system.build()
+    found = answer(scenario, SEEDS if scenario.flat.sum() <= FEW_TOKENS else 1)
+    text = report(system, scenario, found)
+    print(text)
+    if options.out is not None:
+        from pipelines.simulate.plots import write_plots
+
+        gains = {"generation": found.generation_speedup._asdict(), "step": found.step_speedup._asdict()}
+        about = {"constants": system.constants(), "envelope": scenario.envelope, "arms": arms(scenario, found)}
+        write_json(options.out / "simulation.json", about | {"speedups": gains})
+        (options.out / "simulation.md").write_text(text + "\n")
+        write_plots(options.out, scenario, found)
+        print(f"\nwritten to {options.out}/")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cotrain simulate",
+        usage="cotrain simulate SYSTEM.toml|--run RUN [key=value...] [--sweep key=values]... [--check] [--out DIR]\n"
+        "       cotrain simulate --fit FILE",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("given", nargs="*", metavar="SYSTEM.toml|key=value", help="a system, and fields of it")
+    parser.add_argument("--run", metavar="RUN", help="take the system from a finished run: a folder or a name")
+    parser.add_argument("--run-root", type=Path, default=Path("runs"), help="folder of all runs (default %(default)s)")
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        metavar="key=values",
+        help="cells for each of these values, 0..7 or 1,2,4; all combinations when given several times",
+    )
+    parser.add_argument("--check", action="store_true", help="with --run: predict the run itself from what it measured")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="fit a law to step times, with leave-one-out errors")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write figures and simulation.json here")
+    return parser
+
+
+def _system(options: argparse.Namespace) -> System:
+    files = [text for text in options.given if "=" not in text or text.endswith(".toml")]
+    overrides = [text for text in options.given if text not in files]
+    if len(files) + (options.run is not None) != 1:
+        line = "SYSTEM.toml: give one system, for example configs/simulate/cpu.toml, or --run RUN"
+        raise ConfigError([f"{line}; there are {len(files)} and --run" if files and options.run else line])
+    if files:
+        return load_system(files[0], overrides)
+    from pipelines.simulate.run_base import renamed, run_system
+
+    options.sweep = renamed(options.sweep or ())
+    return run_system(find(options.run, options.run_root), overrides)
+
+
+def _fit(path: Path) -> str:
+    """The law of a file of timings, and how far it is off where a cell is predicted from the others."""
+    timings: dict[tuple[int, int], list[float]] = {}
+    try:
+        for row in map(json.loads, filter(str.strip, path.read_text().splitlines())):
+            timings.setdefault((int(row["k"]), int(row["batch"])), []).append(float(row["seconds"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f'--fit {path}: {error!r}; lines are like {{"k": 3, "batch": 8, "seconds": 0.021}}') from None
+    cells = {cell: median(seconds) for cell, seconds in sorted(timings.items())}
+    law, errors = FittedLaw.fit(cells), FittedLaw.leave_one_out(cells)
+    off = [abs(error) for error in errors.values()]
+    given = ", ".join(f"[{k}, {batch}, {1e3 * seconds:.4g}]" for (k, batch), seconds in cells.items())
+    return "\n".join(
+        [
+            "seconds of a step with T = B (k + 1): (m^p + (f T)^p)^(1/p) + k (d0 + d1 B)",
+            *(f"  {name} = {getattr(law, name):.4g}" for name in ("m", "f", "p", "d0", "d1")),
+            f"each cell predicted from the others: {sum(off) / len(off):.1%} off on average, {max(off):.1%} at most",
+            *(f"  k={k} batch {batch:<4} {error:+.1%}" for (k, batch), error in errors.items()),
+            f'[cost]\ntype = "cells"\nlaw = true\nerror = {sum(off) / len(off):.2g}\ncells = [{given}]',
+        ]
+    )
