@@ -41,6 +41,8 @@ class Generation:
     """Until the last engine has ended."""
     engine_seconds: Array
     """[engines], until each has ended."""
+    mean_batch: float
+    """Requests that an engine runs at once while it has any."""
     steps: int
     tokens: int
     drafted: float
@@ -100,6 +102,7 @@ def generate(
     return Generation(
         seconds=float(seconds.max()),
         engine_seconds=seconds,
+        mean_batch=-sum(time * change for time, change in changes) / float(seconds.sum()),
         **counts,
         timeline=[(time, float(count)) for (time, _), count in zip(changes, running, strict=True)],
         decode_seconds=float(seconds.sum()) - prefill,

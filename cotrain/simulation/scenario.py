@@ -4,7 +4,8 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from statistics import NormalDist
+from itertools import pairwise
+from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -29,10 +30,12 @@ class Scenario:
     cost: StepTime
     engines: Engines
     lengths: list[list[int]]
-    """Response tokens of each prompt's samples."""
+    """Response tokens of each prompt's samples, step after step."""
     prompt_tokens: int
     acceptance: Acceptance | None
     k: DraftLengths
+    steps: int = 1
+    """Steps that the lengths are of. Each is simulated, and answers are means over them."""
     step_time_error: float = 0.0
     """Relative standard error of what a speculating step takes over a plain one."""
     acceptance_error: float = 0.0
@@ -54,6 +57,12 @@ class Scenario:
         return self.cost.origin == "roofline" and not self.drafted_rows and self.most_drafted > 0
 
     @cached_property
+    def each(self) -> list["Scenario"]:
+        """Its steps one by one."""
+        cuts = [step * len(self.lengths) // self.steps for step in range(self.steps + 1)]
+        return [replace(self, lengths=self.lengths[a:b], steps=1) for a, b in pairwise(cuts)]
+
+    @cached_property
     def flat(self) -> Ints:
         return np.concatenate([np.asarray(group, np.int64) for group in self.lengths])
 
@@ -65,13 +74,14 @@ class Scenario:
 
     @cached_property
     def shares(self) -> list[Ints]:
-        """Response tokens of each engine's requests, in the order in which they begin."""
+        """Response tokens of each engine's requests in a scenario of one step, in the order in which they begin."""
         return [self.flat[share] for share in deal(self.flat, self.engines.count, self.samples, self.order)]
 
     @cached_property
     def batches(self) -> Ints:
         """Batch sizes that an engine goes through."""
-        return np.arange(min(self.engines.max_num_seqs, max(map(len, self.shares)))) + 1
+        most = max(len(share) for step in self.each for share in step.shares)
+        return np.arange(min(self.engines.max_num_seqs, most)) + 1
 
     @cached_property
     def mean_context(self) -> float:
@@ -135,8 +145,6 @@ class Estimate(NamedTuple):
 class Arm(NamedTuple):
     generation: Generation
     schedule: Schedule
-    mean_batch: float
-    """Requests that an engine runs at once while it has any."""
     limit: str
     """What the step would gain most from having for nothing."""
 
@@ -163,15 +171,22 @@ def answer(scenario: Scenario, seeds: int = 1) -> Answer:
 
 
 def simulate(scenario: Scenario, seeds: int = 1) -> Generation:
-    """A step's generation by the event loop: means over seeds, and the timeline of the first."""
-    s, lengths = scenario, scenario.flat.tolist()
-    fixed = (s.cost, lengths, s.prompt_tokens, s.engines, s.k, s.acceptance)
-    runs = [generate(*fixed, seed, s.order, s.samples) for seed in range(seeds)]
+    """A step's generation by the event loop: means over steps and seeds, and the timeline of the first."""
+    runs = [
+        generate(s.cost, s.flat.tolist(), s.prompt_tokens, s.engines, s.k, s.acceptance, seed, s.order, s.samples)
+        for seed in range(seeds)
+        for s in scenario.each
+    ]
     names = [f.name for f in fields(Generation) if f.name != "timeline"]
     return replace(runs[0], **{name: np.mean([getattr(run, name) for run in runs], axis=0) for name in names})
 
 
 def generation_seconds(scenario: Scenario) -> float:
+    """Of a step, without drawing. Mean over the scenario's steps."""
+    return fmean(map(_step_seconds, scenario.each))
+
+
+def _step_seconds(scenario: Scenario) -> float:
     """By the closed form, or where requests wait for a slot or for room, request by request with mean progress."""
     s, shares, room = scenario, scenario.shares, scenario.engines.kv_tokens or np.inf
     most, slots = max(map(len, shares)), s.engines.max_num_seqs
@@ -204,7 +219,8 @@ def _with_queue(requests: list[int], s: Scenario, room: float, base: list[float]
 def _draws(scenario: Scenario) -> tuple[Array, Array]:
     """[DRAWS] generation times of other prompts, and [DRAWS] speed-ups of them at other prices and acceptance lengths, both
     over their mean. A speed-up is in proportion to the acceptance length, and to the inverse of the step-time ratio."""
-    drawn = [replace(scenario, lengths=resampled(scenario.lengths, len(scenario.lengths), i)) for i in range(DRAWS)]
+    prompts = -(-len(scenario.lengths) // scenario.steps)
+    drawn = [replace(scenario, lengths=resampled(scenario.lengths, prompts, i), steps=1) for i in range(DRAWS)]
     plain, speculating = np.array(
         [[generation_seconds(s.without_speculation()), generation_seconds(s)] for s in drawn]
     ).T
@@ -215,9 +231,7 @@ def _draws(scenario: Scenario) -> tuple[Array, Array]:
 
 
 def _arm(scenario: Scenario, run: Generation, timed: Schedule) -> Arm:
-    times, running = np.array(run.timeline).T
-    batch = float((np.diff(times) * running[:-1]).sum() / run.engine_seconds.sum())
-    return Arm(run, timed, batch, _limit(scenario, run.seconds, max(1, round(batch))))
+    return Arm(run, timed, _limit(scenario, run.seconds, max(1, round(run.mean_batch))))
 
 
 def _limit(scenario: Scenario, seconds: float, batch: int) -> str:

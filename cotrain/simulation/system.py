@@ -101,7 +101,9 @@ class WorkloadConfig(Section):
     limit: PositiveInt = 32768
     """Most tokens of a response."""
     groups: tuple[Annotated[tuple[PositiveInt, ...], Field(min_length=1)], ...] = ()
-    """Tokens of real responses, by prompt, in place of prompts and samples; the limit cuts them too."""
+    """Tokens of real responses, by prompt and step after step, in place of prompts and samples; the limit cuts them too."""
+    steps: PositiveInt = 1
+    """Steps that are simulated; the answer is their mean."""
     order: Literal["drawn", "longest_first"] = "drawn"
     """Order in which prompts begin."""
 
@@ -222,6 +224,7 @@ class System:
             prompt_tokens=c.workload.prompt_tokens,
             acceptance=acceptance,
             k=c.drafter.k if c.drafter else 0,
+            steps=c.workload.steps,
             step_time_error=usual_error if c.cost.error is None else c.cost.error,
             acceptance_error=c.drafter.error if c.drafter else 0.0,
             order=c.workload.order,
@@ -246,10 +249,14 @@ class System:
     def _groups(self) -> list[list[int]]:
         w = self.config.workload
         if w.groups:
+            if len(w.groups) < w.steps:
+                raise ValueError(f"{len(w.groups)} groups are too few for {w.steps} steps; lower workload.steps")
             return [[min(length, w.limit) for length in group] for group in w.groups]
         if w.mean_length is None:
             raise ValueError("give mean_length of the responses, or their lengths as groups")
-        drawn = lognormal_lengths(w.prompts, w.samples, w.mean_length, w.sigma, w.group_share, w.limit, seed=0)
+        drawn = lognormal_lengths(
+            w.steps * w.prompts, w.samples, w.mean_length, w.sigma, w.group_share, w.limit, seed=0
+        )
         return [[int(length) for length in group] for group in drawn]
 
     def _acceptance(self) -> Acceptance | None:
@@ -287,7 +294,9 @@ class System:
         m, flops = self._model, self._hardware.flops["bf16"] * n.gpus
         width = m.layers * m.heads * m.head_dim
         learner = Learner(m.active_parameters, width, flops, n.train_mfu, n.logprob_mfu, n.padded_to)
-        return learner.seconds(lengths, self.config.workload.prompt_tokens) | n.seconds
+        w = self.config.workload
+        seconds = learner.seconds(lengths, w.prompt_tokens)
+        return {name: total / w.steps for name, total in seconds.items()} | n.seconds
 
 
 def load_system(path: str | Path, overrides: Sequence[str] = ()) -> System:
