@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from cotrain.simulation.rollout import requests_of
 
 
@@ -13,8 +11,7 @@ class Learner:
     """Log probabilities and an update for all tokens of the prompts and responses.
 
     active_parameters: of the policy, for one token. attention_width: layers x heads x head dimension. flops_per_s: peak of all
-    devices together, of which the two stages reach the shares mfu. padded_to: tokens that shorter sequences
-    are padded to; None where they are packed.
+    devices together, of which the two stages reach the shares mfu.
     """
 
     active_parameters: float
@@ -22,7 +19,6 @@ class Learner:
     flops_per_s: float
     train_mfu: float = 0.4
     logprob_mfu: float = 0.25
-    padded_to: int | None = None
 
     def seconds(self, lengths: Sequence[int], prompt_tokens: Sequence[int] | int) -> dict[str, float]:
         """logprob and train.
@@ -31,7 +27,7 @@ class Learner:
         of tokens, of which a causal model computes half (Megatron-LM, arXiv 2104.04473); a backward pass is two forward ones.
         """
         requests, prompts = requests_of(lengths, prompt_tokens)
-        sequences = np.maximum(requests + prompts, self.padded_to or 0).astype(float)
+        sequences = (requests + prompts).astype(float)
         forward = float((2 * self.active_parameters * sequences + 2 * self.attention_width * sequences**2).sum())
         speeds = {"logprob": self.logprob_mfu, "train": self.train_mfu / 3}
         return {name: forward / (self.flops_per_s * speed) for name, speed in speeds.items()}

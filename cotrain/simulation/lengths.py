@@ -24,6 +24,4 @@ def lognormal_lengths(
 
 def resampled(groups: Sequence[Sequence[int]], prompts: int, seed: int) -> list[list[int]]:
     """So many of the groups of samples, each drawn from all of them, so that samples of a prompt stay together."""
-    if not groups:
-        raise ValueError("no response lengths to draw from: the run recorded none")
     return [list(groups[i]) for i in np.random.default_rng(seed).integers(len(groups), size=prompts)]

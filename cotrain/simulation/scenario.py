@@ -14,7 +14,6 @@ from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.closed_form import best_lengths, closed_form
 from cotrain.simulation.lengths import resampled
 from cotrain.simulation.rollout import DraftLengths, Engines, Generation, Ints, Order, Prices, deal, generate
-from cotrain.simulation.roofline import Roofline
 from cotrain.simulation.schedule import Schedule, schedule
 from cotrain.simulation.step_time import Array, StepTime
 
@@ -145,8 +144,6 @@ class Estimate(NamedTuple):
 class Arm(NamedTuple):
     generation: Generation
     schedule: Schedule
-    limit: str
-    """What the step would gain most from having for nothing."""
 
 
 class Answer(NamedTuple):
@@ -165,7 +162,7 @@ def answer(scenario: Scenario, seeds: int = 1) -> Answer:
     times = [arm.scheduled(run.seconds * varied) for arm, run in zip(arms, runs, strict=True)]
     before, after = (time.step_seconds for time in times)
     steps = [before / scenario.scheduled(speculating * varied / gain).step_seconds for gain in gains]
-    without, with_ = (_arm(*parts) for parts in zip(arms, runs, times, strict=True))
+    without, with_ = map(Arm, runs, times)
     gain = Estimate.of(plain / speculating, plain / speculating * gains)
     return Answer(without, with_, gain, Estimate.of(before / after, np.array(steps)))
 
@@ -228,18 +225,3 @@ def _draws(scenario: Scenario) -> tuple[Array, Array]:
     error = np.hypot(scenario.step_time_error, scenario.acceptance_error) if scenario.most_drafted else 0.0
     gains = plain / speculating * np.exp(error * np.random.default_rng(0).permutation(levels))
     return plain / plain.mean(), gains / gains.mean()
-
-
-def _arm(scenario: Scenario, run: Generation, timed: Schedule) -> Arm:
-    return Arm(run, timed, _limit(scenario, run.seconds, max(1, round(run.mean_batch))))
-
-
-def _limit(scenario: Scenario, seconds: float, batch: int) -> str:
-    """learner, or what limits the engines' steps, of which measured ones do not tell memory from host."""
-    if scenario.learning > seconds:
-        return "learner"
-    k = scenario.k_at(batch)
-    if isinstance(scenario.cost, Roofline):
-        return scenario.cost.limit(k, batch, batch * scenario.mean_context)
-    once, twice = scenario.step(k, np.array([1.0, 2.0]) * batch)
-    return "compute" if twice > 1.5 * once else "memory or host"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -140,8 +140,6 @@ class LearnerConfig(Section):
     """Share of the GPUs' peak that training reaches."""
     logprob_mfu: PositiveFloat = 0.25
     """Share of the GPUs' peak that log probabilities reach."""
-    padded_to: PositiveInt | None = None
-    """Tokens that sequences are padded to. Default: they are packed."""
     lag: NonNegativeInt = 0
     """Steps that generation may be ahead of the learner, on machines of its own; 0 is synchronous."""
     sync_seconds: NonNegativeFloat = 0.0
@@ -276,7 +274,7 @@ class System:
             raise ValueError(f"system.kv_tokens {room} hold no request of {longest} tokens; lower workload.limit")
         if isinstance(cost, CellsCost):
             cells = {(k, batch): ms / 1e3 for k, batch, ms in cost.cells}
-            return _law(cost.cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
+            return FittedLaw.fit(cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
         times = {"step_s": cost.host_step_ms, "draft_s": cost.host_draft_ms, "eager_layer_s": cost.eager_step_ms}
         given: dict[str, Any] = {name: ms / 1e3 for name, ms in times.items() if ms is not None}
         if "eager_layer_s" in given:
@@ -293,7 +291,7 @@ class System:
             return n.seconds
         m, flops = self._model, self._hardware.flops["bf16"] * n.gpus
         width = m.layers * m.heads * m.head_dim
-        learner = Learner(m.active_parameters, width, flops, n.train_mfu, n.logprob_mfu, n.padded_to)
+        learner = Learner(m.active_parameters, width, flops, n.train_mfu, n.logprob_mfu)
         w = self.config.workload
         seconds = learner.seconds(lengths, w.prompt_tokens)
         return {name: total / w.steps for name, total in seconds.items()} | n.seconds
@@ -326,8 +324,3 @@ def _leaves(table: Table, path: str = "") -> dict[str, Any]:
     for key, value in table.items():
         found |= _leaves(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
     return found
-
-
-@cache
-def _law(cells: tuple[tuple[int, int, float], ...]) -> FittedLaw:
-    return FittedLaw.fit({(k, batch): ms / 1e3 for k, batch, ms in cells})

@@ -43,7 +43,6 @@ def arms(s: Scenario, found: Answer) -> list[dict[str, Any]]:
             "drafted": arm.generation.drafted,
             "accepted": arm.generation.accepted,
             "engines busy": arm.generation.busy,
-            "limit": arm.limit,
         }
         for name, arm in (("no speculation", found.plain), (arm_name(s), found.arm))
     ]
