@@ -6,18 +6,18 @@ from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from cotrain.config.errors import ConfigError, readable_problems
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.hardware import DrafterShape, Hardware, Model, hardware, model
-from cotrain.simulation.learner import Learner
 from cotrain.simulation.lengths import lognormal_lengths
 from cotrain.simulation.rollout import Engines
 from cotrain.simulation.roofline import Roofline
 from cotrain.simulation.scenario import Scenario
-from cotrain.simulation.step_time import FittedLaw, MeasuredCells, StepTime
+from cotrain.simulation.step_time import Array, FittedLaw, MeasuredCells, StepTime
 from drafters.config import Section
 
 Made = TypeVar("Made")
@@ -207,9 +207,9 @@ class System:
         acceptance, groups = tried("drafter", self._acceptance), tried("workload", self._groups)
         if problems or groups is None:
             raise ConfigError(problems)
-        flat = [length for group in groups for length in group]
-        seconds = tried("learner", lambda: self._learner_seconds(flat))
-        built = tried("cost", lambda: self._cost(max(flat) + c.workload.prompt_tokens))
+        sequences = np.concatenate(groups).astype(float) + c.workload.prompt_tokens
+        seconds = tried("learner", lambda: self._learner_seconds(sequences))
+        built = tried("cost", lambda: self._cost(int(sequences.max())))
         if seconds is None or built is None:
             raise ConfigError(problems)
         cost, room = built
@@ -285,16 +285,13 @@ class System:
         roofline = Roofline(self._hardware, self._model, c.system.tensor_parallel, shape, host)
         return roofline, room or roofline.kv_tokens(longest)
 
-    def _learner_seconds(self, lengths: list[int]) -> dict[str, float]:
+    def _learner_seconds(self, sequences: Array) -> dict[str, float]:
         n = self.config.learner
         if not n.gpus:
             return n.seconds
-        m, flops = self._model, self._hardware.flops["bf16"] * n.gpus
-        width = m.layers * m.heads * m.head_dim
-        learner = Learner(m.active_parameters, width, flops, n.train_mfu, n.logprob_mfu)
-        w = self.config.workload
-        seconds = learner.seconds(lengths, w.prompt_tokens)
-        return {name: total / w.steps for name, total in seconds.items()} | n.seconds
+        forward = self._model.forward_flops(sequences) / self.config.workload.steps
+        seconds = forward / (self._hardware.flops["bf16"] * n.gpus)
+        return {"logprob": seconds / n.logprob_mfu, "train": 3 * seconds / n.train_mfu} | n.seconds
 
 
 def load_system(path: str | Path, overrides: Sequence[str] = ()) -> System:
