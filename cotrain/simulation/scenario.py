@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.closed_form import best_lengths, closed_form
+from cotrain.simulation.closed_form import closed_form
 from cotrain.simulation.lengths import resampled
 from cotrain.simulation.rollout import DraftLengths, Engines, Generation, Ints, Order, Prices, deal, generate
 from cotrain.simulation.schedule import Schedule, schedule
@@ -116,9 +116,13 @@ class Scenario:
         return self.cost.base(k, batch) + self.cost.slope(k) * batch * self.mean_context
 
     def adaptive(self, most: int) -> "Scenario":
-        """With the draft length up to `most` that gives the most tokens a second, at each batch size."""
-        chosen = best_lengths(self.cost, self.acceptance, most, self.engines.max_num_seqs, self.mean_context)
-        return replace(self, k=chosen)
+        """With the draft length up to `most` that gives the most tokens a second at each batch size, the least among equals.
+
+        The rule is that of `cotrain.rollout.speculation.controller`.
+        """
+        batch = np.arange(1.0, self.engines.max_num_seqs + 1)
+        speeds = [self.length(k) / self.step(k, batch) for k in range(most + 1 if self.acceptance else 1)]
+        return replace(self, k=[0, *np.argmax(speeds, axis=0).tolist()])
 
     def without_speculation(self) -> "Scenario":
         return replace(self, k=0, acceptance=None, drafter_seconds=0.0)
@@ -135,10 +139,6 @@ class Estimate(NamedTuple):
     value: float
     low: float
     high: float
-
-    @classmethod
-    def of(cls, value: float, draws: Array) -> "Estimate":
-        return cls(value, *np.quantile(draws, (0.1, 0.9)).tolist())
 
 
 class Arm(NamedTuple):
@@ -163,8 +163,9 @@ def answer(scenario: Scenario, seeds: int = 1) -> Answer:
     before, after = (time.step_seconds for time in times)
     steps = [before / scenario.scheduled(speculating * varied / gain).step_seconds for gain in gains]
     without, with_ = map(Arm, runs, times)
-    gain = Estimate.of(plain / speculating, plain / speculating * gains)
-    return Answer(without, with_, gain, Estimate.of(before / after, np.array(steps)))
+    generation = plain / speculating
+    ends = np.quantile([generation * gains, steps], (0.1, 0.9), axis=1).T.tolist()
+    return Answer(without, with_, Estimate(generation, *ends[0]), Estimate(before / after, *ends[1]))
 
 
 def simulate(scenario: Scenario, seeds: int = 1) -> Generation:

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.closed_form import best_lengths
 from cotrain.simulation.rollout import Engines, Generation, Order, generate
 from cotrain.simulation.step_time import Array, Origin
-from tests.cotrain.simulation.cpu_cells import ACCEPTANCE_LENGTH, DRAINING, DRAINING_LENGTHS, cells_of
+from tests.cotrain.simulation.cpu_cells import ACCEPTANCE_LENGTH, DRAINING, DRAINING_LENGTHS, best_lengths, cells_of
 
 
 class Linear:
