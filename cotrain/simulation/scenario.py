@@ -12,7 +12,6 @@ import numpy as np
 
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.closed_form import closed_form
-from cotrain.simulation.lengths import resampled
 from cotrain.simulation.rollout import DraftLengths, Engines, Generation, Ints, Order, Prices, deal, generate
 from cotrain.simulation.schedule import Schedule, schedule
 from cotrain.simulation.step_time import Array, StepTime
@@ -218,7 +217,8 @@ def _draws(scenario: Scenario) -> tuple[Array, Array]:
     """[DRAWS] generation times of other prompts, and [DRAWS] speed-ups of them at other prices and acceptance lengths, both
     over their mean. A speed-up is in proportion to the acceptance length, and to the inverse of the step-time ratio."""
     prompts = -(-len(scenario.lengths) // scenario.steps)
-    drawn = [replace(scenario, lengths=resampled(scenario.lengths, prompts, i), steps=1) for i in range(DRAWS)]
+    draws = [np.random.default_rng(i).integers(len(scenario.lengths), size=prompts) for i in range(DRAWS)]
+    drawn = [replace(scenario, lengths=[scenario.lengths[j] for j in chosen], steps=1) for chosen in draws]
     plain, speculating = np.array(
         [[generation_seconds(s.without_speculation()), generation_seconds(s)] for s in drawn]
     ).T

@@ -252,10 +252,8 @@ class System:
             return [[min(length, w.limit) for length in group] for group in w.groups]
         if w.mean_length is None:
             raise ValueError("give mean_length of the responses, or their lengths as groups")
-        drawn = lognormal_lengths(
-            w.steps * w.prompts, w.samples, w.mean_length, w.sigma, w.group_share, w.limit, seed=0
-        )
-        return [[int(length) for length in group] for group in drawn]
+        shape = (w.steps * w.prompts, w.samples, w.mean_length, w.sigma, w.group_share, w.limit)
+        return [list(group) for group in lognormal_lengths(*shape, seed=0).tolist()]
 
     def _acceptance(self) -> Acceptance | None:
         d = self.config.drafter

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cotrain.simulation.hardware import model
-from cotrain.simulation.lengths import lognormal_lengths, resampled
+from cotrain.simulation.lengths import lognormal_lengths
 
 
 def test_lengths_have_the_stated_mean_spread_and_share_of_the_group() -> None:
@@ -22,13 +22,6 @@ def test_lengths_stay_within_the_limit_and_follow_the_seed() -> None:
     assert (draws[0] == draws[1]).all() and (draws[0] != draws[2]).any()
     assert (draws[0] == draws[0][:, :1]).all(), "the samples of a prompt share all of the variance"
     assert (lognormal_lengths(3, 2, 100, 0.0, 0.5, 300, 0) == 100).all()
-
-
-def test_whole_groups_are_drawn_anew_and_all_of_them() -> None:
-    groups = [[1, 2], [30], [4, 5, 6]]
-    drawn = resampled(groups, 300, seed=0)
-    counts = [drawn.count(group) for group in groups]
-    assert sum(counts) == len(drawn) == 300 and min(counts) > 70
 
 
 def test_learner_times_of_a_published_run() -> None:
