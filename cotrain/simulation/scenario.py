@@ -119,7 +119,7 @@ class Scenario:
 
         The rule is that of `cotrain.rollout.speculation.controller`.
         """
-        batch = np.arange(1.0, self.engines.max_num_seqs + 1)
+        batch = np.arange(1, self.engines.max_num_seqs + 1, dtype=float)
         speeds = [self.length(k) / self.step(k, batch) for k in range(most + 1 if self.acceptance else 1)]
         return replace(self, k=[0, *np.argmax(speeds, axis=0).tolist()])
 
@@ -163,7 +163,7 @@ def answer(scenario: Scenario, seeds: int = 1) -> Answer:
     steps = [before / scenario.scheduled(speculating * varied / gain).step_seconds for gain in gains]
     without, with_ = map(Arm, runs, times)
     generation = plain / speculating
-    ends = np.quantile([generation * gains, steps], (0.1, 0.9), axis=1).T.tolist()
+    ends = np.quantile(np.stack([generation * gains, np.array(steps)]), (0.1, 0.9), axis=1).T.tolist()
     return Answer(without, with_, Estimate(generation, *ends[0]), Estimate(before / after, *ends[1]))
 
 
