@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.simulator_calibration import fit_host, solve
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.calibration import fit_host, solve
 from cotrain.simulation.closed_form import closed_form
 from cotrain.simulation.hardware import DrafterShape, hardware, model, tables
 from cotrain.simulation.lengths import lognormal_lengths

@@ -1,4 +1,4 @@
-"""Generation time without drawing anything: the sum over the batch sizes of batches that drain; and the best k for each."""
+"""Generation time without drawing anything: the sum over the batch sizes of batches that drain."""
 
 from collections.abc import Sequence
 
@@ -51,19 +51,3 @@ def _draining(prices: Prices, lengths: Ints, prompts: Ints) -> float:
     middle = (low + high - emitted) / 2
     seconds = prices.base[batch] + prices.slope[batch] * (context + batch * middle)
     return float(((high - low) / emitted * seconds).sum())
-
-
-def best_lengths(
-    cost: StepTime, acceptance: Acceptance | None, k_max: int, max_num_seqs: int, mean_context: float
-) -> list[int]:
-    """[max_num_seqs + 1] draft length 0 to k_max with the most tokens a second at each batch size, the least among equals.
-
-    mean_context: tokens of context of a request. The rule is that of `cotrain.rollout.speculation.controller`.
-    """
-    if acceptance is None:
-        return [0] * (max_num_seqs + 1)
-    batch = np.arange(1, max_num_seqs + 1, dtype=float)
-    speeds = [
-        acceptance.length(k) / (cost.base(k, batch) + cost.slope(k) * batch * mean_context) for k in range(k_max + 1)
-    ]
-    return [0, *(int(k) for k in np.argmax(speeds, axis=0))]

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from cotrain.simulation.step_time import Array
+
 Precision = Literal["bf16", "fp8"]
 BYTES: dict[Precision, float] = {"bf16": 2.0, "fp8": 1.0}
 
@@ -100,6 +102,15 @@ class Model:
     def active_parameters(self) -> float:
         """Those that a token is multiplied with: of the experts those that it is sent to, no embedding."""
         return sum(self._count(self.experts_per_token, 1))
+
+    def forward_flops(self, sequences: Array) -> float:
+        """Operations of a forward pass over [n] sequences of so many tokens; a backward pass is two of them.
+
+        2 for each active parameter and token, and 4 for each unit of attention width and pair of tokens, of which a causal
+        model computes half (Megatron-LM, arXiv 2104.04473).
+        """
+        width = self.layers * self.heads * self.head_dim
+        return float((2 * self.active_parameters * sequences + 2 * width * sequences**2).sum())
 
     @property
     def weight_bytes(self) -> float:

@@ -1,6 +1,4 @@
-"""Response lengths of a step: log-normal ones, whose samples of a prompt are alike, or those of a run, drawn anew."""
-
-from collections.abc import Sequence
+"""Response lengths of a step: log-normal ones, whose samples of a prompt are alike."""
 
 import numpy as np
 
@@ -20,10 +18,3 @@ def lognormal_lengths(
     logs = np.sqrt(group_share) * shared + np.sqrt(1 - group_share) * own
     lengths = mean * np.exp(sigma * logs - sigma**2 / 2)
     return np.clip(np.rint(lengths), 1, limit).astype(np.int64)
-
-
-def resampled(groups: Sequence[Sequence[int]], prompts: int, seed: int) -> list[list[int]]:
-    """So many of the groups of samples, each drawn from all of them, so that samples of a prompt stay together."""
-    if not groups:
-        raise ValueError("no response lengths to draw from: the run recorded none")
-    return [list(groups[i]) for i in np.random.default_rng(seed).integers(len(groups), size=prompts)]

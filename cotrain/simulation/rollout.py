@@ -35,12 +35,14 @@ class Engines:
 
 @dataclass(frozen=True)
 class Generation:
-    """What the responses of a step took. Counts and the last two times are those of all engines together."""
+    """What the responses of a step took. Counts are those of all engines together."""
 
     seconds: float
     """Until the last engine has ended."""
     engine_seconds: Array
     """[engines], until each has ended."""
+    mean_batch: float
+    """Requests that an engine runs at once while it has any."""
     steps: int
     tokens: int
     drafted: float
@@ -50,8 +52,6 @@ class Generation:
     """Requests with draft tokens, summed over steps."""
     timeline: list[tuple[float, float]]
     """(seconds, running requests from then on)."""
-    decode_seconds: float
-    prefill_seconds: float
 
     @property
     def acceptance_length(self) -> float:
@@ -96,14 +96,12 @@ def generate(
     changes.sort()
     running = np.cumsum([change for _, change in changes])
     seconds = np.array([run.clock for run in runs])
-    prefill = float(sum(run.prefill for run in runs))
     return Generation(
         seconds=float(seconds.max()),
         engine_seconds=seconds,
+        mean_batch=-sum(time * change for time, change in changes) / float(seconds.sum()),
         **counts,
         timeline=[(time, float(count)) for (time, _), count in zip(changes, running, strict=True)],
-        decode_seconds=float(seconds.sum()) - prefill,
-        prefill_seconds=prefill,
     )
 
 
@@ -167,7 +165,6 @@ class _Engine:
     changes: list[tuple[float, int]]
     """(seconds, requests that begin, or minus those that end)."""
     clock: float = 0.0
-    prefill: float = 0.0
 
     def run(self, lengths: Ints, prompts: Ints, kv_tokens: float) -> None:
         held, slots = lengths + prompts, len(self.prices.k) - 1
@@ -181,9 +178,7 @@ class _Engine:
                 # Sorted, so that what is drawn does not depend on the order of requests which begin together.
                 running = np.append(running, admitted[np.lexsort((prompts[admitted], lengths[admitted]))])
                 self.changes.append((self.clock, len(admitted)))
-                seconds = float(self.cost.prefill(float(prompts[admitted].sum())))
-                self.prefill += seconds
-                self.clock += seconds
+                self.clock += float(self.cost.prefill(float(prompts[admitted].sum())))
             context = int((prompts + done)[running].sum())
             advance = self._decode(done[running], lengths[running] - done[running], context)
             done[running] += advance

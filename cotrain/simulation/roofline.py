@@ -4,9 +4,6 @@ A step of B requests with k draft tokens computes B (k + 1) rows: the layers and
 k passes of the drafter, and what the host adds. Only the terms of the host are fitted to measured steps.
 """
 
-from dataclasses import replace
-from typing import Literal
-
 import numpy as np
 
 from cotrain.simulation.hardware import BYTES, DrafterShape, Hardware, Host, Kernel, Model, Precision
@@ -17,8 +14,6 @@ SMALL_KERNELS_S, SMALL_PASSES = 10e-6, 6
 
 SAMPLER_PASSES, MOST_ROWS = 6, 2048
 """Passes of the sampler over float32 logits; and rows of the largest matrix products that constants were fitted to."""
-
-Limit = Literal["memory", "compute", "host", "graphs"]
 
 
 def experts_read(tokens: Array, experts: int, per_token: int) -> Array:
@@ -102,17 +97,6 @@ class Roofline:
 
     def covers(self, k: int, batch: int) -> bool:
         return batch * (k + 1) <= MOST_ROWS
-
-    def limit(self, k: int, batch: int, context_tokens: float) -> Limit:
-        """What the step would gain most from having for nothing. context_tokens are those of all its requests."""
-        free: dict[Limit, Roofline] = {
-            "memory": self.changed(replace(self.hardware, memory_bandwidth=np.inf)),
-            "compute": self.changed(replace(self.hardware, flops=dict.fromkeys(self.hardware.flops, np.inf))),
-            "host": self.changed(host=replace(self.host, step_s=0.0, draft_s=0.0)),
-            "graphs": self.changed(host=replace(self.host, eager_layer_s=0.0)),
-        }
-        size = np.array([float(batch)])
-        return min(free, key=lambda name: free[name].base(k, size)[0] + free[name].slope(k) * context_tokens)
 
     def _time(self, kernel: Kernel, moved: Array, flops: Array, precision: Precision) -> Array:
         moving = moved / (self.hardware.memory_bandwidth * kernel.bandwidth_efficiency)

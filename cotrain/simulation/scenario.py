@@ -4,16 +4,15 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from statistics import NormalDist
+from itertools import pairwise
+from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 import numpy as np
 
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.closed_form import best_lengths, closed_form
-from cotrain.simulation.lengths import resampled
+from cotrain.simulation.closed_form import closed_form
 from cotrain.simulation.rollout import DraftLengths, Engines, Generation, Ints, Order, Prices, deal, generate
-from cotrain.simulation.roofline import Roofline
 from cotrain.simulation.schedule import Schedule, schedule
 from cotrain.simulation.step_time import Array, StepTime
 
@@ -29,10 +28,12 @@ class Scenario:
     cost: StepTime
     engines: Engines
     lengths: list[list[int]]
-    """Response tokens of each prompt's samples."""
+    """Response tokens of each prompt's samples, step after step."""
     prompt_tokens: int
     acceptance: Acceptance | None
     k: DraftLengths
+    steps: int = 1
+    """Steps that the lengths are of. Each is simulated, and answers are means over them."""
     step_time_error: float = 0.0
     """Relative standard error of what a speculating step takes over a plain one."""
     acceptance_error: float = 0.0
@@ -54,6 +55,12 @@ class Scenario:
         return self.cost.origin == "roofline" and not self.drafted_rows and self.most_drafted > 0
 
     @cached_property
+    def each(self) -> list["Scenario"]:
+        """Its steps one by one."""
+        cuts = [step * len(self.lengths) // self.steps for step in range(self.steps + 1)]
+        return [replace(self, lengths=self.lengths[a:b], steps=1) for a, b in pairwise(cuts)]
+
+    @cached_property
     def flat(self) -> Ints:
         return np.concatenate([np.asarray(group, np.int64) for group in self.lengths])
 
@@ -65,13 +72,14 @@ class Scenario:
 
     @cached_property
     def shares(self) -> list[Ints]:
-        """Response tokens of each engine's requests, in the order in which they begin."""
+        """Response tokens of each engine's requests in a scenario of one step, in the order in which they begin."""
         return [self.flat[share] for share in deal(self.flat, self.engines.count, self.samples, self.order)]
 
     @cached_property
     def batches(self) -> Ints:
         """Batch sizes that an engine goes through."""
-        return np.arange(min(self.engines.max_num_seqs, max(map(len, self.shares)))) + 1
+        most = max(len(share) for step in self.each for share in step.shares)
+        return np.arange(min(self.engines.max_num_seqs, most)) + 1
 
     @cached_property
     def mean_context(self) -> float:
@@ -107,9 +115,13 @@ class Scenario:
         return self.cost.base(k, batch) + self.cost.slope(k) * batch * self.mean_context
 
     def adaptive(self, most: int) -> "Scenario":
-        """With the draft length up to `most` that gives the most tokens a second, at each batch size."""
-        chosen = best_lengths(self.cost, self.acceptance, most, self.engines.max_num_seqs, self.mean_context)
-        return replace(self, k=chosen)
+        """With the draft length up to `most` that gives the most tokens a second at each batch size, the least among equals.
+
+        The rule is that of `cotrain.rollout.speculation.controller`.
+        """
+        batch = np.arange(1, self.engines.max_num_seqs + 1, dtype=float)
+        speeds = [self.length(k) / self.step(k, batch) for k in range(most + 1 if self.acceptance else 1)]
+        return replace(self, k=[0, *np.argmax(speeds, axis=0).tolist()])
 
     def without_speculation(self) -> "Scenario":
         return replace(self, k=0, acceptance=None, drafter_seconds=0.0)
@@ -127,18 +139,10 @@ class Estimate(NamedTuple):
     low: float
     high: float
 
-    @classmethod
-    def of(cls, value: float, draws: Array) -> "Estimate":
-        return cls(value, *np.quantile(draws, (0.1, 0.9)).tolist())
-
 
 class Arm(NamedTuple):
     generation: Generation
     schedule: Schedule
-    mean_batch: float
-    """Requests that an engine runs at once while it has any."""
-    limit: str
-    """What the step would gain most from having for nothing."""
 
 
 class Answer(NamedTuple):
@@ -157,21 +161,29 @@ def answer(scenario: Scenario, seeds: int = 1) -> Answer:
     times = [arm.scheduled(run.seconds * varied) for arm, run in zip(arms, runs, strict=True)]
     before, after = (time.step_seconds for time in times)
     steps = [before / scenario.scheduled(speculating * varied / gain).step_seconds for gain in gains]
-    without, with_ = (_arm(*parts) for parts in zip(arms, runs, times, strict=True))
-    gain = Estimate.of(plain / speculating, plain / speculating * gains)
-    return Answer(without, with_, gain, Estimate.of(before / after, np.array(steps)))
+    without, with_ = map(Arm, runs, times)
+    generation = plain / speculating
+    ends = np.quantile(np.stack([generation * gains, np.array(steps)]), (0.1, 0.9), axis=1).T.tolist()
+    return Answer(without, with_, Estimate(generation, *ends[0]), Estimate(before / after, *ends[1]))
 
 
 def simulate(scenario: Scenario, seeds: int = 1) -> Generation:
-    """A step's generation by the event loop: means over seeds, and the timeline of the first."""
-    s, lengths = scenario, scenario.flat.tolist()
-    fixed = (s.cost, lengths, s.prompt_tokens, s.engines, s.k, s.acceptance)
-    runs = [generate(*fixed, seed, s.order, s.samples) for seed in range(seeds)]
+    """A step's generation by the event loop: means over steps and seeds, and the timeline of the first."""
+    runs = [
+        generate(s.cost, s.flat.tolist(), s.prompt_tokens, s.engines, s.k, s.acceptance, seed, s.order, s.samples)
+        for seed in range(seeds)
+        for s in scenario.each
+    ]
     names = [f.name for f in fields(Generation) if f.name != "timeline"]
     return replace(runs[0], **{name: np.mean([getattr(run, name) for run in runs], axis=0) for name in names})
 
 
 def generation_seconds(scenario: Scenario) -> float:
+    """Of a step, without drawing. Mean over the scenario's steps."""
+    return fmean(map(_step_seconds, scenario.each))
+
+
+def _step_seconds(scenario: Scenario) -> float:
     """By the closed form, or where requests wait for a slot or for room, request by request with mean progress."""
     s, shares, room = scenario, scenario.shares, scenario.engines.kv_tokens or np.inf
     most, slots = max(map(len, shares)), s.engines.max_num_seqs
@@ -204,7 +216,9 @@ def _with_queue(requests: list[int], s: Scenario, room: float, base: list[float]
 def _draws(scenario: Scenario) -> tuple[Array, Array]:
     """[DRAWS] generation times of other prompts, and [DRAWS] speed-ups of them at other prices and acceptance lengths, both
     over their mean. A speed-up is in proportion to the acceptance length, and to the inverse of the step-time ratio."""
-    drawn = [replace(scenario, lengths=resampled(scenario.lengths, len(scenario.lengths), i)) for i in range(DRAWS)]
+    prompts = -(-len(scenario.lengths) // scenario.steps)
+    draws = [np.random.default_rng(i).integers(len(scenario.lengths), size=prompts) for i in range(DRAWS)]
+    drawn = [replace(scenario, lengths=[scenario.lengths[j] for j in chosen], steps=1) for chosen in draws]
     plain, speculating = np.array(
         [[generation_seconds(s.without_speculation()), generation_seconds(s)] for s in drawn]
     ).T
@@ -212,20 +226,3 @@ def _draws(scenario: Scenario) -> tuple[Array, Array]:
     error = np.hypot(scenario.step_time_error, scenario.acceptance_error) if scenario.most_drafted else 0.0
     gains = plain / speculating * np.exp(error * np.random.default_rng(0).permutation(levels))
     return plain / plain.mean(), gains / gains.mean()
-
-
-def _arm(scenario: Scenario, run: Generation, timed: Schedule) -> Arm:
-    times, running = np.array(run.timeline).T
-    batch = float((np.diff(times) * running[:-1]).sum() / run.engine_seconds.sum())
-    return Arm(run, timed, batch, _limit(scenario, run.seconds, max(1, round(batch))))
-
-
-def _limit(scenario: Scenario, seconds: float, batch: int) -> str:
-    """learner, or what limits the engines' steps, of which measured ones do not tell memory from host."""
-    if scenario.learning > seconds:
-        return "learner"
-    k = scenario.k_at(batch)
-    if isinstance(scenario.cost, Roofline):
-        return scenario.cost.limit(k, batch, batch * scenario.mean_context)
-    once, twice = scenario.step(k, np.array([1.0, 2.0]) * batch)
-    return "compute" if twice > 1.5 * once else "memory or host"

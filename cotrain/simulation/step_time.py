@@ -11,6 +11,9 @@ Array = NDArray[np.float64]
 Cells = Mapping[tuple[int, int], float]
 """(draft length, batch size) -> seconds of a decode step."""
 
+FAR = 1.5
+"""Ratio of batch sizes between which a difference of step times is no noise."""
+
 Origin = Literal["measured", "fitted", "roofline"]
 
 
@@ -33,7 +36,8 @@ class StepTime(Protocol):
 class MeasuredCells:
     """Linear in log seconds over log batch size between measured batch sizes, and in k between measured draft lengths.
 
-    Beyond the last cell it goes on with the slope between the last two, but never gets cheaper.
+    A batch below the smallest measured one costs as much as that. Beyond the largest, each request adds what it does on average
+    from the next cell of at most 1 / FAR the size on, as in a law that is affine in the batch, but never makes a step cheaper.
     """
 
     origin: Origin = "measured"
@@ -59,13 +63,12 @@ class MeasuredCells:
         return high + (np.maximum(rise, 0.0) if k > lengths[-1] else rise) * (k - lengths[upper])
 
     def _at_length(self, k: int, batch: Array) -> Array:
-        x, y = np.log(np.array(list(self._cells[k].items()), float)).T
-        wanted = np.log(batch)
-        seconds = np.interp(wanted, x, y)
-        if len(x) > 1:
-            first, last = np.maximum((np.diff(y) / np.diff(x))[[0, -1]], 0.0)
-            seconds += first * np.minimum(wanted - x[0], 0.0) + last * np.maximum(wanted - x[-1], 0.0)
-        return np.exp(seconds)
+        sizes, times = np.array(list(self._cells[k].items()), float).T
+        seconds = np.exp(np.interp(np.log(batch), np.log(sizes), np.log(times)))
+        if (smaller := sizes * FAR <= sizes[-1]).any():
+            size, time = sizes[smaller][-1], times[smaller][-1]
+            seconds += max(0.0, (times[-1] - time) / (sizes[-1] - size)) * np.maximum(batch - sizes[-1], 0.0)
+        return seconds
 
     def slope(self, k: int) -> float:
         return self._slope

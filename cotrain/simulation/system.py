@@ -2,22 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from cotrain.config.errors import ConfigError, readable_problems
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.hardware import DrafterShape, Hardware, Model, hardware, model
-from cotrain.simulation.learner import Learner
 from cotrain.simulation.lengths import lognormal_lengths
 from cotrain.simulation.rollout import Engines
 from cotrain.simulation.roofline import Roofline
 from cotrain.simulation.scenario import Scenario
-from cotrain.simulation.step_time import FittedLaw, MeasuredCells, StepTime
+from cotrain.simulation.step_time import Array, FittedLaw, MeasuredCells, StepTime
 from drafters.config import Section
 
 Made = TypeVar("Made")
@@ -101,7 +101,9 @@ class WorkloadConfig(Section):
     limit: PositiveInt = 32768
     """Most tokens of a response."""
     groups: tuple[Annotated[tuple[PositiveInt, ...], Field(min_length=1)], ...] = ()
-    """Tokens of real responses, by prompt, in place of prompts and samples; the limit cuts them too."""
+    """Tokens of real responses, by prompt and step after step, in place of prompts and samples; the limit cuts them too."""
+    steps: PositiveInt = 1
+    """Steps that are simulated; the answer is their mean."""
     order: Literal["drawn", "longest_first"] = "drawn"
     """Order in which prompts begin."""
 
@@ -138,8 +140,6 @@ class LearnerConfig(Section):
     """Share of the GPUs' peak that training reaches."""
     logprob_mfu: PositiveFloat = 0.25
     """Share of the GPUs' peak that log probabilities reach."""
-    padded_to: PositiveInt | None = None
-    """Tokens that sequences are padded to. Default: they are packed."""
     lag: NonNegativeInt = 0
     """Steps that generation may be ahead of the learner, on machines of its own; 0 is synchronous."""
     sync_seconds: NonNegativeFloat = 0.0
@@ -207,9 +207,9 @@ class System:
         acceptance, groups = tried("drafter", self._acceptance), tried("workload", self._groups)
         if problems or groups is None:
             raise ConfigError(problems)
-        flat = [length for group in groups for length in group]
-        seconds = tried("learner", lambda: self._learner_seconds(flat))
-        built = tried("cost", lambda: self._cost(max(flat) + c.workload.prompt_tokens))
+        sequences = np.concatenate(groups).astype(float) + c.workload.prompt_tokens
+        seconds = tried("learner", lambda: self._learner_seconds(sequences))
+        built = tried("cost", lambda: self._cost(int(sequences.max())))
         if seconds is None or built is None:
             raise ConfigError(problems)
         cost, room = built
@@ -222,6 +222,7 @@ class System:
             prompt_tokens=c.workload.prompt_tokens,
             acceptance=acceptance,
             k=c.drafter.k if c.drafter else 0,
+            steps=c.workload.steps,
             step_time_error=usual_error if c.cost.error is None else c.cost.error,
             acceptance_error=c.drafter.error if c.drafter else 0.0,
             order=c.workload.order,
@@ -246,11 +247,13 @@ class System:
     def _groups(self) -> list[list[int]]:
         w = self.config.workload
         if w.groups:
+            if len(w.groups) < w.steps:
+                raise ValueError(f"{len(w.groups)} groups are too few for {w.steps} steps; lower workload.steps")
             return [[min(length, w.limit) for length in group] for group in w.groups]
         if w.mean_length is None:
             raise ValueError("give mean_length of the responses, or their lengths as groups")
-        drawn = lognormal_lengths(w.prompts, w.samples, w.mean_length, w.sigma, w.group_share, w.limit, seed=0)
-        return [[int(length) for length in group] for group in drawn]
+        shape = (w.steps * w.prompts, w.samples, w.mean_length, w.sigma, w.group_share, w.limit)
+        return [list(group) for group in lognormal_lengths(*shape, seed=0).tolist()]
 
     def _acceptance(self) -> Acceptance | None:
         d = self.config.drafter
@@ -269,7 +272,7 @@ class System:
             raise ValueError(f"system.kv_tokens {room} hold no request of {longest} tokens; lower workload.limit")
         if isinstance(cost, CellsCost):
             cells = {(k, batch): ms / 1e3 for k, batch, ms in cost.cells}
-            return _law(cost.cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
+            return FittedLaw.fit(cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
         times = {"step_s": cost.host_step_ms, "draft_s": cost.host_draft_ms, "eager_layer_s": cost.eager_step_ms}
         given: dict[str, Any] = {name: ms / 1e3 for name, ms in times.items() if ms is not None}
         if "eager_layer_s" in given:
@@ -280,14 +283,13 @@ class System:
         roofline = Roofline(self._hardware, self._model, c.system.tensor_parallel, shape, host)
         return roofline, room or roofline.kv_tokens(longest)
 
-    def _learner_seconds(self, lengths: list[int]) -> dict[str, float]:
+    def _learner_seconds(self, sequences: Array) -> dict[str, float]:
         n = self.config.learner
         if not n.gpus:
             return n.seconds
-        m, flops = self._model, self._hardware.flops["bf16"] * n.gpus
-        width = m.layers * m.heads * m.head_dim
-        learner = Learner(m.active_parameters, width, flops, n.train_mfu, n.logprob_mfu, n.padded_to)
-        return learner.seconds(lengths, self.config.workload.prompt_tokens) | n.seconds
+        forward = self._model.forward_flops(sequences) / self.config.workload.steps
+        seconds = forward / (self._hardware.flops["bf16"] * n.gpus)
+        return {"logprob": seconds / n.logprob_mfu, "train": 3 * seconds / n.train_mfu} | n.seconds
 
 
 def load_system(path: str | Path, overrides: Sequence[str] = ()) -> System:
@@ -317,8 +319,3 @@ def _leaves(table: Table, path: str = "") -> dict[str, Any]:
     for key, value in table.items():
         found |= _leaves(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
     return found
-
-
-@cache
-def _law(cells: tuple[tuple[int, int, float], ...]) -> FittedLaw:
-    return FittedLaw.fit({(k, batch): ms / 1e3 for k, batch, ms in cells})

@@ -83,7 +83,6 @@ def _parser() -> argparse.ArgumentParser:
         usage="cotrain simulate SYSTEM.toml|--run RUN [key=value...] [--sweep key=values]... [--check] [--out DIR]\n"
         "       cotrain simulate --fit FILE",
         description=DESCRIPTION,
-        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("given", nargs="*", metavar="SYSTEM.toml|key=value", help="a system, and fields of it")

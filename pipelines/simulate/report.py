@@ -19,7 +19,7 @@ MOST_LAG = 4
 def report(system: System, s: Scenario, found: Answer) -> str:
     mode, engines = f"lag {s.lag}" if s.lag else "synchronous", s.engines
     lines = [
-        f"{len(s.flat)} responses of {s.flat.mean():.0f} tokens, {engines.count} engines of {engines.max_num_seqs} slots, {mode}",
+        f"{len(s.flat) / s.steps:.0f} responses of {s.flat.mean():.0f} tokens, {engines.count} engines of {engines.max_num_seqs} slots, {mode}",
         f"step times: {how_known(s)}\n",
     ]
     rows = [{k: rounded(x, s) if isinstance(x, float) else x for k, x in row.items()} for row in arms(s, found)]
@@ -39,11 +39,10 @@ def arms(s: Scenario, found: Answer) -> list[dict[str, Any]]:
             "generation s": arm.generation.seconds,
             "step s": arm.schedule.step_seconds,
             "exposed s": arm.schedule.exposed_generation,
-            "mean batch": arm.mean_batch,
+            "mean batch": arm.generation.mean_batch,
             "drafted": arm.generation.drafted,
             "accepted": arm.generation.accepted,
             "engines busy": arm.generation.busy,
-            "limit": arm.limit,
         }
         for name, arm in (("no speculation", found.plain), (arm_name(s), found.arm))
     ]

@@ -1,6 +1,5 @@
 """A finished run as the measured base of a simulation: what its folder records, as fields of a SYSTEM.toml."""
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +13,15 @@ from cotrain.config.load import Table, read_config
 from cotrain.config.schema import RunConfig
 from cotrain.records import StepTotal
 from cotrain.run.rows import read_rows
-from cotrain.simulation.lengths import resampled
 from cotrain.simulation.step_time import Cells, MeasuredCells
 from cotrain.simulation.system import System, parse_system
-from cotrain.stream.lengths import makespan
 
 LEAST_STEPS, LEAST_DRAFTS = 8, 200
 """Engine steps behind a cell, verification steps behind the acceptance at a depth; fewer are mostly noise."""
 
-DRAWS = 64
+MOST_RESPONSES = 1000
+"""About as many are simulated; more change an answer by less than what is not known of steps and acceptance."""
+
 IDLE = "generation without engine steps"
 FIELDS = {"k": "drafter.k", "num_speculative_tokens": "drafter.k", "max_num_seqs": "system.max_num_seqs"}
 FIELDS |= {"num_engines": "system.engines", "lag": "learner.lag", "max_policy_lag": "learner.lag"}
@@ -138,16 +137,12 @@ def acceptance_of(drafts: pd.DataFrame) -> tuple[list[float], list[tuple[int, li
     return survival_of(drafts), [(depth, survival_of(part)) for depth, part in depths]
 
 
-def usual_groups(run: Run) -> list[list[int]]:
-    """Response lengths of prompts that together take about as many engine steps as those of a step do on average, for fewer
-    and more slots and engines: of the run's own steps and of others drawn from it, the ones that do best."""
-    engines, slots = run.config.rollout.num_engines, run.config.rollout.max_num_seqs
-    shapes = list(itertools.product((engines, 2 * engines), (-(-slots // 2), slots, 2 * slots)))
-    steps = run.groups.groupby("step")["lengths"].apply(list).tolist()
-    tried = steps + [resampled(run.groups["lengths"].tolist(), len(steps[0]), seed) for seed in range(DRAWS)]
-    sizes = np.array([[sum(map(sum, groups)), *(makespan(groups, *shape) for shape in shapes)] for groups in tried])
-    errors = np.log(sizes / sizes[: len(steps)].mean(0))
-    return tried[int((errors**2).sum(1).argmin())]
+def groups_of(run: Run) -> tuple[list[list[int]], int]:
+    """Response lengths of prompts, step after step, and the number of steps: all, or evenly spaced ones of a long run."""
+    every = -(-int(run.groups["lengths"].map(len).sum()) // MOST_RESPONSES)
+    steps = sorted(run.times["step"])[::every]
+    groups = run.groups[run.groups["step"].isin(steps)].sort_values("step", kind="stable")
+    return groups["lengths"].tolist(), len(steps)
 
 
 def table_of(run: Run) -> Table:
@@ -159,11 +154,12 @@ def table_of(run: Run) -> Table:
     seconds = {"update": update, IDLE: idle, "other": max(0.0, step - generate - wait - learn - swap)}
     cost: Table = {"type": "cells", "error": ratio_error(run), "prefill_tokens_per_s": prefill_rate(run, cells)}
     cost["cells"] = [[k, batch, 1e3 * s] for (k, batch), s in sorted(cells.items())]
-    prompt_tokens = round(run.groups["prompt_tokens"].mean())
+    workload: Table = {"prompt_tokens": round(run.groups["prompt_tokens"].mean()), "order": rollout.order}
+    workload["groups"], workload["steps"] = groups_of(run)
     table: Table = {
         "system": {"engines": rollout.num_engines, "max_num_seqs": rollout.max_num_seqs},
         "cost": cost,
-        "workload": {"prompt_tokens": prompt_tokens, "order": rollout.order, "groups": usual_groups(run)},
+        "workload": workload,
         "learner": {"seconds": seconds, "lag": run.config.stream.max_policy_lag, "sync_seconds": swap},
     }
     if not run.drafts.empty:

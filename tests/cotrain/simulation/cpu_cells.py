@@ -1,6 +1,11 @@
 """Measured on a CPU machine of two cores with SmolLM2-135M (README and docs/trust.md): what tests predict from or compare with."""
 
-from cotrain.simulation.step_time import MeasuredCells
+from collections.abc import Sequence
+
+from cotrain.simulation.acceptance import Acceptance
+from cotrain.simulation.rollout import Engines
+from cotrain.simulation.scenario import Scenario
+from cotrain.simulation.step_time import MeasuredCells, StepTime
 
 PLAIN = {1: 21.9e-3, 4: 22.6e-3, 16: 42.6e-3, 32: 75e-3}
 """Seconds of a step without drafts by batch size."""
@@ -39,3 +44,12 @@ def cells_of(drafter: str, k: int) -> MeasuredCells:
     return MeasuredCells(
         {(length, batch): step_seconds(drafter, length, batch) for length in (0, k) for batch in PLAIN}
     )
+
+
+def best_lengths(
+    cost: StepTime, acceptance: Acceptance | None, k_max: int, slots: int, mean_context: int
+) -> Sequence[int]:
+    """Draft lengths by batch size that a scenario chooses whose requests have this context, and half a token more."""
+    chosen = Scenario(cost, Engines(1, slots), [[1]], mean_context, acceptance, 0).adaptive(k_max).k
+    assert not isinstance(chosen, int)
+    return chosen

@@ -7,10 +7,10 @@ import pytest
 
 from cotrain.rollout.speculation.step_costs import StepCosts
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.closed_form import best_lengths, closed_form
+from cotrain.simulation.closed_form import closed_form
 from cotrain.simulation.rollout import Engines, Order, generate
 from cotrain.simulation.step_time import MeasuredCells
-from tests.cotrain.simulation.cpu_cells import step_seconds
+from tests.cotrain.simulation.cpu_cells import best_lengths, step_seconds
 
 CELLS = {(0, 1): 10e-3, (0, 64): 20e-3, (1, 1): 11e-3, (1, 64): 25e-3, (3, 1): 14e-3, (3, 64): 35e-3}
 COST = MeasuredCells(CELLS, prefill_tokens_per_s=20_000, slope=2e-7)

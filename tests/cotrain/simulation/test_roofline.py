@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.simulator_calibration import fit_host, solve
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.calibration import fit_host, solve
 from cotrain.simulation.closed_form import closed_form
 from cotrain.simulation.hardware import DrafterShape, Hardware, Model, hardware, model
 from cotrain.simulation.lengths import lognormal_lengths
@@ -116,19 +116,6 @@ def test_tensor_parallel_splits_weights_and_cache_and_pays_for_all_reduces() -> 
     assert Roofline(H100, policy, 8).slope(0) == pytest.approx(Roofline(H100, policy).slope(0) / 8)
     few_heads = model("Qwen3-30B-A3B")  # four key heads: from 4 GPUs on each holds a copy
     assert Roofline(H100, few_heads, 8).slope(0) == Roofline(H100, few_heads, 4).slope(0)
-
-
-@pytest.mark.parametrize(
-    ("k", "batch", "tokens", "host", "limit"),
-    [
-        (0, 1, 500, {}, "memory"),
-        (3, 256, 500, {}, "compute"),
-        (7, 1, 500, {"draft_s": 5e-3}, "host"),
-        (3, 64, 500, {"graph_tokens": 64, "eager_layer_s": 1e-3}, "graphs"),
-    ],
-)
-def test_the_limit_of_a_step_is_named(k: int, batch: int, tokens: int, host: dict[str, float], limit: str) -> None:
-    assert eagle(**host).limit(k, batch, batch * tokens) == limit
 
 
 def test_steps_beyond_the_fitted_products_are_marked() -> None:

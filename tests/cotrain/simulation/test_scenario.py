@@ -93,7 +93,7 @@ def test_a_step_with_lag_takes_the_longer_of_both_sides() -> None:
     generation = simulate(scenario().without_speculation()).seconds
     slow, fast = {"train": 1.5 * generation}, {"train": 0.2 * generation}
     waits = answer(scenario(learner_seconds=slow, lag=2)).arm
-    assert (waits.schedule.step_seconds, waits.limit) == (pytest.approx(1.5 * generation), "learner")
+    assert waits.schedule.step_seconds == pytest.approx(1.5 * generation)
     one_after_the_other = answer(scenario(learner_seconds=fast))
     assert one_after_the_other.plain.schedule.step_seconds == pytest.approx(1.2 * generation)
     gain = one_after_the_other.generation_speedup.value
@@ -104,23 +104,6 @@ def test_drafter_training_that_a_step_waits_for_is_paid_by_the_arm_alone() -> No
     free, paid = answer(scenario()), answer(scenario(drafter_seconds=2.0))
     assert paid.plain.schedule == free.plain.schedule
     assert paid.arm.schedule.step_seconds == pytest.approx(free.arm.schedule.step_seconds + 2.0)
-
-
-def test_limits_of_measured_and_of_computed_steps() -> None:
-    cells = {(0, batch): 0.02 + 0.01 * batch for batch in (1, 64)}
-    rising = scenario(cost=MeasuredCells(cells)).without_speculation()
-    assert answer(rising).plain.limit == "compute"
-    assert answer(scenario()).plain.limit == "memory or host"
-    limits = [
-        answer(described(*overrides).build()).arm.limit
-        for overrides in (
-            ["learner.seconds.train=900"],
-            ["cost.host_draft_ms=20"],
-            ["drafter.k=7", "system.engines=9", "learner.seconds.train=0"],
-            ["drafter.k=1"],
-        )
-    ]
-    assert limits == ["learner", "host", "graphs", "memory"]
 
 
 def test_adaptive_lengths_are_never_slower_than_a_fixed_one() -> None:

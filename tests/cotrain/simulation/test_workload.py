@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cotrain.simulation.learner import Learner
-from cotrain.simulation.lengths import lognormal_lengths, resampled
+from cotrain.simulation.hardware import model
+from cotrain.simulation.lengths import lognormal_lengths
 
 
 def test_lengths_have_the_stated_mean_spread_and_share_of_the_group() -> None:
@@ -24,25 +24,14 @@ def test_lengths_stay_within_the_limit_and_follow_the_seed() -> None:
     assert (lognormal_lengths(3, 2, 100, 0.0, 0.5, 300, 0) == 100).all()
 
 
-def test_whole_groups_are_drawn_anew_and_all_of_them() -> None:
-    groups = [[1, 2], [30], [4, 5, 6]]
-    drawn = resampled(groups, 300, seed=0)
-    counts = [drawn.count(group) for group in groups]
-    assert sum(counts) == len(drawn) == 300 and min(counts) > 70
-    with pytest.raises(ValueError, match="recorded none"):
-        resampled([], 1, 0)
-
-
 def test_learner_times_of_a_published_run() -> None:
     """Qwen3-8B on 32 GB200 (arXiv 2604.26779): 31.4 s of training, 17.8 s of log probabilities, with 1024 padded sequences."""
-    learner = Learner(8.19e9, 36 * 32 * 128, 32 * 2.5e15, train_mfu=0.43, logprob_mfu=0.25, padded_to=16384)
-    seconds = learner.seconds([5300] * 1024, 200)
-    assert seconds["train"] == pytest.approx(31.4, rel=0.03) and seconds["logprob"] == pytest.approx(17.8, rel=0.03)
+    seconds = model("Qwen3-8B").forward_flops(np.full(1024, 16384.0)) / (32 * 2.5e15)
+    assert 3 * seconds / 0.4 == pytest.approx(31.4, rel=0.03) and seconds / 0.25 == pytest.approx(17.8, rel=0.07)
 
 
-def test_packed_sequences_cost_their_own_tokens_and_attention_their_square() -> None:
-    whole = Learner(active_parameters=1e9, attention_width=0, flops_per_s=1e12, train_mfu=0.6, logprob_mfu=0.2)
-    assert whole.seconds([10, 30], [5, 5]) == pytest.approx({"logprob": 2 * 50 / 200, "train": 6 * 50 / 600})
-    attention = Learner(active_parameters=0, attention_width=1e9, flops_per_s=1e12, train_mfu=0.5, logprob_mfu=0.5)
-    assert attention.seconds([10], 0)["train"] == pytest.approx(6 * 100 / 500)
-    assert attention.seconds([20], 0)["train"] == pytest.approx(4 * attention.seconds([10], 0)["train"])
+def test_tokens_cost_the_parameters_and_attention_the_square_of_a_sequence() -> None:
+    policy = model("Qwen3-8B")
+    one, two, long = (policy.forward_flops(np.array(tokens)) for tokens in ([1000.0], [1000.0, 1000.0], [2000.0]))
+    assert two == 2 * one > 2 * 2000 * policy.active_parameters
+    assert long - two == pytest.approx(4 * 36 * 32 * 128 * 1000**2)

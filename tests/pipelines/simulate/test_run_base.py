@@ -74,7 +74,7 @@ def test_other_settings_are_predicted(runs: dict[str, Path], name: str, changes:
     """Against a run that was made with them."""
     before, after = (simulate(run_system(runs["spec"], change).build()).seconds + AROUND for change in ([], changes))
     assert before / after == pytest.approx(
-        measured_generation(runs["spec"]) / measured_generation(runs[name]), rel=0.07
+        measured_generation(runs["spec"]) / measured_generation(runs[name]), rel=0.03
     )
 
 
