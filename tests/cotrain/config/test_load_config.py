@@ -172,7 +172,10 @@ def test_the_printed_configuration_is_toml_that_loads_to_an_equal_object() -> No
     assert "# drafter.init is not set" in text
 
 
-OF_RUNS = {*Path("configs").rglob("*.toml")} - {*Path("configs").rglob("study.toml"), *Path("configs/simulate").iterdir()}
+OF_RUNS = {*Path("configs").rglob("*.toml")} - {
+    *Path("configs").rglob("study.toml"),
+    *Path("configs/simulate").iterdir(),
+}
 
 
 @pytest.mark.parametrize("file", sorted(OF_RUNS))
