@@ -53,7 +53,7 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
 
 
 def assert_close(one: Outcome, other: Outcome) -> None:
-    """Within the rounding of float32."""
+    """Within the rounding of float32, by which a weight may be the next one in bfloat16."""
     for step, expected in zip(*(outcome[0] for outcome in (one, other)), strict=True):
         assert step["policy/loss"] == pytest.approx(expected["policy/loss"], abs=1e-6)
         assert step["policy/grad_norm"] == pytest.approx(expected["policy/grad_norm"], rel=1e-5)
@@ -61,7 +61,7 @@ def assert_close(one: Outcome, other: Outcome) -> None:
     assert one[1].keys() == other[1].keys()
     for name, tensor in one[1].items():
         expected_tensor = other[1][name]
-        assert (tensor - expected_tensor).norm() <= 2e-6 * expected_tensor.norm(), name
+        assert (tensor - expected_tensor).norm() <= 2e-5 * expected_tensor.norm(), name
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "bfloat16"])
