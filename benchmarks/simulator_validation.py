@@ -33,7 +33,7 @@ class Assumption:
     """What was not published of the paper's system. Engines: 32."""
 
     requests: int
-    """Of an engine."""
+    """Requests of an engine."""
     limit: int
     step_s: float
     """Host seconds of a step."""
@@ -103,7 +103,7 @@ class Published:
         )
 
     def speedup(self, cost: StepTime, row: Row) -> float:
-        """Of generation."""
+        """The speed-up of generation."""
         if isinstance(cost, Roofline) and not row.is_eagle:
             host = replace(cost.host, non_uniform=cost.host.graph_tokens is not None)
             cost = Roofline(cost.hardware, cost.model, host=host)

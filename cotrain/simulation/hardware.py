@@ -85,7 +85,7 @@ class Model:
     experts_per_token: int = 0
     tied_embeddings: bool = False
     weights: Precision = "bf16"
-    """Of the layers. Embedding and head are in bf16."""
+    """Number format of the layers. Embedding and head are in bf16."""
     kv_cache: Precision = "bf16"
 
     def _count(self, experts: int, vocabularies: int) -> tuple[float, float]:
@@ -130,7 +130,7 @@ class DrafterShape:
     target: Model
     kind: Literal["eagle3", "mtp"] = "eagle3"
     draft_vocabulary: int = 32_000
-    """Of EAGLE-3; MTP has the target's."""
+    """Tokens that EAGLE-3 can draft. MTP has the vocabulary of the target."""
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -157,7 +157,7 @@ class DrafterShape:
 
 @cache
 def tables(name: str) -> dict[str, Any]:
-    """Of data/<name>.toml."""
+    """The tables of data/<name>.toml."""
     return tomllib.loads((Path(__file__).parent / "data" / f"{name}.toml").read_text(encoding="utf-8"))
 
 

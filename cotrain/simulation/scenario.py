@@ -40,7 +40,7 @@ class Scenario:
     """Relative standard error of the acceptance length."""
     order: Order = "drawn"
     learner_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of all stages of a step but generation."""
+    """Seconds of each stage of a step but generation."""
     lag: int = 0
     """Steps that generation may be ahead of the learner; 0 is synchronous."""
     sync_seconds: float = 0.0
@@ -66,7 +66,7 @@ class Scenario:
 
     @property
     def samples(self) -> int:
-        """Of each prompt; 1 where prompts differ in it, whose responses are then dealt out one by one."""
+        """Samples of each prompt. It is 1 where prompts differ in it: their responses are then dealt out one by one."""
         sizes = {len(group) for group in self.lengths}
         return sizes.pop() if len(sizes) == 1 else 1
 
@@ -179,7 +179,7 @@ def simulate(scenario: Scenario, seeds: int = 1) -> Generation:
 
 
 def generation_seconds(scenario: Scenario) -> float:
-    """Of a step, without drawing. Mean over the scenario's steps."""
+    """Seconds of generation without drawing, as a mean over the scenario's steps."""
     return fmean(map(_step_seconds, scenario.each))
 
 

@@ -176,7 +176,7 @@ class System:
     table: Table
     """Fields as they were given."""
     origins: dict[str, str]
-    """Of each given field."""
+    """Where each given field comes from."""
 
     def constants(self) -> dict[str, Any]:
         """Every constant with its origin, as plain data."""

@@ -23,7 +23,7 @@ class Finished(NamedTuple):
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
     log_probs: Sequence[float]
-    """Of the tokens, under the law that they were drawn from."""
+    """Log-probs of the tokens, under the law that they were drawn from."""
     policy_version: int = 0
 
 

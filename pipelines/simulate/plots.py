@@ -13,7 +13,7 @@ from pipelines.simulate.report import arm_name, over_lag
 from pipelines.simulate.sweep import tornado
 
 POINTS = 60
-"""Of a line over time."""
+"""Points of a line over time."""
 
 
 def write_plots(out: Path, scenario: Scenario, found: Answer) -> None:

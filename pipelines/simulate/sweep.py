@@ -61,7 +61,7 @@ def how_known(scenario: Scenario) -> str:
 
 
 def speedup(scenario: Scenario) -> float:
-    """Of generation, without drawing."""
+    """The speed-up of generation, without drawing."""
     return generation_seconds(scenario.without_speculation()) / generation_seconds(scenario)
 
 
