@@ -24,10 +24,12 @@ from pipelines import engines
 from pipelines.bench.report import ADAPTIVE, METHODS, NO_SPECULATION, Arm, Turn, write_results
 from pipelines.engines import at_least
 
-DRAFTED = {"greedy": "greedy", "probabilistic": "probabilistic", "mixed": "probabilistic", ADAPTIVE: "probabilistic"}
+DRAFTED = {"greedy": "greedy"} | dict.fromkeys(
+    ("probabilistic", "mixed", ADAPTIVE, f"{ADAPTIVE}-mixed"), "probabilistic"
+)
 """How the drafter's tokens are sampled, by method. Probabilistic drafts are greedy ones at temperature 0."""
 
-FROM_HISTORY = ("suffix", "mixed")
+FROM_HISTORY = ("suffix", "mixed", f"{ADAPTIVE}-suffix", f"{ADAPTIVE}-mixed")
 """Methods, and engines, that draft from what they have generated in earlier rounds, alone or beside the drafter."""
 
 DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
@@ -86,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=METHODS,
         help="default: all that are possible but suffix, which drafts from the rounds before, mixed, which has both that "
-        "and the drafter, and adaptive, which chooses a draft length up to the largest of --k for each batch size; none "
-        "is always measured",
+        "and the drafter, and adaptive, adaptive-suffix and adaptive-mixed, which choose draft lengths up to the largest of "
+        "--k for the drafter, suffix and mixed; none is always measured",
     )
     parser.add_argument("--prompts", metavar="CONFIG", help="prompts of this configuration's task (default: chain_sum)")
 
@@ -148,29 +150,33 @@ def choose_arms(
         raise ValueError(f"--methods: {' and '.join(without_drafter)} need a drafter; give --drafter")
     if "probabilistic" in methods and temperature == 0:
         raise ValueError("--methods: probabilistic drafts are greedy ones at --temperature 0; use greedy")
-    fixed = [Arm(m, k) for m in METHODS[1:-1] if m in methods for k in draft_lengths]
-    return [NO_SPECULATION, *fixed, *([Arm(ADAPTIVE, max(draft_lengths))] if ADAPTIVE in methods else [])]
+    arms = [Arm(m, k) for m in METHODS[1:] if m in methods for k in draft_lengths]
+    return [
+        NO_SPECULATION,
+        *(arm for arm in arms if not arm.adapts or arm.num_speculative_tokens == max(draft_lengths)),
+    ]
 
 
 async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], list[str]]:
-    """Start the engines, warm up, and take turns. Returns the turns, and what the adaptive arm has come to."""
+    """Start the engines, warm up, and take turns. Returns the turns, and what the adaptive arms have come to."""
     running: dict[str, RolloutEngine] = {}
     stock = replace(bench.setup, drafter=None, drafter_folder=None)
     async with AsyncExitStack() as stack:
         for name in dict.fromkeys(arm.engine for arm in bench.arms):
             say(f"starting an engine: {name}")
-            setup = bench.setup if name in ("drafter", "mixed") else stock
+            setup = bench.setup if name == "drafter" or name in DRAFTED else stock
             setup = setup.with_history() if name in FROM_HISTORY else setup
             start = engines.one_engine(setup, bench.options.seed, bench.options.threads, ngram=name == "ngram")
             running[name] = await stack.enter_async_context(start)
-        if not any(arm.method == ADAPTIVE for arm in bench.arms):
-            return await take_turns(bench, running, say), []
-        engine = running["drafter"]
-        await engine.set_draft_sample_method(DRAFTED[ADAPTIVE])
-        say(f"timed draft lengths: {len(await engine.time_draft_lengths(bench.setup.prompts))} timings")
+        adaptive = {arm.method: running[arm.engine] for arm in bench.arms if arm.adapts}
+        for method, engine in adaptive.items():
+            if method in DRAFTED:
+                await engine.set_draft_sample_method(DRAFTED[method])
+            say(f"{method}: {len(await engine.time_draft_lengths(bench.setup.prompts))} timings of draft lengths")
         turns = await take_turns(bench, running, say)
-        await engine.set_num_speculative_tokens(None)  # the last arm may have fixed it
-        return turns, [f"adaptive, at the end: {await engine.describe_speculation()}"]
+        for engine in adaptive.values():
+            await engine.set_num_speculative_tokens(None)  # the last arm may have fixed it
+        return turns, [f"{m}, at the end: {await engine.describe_speculation()}" for m, engine in adaptive.items()]
 
 
 async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Callable[[str], None]) -> list[Turn]:
@@ -193,11 +199,13 @@ async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Calla
 
 async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, round_: int) -> Turn:
     if arm != NO_SPECULATION:
-        await engine.set_num_speculative_tokens(None if arm.method == ADAPTIVE else arm.num_speculative_tokens)
+        await engine.set_num_speculative_tokens(None if arm.adapts else arm.num_speculative_tokens)
     if arm.method in DRAFTED:
         await engine.set_draft_sample_method(DRAFTED[arm.method])
     await engine.reset_prefix_cache()
     await engine.take_window()
+    if arm.method in FROM_HISTORY:
+        await engine.history("take_report")
     generated, timed = [], []
     for group in range(bench.options.groups):
         generated.append(await engine.generate(bench.requests(batch, max(round_, 0), group), tap=False))
@@ -210,6 +218,7 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
     if not num_tokens:
         raise ValueError("--groups: every response of a turn ended with its first token; give more")
     counts = total_counts(result.speculation for result in generated)
+    reported = await engine.history("take_report") if arm.method in FROM_HISTORY else {"counts": {}}
     return Turn(
         arm=str(arm),
         batch=batch,
@@ -218,4 +227,5 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
         tokens_per_second=sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed),
         num_drafts=counts.num_drafts if counts else 0,
         accepted_per_position=counts.accepted_per_position[: arm.num_speculative_tokens] if counts else (),
+        by_proposer=reported["counts"],
     )

@@ -1,6 +1,6 @@
 """From measured turns to the numbers of `cotrain bench`: ratios within a round, and the table of arms."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,12 @@ from drafters.files import write_json
 from pipelines.page.figures import range_figure
 
 ADAPTIVE = "adaptive"
-METHODS = ("none", "ngram", "suffix", "greedy", "probabilistic", "mixed", ADAPTIVE)
+METHODS = (
+    *("none", "ngram", "suffix", "greedy", "probabilistic", "mixed"),
+    *(ADAPTIVE, f"{ADAPTIVE}-suffix", f"{ADAPTIVE}-mixed"),
+)
+OF_ONE_ENGINE = {"none": "stock", "greedy": "drafter", "probabilistic": "drafter", ADAPTIVE: "drafter"}
+"""Engines by method; every other method has an engine of its own, since it may draft from what that has generated."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +27,17 @@ class Arm:
 
     @property
     def engine(self) -> str:
-        return {"none": "stock", "ngram": "ngram", "suffix": "suffix", "mixed": "mixed"}.get(self.method, "drafter")
+        return OF_ONE_ENGINE.get(self.method, self.method)
+
+    @property
+    def adapts(self) -> bool:
+        """The engine chooses the draft length."""
+        return self.method.startswith(ADAPTIVE)
 
     def __str__(self) -> str:
         if self.method == "none":
             return "no speculation"
-        return f"{self.method} k{'<=' if self.method == ADAPTIVE else '='}{self.num_speculative_tokens}"
+        return f"{self.method} k{'<=' if self.adapts else '='}{self.num_speculative_tokens}"
 
 
 NO_SPECULATION = Arm("none", 0)
@@ -46,6 +56,8 @@ class Turn:
     """Verification steps with draft tokens, summed over requests."""
     accepted_per_position: tuple[int, ...] = ()
     """Verification steps that accepted a draft position and all before it."""
+    by_proposer: dict[str, float] = field(default_factory=dict)
+    """Drafts, draft tokens and accepted ones of history and drafter, where an engine has history."""
 
     @property
     def num_steps(self) -> int:
@@ -75,8 +87,17 @@ def results(turns: list[Turn]) -> pd.DataFrame:
             "max": ratios.max(),
             "acceptance_length": 1 + sum(accepted) / sum(turn.num_steps for turn in own),
             "accepted": [count / drafts for count in accepted],
+            "proposers": ", ".join(_of_proposer(own, name) for name in ("history", "drafter")).strip(", "),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _of_proposer(turns: list[Turn], name: str) -> str:
+    """Accepted of drafted tokens of one proposer."""
+    drafted, accepted = (
+        sum(t.by_proposer.get(f"{name}/{what}_tokens", 0) for t in turns) for what in ("drafted", "accepted")
+    )
+    return f"{name} {accepted:.0f} of {drafted:.0f}" if drafted else ""
 
 
 def write_results(out: Path, about: dict[str, Any], turns: list[Turn]) -> None:
@@ -102,6 +123,8 @@ def markdown(about: dict[str, Any], found: pd.DataFrame) -> str:
             "accepted at 1, 2, ...": found["accepted"].map(lambda rates: " ".join(f"{rate:.2f}" for rate in rates)),
         }
     )
+    if found["proposers"].any():
+        table["accepted of drafted tokens"] = found["proposers"]
     lines = [
         f"# {options['model']}, drafter {options['drafter']}",
         "",

@@ -1,4 +1,4 @@
-"""`cotrain bench` as a user runs it: three real engines on the tiny Llama, all kinds of arms."""
+"""`cotrain bench` as a user runs it: five real engines on the tiny Llama, all kinds of arms."""
 
 import json
 import subprocess
@@ -10,16 +10,20 @@ import pytest
 pytestmark = pytest.mark.engine
 
 TOKENS, ROUNDS, GROUPS = 12, 2, 2
-ARMS = ["no speculation", *(f"{method} k={k}" for method in ("ngram", "greedy", "probabilistic") for k in (1, 2))]
+ARMS = [
+    "no speculation",
+    *(f"{method} k={k}" for method in ("ngram", "greedy", "probabilistic", "mixed") for k in (1, 2)),
+]
 
 
 def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "bench"
     command = [
         *(sys.executable, "-m", "pipelines.cli", "bench", "--model", "tiny:llama", "--drafter", str(drafter_folder)),
-        *("--methods", "ngram", "greedy", "probabilistic", "adaptive", "--k", "1", "2", "--batch", "1", "3"),
+        *("--methods", "ngram", "greedy", "probabilistic", "mixed", "adaptive-mixed"),
+        *("--k", "1", "2", "--batch", "1", "3"),
         *("--tokens", str(TOKENS), "--rounds", str(ROUNDS), "--groups", str(GROUPS)),
-        *("--dtype", "float32", "--out", str(out)),
+        *("--dtype", "float32", "--same-prompts", "--out", str(out)),
     ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stderr
@@ -28,7 +32,7 @@ def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
     assert (out / "bench.png").stat().st_size > 5000
 
     report = json.loads((out / "bench.json").read_text())
-    arms = [*ARMS, "adaptive k<=2"]
+    arms = [*ARMS, "adaptive-mixed k<=2"]
     assert [arm["name"] for arm in report["arms"]] == [f"batch {batch}, {arm}" for batch in (1, 3) for arm in arms]
     assert all(arm["error"] is not None and arm["min"] <= arm["mean"] <= arm["max"] for arm in report["arms"])
     assert len(report["turns"]) == 2 * len(arms) * ROUNDS
@@ -40,5 +44,10 @@ def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
         elif turn["arm"].startswith(("greedy", "probabilistic")):
             assert turn["num_drafts"] > 0
             assert len(turn["accepted_per_position"]) == int(turn["arm"][-1])
-    assert any(note.startswith("adaptive, at the end: ") for note in report["notes"])
+        elif turn["arm"].startswith("ngram"):
+            assert not turn["by_proposer"]
+    for proposer in ("history", "drafter"):
+        drafted = (turn["by_proposer"].get(f"{proposer}/drafted_tokens", 0) for turn in report["turns"])
+        assert sum(drafted) > 0
+    assert any(note.startswith("adaptive-mixed, at the end: ") for note in report["notes"])
     assert report["packages"]["torch"] and report["machine"]["cores"] >= 1

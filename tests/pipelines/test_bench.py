@@ -78,6 +78,19 @@ def test_the_adaptive_arm_comes_once_and_only_when_asked_for() -> None:
         choose_arms([ADAPTIVE], [1], has_drafter=False, temperature=1.0)
 
 
+def test_what_drafts_from_history_has_an_engine_of_its_own_in_each_adaptive_arm() -> None:
+    """Else it would draft from what another arm has generated in the same round."""
+    methods = ["suffix", "mixed", "adaptive-suffix", "adaptive-mixed"]
+    arms = choose_arms(methods, [1, 2], has_drafter=True, temperature=1.0)[1:]
+    assert [arm.num_speculative_tokens for arm in arms] == [1, 2, 1, 2, 2, 2]
+    assert [arm.engine for arm in arms] == ["suffix", "suffix", *methods[1:2] * 2, *methods[2:]]
+    assert str(arms[-1]) == "adaptive-mixed k<=2"
+    alone = choose_arms(["adaptive-suffix"], [2], has_drafter=False, temperature=1.0)
+    assert alone[1:] == [Arm("adaptive-suffix", 2)]
+    with pytest.raises(ValueError, match="--methods: adaptive-mixed need a drafter"):
+        choose_arms(["adaptive-mixed"], [1], has_drafter=False, temperature=1.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -271,6 +284,20 @@ def test_acceptance_length_counts_steps_without_a_draft() -> None:
     assert (drafter_row["acceptance_length"], drafter_row["accepted"]) == (1.5, [0.4, 0.1])
     assert ngram_row["acceptance_length"] == pytest.approx(60 / 54)
     assert ngram_row["accepted"] == [0.8, 0.4]
+
+
+def test_accepted_tokens_are_told_by_proposer() -> None:
+    counts = {
+        "history/drafted_tokens": 10,
+        "history/accepted_tokens": 4,
+        "drafter/drafted_tokens": 6,
+        "drafter/accepted_tokens": 3,
+    }
+    both = [turn(GREEDY, round_, 1.0, by_proposer=counts) for round_ in (0, 1)]
+    found = results([*(turn(NO_SPECULATION, round_, 1.0) for round_ in (0, 1)), *both])
+    assert found["proposers"].tolist() == ["", "history 8 of 20, drafter 6 of 12"]
+    assert "history 8 of 20, drafter 6 of 12 |" in markdown(ABOUT, found)
+    assert "accepted of drafted" not in markdown(ABOUT, found.iloc[:1])
 
 
 def test_n_grams_that_never_matched() -> None:

@@ -182,9 +182,7 @@ class SpeculationController:
         chooses = self._fixed is None and self._measured is None
         if self._learns and (chooses or self._measured is not None):
             self._acceptance.observe(step.drafts)
-        kind = "prompts" if step.computes_prompts else "steady" if step.steady else "mixed"
-        total = self._totals.setdefault((step.num_speculative_tokens, step.batch, kind), [0, 0, 0.0])
-        total[:] = total[0] + 1, total[1] + step.num_tokens, total[2] + seconds
+        kind = self._record(step, seconds)
         if step.computes_prompts:
             return
         if self._measured is not None:
@@ -195,6 +193,13 @@ class SpeculationController:
             self._count(self._costs, step, before, seconds)
             if self._learns:
                 self._learn(self._costs, step, before, seconds)
+
+    def _record(self, step: Step, seconds: float) -> str:
+        """Add a step to the report. Returns its kind, see StepTotal."""
+        kind = "prompts" if step.computes_prompts else "steady" if step.steady else "mixed"
+        total = self._totals.setdefault((step.num_speculative_tokens, step.batch, kind), [0, 0, 0.0])
+        total[:] = total[0] + 1, total[1] + step.num_tokens, total[2] + seconds
+        return kind
 
     def _length(self, step: Step, before: Step | None) -> float | None:
         """The draft length that the seconds of a step without prompts belong to; None where it changed."""
