@@ -261,8 +261,7 @@ class Controller:
     ) -> Outcome | None:
         """Policy update; beside it the drafters are scored, one is swapped in or not, and the drafter is trained.
 
-        With lag the drafter goes on training beside the next step. Raises DrafterAlarm. An alarm that ends the run is
-        recorded before.
+        With lag the drafter goes on training beside the next step. Raises DrafterAlarm for what ends the run, once recorded.
         """
         policy, drafter, publisher = self.roles.policy, self.roles.drafter, self.roles.publisher
         update = policy.begin("update", rollouts) if self.config.policy.train else None

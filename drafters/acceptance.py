@@ -1,10 +1,9 @@
 """Acceptance length: mean tokens emitted per verification step, the bonus token included.
 
 It is not a mean over all positions of a text (docs/drafters.md). Drafted tokens 1 to k of a start were all accepted with
-probability prod_{j<=k} a_j, a_j = min(1, q_j(x_j) / p_j(x_j)) for the tokens x that the rollout goes on with (greedy
-drafts: is x_j the drafter's likeliest token). And each start counts by the probability v that a verification step begins
-there: v(0) = 1, and a start passes v(s) on to start s + 1 + a with the probability that exactly a of its draft tokens are
-accepted.
+probability prod_{j<=k} a_j, a_j = min(1, q_j(x_j) / p_j(x_j)) for the tokens x that the rollout goes on with (greedy drafts: is
+x_j the drafter's likeliest token). And each start counts by the probability v that a verification step begins there: v(0) = 1,
+and a start passes v(s) on to start s + 1 + a with the probability that exactly a of its draft tokens are accepted.
 """
 
 from collections.abc import Sequence
@@ -74,8 +73,7 @@ def acceptance_rates(starts: Sequence[StartAcceptance], num_speculative_tokens: 
     whole = rollouts.steps.isfinite()
     if not whole.any():
         return []
-    rates: list[float] = (rollouts.accepted[whole].sum(0) / rollouts.steps[whole].sum()).tolist()
-    return rates
+    return (rollouts.accepted[whole].sum(0) / rollouts.steps[whole].sum()).tolist()
 
 
 def _by_rollout(

@@ -160,9 +160,8 @@ class Drafter(nn.Module, ABC):
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
             for name, tensor in self.state_dict().items()
         }
-        write_folder(
-            Path(folder), state, {**self.to_config(self.shape), "torch_dtype": str(dtype).removeprefix("torch.")}
-        )
+        config = self.to_config(self.shape) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+        write_folder(Path(folder), state, config)
 
     def load(self, folder: str | Path) -> None:
         """Replace the weights by those of a folder written by `save`; dtype and device stay.

@@ -67,9 +67,6 @@ def flush(path: Path) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Replace `path` in one move, so that a reader or a crash never meets half a file."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    flush(partial)
     os.replace(partial, path)

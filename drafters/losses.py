@@ -222,19 +222,15 @@ def draft_loss(
     Returns the loss, differentiable by `hidden` and `draft_head`; the mean loss of each position's supervised starts
     [K]; and the two tables of `StartAcceptance` [2, K, S], NaN where not supervised.
     """
-    loss, per_position, accepted = _DraftLoss.apply(
-        teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden
-    )
-    return loss, per_position, accepted
+    return _DraftLoss.apply(teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden)
 
 
 def reach_weights(before: Tensor) -> Tensor:
     """Return the weight [S'] of some starts at a position: the probability that verification reaches it from there.
 
-    before [k, S']: acceptance of the positions before it. It is NaN where such a position predicts a prompt token,
-    which only happens at starts where no verification step begins; these positions count as accepted. Starts of this
-    kind are data beyond what is served, and leaving them out made no better drafter: docs/drafters.md,
-    benchmarks/start_weights.py.
+    before [k, S']: acceptance of the positions before it. It is NaN where such a position predicts a prompt token, which only
+    happens at starts where no verification step begins; these positions count as accepted. Starts of this kind are data beyond
+    what is served, and leaving them out made no better drafter: docs/drafters.md, benchmarks/start_weights.py.
     """
     return before.nan_to_num(1.0).prod(0)
 

@@ -23,13 +23,12 @@ from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.run.provenance import machine, package_versions
 from drafters.base import Drafter, TargetSpec
-from drafters.build import DRAFTERS
+from drafters.build import DRAFTERS, load_drafter
+from pipelines.plan import BYTES, GIB
 
 TaskConfig = ReasoningGymTask | DatasetTask
 DEFAULT_TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
 KV_BLOCK = 128
-GIB = 2**30
-BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4}
 
 
 def add_engine_options(parser: argparse.ArgumentParser, command: str, tokens: int) -> None:
@@ -37,7 +36,7 @@ def add_engine_options(parser: argparse.ArgumentParser, command: str, tokens: in
     parser.add_argument("--model", help="folder, hub id, or bundled:smollm2-135m-instruct")
     parser.add_argument("--drafter", help="checkpoint folder, models:/NAME@serving or native")
     parser.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="MLflow of models:/... (default %(default)s)")
-    parser.add_argument("--dtype", choices=tuple(BYTES_PER_VALUE), help="of the engine (default bfloat16)")
+    parser.add_argument("--dtype", choices=sorted(BYTES), help="of the engine (default bfloat16)")
     parser.add_argument(
         "--tokens", type=at_least(2), default=tokens, help="length of every response (default %(default)s)"
     )
@@ -150,16 +149,15 @@ def prepare_engine(
         )
     values = 2 * (target.num_layers + 1) * target.num_key_value_heads * target.head_dim  # the drafter's layer included
     # Room for twice the largest batch: nothing waits and nothing is preempted.
-    kv_bytes = 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * values * BYTES_PER_VALUE[args.dtype]
+    kv_bytes = 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * values * BYTES[args.dtype]
+    sizes = {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)}
     config = RolloutConfig(
         prompts_per_step=batch,
         samples_per_prompt=1,
         max_prompt_tokens=longest + rollout["num_speculative_tokens"] + 1,
         max_new_tokens=args.tokens,
         dtype=args.dtype,
-        vllm={"kv_cache_memory_bytes": max(GIB, kv_bytes)}
-        | vllm
-        | {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
+        vllm={"kv_cache_memory_bytes": max(GIB, kv_bytes)} | vllm | sizes,
         **rollout,
     )
     folder, drafter = _drafter(args, model, target, positions, pulled) if args.drafter else (None, None)
@@ -184,7 +182,6 @@ def _drafter(
     args: argparse.Namespace, model: Path, target: TargetSpec, positions: int, pulled: Path
 ) -> tuple[Path, Drafter]:
     from cotrain.run.registry import drafter_folder
-    from drafters.build import load_drafter
 
     try:
         folder = drafter_folder(args.uri, args.drafter, model, pulled)

@@ -34,16 +34,15 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
     device, gpus = place(config, [gpus_per_node] * nodes)
     roles, bundles = roles_of(config), bundles_of(config, gpus)
     free = {f"node {i}": {"CPU": float(len(roles)), "GPU": float(gpus_per_node)} for i in range(1, nodes + 1)}
-    chosen = nodes_for(bundles, free, config.cluster.strategy)
+    strategy = config.cluster.strategy
+    chosen = nodes_for(bundles, free, strategy)
     if chosen is None:
         raise ValueError(
             f"rollout.vllm.tensor_parallel_size: nodes of {gpus_per_node} GPUs do not hold {config.rollout.num_engines} "
             f"engines of {config.rollout.tensor_parallel_size} GPUs on one node each; lower it, or rollout.num_engines"
         )
     places = places_of(roles, chosen)
-    lines = [
-        f'Places on free nodes, with cluster.device = "{device}" and cluster.strategy = "{config.cluster.strategy}":'
-    ]
+    lines = [f'Places on free nodes, with cluster.device = "{device}" and cluster.strategy = "{strategy}":']
     for node in free:
         here = {role: bundles[index].get("GPU", 0) for role, (index, where) in places.items() if where == node}
         names = [role if share in (0, 1) else f"{role} ({share:g} GPU)" for role, share in here.items()]

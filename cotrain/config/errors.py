@@ -6,13 +6,15 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from cotrain.config.schema import RunConfig
 from drafters.config import Section
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 LIMITS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 NAMES = {"boolean": "true | false", "object": "table"}
@@ -109,10 +111,13 @@ class ConfigError(ValueError):
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  {line}" for line in self.problems)]))
 
 
-def readable_problems(error: ValidationError, root: type[Section] = RunConfig) -> list[str]:
-    """Every wrong field of a section (and the sections in it), one line each."""
-    blocks = {block.location: block for block in walk_sections(root)}
-    return [_readable(detail, blocks) for detail in error.errors(include_url=False)]
+def validated(root: type[AnySection], fields: dict[str, Any]) -> AnySection:
+    """A section with these fields. Raises ConfigError listing every wrong one, also of the sections in it."""
+    try:
+        return root.model_validate(fields)
+    except ValidationError as error:
+        blocks = {block.location: block for block in walk_sections(root)}
+        raise ConfigError([_readable(detail, blocks) for detail in error.errors(include_url=False)]) from None
 
 
 def _readable(detail: ErrorDetails, blocks: dict[tuple[str, ...], SectionHelp]) -> str:

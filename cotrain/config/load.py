@@ -11,9 +11,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from cotrain.config.errors import ConfigError, did_you_mean, readable_problems
+from cotrain.config.errors import ConfigError, did_you_mean, validated
 from cotrain.config.rules import broken_rules
 from cotrain.config.schema import RunConfig
 from drafters.files import write_json
@@ -46,10 +44,7 @@ def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[T
 
 def parse_config(fields: Table) -> RunConfig:
     """Raises ConfigError listing all wrong fields, or all rules between fields that are broken."""
-    try:
-        config = RunConfig.model_validate(fields)
-    except ValidationError as error:
-        raise ConfigError(readable_problems(error)) from None
+    config = validated(RunConfig, fields)
     if broken := broken_rules(config):
         raise ConfigError(broken)
     return config

@@ -273,9 +273,8 @@ class DrafterOptimizerConfig(OptimizerConfig):
     """AdamW, with a default for a drafter."""
 
     learning_rate: PositiveFloat = 1e-3
-    """Peak learning rate. The default suits random weights. A drafter that was trained before (drafter.init), or is cut
-    from the policy, may want less: docs/studies/drafters.md has a case in which 3e-4 holds acceptance and the default
-    does not."""
+    """Peak learning rate. The default suits random weights. A drafter that was trained before (drafter.init), or is cut from
+    the policy, may want less: docs/studies/drafters.md has a case in which 3e-4 holds acceptance and the default does not."""
 
 
 class DrafterConfig(Section):

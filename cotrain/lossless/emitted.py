@@ -113,9 +113,8 @@ def response_draws(
     hidden = model.base_model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
     hidden, response = hidden[0, len(prompt_token_ids) - 1 :], tokens[0, len(prompt_token_ids) :]
     head, parts = model.get_output_embeddings(), []
-    for first in range(0, len(response), CHUNK_ROWS):
-        rows = slice(first, first + CHUNK_ROWS)
-        parts.append(emitted_draws(head(hidden[rows]).float(), response[rows], sampling, orders, logit_tolerance))
+    for states, emitted in zip(hidden.split(CHUNK_ROWS), response.split(CHUNK_ROWS), strict=True):
+        parts.append(emitted_draws(head(states).float(), emitted, sampling, orders, logit_tolerance))
     return concatenate(parts)
 
 

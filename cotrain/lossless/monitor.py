@@ -1,9 +1,8 @@
 """The short form of `cotrain verify` inside a run: checks tokens of rollouts that were generated anyway (docs/trust.md).
 
-A check takes four calls, all before the policy moves: `due`, `choose`, the policy learner's laws of what was chosen,
-`check`. Tokens are not sorted by their place in a verification step, since steps without drafts are not recorded. A token
-is speculated when a verification step emitted it: a draft token that was accepted, or what came in place of one or behind
-the last.
+A check takes four calls, all before the policy moves: `due`, `choose`, the policy learner's laws of what was chosen, `check`.
+Tokens are not sorted by their place in a verification step, since steps without drafts are not recorded. A token is speculated
+when a verification step emitted it: a draft token that was accepted, or what came in place of one or behind the last.
 
 False alarms: the n-th step that is considered spends alpha / n(n+1). These shares add up to alpha, so over a run of any
 length any false alarm has probability at most alpha = FALSE_ALARM_RATE.

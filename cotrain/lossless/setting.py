@@ -44,12 +44,9 @@ class Setting:
         return 2 + num_orders * (1 + strata)
 
     def __str__(self) -> str:
-        lengths = (
-            f"k=0..{self.num_speculative_tokens} jumping, drafter swaps,"
-            if self.unsteady
-            else f"k={self.num_speculative_tokens}"
-        )
-        drafts = f"{lengths} {self.method}" if self.num_speculative_tokens else "no speculation"
+        k = self.num_speculative_tokens
+        lengths = f"k=0..{k} jumping, drafter swaps," if self.unsteady else f"k={k}"
+        drafts = f"{lengths} {self.method}" if k else "no speculation"
         mixed = "mixed " if len(self.samplings) > 1 else ""
         return f"{drafts}, {mixed}{' | '.join(map(describe, self.samplings))}"
 

@@ -201,10 +201,7 @@ def _convert_bundled(target: Path) -> None:
     with _quiet_transformers():
         # Without dequantize=True transformers keeps the weights packed and save_pretrained raises.
         model = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
-            dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
+            source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
         model.save_pretrained(target)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)

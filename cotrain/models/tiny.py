@@ -30,8 +30,7 @@ CHAT_TEMPLATE = (
 def build_tiny_model(folder: Path, seed: int = 0) -> None:
     """Write config, float32 weights, tokenizer and chat template to folder.
 
-    The same seed gives the same weights on the same machine. Random state and thread count of the process are
-    left as they were.
+    The same seed gives the same weights on one machine. Random state and thread count of the process stay as they were.
     """
     tokenizer = byte_tokenizer()
     threads = torch.get_num_threads()

@@ -87,9 +87,8 @@ class PolicyLearner:
         self._reference = None
         if config.kl_coefficient > 0:
             self._reference = self._load_model(model_path).requires_grad_(False)
-        optimizer, self._scheduler = build_optimizer(
-            self._policy.parameters(), config.optimizer, total_steps * config.minibatches
-        )
+        updates = total_steps * config.minibatches
+        optimizer, self._scheduler = build_optimizer(self._policy.parameters(), config.optimizer, updates)
         # DDP's wrapper of the policy; under FSDP the policy itself.
         self._prepared, self._optimizer = self._accelerator.prepare(self._policy, optimizer)
         if self._sharded:
@@ -259,13 +258,8 @@ class PolicyLearner:
         """
         if not self._is_needed:
             return None
-
-        def draws(of: Rollout) -> Draws:
-            return response_draws(
-                self._policy.model, of.prompt_token_ids, of.token_ids, sampling, None, logit_tolerance
-            )
-
-        return [self._policy.with_weights(partial(draws, rollout)) for rollout in rollouts]
+        draws = partial(response_draws, self._policy.model, sampling=sampling, logit_tolerance=logit_tolerance)
+        return [self._policy.with_weights(partial(draws, r.prompt_token_ids, r.token_ids)) for r in rollouts]
 
     @property
     def _is_needed(self) -> bool:

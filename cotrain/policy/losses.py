@@ -170,8 +170,7 @@ def step_metrics(
 
 
 BY_LAG = {"kl": "behaviour_kl", "rollout_log_prob_gap": "rollout_log_prob_gap"}
-"""Values that are also logged by lag, and their names. At lag 0 they show how far engine and learner differ, above what
-the lag adds."""
+"""Values also logged by lag, and their names. Lag 0 shows how far engine and learner differ, higher ones what lag adds."""
 
 
 def by_lag(values: Mapping[str, Tensor], lags: Tensor, largest: int) -> dict[str, Tensor]:

@@ -48,8 +48,7 @@ def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[st
     """Device of all roles, and GPUs of each role that needs any: of its own if there are enough, else shares.
 
     An engine has a GPU for each of its tensor-parallel ranks, all on one node. Where a single GPU is missing, the drafter
-    trainer and the last learner process have half of one each. Raises ValueError when the configuration asks for GPUs
-    that are not there.
+    trainer and the last learner process have half of one each. Raises ValueError when GPUs that are asked for are not there.
     """
     transfer, ranks = config.policy.weight_transfer, config.rollout.tensor_parallel_size
     num_gpus = sum(gpus_of_nodes) if device_of(config, sum(gpus_of_nodes)) == "cuda" else 0
@@ -114,17 +113,9 @@ class Cluster:
         It is never restarted and no call is repeated, since a training step must not be made twice.
         """
         log_file = str((self._logs / f"{role}.log").resolve())
-        remote = self._ray.remote(actor_class).options(
-            **{
-                "num_cpus": 0,  # the place of a role has one
-                "max_restarts": 0,
-                "max_task_retries": 0,
-                "runtime_env": {"env_vars": environment},
-            }
-            | self.placement.options(role)
-            | options
-        )
-        return self._remember(remote.remote(log_file), log_file)
+        own: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}  # the place of a role has a CPU
+        own |= {"runtime_env": {"env_vars": environment}} | self.placement.options(role) | options
+        return self._remember(self._ray.remote(actor_class).options(**own).remote(log_file), log_file)
 
     def start_agent(self, agent_class: type, node: str, *args: Any) -> Any:
         """Start the actor agent_class(*args) on a node."""
@@ -151,8 +142,7 @@ class Cluster:
     def get(self, references: list[Any], seconds: float | None = None) -> list[Any]:
         """Wait for results of actors, for this many seconds at most; an actor's exception is raised as its own type.
 
-        Raises RunFailure naming the role and its log when its process has died (at once), or has not answered within
-        cluster.hang_after_s.
+        Raises RunFailure naming role and log when its process has died (at once), or has not answered in cluster.hang_after_s.
         """
         actors = {_actor_of(reference) for reference in references}
         timeout = seconds or self._hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)

@@ -29,8 +29,7 @@ def nodes_for(
 ) -> list[str] | None:
     """Return the node of each bundle, or None where they do not fit.
 
-    free: what each node has. PACK takes the first node, those with more GPUs before others, and SPREAD the one with the
-    fewest bundles.
+    free: what each node has. PACK takes the first node, most GPUs first, and SPREAD the one with the fewest bundles.
     """
     left = {node: dict(free[node]) for node in sorted(free, key=lambda node: -free[node].get("GPU", 0.0))}
     chosen: list[str] = []

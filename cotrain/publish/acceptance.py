@@ -68,10 +68,9 @@ class ExpectedAcceptance:
     def lowest_served(self, steps: Sequence[int], num_prompts: int, tolerance: float, chance: float) -> float:
         """Acceptance length below which chance takes so good a drafter with this probability (Satterthwaite's t).
 
-        `tolerance` is an acceptance length by which it may fall short beyond noise. The noise of `num_prompts` served
-        prompts has two parts: what varies between prompts, from the standard error of the expectation, and the chance
-        of each acceptance, from the expected rates. With P(A >= k) = r_k accepted draft tokens A have
-        E[A^2] = sum (2k - 1) r_k.
+        `tolerance` is an acceptance length by which it may fall short beyond noise. The noise of `num_prompts` served prompts
+        has two parts: what varies between prompts, from the standard error of the expectation, and the chance of each
+        acceptance, from the expected rates. With P(A >= k) = r_k accepted draft tokens A have E[A^2] = sum (2k - 1) r_k.
         """
         rates = self.rates_at(steps)
         between = self.error_at(steps) ** 2 * (1 + self.num_prompts / num_prompts)

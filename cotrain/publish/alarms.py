@@ -92,9 +92,8 @@ def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> l
 def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts, num_rollouts: int) -> float:
     """Chance that a drafter as good as expected has not one draft token accepted in these verification steps.
 
-    The first draft token of each step is a trial; the design effect of ROLLOUT_CORRELATION (Kish, Survey Sampling, 5.4)
-    says how many independent ones they are worth. The rate is taken at the lower bound of the expectation; 1.0 when
-    that is no gain, as that of a random drafter.
+    The first draft token of each step is a trial; the design effect of ROLLOUT_CORRELATION (Kish, Survey Sampling, 5.4) says
+    how many independent ones they are worth. The rate is the lower bound of the expectation; 1.0 when that is no gain.
     """
     gain = expected.length_at(counts.steps) - 1
     lower = 1 - LOWER_BOUND_ERRORS * expected.error_at(counts.steps) / gain if gain else 0.0

@@ -62,9 +62,8 @@ class Publisher:
     def evaluate(self, step: int, batch: RolloutBatch, versions: Versions, found: Sequence[Alarm] = ()) -> Outcome:
         """Decide on the step's rollouts, generated under `versions`, and swap. Call it before training on them.
 
-        found: alarms of other checks of this step. After an alarm the run goes on without speculation where it is
-        configured to; a fatal one, and any other, is left to be raised. Engines that refuse a drafter go on with the
-        one they have, all of them, and so does the run.
+        found: alarms of other checks of this step. After an alarm the run goes on without speculation where it is configured
+        to; a fatal one, and any other, is left to be raised. Where an engine refuses a drafter, all keep the one they have.
         """
         serving, sent = self.serving, self._sent
         oldest = versions.policy - self._max_policy_lag

@@ -64,7 +64,7 @@ class RolloutEngine:
         Raises ValueError naming an environment variable that may change what speculation generates.
         """
         Path(self.spec.scratch).mkdir(parents=True, exist_ok=True)
-        if self.speculates:
+        if self.spec.speculates:
             _check_environment()
 
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -76,11 +76,6 @@ class RolloutEngine:
         index = None if history is None else (history.max_bytes, draws)
         await self._call("cotrain_start", f"{self.spec.scratch}/kept", self.spec.drafter_folder is not None, index)
         await self._stamp(self.versions)
-
-    @property
-    def speculates(self) -> bool:
-        """Is there anything that proposes draft tokens?"""
-        return self.spec.speculates
 
     # -- draft length ------------------------------------------------------------------------------------------------
 
@@ -130,7 +125,7 @@ class RolloutEngine:
         most = self.spec.rollout.num_speculative_tokens
         if num_speculative_tokens is not None and not 0 <= num_speculative_tokens <= most:
             raise ValueError(f"draft tokens must be 0..{most}, not {num_speculative_tokens}")
-        if not self.speculates:
+        if not self.spec.speculates:
             return
         self._chooses = await self._speculation("fix_num_speculative_tokens", num_speculative_tokens)
         if self.spec.drafter_folder is not None:
@@ -139,7 +134,7 @@ class RolloutEngine:
 
     async def describe_speculation(self) -> str:
         """The draft lengths in use, and why."""
-        return await self._speculation("describe") if self.speculates else "off: nothing proposes draft tokens"
+        return await self._speculation("describe") if self.spec.speculates else "off: nothing proposes draft tokens"
 
     async def _speculation(self, method: str, *args: Any) -> Any:
         """Call a method of the speculation controller, which lives in vLLM's scheduler."""
@@ -209,21 +204,10 @@ class RolloutEngine:
             named = self._named([RolloutRequest(str(start + i), 0, ids, None) for i, (ids, _) in enumerate(group)])
             tapped = await self._tap({n: TapRequest(n, len(r.prompt_token_ids), 0) for n, r in named.items()})
             await self._run(named, {"max_tokens": 1}, named)
-            given = [
-                Rollout(
-                    r.prompt_id,
-                    0,
-                    r.prompt_token_ids[:length],
-                    r.prompt_token_ids[length:],
-                    [],
-                    "",
-                    "length",
-                    self.versions,
-                    None,
-                )
-                for r, (_, length) in zip(named.values(), group, strict=True)
-            ]
-            shards += (await self._take_features(tapped, dict(zip(named, given, strict=True))))[0]
+            given = {}
+            for name, (ids, length) in zip(named, group, strict=True):
+                given[name] = Rollout(name, 0, ids[:length], ids[length:], [], "", "length", self.versions, None)
+            shards += (await self._take_features(tapped, given))[0]
         return shards
 
     def _named(self, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
@@ -380,9 +364,8 @@ class RolloutEngine:
     ) -> SwapReport:
         """Serve new drafter weights, in mid-generation if need be; caches stay (they never decide a token).
 
-        expected_rates: by draft position, share of verification steps that are expected to accept it and all before
-        it, as far as they are known; the speculation controller starts from them. Raises WeightUpdateRefused as
-        `update_policy` does.
+        expected_rates: by draft position, share of verification steps that are expected to accept it and all before it, as far
+        as they are known; the speculation controller starts from them. Raises WeightUpdateRefused as `update_policy` does.
         """
         if drafter_version < self.versions.drafter:
             raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")

@@ -7,8 +7,7 @@ A prompt's rows are kept once for all requests with these tokens: they depend on
 that a request did not compute, because its prompt was in the prefix cache, are those that another one computed. What no
 tapped request computed stays a hole, and `take` masks holes; the engine has one request of each prompt compute it whole.
 
-Each row is stamped with the policy version that computed it. A rollout's rows are those of one version; rows that another
-one computed are holes.
+Each row is stamped with the policy version that computed it. A rollout's rows are of one version; those of others are holes.
 """
 
 from collections.abc import Mapping
@@ -93,8 +92,7 @@ class FeatureTap:
             if recording is not None:
                 num = len(token_ids[part])
                 hidden[part] = recording.hidden[:num]
-                mask[part] = (recording.token_ids[:num] == token_ids[part]) & (
-                    recording.versions[:num] == policy_version
-                )
+                of_version = recording.versions[:num] == policy_version
+                mask[part] = (recording.token_ids[:num] == token_ids[part]) & of_version
         mask[-1] = False  # the last token was sampled but never fed back: it has no hidden state
         return hidden.masked_fill(~mask[:, None], 0), mask

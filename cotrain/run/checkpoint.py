@@ -1,8 +1,7 @@
 """Checkpoints of a run: a folder per step that is either whole or not there.
 
-Everything is written into a temporary folder. COMPLETE, the list of all files with their digests, is written
-last, and one rename gives the folder its name. A folder without a valid COMPLETE is never loaded, nor is one of which a
-file has changed.
+Everything is written into a temporary folder. COMPLETE, the list of all files with their digests, is written last, and one
+rename gives the folder its name. A folder without a valid COMPLETE is never loaded, nor is one of which a file has changed.
 """
 
 import errno

@@ -1,7 +1,6 @@
 """What a person reads while a run goes on: the start banner and one line a step.
 
-Numbers come from the rows of metrics.jsonl; what was not measured is left out. A terminal also shows what is going
-on at the moment.
+Numbers come from the rows of metrics.jsonl; what was not measured is left out. A terminal also shows what is going on.
 """
 
 import time
@@ -99,9 +98,8 @@ def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> st
     parts = [text.format(shown[name]) for name, text in COLUMNS if shown.get(name) is not None]
     if "lag" in shown:
         idle = {role.removeprefix("idle/"): share for role, share in metrics.items() if role.startswith("idle/")}
-        parts.append(
-            "idle " + " ".join(f"{role[0]}{share:.0%}" for role, share in sorted(idle.items()) if share is not None)
-        )
+        shares = [f"{role[0]}{share:.0%}" for role, share in sorted(idle.items()) if share is not None]
+        parts.append(f"idle {' '.join(shares)}")
     return "  ".join([f"step {step}/{steps}", *parts, f"p{versions.policy} d{versions.drafter}"]).replace("  (", " (")
 
 

@@ -80,12 +80,10 @@ def speculation_metrics(counts: SpeculationCounts | None) -> dict[str, float]:
     """
     if counts is None:
         return {}
-    metrics: dict[str, float] = {
-        "rollout/drafted_tokens": counts.num_draft_tokens,
-        "rollout/num_drafts": counts.num_drafts,
-    }
+    metrics: dict[str, float] = {"rollout/drafted_tokens": counts.num_draft_tokens}
+    metrics["rollout/num_drafts"] = counts.num_drafts
     if counts.num_drafts:
-        metrics |= {"rollout/acceptance_length": counts.acceptance_length}
+        metrics["rollout/acceptance_length"] = counts.acceptance_length
         for position, accepted in enumerate(counts.accepted_per_position, start=1):
             metrics[f"rollout/acceptance_rate_pos_{position}"] = accepted / counts.num_drafts
     return metrics

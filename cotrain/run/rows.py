@@ -50,8 +50,7 @@ Kind = Literal["published", "kept back", "refused", "rolled back", "kept", "alar
 class DrafterEvent:
     step: int
     kind: Kind
-    """A candidate is published, kept back or refused; a publication is rolled back or kept by its canary; a step raises
-    an alarm."""
+    """A candidate is published, kept back or refused; the canary rolls it back or keeps it; a step raises an alarm."""
     version: int
     """The drafter that the engines serve from the next step on."""
     reason: str

@@ -60,10 +60,9 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._last_step = self._sent_step = int(self._client.get_run(self.run_id).data.metrics.get(MARKER, 0))
         self._served = ServedDrafts()
         found = self._client.search_model_versions(f"run_id = '{self.run_id}' AND tags.drafter_version LIKE '%'")
+        found = sorted(found, key=lambda row: int(row.version))
         # By drafter version; the newest where one was registered twice.
-        self._registered = {
-            int(row.tags["drafter_version"]): row for row in sorted(found, key=lambda row: int(row.version))
-        }
+        self._registered = {int(row.tags["drafter_version"]): row for row in found}
         self._sender, self._try_again = ThreadPoolExecutor(1, "mlflow"), Event()
         self._down = self._finished = self._gave_up = False
         for row in history:
@@ -218,17 +217,15 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def _register(self, folder: Path, tags: dict[str, str]) -> ModelVersion:
         client, name = self._client, f"drafter-d{tags['drafter_version']}"
-        model = client.create_logged_model(
+        model_id = client.create_logged_model(
             self._experiment, name, source_run_id=self.run_id, tags=tags, model_type="drafter"
-        )
-        client.log_model_artifacts(model.model_id, str(folder))
-        client.finalize_logged_model(model.model_id, "READY")
+        ).model_id
+        client.log_model_artifacts(model_id, str(folder))
+        client.finalize_logged_model(model_id, "READY")
         if not client.search_registered_models(f"name = '{self.registered_model}'"):
             client.create_registered_model(self.registered_model)
-        source = f"models:/{model.model_id}"
-        return client.create_model_version(
-            self.registered_model, source, self.run_id, tags=tags, model_id=model.model_id
-        )
+        source = f"models:/{model_id}"
+        return client.create_model_version(self.registered_model, source, self.run_id, tags=tags, model_id=model_id)
 
     def _send_served(self, drafter_version: int, reached: Mapping[str, float], best: int | None, step: int) -> None:
         """Drafters that are not registered are passed over."""

@@ -132,10 +132,8 @@ class Roofline:
         weights = experts_read(rows, m.experts, m.experts_per_token) * 3 * m.hidden * m.intermediate * BYTES[m.weights]
         moved = weights + rows * m.experts_per_token * (2 * m.hidden + 3 * m.intermediate) * 2
         flops = 6 * rows * m.experts_per_token * m.hidden * m.intermediate
-        shared = (moved / self.tensor_parallel, flops / self.tensor_parallel)
-        return self._product(rows, m.hidden, m.experts) + self._time(
-            self.hardware.experts[m.weights], *shared, m.weights
-        )
+        router, kernel = self._product(rows, m.hidden, m.experts), self.hardware.experts[m.weights]
+        return router + self._time(kernel, moved / self.tensor_parallel, flops / self.tensor_parallel, m.weights)
 
     def _forward(self, rows: Array, batch: Array, logit_rows: Array) -> Array:
         m = self.model

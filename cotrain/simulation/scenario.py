@@ -219,9 +219,8 @@ def _draws(scenario: Scenario) -> tuple[Array, Array]:
     prompts = -(-len(scenario.lengths) // scenario.steps)
     draws = [np.random.default_rng(i).integers(len(scenario.lengths), size=prompts) for i in range(DRAWS)]
     drawn = [replace(scenario, lengths=[scenario.lengths[j] for j in chosen], steps=1) for chosen in draws]
-    plain, speculating = np.array(
-        [[generation_seconds(s.without_speculation()), generation_seconds(s)] for s in drawn]
-    ).T
+    seconds = [[generation_seconds(s.without_speculation()), generation_seconds(s)] for s in drawn]
+    plain, speculating = np.array(seconds).T
     levels = [NormalDist().inv_cdf((i + 0.5) / DRAWS) for i in range(DRAWS)]
     error = np.hypot(scenario.step_time_error, scenario.acceptance_error) if scenario.most_drafted else 0.0
     gains = plain / speculating * np.exp(error * np.random.default_rng(0).permutation(levels))

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cotrain.config.errors import ConfigError, readable_problems
+from cotrain.config.errors import ConfigError, validated
 from cotrain.config.load import Table, merge, read_tables
+from cotrain.run.provenance import flatten
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.hardware import DrafterShape, Hardware, Model, hardware, model
 from cotrain.simulation.lengths import lognormal_lengths
@@ -180,7 +181,7 @@ class System:
 
     def constants(self) -> dict[str, Any]:
         """Every constant with its origin, as plain data."""
-        fields = _leaves(self.config.model_dump(mode="json", exclude={"origins"}))
+        fields = flatten(self.config.model_dump(mode="json", exclude={"origins"}))
         found: dict[str, Any] = {n: {"value": v, "origin": self.origins.get(n, "default")} for n, v in fields.items()}
         if isinstance(self.config.cost, RooflineCost):
             found |= {"hardware": asdict(self._hardware), "model": asdict(self._model)}
@@ -303,19 +304,9 @@ def parse_system(table: Table, overrides: Sequence[str] = (), origin: str = "giv
     Overrides that make it another system take its drafted rows away, unless they give them anew.
     """
     changes: Table = reduce(merge, read_tables([], overrides), {})
-    changed = dict.fromkeys(_leaves(changes), "command line")
+    changed = dict.fromkeys(flatten(changes), "command line")
     if OF_ANOTHER_SYSTEM & changed.keys() and "drafted_rows" in table.get("cost", {}):
         changes = merge({"cost": {"drafted_rows": 0}}, changes)
-    try:
-        config = SystemConfig.model_validate(merge(table, changes))
-    except ValidationError as error:
-        raise ConfigError(readable_problems(error, SystemConfig)) from None
-    return System(config, merge(table, changes), dict.fromkeys(_leaves(table), origin) | config.origins | changed)
-
-
-def _leaves(table: Table, path: str = "") -> dict[str, Any]:
-    """Values by dotted path."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _leaves(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
-    return found
+    given = merge(table, changes)
+    config = validated(SystemConfig, given)
+    return System(config, given, dict.fromkeys(flatten(table), origin) | config.origins | changed)

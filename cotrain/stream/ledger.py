@@ -20,8 +20,7 @@ NEXT: dict[State, State] = {"admitted": "dispatched", "dispatched": "finished", 
 """The states of a group in their order. A taken group is forgotten when its slot is released."""
 
 MOST_LOST, MOST_LOST_SHARE = 10, 0.1
-"""A run ends when more groups are lost than this number plus this share of those admitted: what loses so many is
-no accident."""
+"""A run ends when more groups are lost than this number plus this share of those admitted: so many are no accident."""
 
 
 ENGINE_DIED = "its engine died"
@@ -95,14 +94,15 @@ class Ledger:
             self.move(number, "taken")
         return list(numbers)
 
-    def release(self) -> None:
-        """The weights of a step are served (or the policy is not trained): its groups give their slots back."""
+    def release(self) -> list[int]:
+        """The slots of a step whose weights are served (or whose policy is not trained) are free again. Returns its groups."""
         taken = [number for number, group in self.groups.items() if group.state == "taken"]
         if len(taken) != self._prompts_per_step:
             raise ValueError(f"{len(taken)} groups are taken, a step has {self._prompts_per_step}")
         for number in taken:
             del self.groups[number]
         self.served += 1
+        return taken
 
     def count(self, *states: State) -> int:
         """How many groups are in any of these states."""

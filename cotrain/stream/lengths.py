@@ -20,8 +20,7 @@ QUANTILES = (0.1, 0.5, 0.9)
 class LengthHistory:
     """A moving average of log length for each prompt, and how far lengths have been from what it let expect.
 
-    A truncated response counts as one that is at least as long. The averages are geometric means, which for log-normal
-    lengths are medians.
+    A truncated response counts as one that is at least as long. Averages are geometric means: medians of log-normal lengths.
     """
 
     def __init__(self) -> None:
@@ -38,9 +37,8 @@ class LengthHistory:
     def remaining(self, prompt_id: str, generated: int) -> tuple[float, ...] | None:
         """QUANTILES of the tokens still to come of a response that has so many, as if none were ever truncated.
 
-        Past responses tell how lengths scatter around what is expected: where some of them were truncated, their quantiles
-        are those of Kaplan and Meier, and where too many were, the result is a lower bound. None where no response has
-        been that long yet.
+        Past responses tell how lengths scatter around what is expected: where some of them were truncated, their quantiles are
+        those of Kaplan and Meier, and where too many were, the result is a lower bound. None where no response was that long.
         """
         kept = self._errors[prompt_id in self._logs] or self._errors[prompt_id not in self._logs]
         expected = self.expected(prompt_id)
@@ -54,11 +52,8 @@ class LengthHistory:
 
     def observe(self, prompt_id: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
         """Learn the lengths of a prompt's samples. With half of them truncated, the expected length is at least the longest."""
-        known, expected, usual = (
-            self._logs.get(prompt_id),
-            math.log(self.expected(prompt_id)),
-            self.remaining(prompt_id, 0),
-        )
+        known, usual = self._logs.get(prompt_id), self.remaining(prompt_id, 0)
+        expected = math.log(self.expected(prompt_id))
         logs = [math.log(max(1, length)) for length in lengths]
         if self._logs:
             self._errors[known is not None] += [(log - expected, cut) for log, cut in zip(logs, truncated, strict=True)]
@@ -101,15 +96,12 @@ class LengthHistory:
 def order_speedup(lengths: dict[int, list[int]], begun: Sequence[int], num_engines: int, slots: int) -> float | None:
     """Makespan of a step's groups in the order drawn, over that in the order in which they began; None if nothing queues.
 
-    lengths: those of each group, by number; begun: their numbers. The groups have the engines for themselves, which without
-    lag they do.
+    lengths: those of each group, by number; begun: their numbers. The groups have the engines for themselves, as without lag.
     """
     if sum(len(lengths[number]) for number in begun) <= num_engines * slots:
         return None
-    drawn, chosen = (
-        makespan([lengths[number] for number in order], num_engines, slots) for order in (sorted(begun), begun)
-    )
-    return drawn / chosen
+    drawn, chosen = ([lengths[number] for number in order] for order in (sorted(begun), begun))
+    return makespan(drawn, num_engines, slots) / makespan(chosen, num_engines, slots)
 
 
 def makespan(groups: Sequence[Sequence[int]], num_engines: int, slots: int) -> int:

@@ -29,8 +29,7 @@ SAME_PROMPT_TRIES = 2
 
 FILL = 1.25
 """An engine is given groups until it has so many times the requests that it can run at once, so that none of its places is
-ever empty. The others wait here: a request that starts late starts with newer weights, and an engine that dies takes
-little with it."""
+empty. Others wait here: a request that starts late starts with newer weights, and an engine that dies takes little with it."""
 
 
 @dataclass
@@ -123,9 +122,7 @@ class Producer:
 
     def release(self) -> None:
         """The weights of the step are served: its slots are free."""
-        taken = [number for number, group in self.ledger.groups.items() if group.state == "taken"]
-        self.ledger.release()
-        for number in taken:
+        for number in self.ledger.release():
             del self._results[number]
             self._event("released", number)
 
@@ -182,14 +179,11 @@ class Producer:
 
         All other groups start over after a resume. Hidden states that no window has handed out are not kept.
         """
-        scored = [group for group in self.ledger.groups.values() if group.state == "scored"]
         rows = []
-        for group in scored:
-            result = self._results[group.number]
+        for number in (number for number, group in self.ledger.groups.items() if group.state == "scored"):
+            result = self._results[number]
             rollouts = [asdict(rollout) for rollout in result.rollouts]
-            rows.append(
-                {"number": group.number, "index": result.index, "rollouts": rollouts, "rewards": result.rewards}
-            )
+            rows.append({"number": number, "index": result.index, "rollouts": rollouts, "rewards": result.rewards})
         tapped = sum(batch.feature_stats.get("num_rollouts", 0) for _, batch in self._window)
         lost = {"lost": self.ledger.lost, "lost_features": self._lost_features + tapped}
         return {"groups": rows, "lengths": self._lengths.state()} | lost
@@ -338,9 +332,8 @@ class Producer:
     def _restore(self, row: dict[str, Any]) -> None:
         """A group that was scored before a resume is ready to be taken."""
         prompt = self._prompts.task.prompt(row["index"])
-        self._results[row["number"]] = GroupResult(
-            prompt, row["index"], [_rollout_of(fields) for fields in row["rollouts"]], row["rewards"]
-        )
+        rollouts = [_rollout_of(fields) for fields in row["rollouts"]]
+        self._results[row["number"]] = GroupResult(prompt, row["index"], rollouts, row["rewards"])
         self.ledger.restore(row["number"])
         self._event("restored", row["number"])
 
@@ -352,9 +345,8 @@ class Producer:
 def _rollout_of(fields: dict[str, Any]) -> Rollout:
     """A rollout out of its fields, as a checkpoint keeps them."""
     counts = fields["speculation"]
-    rollout = Rollout(**fields)
     return replace(
-        rollout,
+        Rollout(**fields),
         versions=Versions(**fields["versions"]),
         speculation=counts and SpeculationCounts(tuple(counts["steps"]), tuple(map(tuple, counts["accepted"]))),
         verification_steps=tuple(map(tuple, fields["verification_steps"])),

@@ -5,7 +5,6 @@ What is waited for are Ray's references. Each has a handler, which is called wit
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from cotrain.process.cluster import Cluster
@@ -64,14 +63,9 @@ class Reactor:
 
     def wait(self, references: list[Any]) -> None:
         """Handle results until these references have theirs."""
-        waiting = set(references)
-
-        def arrived(reference: Any, _: Any) -> None:
-            waiting.discard(reference)
-
         for reference in references:
-            self.add(reference, partial(arrived, reference))
-        self.until(lambda: not waiting)
+            self.add(reference, lambda result: None)
+        self.until(lambda: self._handlers.keys().isdisjoint(references))
 
     def _handle(self, reference: Any) -> None:
         handler, failed = self._handlers.pop(reference)

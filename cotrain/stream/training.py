@@ -11,8 +11,7 @@ from cotrain.stream.reactor import Reactor
 class DrafterTraining:
     """Keeps the drafter trainer at work.
 
-    Without lag a training round is one call. With lag each update is a call of its own, so that new heads and features
-    never wait for a whole round.
+    Without lag a round is one call. With lag each update is one, so that new heads and features never wait for a whole round.
     """
 
     def __init__(self, config: RunConfig, trainer: Learner, reactor: Reactor, events: RowFile):

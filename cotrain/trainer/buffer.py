@@ -1,8 +1,7 @@
 """Rollout features held for training, bounded by bytes and by age in policy versions.
 
-Batches are whole rollouts of one policy version, because the teacher's head is of one version. Rollouts are drawn
-without replacement until all have been used (an epoch), the newest version first, so that fresh rollouts are seen
-before older ones are seen again.
+Batches are whole rollouts of one policy version, because the teacher's head is of one version. Rollouts are drawn without
+replacement until all have been used (an epoch), the newest version first: fresh ones are seen before older ones again.
 """
 
 from collections import Counter
@@ -47,8 +46,7 @@ class FeatureBuffer:
     def sample(self, batch_tokens: int, rng: torch.Generator) -> DraftBatch:
         """Whole rollouts of one policy version, at most batch_tokens together; a longer rollout comes alone.
 
-        What is left of a version in this epoch is split evenly, so that no batch is a small remainder. The buffer must
-        not be empty.
+        What is left of a version in this epoch is split evenly, so that no batch is small. The buffer must not be empty.
         """
         if len(self._used) == len(self.records):
             self._used.clear()

@@ -1,7 +1,6 @@
 """Nodes of a run: an agent on each keeps its folder in shared memory, and files get from one node to another.
 
-A role reads and writes files of its own node. A file that another node needs goes there once, in parts, through Ray's
-object store.
+A role reads and writes files of its own node. What another node needs goes there once, in parts, through Ray's object store.
 """
 
 import os
@@ -90,10 +89,9 @@ class Nodes:
         """Start an agent on every node. That of the controller's own node is in this process."""
         self._cluster, self.local = cluster, cluster.local_node
         self._here = NodeAgent(run)
-        self._agents = {
-            node: cluster.start_agent(NodeAgent, node, run) for node in cluster.placement.nodes - {self.local}
-        }
-        self._facts = {node: self.call(node, "facts") for node in cluster.placement.nodes | {self.local}}
+        others = cluster.placement.nodes - {self.local}
+        self._agents = {node: cluster.start_agent(NodeAgent, node, run) for node in others}
+        self._facts = {node: self.call(node, "facts") for node in others | {self.local}}
         self.scratch: dict[str, Path] = {node: scratch for node, (scratch, _) in self._facts.items()}
         self.model_path = Path()
         """Where all nodes have the policy's model."""

@@ -1,10 +1,9 @@
 """The small draft model: a plain causal language model of few layers with its own embedding, norm and head.
 
-It reads tokens only; the target's hidden states teach it through the loss. At draft position k of a start it has read
-the rollout's tokens up to x_{t+1+k}, so that with the true tokens fed at every position one causal pass over a rollout
-holds all draft positions of all starts: position k of start t is the state of row t + 1 + k. The engine reads the same,
-prompts without features included, since it computes them itself. In shapes, N counts packed rows and H is the hidden
-size.
+It reads tokens only; the target's hidden states teach it through the loss. At draft position k of a start it has read the
+rollout's tokens up to x_{t+1+k}, so that with the true tokens fed at every position one causal pass over a rollout holds all
+draft positions of all starts: position k of start t is the state of row t + 1 + k. The engine reads the same, prompts without
+features included, since it computes them itself. In shapes, N counts packed rows and H is the hidden size.
 """
 
 from pathlib import Path

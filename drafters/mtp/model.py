@@ -4,10 +4,9 @@ The head joins the normed embedding of the next token and the normed hidden stat
 layer on it. Maths are those of vLLM's mimo_mtp.py and qwen3_next_mtp.py. The state after the final norm is what the
 target's head reads, and what is fed back. In shapes, R counts packed rows and H is the hidden size.
 
-The checkpoint folder, which stock vLLM serves beside the target, holds the head's tensors under the names of its format,
-and nothing of the target. The target's matrices are borrowed for each loss, never kept, so that a policy update refreshes
-them and no gradient reaches them. vLLM reads the sizes of the head from the target's configuration, so a head of other
-sizes is refused.
+The checkpoint folder, which stock vLLM serves beside the target, holds the head's tensors under the names of its format, and
+nothing of the target. The target's matrices are borrowed for each loss, never kept, so that a policy update refreshes them and
+no gradient reaches them. vLLM reads the sizes of the head from the target's configuration, so a head of other sizes is refused.
 """
 
 from dataclasses import replace

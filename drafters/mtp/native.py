@@ -1,8 +1,7 @@
 """MTP heads inside a policy's checkpoint: split off before training, stitched back for export.
 
-Split, the policy is a plain model that a learner trains, and the head a drafter's folder: no gradient of one can reach
-the other. Stitched, they are one folder again, with the configuration it came with, whose head stock vLLM speculates
-with.
+Split, the policy is a plain model that a learner trains, and the head a drafter's folder: no gradient of one can reach the
+other. Stitched, they are one folder again, with the configuration it came with, whose head stock vLLM speculates with.
 """
 
 import json

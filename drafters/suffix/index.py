@@ -138,21 +138,17 @@ class SuffixIndex:
 
     def _views(self, segment: Segment) -> tuple[Tokens, Tokens, Tokens]:
         start, size, count = segment
-        return (
-            self._texts[start : start + size],
-            self._orders[start : start + count],
-            self._owners[start : start + size],
-        )
+        whole = slice(start, start + size)
+        return self._texts[whole], self._orders[start : start + count], self._owners[whole]
 
     def _merge_last(self, segments: list[Segment]) -> None:
         (text_a, order_a, owners_a), (text_b, order_b, owners_b) = (self._views(s) for s in segments[-2:])
         text, owners = np.concatenate([text_a, text_b]), np.concatenate([owners_a, owners_b])
         order = np.concatenate([order_a, order_b + len(text_a)], dtype=np.int32)
         law.merge(text, order, len(order_a), np.empty_like(order))
-        if segments[-1].start + segments[-1].size == self._used:
-            self._used = segments[-1].start
-        if segments[-2].start + segments[-2].size == self._used:
-            self._used = segments[-2].start
+        for segment in reversed(segments[-2:]):
+            if segment.start + segment.size == self._used:
+                self._used = segment.start
         segments[-2:] = [self._put(text, order, owners)]
 
     def _make_room(self) -> None:

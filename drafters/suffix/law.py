@@ -1,8 +1,7 @@
 """What an index of rollouts expects next: the law that drafts are drawn from, compiled with numba.
 
-A segment is a run of texts in one array, each after a SEPARATOR, with its positions sorted by the tokens before them, the
-last token first. All positions that follow a given context are therefore neighbours, and a binary search a token finds
-them.
+A segment is a run of texts in one array, each after a SEPARATOR, with its positions sorted by the tokens before them, the last
+token first. All positions that follow a given context are therefore neighbours, and a binary search a token finds them.
 """
 
 import numba
@@ -210,17 +209,9 @@ def draft(texts, orders, owners, segments, scope_weights, weights, context, resp
     supports, laws, sizes = np.empty((k, WIDTH), np.int32), np.empty((k, WIDTH)), np.empty(k, np.int32)
     first_match, num = 0, 0
     for j in range(k):
+        so_far = text[: length + j]
         n, longest = next_law(
-            texts,
-            orders,
-            owners,
-            segments,
-            scope_weights,
-            weights,
-            text[: length + j],
-            response_start,
-            supports[j],
-            laws[j],
+            texts, orders, owners, segments, scope_weights, weights, so_far, response_start, supports[j], laws[j]
         )
         if j == 0:
             first_match = longest

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from cotrain.config.errors import ConfigError, did_you_mean, readable_problems
+from cotrain.config.errors import ConfigError, did_you_mean, validated
 from cotrain.config.load import Table, load_config, merge, parse_config, read_tables
 from cotrain.config.schema import RunConfig
 from cotrain.run.provenance import flatten
@@ -85,23 +85,10 @@ class StudyConfig(Section):
 
 def read_study(path: Path, overrides: Sequence[str]) -> StudyConfig:
     """The file with overrides such as "seeds=[0]". Raises ConfigError listing what is wrong outside of its arms."""
-    try:
-        config = StudyConfig.model_validate(functools.reduce(merge, read_tables([path], overrides)))
-    except ValidationError as error:
-        raise ConfigError(readable_problems(error, StudyConfig)) from None
+    config = validated(StudyConfig, functools.reduce(merge, read_tables([path], overrides)))
     if len(set(config.seeds)) < len(config.seeds):
         raise ConfigError([f"seeds: {list(config.seeds)} holds a seed twice"])
     return config
-
-
-def read_arms(config: StudyConfig, problems: list[str]) -> Iterator[ArmConfig]:
-    """The arms one by one; what is wrong with an arm is added to `problems` instead."""
-    for number, fields in enumerate(config.arms, 1):
-        try:
-            yield ArmConfig.model_validate(fields)
-        except ValidationError as error:
-            where = f"arm {fields.get('name', number)!r}"
-            problems += [f"{where}: {line}" for line in readable_problems(error, ArmConfig)]
 
 
 DATA_FILES = (".json", ".jsonl", ".parquet")
@@ -196,9 +183,9 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     for name, fields in config.inits.items():
         with _collect(problems, f"inits.{name}"):
             study.inits[name] = Run("init", f"init {name}", _init_config(study, name, fields))
-    for given in read_arms(config, problems):
-        with _collect(problems, f"arm {given.name!r}"):
-            study.arms.append(_arm(study, given))
+    for number, fields in enumerate(config.arms, 1):
+        with _collect(problems, f"arm {fields.get('name', number)!r}"):
+            study.arms.append(_arm(study, validated(ArmConfig, fields)))
     if not study.arms and not problems:
         problems.append("arms: the study has none; add [[arms]]")
     if problems:

@@ -82,9 +82,8 @@ def read_study(folder: Path) -> StudyRecord:
                 except ValueError as error:
                     outcome = f"finished, but {error}"
             runs.append((_linked(folder, run["folder"]), arm["name"], run["seed"], outcome))
-    nothing = pd.DataFrame(
-        columns=[LENGTH, SPEED, REWARD, TOKENS, STEP_TIME], index=pd.Index([], name="step"), dtype=float
-    )
+    columns = [LENGTH, SPEED, REWARD, TOKENS, STEP_TIME]
+    nothing = pd.DataFrame(columns=columns, index=pd.Index([], name="step"), dtype=float)
     steps = pd.concat({(NONE, NONE): nothing} | tables, names=["arm", "seed"])
     # Links would become mere text in a column of pandas' own string type.
     shown = pd.DataFrame(runs, columns=["run", "arm", "seed", "outcome"], dtype=object)

@@ -116,9 +116,9 @@ class EngineChecks:
 
     async def drafter_swap(self) -> str:
         """Two drafters are swapped in, each of which always proposes one token; drafts are exactly those."""
-        texts, accepted, norm = await self._texts(), 0, self.drafter["norm.weight"]
+        plain, accepted, norm = (await self._generate(0)).rollouts, 0, self.drafter["norm.weight"]
         try:
-            for token, _ in Counter(token for text in texts for token in text).most_common(2):
+            for token, _ in Counter(token for rollout in plain for token in rollout.token_ids).most_common(2):
                 # A final norm of gain 0 makes all logits equal, argmax takes the first, and d2t maps it to the token.
                 constant = {"norm.weight": torch.zeros_like(norm), "d2t": torch.full_like(self.drafter["d2t"], token)}
                 await self._send(True, self.drafter | constant)
@@ -226,10 +226,6 @@ class EngineChecks:
         """Responses at draft length k, greedy ones unless a temperature is given."""
         await self.engine.set_num_speculative_tokens(k)
         return await self.engine.generate(self._requests(), tap=tap, temperature=temperature)
-
-    async def _texts(self) -> list[list[int]]:
-        """Greedy responses without speculation."""
-        return [rollout.token_ids for rollout in (await self._generate(0)).rollouts]
 
     def _payload(self, state: Mapping[str, Tensor], name: str) -> WeightPayload:
         path = Path(self.engine.spec.scratch) / f"doctor-{name}.safetensors"

@@ -150,16 +150,14 @@ def all_reduce(backend: str, processes: int) -> str:
 
 
 def _gpus() -> list[str]:
-    found: list[str] = provenance.machine()["gpus"]
-    if not found:
+    if not (found := provenance.machine()["gpus"]):
         raise NotApplicable("nvidia-smi shows no GPU")
     return found
 
 
 @functools.cache
 def _torch_facts() -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(_output_of("-c", TORCH_FACTS))
-    return facts
+    return json.loads(_output_of("-c", TORCH_FACTS))
 
 
 def _output_of(*arguments: str) -> str:

@@ -21,8 +21,6 @@ CONNECT_SECONDS = 5.0
 class NodeAgent:
     """Runs on one node. Ray sends its code along, so that it also runs where cotrain is older."""
 
-    _listener: socket.socket
-
     def facts(self) -> dict[str, str]:
         """Versions of Python and of the packages that are installed."""
         return package_versions()

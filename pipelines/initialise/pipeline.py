@@ -98,9 +98,8 @@ class Initialisation:
             with self.console.phase("rollout engine"):
                 engine = await stack.enter_async_context(one_engine(setup, self.config.seed, threads.num_cores()))
             await engine.set_num_speculative_tokens(0)
-            if not await sources.collect(
-                engine, self.corpus, source, self.config, self.console.say, self.stop_requested
-            ):
+            say, stop_requested = self.console.say, self.stop_requested
+            if not await sources.collect(engine, self.corpus, source, self.config, say, stop_requested):
                 return False
             tracker, record = self._records(stack)
             split = sources.split_prompts(self.corpus.rollouts, self.config.init.holdout, self.config.seed)

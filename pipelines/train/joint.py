@@ -67,10 +67,8 @@ def train(config: RunConfig, resume: bool) -> int:
             write_config(config, run_dir.config)
         run_dir.start_attempt()
         write_provenance(run_dir)
-        metrics = RowFile(run_dir.metrics, resumed_step=state.step)
-        decisions = RowFile(run_dir.decisions, resumed_step=state.step)
-        events = RowFile(run_dir.stream, resumed_step=state.step)
-        steps = RowFile(run_dir.steps, resumed_step=state.step)
+        files = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
+        metrics, decisions, events, steps = (RowFile(file, resumed_step=state.step) for file in files)
         with console.phase("start of all roles"):
             cluster, nodes = _start_cluster(config, run_dir, stack)
             ready("Ray")
@@ -230,10 +228,7 @@ def _notes(config: RunConfig, model_path: Path, cluster: Cluster, num_prompts: i
         notes["history"] = f"finished rollouts are drafted from, up to {history.max_bytes / 2**20:g} MiB in each engine"
         if config.steps * config.rollout.prompts_per_step <= num_prompts:
             notes["history"] += f"; none of the {num_prompts:,} prompts comes twice, so that others have to do"
-    gpus = cluster.gpus
-    notes["devices"] = (
-        f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"
-        if gpus
-        else f"CPU, {num_cores()} threads for each process"
-    )
+    notes["devices"] = f"CPU, {num_cores()} threads for each process"
+    if gpus := cluster.gpus:
+        notes["devices"] = f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"
     return notes | {"mlflow": f"cotrain ui{uri_argument(tracking_uri(config))}"}

@@ -191,10 +191,7 @@ def _speculation(run: RunRecord) -> Section:
         ),
         line_plot(
             "acceptance_by_position", "Acceptance by draft position",
-            {
-                f"token {i}": run.column(f"rollout/acceptance_rate_pos_{i}")
-                for i in range(1, 1 + run.settings[LONGEST])
-            },
+            {f"token {i}": run.column(f"rollout/acceptance_rate_pos_{i}") for i in range(1, 1 + run.settings[LONGEST])},
             "accepted share", "Share of verification steps that accepted all draft tokens up to this position.",
         ),
         _curve(run, "speedup"),
@@ -279,10 +276,8 @@ def stream_section(run: RunRecord) -> list[Section]:
 
 def _timeline(events: list[dict[str, Any]]) -> Plot:
     last = max((row["step"] for row in events if row["event"] == "taken"), default=0)
-    shown = [row for row in events if row["step"] > last - SHOWN_STEPS]
-    start = min(row["time"] for row in shown)
-    frame = pd.DataFrame(shown)
-    frame["time"] -= start
+    frame = pd.DataFrame([row for row in events if row["step"] > last - SHOWN_STEPS])
+    frame["time"] -= frame["time"].min()
     rows: dict[str, list[tuple[float, float]]] = {}
     finished = {row["group"]: row for row in frame[frame.event == "finished"].to_dict("records")}
     for row in frame[frame.event == "dispatched"].to_dict("records"):
@@ -292,8 +287,6 @@ def _timeline(events: list[dict[str, Any]]) -> Plot:
         done = frame[frame.event == event]
         if len(done):
             rows[label] = [(max(0.0, t - s), t) for t, s in zip(done["time"], done["seconds"], strict=True)]
-    swaps = {
-        f"{what} swapped": frame[frame.event == f"{what} swapped"]["time"].tolist() for what in ("policy", "drafter")
-    }
+    swaps = {event: frame[frame.event == event]["time"].tolist() for event in ("policy swapped", "drafter swapped")}
     text = f"The last {SHOWN_STEPS} steps. Bars of an engine are groups, darker where several are generated at once."
     return Plot("timeline", "Who is at work when", timeline_figure(rows, swaps), text)

@@ -19,12 +19,7 @@ from cotrain.transport.nodes import Nodes
 
 
 def start_roles(
-    config: RunConfig,
-    cluster: Cluster,
-    nodes: Nodes,
-    run_dir: RunDir,
-    state: RunState,
-    ready: Callable[[str], None],
+    config: RunConfig, cluster: Cluster, nodes: Nodes, run_dir: RunDir, state: RunState, ready: Callable[[str], None]
 ) -> tuple[PromptEncoder, Roles]:
     """Start the roles of a run after `state`. `ready` is told of each that is ready.
 

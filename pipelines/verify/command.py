@@ -84,16 +84,9 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
     samplings = STANDARD_SAMPLINGS
     if config and asked.temperature > 0:  # greedy text is always checked
         samplings = (SamplingParams(asked.temperature, asked.top_p, asked.top_k, ""),)
-    setup = engines.prepare_engine(
-        args,
-        config.task if config else engines.DEFAULT_TASK,
-        NUM_PROMPTS,
-        args.batch,
-        pulled,
-        num_speculative_tokens=args.k,
-        ignore_eos=True,
-        vllm=asked.vllm,
-    )
+    task = config.task if config else engines.DEFAULT_TASK
+    rollout = {"num_speculative_tokens": args.k, "ignore_eos": True, "vllm": asked.vllm}
+    setup = engines.prepare_engine(args, task, NUM_PROMPTS, args.batch, pulled, **rollout)
     setup = setup.with_history() if args.history or asked.history else setup
     assert setup.drafter is not None
     num_orders = 2 if len(setup.drafter.draft_to_target) < setup.target.vocab_size else 1
@@ -117,14 +110,10 @@ async def _verify(plan: Plan, setup: engines.EngineSetup, threads: int, say: Cal
 def outcome(verdict: Verdict) -> dict[str, Any]:
     """What verify.json says. `finds` is the distance that a uniformity check would have found."""
     level, failures = verdict.alpha / len(verdict.results), verdict.failures
-    checks = [
-        asdict(result)
-        | {
-            "finds": detectable_distance(result.num, level) if result.check.startswith("uniformity") else None,
-            "failed": result in failures,
-        }
-        for result in verdict.results
-    ]
+    checks = []
+    for result in verdict.results:
+        finds = detectable_distance(result.num, level) if result.check.startswith("uniformity") else None
+        checks.append(asdict(result) | {"finds": finds, "failed": result in failures})
     return {
         "passed": verdict.passed,
         "verdict": str(verdict),

@@ -40,7 +40,7 @@ def test_variables_that_may_change_sampling_are_refused_with_speculation(
     if drafter:
         with pytest.raises(ValueError, match="environment variable VLLM_CPU_INT4_W4A8: '1'"):
             asyncio.run(engine.start())
-    assert engine.speculates == (drafter is not None)
+    assert engine.spec.speculates == (drafter is not None)
 
 
 def test_the_draft_length_is_the_schedulers(tmp_path: Path) -> None:
