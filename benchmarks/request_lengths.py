@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def speeds(shape: Shape, classes: Classes, batch: int) -> list[float]:
-    """Of the four rules, in the order of the table."""
+    """Decoding speeds of the four rules, in the order of the table."""
     same = max(speed(shape, classes, batch, [k] * len(classes)) for k in range(K + 1))
     plain = speed(shape, classes, batch, by_price(shape, classes, batch, 1.0))
     rate = 1.0

@@ -6,7 +6,8 @@
 Tokens a second against the arm without speculation of the same seed, since arms write different text: of generation, and of
 whole steps, in which the policy's update, the drafter's scoring and training, swaps and the index count. Where a step's time
 goes: generation, the policy's update with what is done beside it, what the drafter takes beyond it (its swap included), the
-policy's swap, and the rest. Means over seeds and their standard errors. Prints a Markdown table.
+policy's swap, and the rest. Means over seeds and their standard errors. Prints a Markdown table, and another one of the steps
+of an engine with one request, by draft length: milliseconds, also as a ratio to the arm without speculation.
 """
 
 import argparse
@@ -16,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from cotrain.records import StepTotal
+from cotrain.run.rows import read_rows
 from pipelines.page.record import read_run
 
 PARTS = {
@@ -48,10 +51,34 @@ def main() -> None:
         cells.append(f"{np.mean([1000 / of_arm[s]['step_speed'] for s in both]):.1f}")
         cells += [f"{np.mean([of_arm[s][part] for s in both]):.1%}" for part in [*PARTS, "rest"]]
         print(f"| {name} | {' | '.join(cells)} |")
+    print("\n| arm | kind | draft length | steps | ms | ratio |\n|---|---|--:|--:|--:|--:|")
+    steps = {
+        name: engine_steps([folder / r["folder"] for r in arm["runs"]]) for name, arm in zip(runs, arms, strict=True)
+    }
+    for name, table in steps.items():
+        for (kind, k), row in table.iterrows():
+            ratio = row["ms"] / steps[plain].loc[(kind, 0), "ms"]
+            print(f"| {name} | {kind} | {k} | {row['num_steps']:.0f} | {row['ms']:.1f} | {ratio:.2f} |")
+
+
+def engine_steps(folders: list[Path]) -> pd.DataFrame:
+    """Milliseconds of the engine steps of all runs with one request, by kind and draft length, as far as there are 100."""
+    rows = [
+        total
+        for folder in folders
+        for row in read_rows(folder / "steps.jsonl")
+        for totals in row.get("engines", {}).values()
+        for total in totals
+    ]
+    table = pd.DataFrame(rows, columns=["k", *StepTotal._fields[1:]])
+    table = table[(table["batch"] == 1) & table["kind"].isin(["steady", "prompts"])]
+    sums = table.groupby(["kind", "k"])[["num_steps", "seconds"]].sum()
+    sums["ms"] = 1e3 * sums["seconds"] / sums["num_steps"]
+    return sums[sums["num_steps"] >= 100]
 
 
 def totals(folder: Path) -> dict[str, float]:
-    """Over all steps of a run: tokens a second, shares of the time, acceptance by draft, reward of the last third."""
+    """Over all steps of a run: tokens a second, shares of the time, mean acceptance length, reward of the last third."""
     rows = read_run(folder).metrics
     rows["drafter_beyond_update"] = rows["time/learn_s"] - rows["time/update_s"]
     tokens, seconds = rows["rollout/generated_tokens"].sum(), rows["time/step_s"].sum()

@@ -24,7 +24,7 @@ OWNED_VLLM_ARGUMENTS = {
 
 
 BYTES_PER_TOKEN = 24
-"""Of the index of rollouts, see drafters/suffix/index.py, which configuration does not import: it brings numba."""
+"""A token of the index of rollouts takes these; drafters/suffix/index.py is not imported here, because it brings numba."""
 
 
 def broken_rules(config: RunConfig) -> list[str]:

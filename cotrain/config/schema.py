@@ -117,7 +117,8 @@ class SuffixProposer(Section):
     """Kind of proposer."""
 
     max_bytes: PositiveInt = 2**28
-    """Most bytes of the index in each engine, at 24 a token; the oldest rollouts are forgotten beyond it."""
+    """Most bytes of the index in each engine, at 24 to about 90 a token; when they are full, faded rollouts and then the oldest
+    are forgotten until half is free."""
 
 
 class SpeculationConfig(Section):

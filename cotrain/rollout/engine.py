@@ -75,6 +75,8 @@ class RolloutEngine:
         draws = self.spec.rollout.draft_sample_method == "probabilistic"
         index = None if history is None else (history.max_bytes, draws)
         await self._call("cotrain_start", f"{self.spec.scratch}/kept", self.spec.drafter_folder is not None, index)
+        if history is not None:  # requests that draft from it leave gaps in what the drafter has read
+            await self._reads_prompts(True)
         await self._stamp(self.versions)
 
     # -- draft length ------------------------------------------------------------------------------------------------
@@ -110,10 +112,9 @@ class RolloutEngine:
         return measured
 
     async def _prepare_to_measure(self, begins: bool) -> None:
-        if self.spec.drafter_folder is not None:
-            await self._call("cotrain_read_prompts", True)
-        elif self.spec.rollout.history is not None:
-            await self._call("cotrain_history", "always_draft", begins)
+        await self._reads_prompts(True)
+        if self.spec.rollout.history is not None:
+            await self._call("cotrain_history", "measure", begins)
 
     async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         """Draft length from the next step on, at most rollout.num_speculative_tokens; 0 switches speculation off.
@@ -128,9 +129,14 @@ class RolloutEngine:
         if not self.spec.speculates:
             return
         self._chooses = await self._speculation("fix_num_speculative_tokens", num_speculative_tokens)
+        # A request that the drafter proposes nothing to now may be drafted for later.
+        await self._reads_prompts(
+            self._chooses or (self.spec.rollout.history is not None and num_speculative_tokens != 0)
+        )
+
+    async def _reads_prompts(self, on: bool) -> None:
         if self.spec.drafter_folder is not None:
-            # A request that drafts nothing now may be drafted for later, as its batch drains.
-            await self._call("cotrain_read_prompts", self._chooses)
+            await self._call("cotrain_read_prompts", on)
 
     async def describe_speculation(self) -> str:
         """The draft lengths in use, and why."""
@@ -151,7 +157,7 @@ class RolloutEngine:
         Rollouts carry the versions that generated their tokens, which may change while they run.
         tap: keep and hand over hidden states, of as many rollouts as fit into rollout.features at their greatest length.
         overrides: sampling parameters of this call (greedy checks, bench). The speculation controller learns nothing
-        until it ends, so that only calls of this kind may overlap it.
+        until it ends, so that only calls of this kind may overlap it. An index of history learns from it all the same.
         """
         named = self._named(requests)
         tapped: dict[str, TapRequest] = {}
@@ -429,7 +435,10 @@ class RolloutEngine:
 
     async def set_draft_sample_method(self, method: str) -> None:
         """Greedy or probabilistic drafting from the next step on."""
-        await self._call("cotrain_set_draft_sample_method", method)
+        if self.spec.drafter_folder is not None:
+            await self._call("cotrain_set_draft_sample_method", method)
+        if self.spec.rollout.history is not None:
+            await self._call("cotrain_history", "set_draws", method == "probabilistic")
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""

@@ -1,5 +1,5 @@
 """Drafting from history: an index of finished rollouts that proposes what followed the same text before.
 
-Knows torch as little as vLLM. numba is imported with `law`, so import `index` late in a process that runs vLLM: its CPU
+It imports neither torch nor vLLM. numba is imported with `law`, so import `index` late in a process that runs vLLM: its CPU
 build does not start where numba was imported before it.
 """

@@ -56,8 +56,8 @@ class HalfLifeFit:
         self._accepted = kept * self._accepted + np.sum(found, axis=1)
         self._places = kept * self._places + len(found[0])
 
-    def best(self) -> float | None:
-        """The longest of those that are equally good to one draft token in a hundred; None before LEAST_PLACES."""
+    def best(self, present: float | None) -> float | None:
+        """The longest of those that are equally good to one draft token in a hundred; the present one before LEAST_PLACES."""
         if self._places < LEAST_PLACES:
-            return None
+            return present
         return HALF_LIVES[int(np.round(self._accepted / self._places, 2).argmax())]

@@ -20,7 +20,7 @@ EVERY_PROMPT_WEIGHT = 0.05
 """Weight of a text of another prompt: style repeats across problems, content less."""
 
 LEAST_WEIGHT = 2.0**-6
-"""A text whose weight has fallen below this is forgotten."""
+"""A text whose weight has fallen below this counts nothing, and is the first to make room."""
 
 FULL = 0.5
 """Share of the room that the kept texts have at most after making room: it is made seldom, then."""
@@ -62,23 +62,21 @@ class SuffixIndex:
     look-up visits few and a token is sorted again only as often as the index has doubled since it came.
     """
 
-    def __init__(self, max_bytes: int, half_life: float | None = None, seed: int = 0):
-        """half_life: policy versions after which a text counts half; None: texts do not age.
-
-        Raises ValueError when max_bytes hold no text at all.
-        """
+    def __init__(self, max_bytes: int, seed: int = 0):
+        """Texts do not age before `weigh_by`. Raises ValueError when max_bytes hold no text at all."""
         self.max_tokens = max_bytes // BYTES_PER_TOKEN * 2
-        if self.max_tokens < 4:
+        if self.max_tokens < 8:
             raise ValueError(f"an index of {max_bytes} bytes holds no text; allow at least {4 * BYTES_PER_TOKEN}")
-        self.half_life, self.policy_version = half_life, 0
+        self.half_life: float | None = None
+        self.policy_version = 0
         self._texts, self._orders, self._owners = (np.zeros(self.max_tokens, np.int32) for _ in range(3))
         self.forget()
         self._state = np.array([seed], np.uint64)
 
     def forget(self) -> None:
-        """Know nothing any more."""
+        """Forget every text."""
         self._used = 0
-        self._versions: list[int] = []  # of each text, by the number that owners have
+        self._versions = np.zeros(0, np.int64)  # of each text, by the number that owners have
         self._weights = np.zeros(0)
         self._segments: dict[bytes, list[Segment]] = {EVERY_PROMPT: []}
 
@@ -96,15 +94,18 @@ class SuffixIndex:
         """Is there a text of this prompt?"""
         return key in self._segments
 
-    def weigh_by(self, policy_version: int) -> None:
-        """Let texts count by their age at this version of the policy."""
-        if policy_version != self.policy_version:
-            self.policy_version = policy_version
-            self._weights = self._weights_at(self.half_life)
+    def weigh_by(self, policy_version: int, half_life: float | None) -> None:
+        """Let texts count by their age at this version of the policy, half after half_life versions; None: all alike."""
+        self.policy_version, self.half_life = policy_version, half_life
+        self._weights = self._weights_at(half_life, self._versions)
 
-    def _weights_at(self, half_life: float | None) -> NDArray[np.float64]:
-        ages = np.maximum(0, self.policy_version - np.array(self._versions, np.int64))
-        return np.ones(len(ages)) if half_life is None else 0.5 ** (ages / half_life)
+    def _weights_at(self, half_life: float | None, versions: NDArray[np.int64]) -> NDArray[np.float64]:
+        if half_life is None or not len(versions):
+            return np.ones(len(versions))
+        ages = np.maximum(0, self.policy_version - versions)
+        of_age = 0.5 ** (np.arange(ages.max() + 1) / half_life)
+        of_age[of_age < LEAST_WEIGHT] = 0.0
+        return of_age[ages]
 
     def add(self, key: bytes, token_ids: Sequence[int], policy_version: int) -> None:
         """Learn a finished response. One that is longer than half the room keeps its end alone."""
@@ -112,8 +113,8 @@ class SuffixIndex:
         text = np.asarray([law.SEPARATOR, *token_ids[-room:]], np.int32)
         if len(text) == 1:
             return
-        self._versions.append(policy_version)
-        self._weights = np.append(self._weights, self._weights_at(self.half_life)[-1:])
+        self._versions = np.append(self._versions, policy_version)
+        self._weights = np.append(self._weights, self._weights_at(self.half_life, self._versions[-1:]))
         order = law.sort_by_context(text)
         for scope in (key, EVERY_PROMPT):
             self._append(scope, text, order)
@@ -155,24 +156,23 @@ class SuffixIndex:
         """Forget faded texts, and the oldest beyond FULL, and close the gaps that merging has left."""
         places = sorted((segment.start, scope) for scope, segments in self._segments.items() for segment in segments)
         segment_at = {segment.start: segment for segments in self._segments.values() for segment in segments}
-        sizes = np.zeros(len(self._versions), np.int64)
-        for segment in segment_at.values():
-            sizes += np.bincount(self._views(segment)[2], minlength=len(sizes))
-        kept = self._weights >= LEAST_WEIGHT
+        owners = [self._views(segment)[2] for segment in segment_at.values()]
+        sizes = np.bincount(np.concatenate(owners), minlength=len(self._versions))
+        kept = self._weights > 0
         newest_first = np.cumsum((sizes * kept)[::-1])[::-1]
         kept &= newest_first <= FULL * self.max_tokens
         kept[-1] = True  # it is being added
-        self._used, self._segments = 0, {EVERY_PROMPT: []}
+        self._used, self._segments, number = 0, {EVERY_PROMPT: []}, np.cumsum(kept, dtype=np.int32) - 1
         for start, scope in places:
-            moved = self._move(segment_at[start], kept)
+            moved = self._move(segment_at[start], kept, number)
             if moved.num_positions:
                 self._segments.setdefault(scope, []).append(moved)
         for segments in self._segments.values():
             segments.sort(key=lambda segment: -segment.size)
-        self._versions, self._weights = np.array(self._versions)[kept].tolist(), self._weights[kept]
+        self._versions, self._weights = self._versions[kept], self._weights[kept]
 
-    def _move(self, segment: Segment, kept: NDArray[np.bool_]) -> Segment:
-        """Put what is kept of a segment, by the number of its texts, at the end of what was moved before it."""
+    def _move(self, segment: Segment, kept: NDArray[np.bool_], number: Tokens) -> Segment:
+        """Put what is kept of a segment, with the new number of each text, at the end of what was moved before it."""
         text, order, owners = self._views(segment)
         stays = kept[owners]
         position, number = np.cumsum(stays, dtype=np.int32) - 1, np.cumsum(kept, dtype=np.int32) - 1
@@ -191,7 +191,7 @@ class SuffixIndex:
         self, key: bytes, text: Tokens, response_start: int, places: NDArray[np.int64], half_life: float | None
     ) -> NDArray[np.float64]:
         """[places]: what it gives to the tokens of a text at these places, if texts aged with this half-life."""
-        arrays = *self._scope(key)[:5], self._weights_at(half_life)
+        arrays = *self._scope(key)[:5], self._weights_at(half_life, self._versions)
         return law.probabilities_of(*arrays, text, response_start, places)
 
     def _scope(self, key: bytes) -> tuple[NDArray[np.generic], ...]:
@@ -215,22 +215,25 @@ class SuffixIndex:
                 "owners": self._owners[used],
                 "keys": np.frombuffer(b"".join(keys), np.uint8).copy(),
                 "segments": np.array(rows, np.int64).reshape(-1, 4),
-                "versions": np.array(self._versions, np.int64),
-                "state": self._state,
+                "versions": self._versions,
                 "policy_version": np.array([self.policy_version]),
+                "half_life": np.array([] if self.half_life is None else [self.half_life]),
             },
             path,
         )
 
     def load(self, path: str | Path) -> None:
-        """Know what another one knew. Raises ValueError when that needs more bytes than this one has."""
+        """Know what another one knew, and go on drawing numbers of its own.
+
+        Raises ValueError for a file that is no index, or that needs more bytes than this one has.
+        """
         saved = load_file(path)
-        self._used = len(saved["texts"])
-        if self._used > self.max_tokens:
-            raise ValueError(
-                f"the index in {path} has {12 * self._used} bytes, and only {12 * self.max_tokens} are allowed; "
-                "raise max_bytes"
-            )
+        if missing := {"texts", "orders", "owners", "keys", "segments", "versions", "half_life"} - saved.keys():
+            raise ValueError(f"{path} is no index of this version: it lacks {', '.join(sorted(missing))}")
+        if (used := len(saved["texts"])) > self.max_tokens:
+            allowed = f"only {12 * self.max_tokens} are allowed; raise max_bytes"
+            raise ValueError(f"the index in {path} has {12 * used} bytes, and {allowed}")
+        self._used = used
         for name in ("texts", "orders", "owners"):
             getattr(self, f"_{name}")[: self._used] = saved[name]
         names = saved["keys"].tobytes()
@@ -238,6 +241,5 @@ class SuffixIndex:
         self._segments = {EVERY_PROMPT: []}
         for number, *segment in saved["segments"].tolist():
             self._segments.setdefault(keys[number], []).append(Segment(*segment))
-        self._versions, self._state = saved["versions"].tolist(), saved["state"]
-        self.policy_version = int(saved["policy_version"][0])
-        self._weights = self._weights_at(self.half_life)
+        self._versions = saved["versions"]
+        self.weigh_by(int(saved["policy_version"][0]), next(iter(saved["half_life"].tolist()), None))

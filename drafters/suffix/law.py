@@ -15,7 +15,8 @@ LEVELS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32], np.int32)
 """Lengths of context whose counts are blended."""
 
 MOST_PLACES = 32
-"""Places looked at for each segment and level, evenly spread, and for the request's own text: the most recent."""
+"""Fewer than twice as many places are looked at for each segment and level, evenly spread, and as many of the request's own
+text, the most recent."""
 
 ESCAPE = 0.5
 """Share of the law that shorter contexts get: ESCAPE n / (total + ESCAPE n) for n different next tokens. It is the escape
@@ -181,8 +182,10 @@ def next_law(texts, orders, owners, segments, scope_weights, weights, context, r
         share *= escape
         if share < LEAST_SHARE:
             break
-    if n:
-        probabilities[:n] /= probabilities[:n].sum()
+    mass_of_law = probabilities[:n].sum()
+    if not mass_of_law > 0:  # nothing, or only texts that are forgotten
+        return 0, longest
+    probabilities[:n] /= mass_of_law
     return n, longest
 
 

@@ -227,5 +227,6 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
         tokens_per_second=sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed),
         num_drafts=counts.num_drafts if counts else 0,
         accepted_per_position=counts.accepted_per_position[: arm.num_speculative_tokens] if counts else (),
+        group_speeds=tuple(tokens / seconds if seconds else 0.0 for tokens, seconds in timed),
         by_proposer=reported["counts"],
     )

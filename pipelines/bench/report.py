@@ -56,6 +56,8 @@ class Turn:
     """Verification steps with draft tokens, summed over requests."""
     accepted_per_position: tuple[int, ...] = ()
     """Verification steps that accepted a draft position and all before it."""
+    group_speeds: tuple[float, ...] = ()
+    """The same of each batch of the turn."""
     by_proposer: dict[str, float] = field(default_factory=dict)
     """Drafts, draft tokens and accepted ones of history and drafter, where an engine has history."""
 

@@ -19,6 +19,10 @@ PRICES = "prices"
 """No fault: the scheduler's prices count as those of a machine on which each draft token costs a third of a step."""
 
 
+OF_ANOTHER_REQUEST = "drafters_law_of_another_request"
+"""The drafter's tokens of a request come with its laws of the request before, where both it and the index propose."""
+
+
 class PlantingWorker(CotrainWorker):
     """A worker whose index lies about its drafts on request."""
 
@@ -27,13 +31,16 @@ class PlantingWorker(CotrainWorker):
         history = self._cotrain_history
         index = history.index
         index.__dict__.pop("draft", None)
-        history.__dict__.pop("_choose", None)
+        for name in ("_choose", "_hand_over_laws"):
+            history.__dict__.pop(name, None)
         self.model_runner.propose_draft_token_ids = history._hooked
         if fault == PRICES:
             self.model_runner.propose_draft_token_ids = functools.partial(_priced, history._hooked)
         elif fault == LENGTHS:
             choose, length = history._choose, itertools.count()
-            history._choose = lambda draft, k: (choose(draft, k)[0], next(length) % (k + 1))
+            history._choose = lambda draft, k, explores: (choose(draft, k, explores)[0], next(length) % (k + 1))
+        elif fault == OF_ANOTHER_REQUEST:
+            history._hand_over_laws = functools.partial(_rolled, self.model_runner, history._hand_over_laws)
         elif fault is not None:
             draft = index.draft
             index.draft = lambda *args: FAULTS[fault](draft(*args))
@@ -43,6 +50,12 @@ def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> A
     if scheduler_output.cotrain_prices is not None:
         scheduler_output.cotrain_prices = [1 + k / 3 for k in range(len(scheduler_output.cotrain_prices))]
     return propose(scheduler_output, *rest)
+
+
+def _rolled(runner: Any, hand_over: Callable[..., None], *args: Any) -> None:
+    if runner._draft_probs is not None:
+        runner._draft_probs = runner._draft_probs.roll(1, 0)
+    hand_over(*args)
 
 
 def sharpened(draft: Draft) -> Draft:

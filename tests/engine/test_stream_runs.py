@@ -23,7 +23,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(root: Path) -> None:
     """Killed in step 5, while groups are generated, scored and waiting; the newest checkpoint is of step 4."""
-    arguments = [*AHEAD, "name=killed", "stream.max_policy_lag=1"]
+    proposers = 'rollout.speculation.proposers=[{type="eagle3"},{type="suffix"}]'
+    arguments = [*AHEAD, "name=killed", "stream.max_policy_lag=1", proposers]
     process = subprocess.Popen(command(root, *arguments), start_new_session=True, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + TIMEOUT_S
     while not any(row["event"] == "taken" and row["step"] == 5 for row in events_of(root, "killed")):
@@ -38,7 +39,11 @@ def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(root: Path)
     check_stream(root, "killed", lag=1)
     restored = [row["group"] for row in events_of(root, "killed") if row["event"] == "restored"]
     assert restored == sorted(numbers)
-    assert metrics_of(root, "killed")[-1]["drafter/lost_features"] == saved["lost_features"]
+    rows = metrics_of(root, "killed")
+    assert rows[-1]["drafter/lost_features"] == saved["lost_features"]
+    known = [row["history/tokens"] for row in rows]
+    assert known == sorted(known) and known[0] > 0, "the resumed run drafts from what the one before it generated"
+    assert sum(row.get("history/accepted_tokens", 0) for row in rows) > 0
     assert re.search(r"step 8/8 .* lag [01]\.\d  wait \d+\.\ds .* idle d\d+% p\d+% r\d+%  p8 d\d", output)
     assert "prompts identical" in output and "DIFFERS" not in output
     assert (root / "killed/report/timeline.png").is_file()

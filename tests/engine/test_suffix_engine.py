@@ -1,17 +1,20 @@
 """Drafting from history on the real engine, alone and beside EAGLE-3: what it leaves as it is, and what it accepts."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cotrain.config.schema import RolloutConfig, SpeculationConfig
 from cotrain.process.scratch import scratch_folder
+from cotrain.records import RolloutBatch
 from cotrain.rollout.vllm.arguments import EngineSpec
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
-from tests.engine.planted_drafts import FAULTS, LENGTHS, PRICES
+from tests.engine.planted_drafts import FAULTS, LENGTHS, OF_ANOTHER_REQUEST, PRICES
 from tests.engine.test_sampling import NUM_SAMPLES, Laws, laws, p_values, samples  # noqa: F401
 
 pytestmark = pytest.mark.engine
@@ -68,6 +71,29 @@ def test_greedy_text_is_that_of_no_speculation_with_and_without_a_history(histor
     assert found["history/accepted_tokens"] > 0.9 * found["history/drafted_tokens"] > 50
 
 
+def test_greedy_text_is_the_same_when_weights_change_in_mid_generation(
+    historian: LiveEngine, target_state: dict[str, torch.Tensor]
+) -> None:
+    """Requests in flight are computed again, and the drafts of before are dropped."""
+    requests = make_requests(12, seed=11)
+    historian.run(historian.engine.set_num_speculative_tokens(3))
+    plain = tokens(historian.greedy(requests, tap=False))
+    payloads = [historian.payload(target_state) for _ in range(2)]
+
+    async def generate_and_swap() -> RolloutBatch:
+        engine = historian.engine
+        task = asyncio.create_task(engine.generate(requests, tap=False, temperature=0.0, seed=None))
+        for payload in payloads:
+            await asyncio.sleep(0.05)
+            await engine.update_policy(payload, engine.versions.policy + 1)
+        return await task
+
+    counts(historian)
+    batch = historian.run(generate_and_swap())
+    assert tokens(batch) == plain and any(len(rollout.segments) > 1 for rollout in batch.rollouts)
+    assert_history_was_right(historian)
+
+
 def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
     historian: LiveEngine,
     laws: Laws,  # noqa: F811
@@ -81,6 +107,7 @@ def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
     by_proposer = counts(historian)
     assert speculation.accepted_per_position[1] > NUM_SAMPLES / 50
     assert by_proposer["history/accepted_tokens"] > NUM_SAMPLES / 50
+    assert "drafter/drafts" not in by_proposer or by_proposer["drafter/accepted_tokens"] > NUM_SAMPLES / 50
     drafted, accepted = (
         sum(number for name, number in by_proposer.items() if name.endswith(kind))
         for kind in ("/drafted_tokens", "/accepted_tokens")
@@ -89,8 +116,11 @@ def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
     assert min(p_values(laws, sampled, 1.0, -1)) > 1e-4
 
 
-@pytest.mark.parametrize("historian", ["alone"], indirect=True)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("historian", "fault"),
+    [*(("alone", fault) for fault in FAULTS), ("mixed", OF_ANOTHER_REQUEST)],
+    indirect=["historian"],
+)
 def test_planted_faults_change_the_law(historian: LiveEngine, laws: Laws, fault: str) -> None:  # noqa: F811
     historian.run(historian.engine._call("cotrain_plant", fault))
     sampled, _ = samples(historian, seeded=False, temperature=1.0)
@@ -100,11 +130,13 @@ def test_planted_faults_change_the_law(historian: LiveEngine, laws: Laws, fault:
 
 def test_a_saved_history_is_taken_over(historian: LiveEngine, tmp_path: Path) -> None:
     path = str(tmp_path / "history.safetensors")
-    historian.run(historian.engine.history("save", path))
-    historian.run(historian.engine.history("load", path))
     requests = make_requests(4, seed=11)
     historian.greedy(requests, tap=False)
+    historian.run(historian.engine.history("save", path))
+    historian.run(historian.engine.history("forget"))
     counts(historian)
+    assert historian.run(historian.engine.history("take_report"))["state"]["history/tokens"] == 0
+    historian.run(historian.engine.history("load", path))
     historian.greedy(requests, tap=False)
     assert_history_was_right(historian)
 

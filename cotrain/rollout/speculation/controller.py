@@ -180,7 +180,7 @@ class SpeculationController:
             return
         seconds, before, self._before = now - self._started, self._before, step
         chooses = self._fixed is None and self._measured is None
-        if self._learns and (chooses or self._measured is not None):
+        if self._learns and (chooses or (self._measured is not None and not self._drafts_are_free)):
             self._acceptance.observe(step.drafts)
         kind = self._record(step, seconds)
         if step.computes_prompts:

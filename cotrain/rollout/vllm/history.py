@@ -21,7 +21,7 @@ MATCHES = (2, 4, 8, 16)
 """Longest matches with an acceptance of their own: up to 1 token, 2 or 3, and so on."""
 
 EXPLORED = 1 / 32
-"""Share of the choices that take the worse proposer, and the full draft length, so that both stay known."""
+"""Share of the steps that take the worse proposer, and the full draft length, so that both stay known."""
 
 
 class Asked(NamedTuple):
@@ -30,6 +30,8 @@ class Asked(NamedTuple):
     match: int | None
     """Class of the match that the index drafted after; None when the drafter did."""
     num_tokens: int
+    """Asked for; the index may have had fewer, which counts as if the others had been refused."""
+    num_drafted: int
 
 
 class Text(NamedTuple):
@@ -52,7 +54,7 @@ class HistoryDrafting:
     def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
         """is_alone: there is no drafter, and vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft."""
         self.index = index
-        self._fit, self._always_drafts = HalfLifeFit(), False
+        self._fit, self._measures = HalfLifeFit(), False
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
         self._is_alone, self._draws = is_alone, draws
         longest = model_runner.num_spec_tokens
@@ -67,8 +69,7 @@ class HistoryDrafting:
 
     def weigh_by(self, policy_version: int) -> None:
         """Let texts count by their age at this version of the policy, with the half-life that fits best."""
-        self.index.half_life = self._fit.best()
-        self.index.weigh_by(policy_version)
+        self.index.weigh_by(policy_version, self._fit.best(self.index.half_life))
 
     def new_drafter(self, expected_rates: list[float] | None) -> None:
         """Another drafter serves; expected_rates: see ServedAcceptance, None where nothing is expected."""
@@ -92,12 +93,16 @@ class HistoryDrafting:
         """See SuffixIndex."""
         self.index.load(path)
 
-    def always_draft(self, on: bool) -> None:
-        """Propose something even where nothing is known, to measure steps with."""
-        self._always_drafts = on
+    def measure(self, on: bool) -> None:
+        """Let every request draft the full length, to time steps with: by the drafter, or anything where there is none."""
+        self._measures = on
+
+    def set_draws(self, on: bool) -> None:
+        """Draw tokens from now on, or propose the likeliest."""
+        self._draws = on
 
     def take_report(self) -> dict[str, dict[str, float]]:
-        """counts: drafts, draft tokens and accepted ones by proposer since the last call. state: size and half-life."""
+        """Report, and begin the next. counts: drafts, draft tokens and accepted ones by proposer since the last call. state: size and half-life."""
         counts, self._counts = self._counts, Counter()
         state: dict[str, float] = {"history/tokens": self.index.num_tokens, "history/bytes": self.index.num_bytes}
         if self.index.half_life is not None:
@@ -115,17 +120,21 @@ class HistoryDrafting:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
         # Of each class of matches, and last of the drafter; all requests have the same batch, and so the same prices.
         self._best = [kind.best(scheduler_output.cotrain_prices, k) for kind in (*self._of_match, self._of_drafter)]
+        drafts_itself = self._is_alone or not self._measures
         drafts = [
-            self._draft(request, text, k, not likeliest) if text.num_new and k else None
+            self._draft(request, text, k, not likeliest) if text.num_new and k and drafts_itself else None
             for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
         ]
-        choices = [self._choose(draft, k) for draft in drafts]
+        explores = uniform(self._coin) < EXPLORED
+        choices = [self._choose(draft, k, explores) for draft in drafts]
         taken, lengths = [draft for draft, _ in choices], [length for _, length in choices]
         asks_drafter = any(draft is None and length for draft, length in choices)
         of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, asks_drafter)
         for request, text, draft, length in zip(request_ids, texts, taken, lengths, strict=True):
-            if text.num_new and length and (draft is not None or not self._is_alone):
-                self._asked[request] = Asked(None if draft is None else match_class(draft.match), length)
+            if text.num_new and length and draft is not None:
+                self._asked[request] = Asked(match_class(draft.match), length, min(length, len(draft.tokens)))
+            elif text.num_new and length and not self._is_alone:
+                self._asked[request] = Asked(None, length, length)
         if not self._is_alone and set(lengths) == {k} and not any(draft is not None for draft in taken):
             return of_drafter
         rows = of_drafter.tolist() if torch.is_tensor(of_drafter) else of_drafter or [[]] * len(texts)
@@ -133,7 +142,7 @@ class HistoryDrafting:
             (row[:length] if text.num_new else []) if draft is None else draft.tokens[:length].tolist()
             for row, draft, text, length in zip(rows, taken, texts, lengths, strict=True)
         ]
-        if self._always_drafts:
+        if self._measures and self._is_alone:
             rows = [
                 row or [int(text.tokens[-1])] * (k if text.num_new else 0)
                 for row, text in zip(rows, texts, strict=True)
@@ -161,19 +170,21 @@ class HistoryDrafting:
 
     def _learn(self, scheduler_output: Any, texts: dict[str, Text]) -> None:
         """Count what became of the drafts of the step before."""
-        for request in scheduler_output.finished_req_ids:
+        for request in self._keys.keys() - self._runner.requests.keys():  # they have ended
             self._asked.pop(request, None)
-            self._keys.pop(request, None)
+            del self._keys[request]
         verified = scheduler_output.scheduled_spec_decode_tokens
         for request, text in texts.items():
             asked, drafted = self._asked.pop(request, None), len(verified.get(request, ()))
-            if asked is None or not text.num_new or self._always_drafts:
+            if (
+                asked is None or not (drafted and text.num_new) or self._measures
+            ):  # vLLM drops drafts of requests that it computes again
                 continue
             accepted = min(text.num_new - 1, drafted)
             name = "drafter" if asked.match is None else "history"
             counts = self._of_drafter if asked.match is None else self._of_match[asked.match]
-            counts.observe([(asked.num_tokens, accepted)])  # what it did not draft was not accepted either
-            self._counts[f"{name}/drafts"] += drafted > 0
+            counts.observe([(drafted if drafted < asked.num_drafted else asked.num_tokens, accepted)])
+            self._counts[f"{name}/drafts"] += 1
             self._counts[f"{name}/drafted_tokens"] += drafted
             self._counts[f"{name}/accepted_tokens"] += accepted
 
@@ -184,13 +195,12 @@ class HistoryDrafting:
         draft = self.index.draft(key, text.tokens, text.prompt_length, k, draws)
         return draft if len(draft.tokens) else None
 
-    def _choose(self, draft: Draft | None, k: int) -> tuple[Draft | None, int]:
+    def _choose(self, draft: Draft | None, k: int, explores: bool) -> tuple[Draft | None, int]:
         """Who proposes, the index with a draft or else the drafter, and how many tokens; looks at the match alone."""
         of_drafter = (0, 0.0) if self._is_alone else self._best[-1]
         if draft is None or not k:
             return None, of_drafter[0]
         of_match = self._best[match_class(draft.match)]
-        explores = uniform(self._coin) < EXPLORED
         takes = self._is_alone or (of_match[1] > of_drafter[1]) != explores
         length = k if explores else (of_match if takes else of_drafter)[0]
         return draft if takes else None, length
@@ -228,16 +238,20 @@ class HistoryDrafting:
             return
         before: Tensor | None = runner._draft_probs
         laws = torch.zeros(len(rows), most, runner.input_batch.vocab_size, device=runner.device)
+        places, values = [np.zeros(0, np.int64)], [np.zeros(0)]  # in laws as one row, and what belongs there
         for i, (row, draft) in enumerate(zip(rows, taken, strict=True)):
-            drawn = draft is not None and not greedy[i]
-            if draft is not None and drawn:
-                for j, size in enumerate(draft.sizes[: len(row)]):
-                    support = torch.from_numpy(draft.supports[j, :size].astype(np.int64)).to(runner.device)
-                    laws[i, j, support] = torch.from_numpy(draft.laws[j, :size]).float().to(runner.device)
-            elif draft is None and before is not None and row:
+            starts = (i * most + np.arange(len(row))) * laws.shape[2]
+            if draft is None and before is not None:
                 laws[i, : len(row)] = before[i, : len(row)]
-            elif row:
-                laws[i, torch.arange(len(row)), torch.tensor(row)] = 1.0
+            elif draft is None or greedy[i]:
+                places.append(starts + np.array(row, np.int64))
+                values.append(np.ones(len(row)))
+            else:
+                for j, (start, size) in enumerate(zip(starts, draft.sizes, strict=False)):
+                    places.append(start + draft.supports[j, :size])
+                    values.append(draft.laws[j, :size])
+        where = torch.from_numpy(np.concatenate(places, dtype=np.int64)).to(runner.device)
+        laws.view(-1)[where] = torch.from_numpy(np.concatenate(values, dtype=np.float32)).to(runner.device)
         runner._draft_probs, runner._draft_prob_req_ids = laws, request_ids
 
 

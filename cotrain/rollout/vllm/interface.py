@@ -48,7 +48,7 @@ WRAPPED_ON_CPU = {
 
 USED = {
     RUNNER: "_get_positions input_batch input_ids drafter device model_config compilation_config discard_request_mask "
-    "num_spec_tokens _draft_probs _draft_prob_req_ids",
+    "num_spec_tokens _draft_probs _draft_prob_req_ids requests",
     PROPOSER: "model block_size max_num_tokens net_num_new_slots_per_request _enable_probabilistic_draft_probs "
     "_draft_attn_layer_names",
     f"{PROPOSER}.propose": "num_speculative_tokens target_token_ids target_positions target_hidden_states "
@@ -56,7 +56,8 @@ USED = {
     SCHEDULER: "dynamic_sd_lookup num_spec_tokens scheduler_config has_unfinished_requests vllm_config",
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler": "",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_spec_tokens_to_schedule num_scheduled_tokens "
-    "scheduled_spec_decode_tokens scheduled_new_reqs finished_req_ids",
+    "scheduled_spec_decode_tokens scheduled_new_reqs",
+    "vllm.v1.sample.metadata:SamplingMetadata": "all_greedy all_random temperature",
     "vllm.v1.outputs:ModelRunnerOutput": "sampled_token_ids req_id_to_index",
     "vllm.v1.attention.backend:CommonAttentionMetadata": "query_start_loc query_start_loc_cpu seq_lens num_reqs "
     "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping seq_lens_cpu_upper_bound",

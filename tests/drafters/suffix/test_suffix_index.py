@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from scipy import stats
 
 from drafters.suffix import law
@@ -27,9 +28,9 @@ def history(num_texts: int = 12, seed: int = 0) -> list[tuple[list[int], list[in
 
 
 def filled(texts: list[tuple[list[int], list[int], int]], half_life: float | None = None) -> SuffixIndex:
-    index = SuffixIndex(2**20, half_life)
+    index = SuffixIndex(2**20)
     for prompt, response, version in texts:
-        index.weigh_by(version)
+        index.weigh_by(version, half_life)
         index.add(key_of(prompt), response, version)
     return index
 
@@ -129,32 +130,63 @@ def test_old_texts_are_forgotten_first_and_the_bound_holds() -> None:
     assert 1_000 <= index.num_tokens <= 4_000
 
 
-def test_faded_texts_make_room_before_younger_ones_do() -> None:
-    index = SuffixIndex(2_000 * BYTES_PER_TOKEN, half_life=1.0)
+def test_faded_texts_make_room_before_older_ones_do() -> None:
+    """A rollout that comes late, of an old policy, goes before what came earlier of a young one."""
+    index = SuffixIndex(2_000 * BYTES_PER_TOKEN)
     generator = np.random.default_rng(2)
-    for version in range(12):
-        index.weigh_by(version)
-        for prompt in range(4):
-            index.add(key_of([version, prompt]), generator.integers(0, 30, 100).tolist(), version)
-    assert index.knows(key_of([11, 0])) and not index.knows(key_of([2, 0]))
+    index.weigh_by(11, 1.0)
+    for number in range(18):
+        version = 11 if number < 3 else 0
+        index.add(key_of([version, number]), generator.integers(0, 30, 100).tolist(), version)
+    assert all(index.knows(key_of([11, number])) for number in range(3)) and not index.knows(key_of([0, 4]))
+
+
+def test_texts_of_a_policy_long_gone_count_nothing() -> None:
+    """The weights of very old texts are rounded away, and must not make a law of nothing."""
+    prompt, response, _ = history()[0]
+    index, fit = filled(history(), 1.0), HalfLifeFit()
+    index.weigh_by(60, 1.0)
+    text = np.array([*prompt, *response[:6]], np.int32)
+    own = SuffixIndex(2**12).draft(key_of(prompt), text, len(prompt), 1, True)
+    draft = index.draft(key_of(prompt), text, len(prompt), 1, True)
+    assert draft.tokens.tolist() == own.tokens.tolist()
+    np.testing.assert_array_equal(draft.laws[:, : own.sizes[0]], own.laws[:, : own.sizes[0]])
+    index.weigh_by(60, None)
+    for _ in range(120):
+        fit.observe(index, Finished(prompt, response, [-1.0] * len(response), 60))
+    assert fit.best(1.0) is None  # old texts are all that there is, and they fit
 
 
 def test_a_saved_index_drafts_on_as_the_first_would(tmp_path: Path) -> None:
     index, text = filled(history(), 2.0), np.array([*PROMPTS[0], 1, 2], np.int32)
     index.save(tmp_path / "index.safetensors")
-    again = SuffixIndex(2**20, 2.0, seed=7)
-    again.load(tmp_path / "index.safetensors")
-    for _ in range(20):
-        one, other = (i.draft(key_of(PROMPTS[0]), text, 3, 4, True) for i in (index, again))
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.laws[0, : one.sizes[0]], other.laws[0, : other.sizes[0]])
-    with pytest.raises(ValueError, match="raise max_bytes"):
-        SuffixIndex(2**8).load(tmp_path / "index.safetensors")
+    again, third = SuffixIndex(2**20, seed=7), SuffixIndex(2**20, seed=8)
+    drawn = []
+    for other in (again, third):
+        other.load(tmp_path / "index.safetensors")
+        one, two = (i.draft(key_of(PROMPTS[0]), text, 3, 4, False) for i in (index, other))
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_array_equal(one.laws[0, : one.sizes[0]], two.laws[0, : two.sizes[0]])
+        drawn.append([other.draft(key_of(PROMPTS[0]), text, 3, 4, True).tokens.tolist() for _ in range(20)])
+        assert other.half_life == 2.0
+    assert drawn[0] != drawn[1], "engines that load the same file draw the same numbers"
+
+
+def test_a_file_that_does_not_fit_leaves_an_index_as_it_was(tmp_path: Path) -> None:
+    filled(history()).save(tmp_path / "index.safetensors")
+    save_file({"texts": np.zeros(3, np.int32)}, tmp_path / "other.safetensors")
+    small = SuffixIndex(2**8)
+    small.add(key_of([9]), [4, 5, 6], 0)
+    for name, message in (("index", "raise max_bytes"), ("other", "is no index of this version: it lacks half_life, ")):
+        with pytest.raises(ValueError, match=message):
+            small.load(tmp_path / f"{name}.safetensors")
+    assert small.draft(key_of([9]), np.array([9, 4], np.int32), 1, 2, False).tokens.tolist() == [5, 6]
 
 
 def test_an_index_without_room_for_a_text_is_refused() -> None:
     with pytest.raises(ValueError, match="allow at least"):
-        SuffixIndex(20)
+        SuffixIndex(4 * BYTES_PER_TOKEN - 1)
+    SuffixIndex(4 * BYTES_PER_TOKEN).add(key_of([9]), [4, 5, 6], 0)
 
 
 def rollouts_of(table: np.ndarray, num: int, seed: int) -> list[Finished]:
@@ -191,14 +223,14 @@ def test_texts_of_a_policy_that_moves_age() -> None:
     tables = np.random.default_rng(6).dirichlet(np.full(6, 0.3), (6, 6))  # [version, last token, next token]
     index = SuffixIndex(2**22)
     for version, table in enumerate(tables):
-        index.weigh_by(version)
+        index.weigh_by(version, None)
         for rollout in rollouts_of(table, 6, seed=version):
             index.add(key_of([9]), rollout.token_ids, version)
     fit = HalfLifeFit()
     for rollout in rollouts_of(tables[-1], 10, seed=98):
         fit.observe(index, rollout)
-    assert fit.best() is None  # too few tokens to tell
+    assert fit.best(None) is None and fit.best(8.0) == 8.0  # too few tokens to tell
     for rollout in rollouts_of(tables[-1], 60, seed=99):
         fit.observe(index, rollout)
-    half_life = fit.best()
+    half_life = fit.best(None)
     assert half_life is not None and half_life <= 2
