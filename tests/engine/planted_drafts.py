@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,14 @@ from drafters.suffix.index import Draft
 Fault = Callable[[Draft], Draft]
 
 LENGTHS = "lengths"
-"""No fault: the requests of a step draft 0 to k tokens in turn, and the law is what it was."""
+"""No fault: the requests of a step draft 0 to k tokens in turn, of the index and of the drafter if there is one."""
 
 PRICES = "prices"
 """No fault: the scheduler's prices count as those of a machine on which each draft token costs a third of a step."""
 
 
 OF_ANOTHER_REQUEST = "drafters_law_of_another_request"
-"""The drafter's tokens of a request come with its laws of the request before, where both it and the index propose."""
+"""The same, and the drafter's tokens of a request come with its laws of the request before."""
 
 
 class PlantingWorker(CotrainWorker):
@@ -36,11 +36,10 @@ class PlantingWorker(CotrainWorker):
         self.model_runner.propose_draft_token_ids = history._hooked
         if fault == PRICES:
             self.model_runner.propose_draft_token_ids = functools.partial(_priced, history._hooked)
-        elif fault == LENGTHS:
-            choose, length = history._choose, itertools.count()
-            history._choose = lambda draft, k, explores: (choose(draft, k, explores)[0], next(length) % (k + 1))
-        elif fault == OF_ANOTHER_REQUEST:
-            history._hand_over_laws = functools.partial(_rolled, self.model_runner, history._hand_over_laws)
+        elif fault in (LENGTHS, OF_ANOTHER_REQUEST):
+            history._choose = functools.partial(_in_turn, history._is_alone, itertools.count())
+            if fault == OF_ANOTHER_REQUEST:
+                history._hand_over_laws = functools.partial(_rolled, self.model_runner, history._hand_over_laws)
         elif fault is not None:
             draft = index.draft
             index.draft = lambda *args: FAULTS[fault](draft(*args))
@@ -50,6 +49,11 @@ def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> A
     if scheduler_output.cotrain_prices is not None:
         scheduler_output.cotrain_prices = [1 + k / 3 for k in range(len(scheduler_output.cotrain_prices))]
     return propose(scheduler_output, *rest)
+
+
+def _in_turn(is_alone: bool, numbers: Iterator[int], draft: Draft | None, k: int, _: bool) -> tuple[Draft | None, int]:
+    turn, length = divmod(next(numbers), k + 1)
+    return draft if is_alone or turn % 2 else None, length
 
 
 def _rolled(runner: Any, hand_over: Callable[..., None], *args: Any) -> None:
