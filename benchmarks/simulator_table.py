@@ -1,10 +1,12 @@
 """The table of docs/simulator.md: predictions of the simulator beside what was measured.
 
-    python -m benchmarks.simulator_table            # writes it between the page's two markers
+    python -m benchmarks.simulator_table              # writes it between the page's two markers
+    python -m benchmarks.simulator_table --draws 16   # prints its first table, of 16 draws of response lengths
 
 tests/cotrain/simulation/test_paper.py compares page and table.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +42,9 @@ def table(header: Sequence[str], lines: Sequence[str]) -> str:
     return "\n".join([line(*header), "|---" * len(header) + "|", *lines])
 
 
-def paper_table() -> str:
-    found, levels = prediction(), range(len(LEVELS))
+def paper_table(draws: int | None = None) -> str:
+    """draws: of response lengths; by default those of paper.toml."""
+    found, levels = prediction(draws=draws) if draws else prediction(), range(len(LEVELS))
     lines = []
     for key, row in rows().items():
         cells = [
@@ -140,6 +143,11 @@ def text() -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator_table")
+    parser.add_argument("--draws", type=int, help="print the first table, of so many draws of response lengths")
+    if draws := parser.parse_args().draws:
+        print(paper_table(draws))
+        return 0
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{text()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     return 0

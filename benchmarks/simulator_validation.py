@@ -151,9 +151,9 @@ class Prediction:
 
 
 @cache
-def prediction(assumption: Assumption | None = None) -> Prediction:
+def prediction(assumption: Assumption | None = None, draws: int | None = None) -> Prediction:
     """Of the paper's rows, with the workload of paper.toml; of those with k = 3 up to one drafted row, with another."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"draws": draws} if draws else {}
     if assumption:
         samples = min(16, assumption.requests)
         prompts = tables("paper")["workload"]["engines"] * assumption.requests // samples

@@ -14,7 +14,7 @@ from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.closed_form import closed_form
 from cotrain.simulation.rollout import DraftLengths, Engines, Generation, Ints, Order, Prices, deal, generate
 from cotrain.simulation.schedule import Schedule, schedule
-from cotrain.simulation.step_time import Array, StepTime
+from cotrain.simulation.step_time import Array, Paced, StepTime
 
 DRAWS = 32
 """Draws that an interval rests on. They spread evenly over the errors, so that more of them move its ends by little."""
@@ -41,18 +41,26 @@ class Scenario:
     order: Order = "drawn"
     learner_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each stage of a step but generation."""
+    generation_overhead: float = 0.0
+    """Seconds of generation in a step beside those of the engines' steps."""
     lag: int = 0
     """Steps that generation may be ahead of the learner; 0 is synchronous."""
     sync_seconds: float = 0.0
     drafter_seconds: float = 0.0
     """Drafter training that a step waits for."""
-    drafted_rows: int = 0
-    """Measurements of speculation that a roofline was adjusted to."""
+    drafted_k: tuple[int, ...] = ()
+    """Draft lengths of the measured steps that a roofline was adjusted to."""
+
+    @property
+    def speculates(self) -> bool:
+        """Does it draft, or may it where that pays?"""
+        return self.acceptance is not None and self.k != 0
 
     @property
     def envelope(self) -> bool:
-        """Does it speculate with step times behind which no measurement of speculation stands?"""
-        return self.cost.origin == "roofline" and not self.drafted_rows and self.most_drafted > 0
+        """Does it speculate, or not, by a roofline that was adjusted to no measured step with drafts as long as its own?"""
+        known = max((0, *self.drafted_k))
+        return self.cost.origin == "roofline" and self.speculates and max(self.most_drafted, 1) > known
 
     @cached_property
     def each(self) -> list["Scenario"]:
@@ -123,13 +131,17 @@ class Scenario:
         speeds = [self.length(k) / self.step(k, batch) for k in range(most + 1 if self.acceptance else 1)]
         return replace(self, k=[0, *np.argmax(speeds, axis=0).tolist()])
 
+    def longer(self, tokens: float, k: int | None = None) -> "Scenario":
+        """With an acceptance length of k draft tokens that is longer by so many, and the same draft lengths."""
+        return replace(self, acceptance=self.acceptance and self.acceptance.longer(tokens, k))
+
     def without_speculation(self) -> "Scenario":
         return replace(self, k=0, acceptance=None, drafter_seconds=0.0)
 
     def scheduled(self, generation: Array, lag: int | None = None) -> Schedule:
-        """Steps that generate for so many seconds each; lag: instead of the scenario's."""
-        learning = np.full(len(generation), self.learning - self.sync_seconds)
-        return schedule(generation, learning, self.lag if lag is None else lag, self.sync_seconds)
+        """Steps whose engines take so many seconds each; lag: instead of the scenario's."""
+        learning, lag = np.full(len(generation), self.learning - self.sync_seconds), self.lag if lag is None else lag
+        return schedule(generation + self.generation_overhead, learning, lag, self.sync_seconds)
 
 
 class Estimate(NamedTuple):
@@ -213,15 +225,16 @@ def _with_queue(requests: list[int], s: Scenario, room: float, base: list[float]
     return clock
 
 
-def _draws(scenario: Scenario) -> tuple[Array, Array]:
+def _draws(s: Scenario) -> tuple[Array, Array]:
     """[DRAWS] generation times of other prompts, and [DRAWS] speed-ups of them at other prices and acceptance lengths, both
-    over their mean. A speed-up is in proportion to the acceptance length, and to the inverse of the step-time ratio."""
-    prompts = -(-len(scenario.lengths) // scenario.steps)
-    draws = [np.random.default_rng(i).integers(len(scenario.lengths), size=prompts) for i in range(DRAWS)]
-    drawn = [replace(scenario, lengths=[scenario.lengths[j] for j in chosen], steps=1) for chosen in draws]
-    seconds = [[generation_seconds(s.without_speculation()), generation_seconds(s)] for s in drawn]
-    plain, speculating = np.array(seconds).T
+    over their mean. Steps with drafts take longer by the error of both: speed goes with acceptance length over step time."""
+    prompts, error = -(-len(s.lengths) // s.steps), float(np.hypot(s.step_time_error, s.acceptance_error))
+    draws = [np.random.default_rng(i).integers(len(s.lengths), size=prompts) for i in range(DRAWS)]
     levels = [NormalDist().inv_cdf((i + 0.5) / DRAWS) for i in range(DRAWS)]
-    error = np.hypot(scenario.step_time_error, scenario.acceptance_error) if scenario.most_drafted else 0.0
-    gains = plain / speculating * np.exp(error * np.random.default_rng(0).permutation(levels))
+    costs = [Paced(s.cost, pace) for pace in np.exp(-error * np.random.default_rng(0).permutation(levels)).tolist()]
+    lengths = [[s.lengths[j] for j in chosen] for chosen in draws]
+    drawn = [replace(s, lengths=drawn, steps=1, cost=cost) for drawn, cost in zip(lengths, costs, strict=True)]
+    seconds = [[generation_seconds(each.without_speculation()), generation_seconds(each)] for each in drawn]
+    plain, speculating = np.array(seconds).T
+    gains = plain / speculating
     return plain / plain.mean(), gains / gains.mean()

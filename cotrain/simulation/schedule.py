@@ -35,11 +35,3 @@ def schedule(generation: Array, learning: Array, lag: int, sync: float = 0.0) ->
         exposed += wait if i >= before else 0.0
         arrived.append(arrived[-1] + wait + float(learning[i % count]) + sync)
     return Schedule((arrived[-1] - arrived[-1 - count]) / count, exposed / count)
-
-
-def cotraining_saves(generation_seconds: float, length: float, length_with: float) -> float:
-    """Seconds of generation a step that a drafter saves whose acceptance length co-training raises to length_with.
-
-    Co-training pays while this exceeds what its training and its swaps add to a step.
-    """
-    return generation_seconds * (1 - length / length_with)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -27,8 +28,13 @@ STEP_TIME_ERRORS = {"measured": 0.03, "fitted": 0.1, "roofline": 0.35, "drafted 
 """Relative error of the step-time ratio where the system states none, by where step times come from: about what
 docs/simulator.md finds on measurements that were held out, the last of a roofline that was adjusted to a drafted row."""
 
-OF_ANOTHER_SYSTEM = {"system.gpu", "system.model", "system.tensor_parallel", "drafter.type"}
-"""A drafted row says nothing of a system in which one of these was changed."""
+OF_A_SYSTEM = {"system.gpu": None, "system.model": None, "system.tensor_parallel": 1, "drafter.kind": "eagle3"}
+"""Fields and their defaults. A drafted row says nothing of a system in which one of them is another."""
+
+LEFT_OUT = "left out"
+"""How the origin of a field begins that overrides make meaningless."""
+
+ONE_SYSTEM = 'step times were measured on one system (cost.type = "roofline" computes others)'
 
 
 class EnginesConfig(Section):
@@ -49,6 +55,8 @@ class EnginesConfig(Section):
     Before its pull request 50488, vLLM had them up to min(2 max_num_seqs, 512) tokens."""
     kv_tokens: PositiveInt | None = None
     """Tokens of context that an engine holds. Default: what fits by a roofline; no limit with measured step times."""
+    overhead_seconds: NonNegativeFloat = 0.0
+    """Seconds of generation in a step in which no engine works."""
 
 
 class RooflineCost(Section):
@@ -62,11 +70,11 @@ class RooflineCost(Section):
     """What the host adds for each pass of the drafter."""
     eager_step_ms: NonNegativeFloat | None = None
     """Least time of a step that has no captured graph."""
-    drafted_rows: NonNegativeInt = 0
-    """Measurements of speculation on this very system that these constants were adjusted to. Without one the answer is an
-    envelope: for systems that are known, such speed-ups came out 38 to 57 % too high."""
+    drafted_k: tuple[PositiveInt, ...] = ()
+    """Draft lengths of the steps measured on this very system that these constants were adjusted to. Longer drafts give an
+    envelope: for systems that are known, speed-ups came out 35 to 60 % too high without a measured one."""
     error: NonNegativeFloat | None = None
-    """Relative standard error of the step-time ratio. Default: 0.1 with a drafted row, 0.35 without."""
+    """Relative standard error of the step-time ratio. Default: 0.1 up to the largest of drafted_k, 0.35 beyond."""
 
 
 class CellsCost(Section):
@@ -75,7 +83,7 @@ class CellsCost(Section):
     type: Literal["cells"]
     """Where step times come from."""
     cells: tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...]
-    """[draft length, batch size, milliseconds of a decode step] of each measurement."""
+    """[draft length, batch size, milliseconds of a decode step] of each measurement; repeated ones count as their median."""
     law: bool = False
     """Fit a law of five constants to the cells, which prompts then cost by too, in place of interpolating between them."""
     prefill_tokens_per_s: PositiveFloat | None = None
@@ -112,7 +120,7 @@ class WorkloadConfig(Section):
 class DrafterConfig(Section):
     """Speculation; without this section there is none."""
 
-    type: Literal["eagle3", "mtp", "history"] = "eagle3"
+    kind: Literal["eagle3", "mtp", "history"] = "eagle3"
     """What drafts, for a roofline. history (n-gram, suffix) takes no time of its own and drafts unequal lengths."""
     accept: tuple[float, ...] | None = None
     """Share of drafts of which at least 1, 2, ... tokens are accepted."""
@@ -121,7 +129,7 @@ class DrafterConfig(Section):
     acceptance_length: PositiveFloat | None = None
     """In place of accept: tokens that a verification step emits on average."""
     acceptance_k: PositiveInt | None = None
-    """Draft length at which acceptance_length was measured. Default: k."""
+    """Draft length at which acceptance_length was measured; given with it."""
     k: NonNegativeInt = 3
     """Draft tokens of a request and step; the most of them when adaptive."""
     adaptive: bool = False
@@ -150,8 +158,9 @@ class LearnerConfig(Section):
 class CotrainingConfig(Section):
     """Training of the drafter beside the policy, which gives the acceptance of [drafter]."""
 
-    gain: NonNegativeFloat
-    """Acceptance length above that of a drafter which is not trained."""
+    gain: float
+    """Acceptance length above that of a drafter which is not trained, with acceptance_k draft tokens or as many as accept
+    has; below 0 where training made it worse."""
     seconds_per_step: NonNegativeFloat
     """Seconds of its training for each step."""
     exposed: bool = False
@@ -163,7 +172,9 @@ class SystemConfig(Section):
 
     system: EnginesConfig = EnginesConfig()
     cost: Annotated[RooflineCost | CellsCost, Field(discriminator="type")]
+    """Step times: a section [cost] with type = "roofline" or "cells"."""
     workload: WorkloadConfig
+    """What a step generates: a section [workload] with mean_length or groups."""
     drafter: DrafterConfig | None = None
     learner: LearnerConfig = LearnerConfig()
     cotraining: CotrainingConfig | None = None
@@ -179,12 +190,16 @@ class System:
     origins: dict[str, str]
     """Where each given field comes from."""
 
-    def constants(self) -> dict[str, Any]:
-        """Every constant with its origin, as plain data."""
+    def constants(self, built: Scenario | None = None) -> dict[str, Any]:
+        """Every constant with its origin, as plain data; with what was not given as it came out in the scenario built of it."""
         fields = flatten(self.config.model_dump(mode="json", exclude={"origins"}))
         found: dict[str, Any] = {n: {"value": v, "origin": self.origins.get(n, "default")} for n, v in fields.items()}
         if isinstance(self.config.cost, RooflineCost):
             found |= {"hardware": asdict(self._hardware), "model": asdict(self._model)}
+        if built:
+            found["cost.error"]["value"] = built.step_time_error
+            found["system.kv_tokens"]["value"] = built.engines.kv_tokens
+            found |= {"host": asdict(built.cost.host)} if isinstance(built.cost, Roofline) else {}
         return found
 
     def build(self) -> Scenario:
@@ -201,10 +216,7 @@ class System:
         if isinstance(c.cost, RooflineCost) or c.learner.gpus:
             tried("system.gpu", lambda: self._hardware)
             tried("system.model", lambda: self._model)
-        elif c.system.gpu or c.system.model:
-            problems.append(
-                'system: measured step times are of one gpu and model; cost.type = "roofline" computes others'
-            )
+        problems += self._without_effect()
         acceptance, groups = tried("drafter", self._acceptance), tried("workload", self._groups)
         if problems or groups is None:
             raise ConfigError(problems)
@@ -213,9 +225,7 @@ class System:
         built = tried("cost", lambda: self._cost(int(sequences.max())))
         if seconds is None or built is None:
             raise ConfigError(problems)
-        cost, room = built
-        rows = c.cost.drafted_rows if isinstance(c.cost, RooflineCost) else 0
-        usual_error = STEP_TIME_ERRORS["drafted row" if rows else cost.origin]
+        (cost, room), training = built, c.cotraining if acceptance else None
         scenario = Scenario(
             cost=cost,
             engines=Engines(c.system.engines, c.system.max_num_seqs, room),
@@ -224,18 +234,41 @@ class System:
             acceptance=acceptance,
             k=c.drafter.k if c.drafter else 0,
             steps=c.workload.steps,
-            step_time_error=usual_error if c.cost.error is None else c.cost.error,
             acceptance_error=c.drafter.error if c.drafter else 0.0,
             order=c.workload.order,
             learner_seconds=seconds,
+            generation_overhead=c.system.overhead_seconds,
             lag=c.learner.lag,
             sync_seconds=c.learner.sync_seconds,
-            drafter_seconds=c.cotraining.seconds_per_step if c.cotraining and c.cotraining.exposed else 0.0,
-            drafted_rows=rows,
+            drafter_seconds=training.seconds_per_step if training and training.exposed else 0.0,
+            drafted_k=c.cost.drafted_k if isinstance(c.cost, RooflineCost) else (),
         )
         if c.drafter and c.drafter.adaptive:
             scenario = scenario.adaptive(c.drafter.k)
-        return scenario
+        adjusted = cost.origin == "roofline" and not scenario.envelope
+        usual_error = STEP_TIME_ERRORS["drafted row" if adjusted else cost.origin]
+        return replace(scenario, step_time_error=usual_error if c.cost.error is None else c.cost.error)
+
+    def _without_effect(self) -> list[str]:
+        """A line for each field that is given and would change nothing."""
+        c, d, cells = self.config, self.config.drafter, isinstance(self.config.cost, CellsCost)
+        by_length = d is not None and d.acceptance_length is not None
+        refused = [
+            (bool(c.workload.groups), "workload", "prompts samples mean_length sigma group_share", "groups is given"),
+            (cells and not c.learner.gpus, "system", "gpu model", ONE_SYSTEM),
+            (cells, "system", "tensor_parallel graph_tokens", ONE_SYSTEM),
+            (cells, "drafter", "kind", ONE_SYSTEM),
+            (getattr(c.cost, "law", False), "cost", "prefill_tokens_per_s", "the law costs prompts too"),
+            (not by_length, "drafter", "acceptance_k", "it goes with acceptance_length"),
+            (by_length, "drafter", "by_depth", "it goes with accept"),
+        ]
+        return [
+            f"{section}.{name}: it has no effect, since {why}; leave it out, or set it to none"
+            for applies, section, names, why in refused
+            for name in names.split()
+            if applies and (given := getattr(c, section)) and name in given.model_fields_set
+            if getattr(given, name) not in (None, ())
+        ]
 
     @property
     def _hardware(self) -> Hardware:
@@ -261,10 +294,15 @@ class System:
         if d is None:
             return None
         if d.accept is not None and d.acceptance_length is None:
-            return Acceptance(d.accept, d.by_depth)
-        if d.acceptance_length is None or d.accept is not None:
-            raise ValueError("give either accept or acceptance_length")
-        return Acceptance.from_length(d.acceptance_length, d.acceptance_k or d.k)
+            found = Acceptance(d.accept, d.by_depth)
+        elif d.accept is None and d.acceptance_length and d.acceptance_k:
+            found = Acceptance.from_length(d.acceptance_length, d.acceptance_k)
+        else:
+            raise ValueError("give either accept, or acceptance_length with acceptance_k, at which it was measured")
+        most, training = found.length(d.acceptance_k or len(d.accept or ())) - 1, self.config.cotraining
+        if training and training.gain > most:
+            raise ValueError(f"cotraining.gain {training.gain:g} is more than drafts bring; give at most {most:.3g}")
+        return found
 
     def _cost(self, longest: int) -> tuple[StepTime, int | None]:
         """Step times, and the tokens of context that an engine holds, of which the longest request needs so many."""
@@ -272,17 +310,19 @@ class System:
         if (room := c.system.kv_tokens) and room < longest:
             raise ValueError(f"system.kv_tokens {room} hold no request of {longest} tokens; lower workload.limit")
         if isinstance(cost, CellsCost):
-            cells = {(k, batch): ms / 1e3 for k, batch, ms in cost.cells}
+            cells = {(k, n): median(ms for *at, ms in cost.cells if at == [k, n]) / 1e3 for k, n, _ in cost.cells}
             return FittedLaw.fit(cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
         times = {"step_s": cost.host_step_ms, "draft_s": cost.host_draft_ms, "eager_layer_s": cost.eager_step_ms}
         given: dict[str, Any] = {name: ms / 1e3 for name, ms in times.items() if ms is not None}
         if "eager_layer_s" in given:
             given["eager_layer_s"] /= self._model.layers
-        history = d is not None and d.type == "history"
+        history = d is not None and d.kind == "history"
         host = replace(self._hardware.host, graph_tokens=c.system.graph_tokens, non_uniform=history, **given)
-        shape = None if d is None or d.type == "history" else DrafterShape(self._model, d.type)
+        shape = None if d is None or d.kind == "history" else DrafterShape(self._model, d.kind)
         roofline = Roofline(self._hardware, self._model, c.system.tensor_parallel, shape, host)
-        return roofline, room or roofline.kv_tokens(longest)
+        if (held := roofline.kv_tokens(longest)) < (room or 0):
+            raise ValueError(f"system.kv_tokens {room} are more than the {held} that an engine's GPUs hold; lower it")
+        return roofline, room or held
 
     def _learner_seconds(self, sequences: Array) -> dict[str, float]:
         n = self.config.learner
@@ -301,12 +341,23 @@ def load_system(path: str | Path, overrides: Sequence[str] = ()) -> System:
 def parse_system(table: Table, overrides: Sequence[str] = (), origin: str = "given") -> System:
     """Fields with key=value over them; `origins` may tell more of where they come from. Raises ConfigError as load_system.
 
-    Overrides that make it another system take its drafted rows away, unless they give them anew.
+    Overrides that make it another system leave out what was fitted to its drafted rows, unless they give drafted_k anew; those
+    with another acceptance leave out that by depth. The origin of such a field says so.
     """
     changes: Table = reduce(merge, read_tables([], overrides), {})
-    changed = dict.fromkeys(flatten(changes), "command line")
-    if OF_ANOTHER_SYSTEM & changed.keys() and "drafted_rows" in table.get("cost", {}):
-        changes = merge({"cost": {"drafted_rows": 0}}, changes)
+    before, after, left = flatten(table), flatten(changes), dict[str, str]()
+    another = any(name in after and after[name] != before.get(name, usual) for name, usual in OF_A_SYSTEM.items())
+    if another and "cost.drafted_k" in before and "cost.drafted_k" not in after:
+        fitted = ("cost.drafted_k", "cost.host_draft_ms", "cost.eager_step_ms")
+        left |= dict.fromkeys(fitted, f"{LEFT_OUT}, since it was measured on another system")
+    if "drafter.accept" in after:
+        left["drafter.by_depth"] = f"{LEFT_OUT}, since drafter.accept is given anew"
+    left = {name: why for name, why in left.items() if name in before and name not in after}
+    for section, _, field in (name.partition(".") for name in left):
+        table = table | {section: {name: value for name, value in table[section].items() if name != field}}
     given = merge(table, changes)
     config = validated(SystemConfig, given)
-    return System(config, given, dict.fromkeys(flatten(table), origin) | config.origins | changed)
+    told = dict.fromkeys(before, origin)
+    for name in sorted(config.origins):  # so that the longest that holds for a field is the last
+        told |= dict.fromkeys((field for field in before if f"{field}.".startswith(f"{name}.")), config.origins[name])
+    return System(config, given, config.origins | told | dict.fromkeys(after, "command line") | left)

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from operator import index
 from pathlib import Path
 from statistics import median
 
@@ -16,8 +17,6 @@ from drafters.files import write_json
 from pipelines.page.folders import find
 from pipelines.simulate.report import arms, report
 from pipelines.simulate.sweep import sweep
-
-DESCRIPTION = "Simulate a step with and without speculation: is it worth it, with which k, and how sure is that?"
 
 EPILOG = """\
   cotrain simulate configs/simulate/h100_node.toml drafter.k=2           a system that is described, with another k
@@ -43,18 +42,24 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         parser.epilog = EPILOG + help_text(root=SystemConfig)
     options = parser.parse_intermixed_args(arguments)
+    beside = bool(options.given or options.sweep or options.out)
     if options.fit is not None:
+        if beside or options.run or options.check:
+            raise ConfigError(["--fit: it reads its file alone; leave out what is beside it"])
         print(_fit(options.fit))
         return 0
     if options.check:
-        if options.run is None:
-            raise ConfigError(["--check: predicts a run; name it with --run"])
+        if options.run is None or beside:
+            raise ConfigError(["--check: it predicts a run as it was; name the run with --run, and leave out the rest"])
         from pipelines.simulate.check import check_run
 
         return check_run(find(options.run, options.run_root))
     system = _system(options)
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError([f"--out {options.out}: {error.strerror}; name a folder"]) from None
     if options.sweep:
         rows = sweep(system, options.sweep)
         print(tabulate(rows, headers="keys", floatfmt=".3g"))
@@ -69,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         from pipelines.simulate.plots import write_plots
 
         gains = {"generation": found.generation_speedup._asdict(), "step": found.step_speedup._asdict()}
-        about = {"constants": system.constants(), "envelope": scenario.envelope, "arms": arms(scenario, found)}
+        about = {"constants": system.constants(scenario), "envelope": scenario.envelope, "arms": arms(scenario, found)}
         write_json(options.out / "simulation.json", about | {"speedups": gains})
         (options.out / "simulation.md").write_text(text + "\n")
         write_plots(options.out, scenario, found)
@@ -82,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="cotrain simulate",
         usage="cotrain simulate SYSTEM.toml|--run RUN [key=value...] [--sweep key=values]... [--check] [--out DIR]\n"
         "       cotrain simulate --fit FILE",
-        description=DESCRIPTION,
+        description="Simulate a step with and without speculation: is it worth it, with which k, and how sure is that?",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("given", nargs="*", metavar="SYSTEM.toml|key=value", help="a system, and fields of it")
@@ -119,11 +124,12 @@ def _fit(path: Path) -> str:
     timings: dict[tuple[int, int], list[float]] = {}
     try:
         for row in map(json.loads, filter(str.strip, path.read_text().splitlines())):
-            timings.setdefault((int(row["k"]), int(row["batch"])), []).append(float(row["seconds"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f'--fit {path}: {error!r}; lines are like {{"k": 3, "batch": 8, "seconds": 0.021}}') from None
-    cells = {cell: median(seconds) for cell, seconds in sorted(timings.items())}
-    law, errors = FittedLaw.fit(cells), FittedLaw.leave_one_out(cells)
+            timings.setdefault((index(row["k"]), index(row["batch"])), []).append(float(row["seconds"]))
+        cells = {cell: median(seconds) for cell, seconds in sorted(timings.items())}
+        law, errors = FittedLaw.fit(cells), FittedLaw.leave_one_out(cells)
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        row = '{"k": 3, "batch": 8, "seconds": 0.021}, of six cells or more, since each is left out once'
+        raise ValueError(f"--fit {path}: {error}; give lines like {row}") from None
     off = [abs(error) for error in errors.values()]
     given = ", ".join(f"[{k}, {batch}, {1e3 * seconds:.4g}]" for (k, batch), seconds in cells.items())
     return "\n".join(
@@ -132,6 +138,7 @@ def _fit(path: Path) -> str:
             *(f"  {name} = {getattr(law, name):.4g}" for name in ("m", "f", "p", "d0", "d1")),
             f"each cell predicted from the others: {sum(off) / len(off):.1%} off on average, {max(off):.1%} at most",
             *(f"  k={k} batch {batch:<4} {error:+.1%}" for (k, batch), error in errors.items()),
+            "a SYSTEM.toml with this law, which needs a section for the workload as well:",
             f'[cost]\ntype = "cells"\nlaw = true\nerror = {sum(off) / len(off):.2g}\ncells = [{given}]',
         ]
     )

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from cotrain.simulation.scenario import Answer, Estimate, Scenario
-from cotrain.simulation.schedule import cotraining_saves
-from cotrain.simulation.system import System
-from pipelines.simulate.sweep import how_known, rounded, speedup, tornado
+from cotrain.simulation.scenario import Answer, Scenario, generation_seconds
+from cotrain.simulation.system import LEFT_OUT, System
+from pipelines.simulate.sweep import extrapolated, how_known, rounded, speedup, tornado
 
 MOST_LAG = 4
 
@@ -20,12 +19,16 @@ def report(system: System, s: Scenario, found: Answer) -> str:
     mode, engines = f"lag {s.lag}" if s.lag else "synchronous", s.engines
     lines = [
         f"{len(s.flat) / s.steps:.0f} responses of {s.flat.mean():.0f} tokens, {engines.count} engines of {engines.max_num_seqs} slots, {mode}",
+        *(f"{name}: {origin}" for name, origin in system.origins.items() if origin.startswith(LEFT_OUT)),
         f"step times: {how_known(s)}\n",
     ]
+    if s.generation_overhead:
+        lines[0] += f"; {s.generation_overhead:.3g} s more of generation, in which no engine works"
     rows = [{k: rounded(x, s) if isinstance(x, float) else x for k, x in row.items()} for row in arms(s, found)]
-    rows[1] |= {"generation x": _interval(found.generation_speedup, s), "step x": _interval(found.step_speedup, s)}
+    for name, gain in (("generation x", found.generation_speedup), ("step x", found.step_speedup)):
+        rows[1][name] = "{} ({} to {})".format(*(ratio(number, s) for number in gain))
     lines.append(tabulate(rows, headers="keys", floatfmt=".4g") + "\n")
-    answers = _speculation(system, s, found) if s.acceptance and s.most_drafted else ()
+    answers = _speculation(system, s, found) if s.speculates else ()
     for question, said in (*answers, *_step(s, found)):
         lines.append(fill(f"{question:<14}{said}", 118, subsequent_indent=" " * 14))
     return "\n".join(lines)
@@ -33,19 +36,12 @@ def report(system: System, s: Scenario, found: Answer) -> str:
 
 def arms(s: Scenario, found: Answer) -> list[dict[str, Any]]:
     """The numbers of both arms."""
-    return [
-        {
-            "arm": name,
-            "generation s": arm.generation.seconds,
-            "step s": arm.schedule.step_seconds,
-            "exposed s": arm.schedule.exposed_generation,
-            "mean batch": arm.generation.mean_batch,
-            "drafted": arm.generation.drafted,
-            "accepted": arm.generation.accepted,
-            "engines busy": arm.generation.busy,
-        }
-        for name, arm in (("no speculation", found.plain), (arm_name(s), found.arm))
-    ]
+    rows = []
+    for name, (g, times) in (("no speculation", found.plain), (arm_name(s), found.arm)):
+        row = {"arm": name, "generation s": g.seconds, "step s": times.step_seconds}
+        row |= {"exposed s": times.exposed_generation, "mean batch": g.mean_batch, "drafted": g.drafted}
+        rows.append(row | {"accepted": g.accepted, "engines busy": g.busy})
+    return rows
 
 
 def over_lag(s: Scenario, found: Answer) -> dict[str, list[float]]:
@@ -66,39 +62,52 @@ def ratio(value: float, scenario: Scenario) -> str:
     return f"{value:.1f}" if scenario.envelope else f"{value:.2f}"
 
 
-def _interval(gain: Estimate, s: Scenario) -> str:
-    return "{} ({} to {})".format(*(ratio(number, s) for number in gain))
-
-
 def _speculation(system: System, s: Scenario, found: Answer) -> Iterator[tuple[str, str]]:
-    gain, run = found.generation_speedup, found.arm.generation
-    length, ends = run.acceptance_length, s.batches[[0, -1]].astype(float)
-    prices = s.step(s.most_drafted, ends) / s.step(0, ends)
-    at = ", ".join(f"{ratio(price, s)} at batch {size:.0f}" for price, size in zip(prices, ends, strict=True))
-    verdict = "yes" if gain.low > 1 else "no" if gain.high < 1 else "not certain"
-    yield "worth it?", f"{verdict}: acceptance length {length:.2f}, break-even {ratio(length / gain.value, s)} ({at})"
-    by_length = {k: speedup(replace(s, k=k)) for k in s.draft_lengths}
-    fixed = ", ".join(f"{k} {ratio(x, s)}x" for k, x in by_length.items())
+    gain, length, k = found.generation_speedup, found.arm.generation.acceptance_length, s.most_drafted
+    ends = np.unique(s.batches[[0, -1]]).astype(float)
+    prices = zip(s.step(k, ends) / s.step(0, ends), ends, strict=True)
+    at = ", ".join(f"{ratio(price, s)} at batch {size:.0f}" for price, size in prices)
+    even = f"{ratio(length / gain.value, s)} ({at})" if isinstance(s.k, int) else f"with k={k} {at}"
+    both = [(round(x.low, 6), round(x.high, 6)) for x in (gain, found.step_speedup)]
+    verdicts = ["yes" if low > 1 else "no" if high <= 1 else "not certain" for low, high in both]
+    said = f"{verdicts[0]} for generation, {verdicts[1]} for whole steps: acceptance length of drafts {length:.2f}, break-even {even}"
+    yield "worth it?", said if k else "no: no draft length pays at any batch size"
+    fixed_ones = {k: replace(s, k=k) for k in s.draft_lengths}
+    by_length = {k: speedup(each) for k, each in fixed_ones.items()}
+    unsure = {k: extrapolated(each) or each.envelope > s.envelope for k, each in fixed_ones.items()}
+    fixed = ", ".join(f"{k} {ratio(x, s)}x{' extrapolated' * bool(unsure[k])}" for k, x in by_length.items())
     chosen = s.adaptive(s.draft_lengths[-1])
     changes = [b for b in s.batches.tolist() if b == 1 or chosen.k_at(b) != chosen.k_at(b - 1)]
-    by_batch = ", ".join(f"{chosen.k_at(b) or 'off'} from {b}" for b in changes)
+    by_batch = ", ".join(f"{chosen.k_at(b) or 'off'} from {b}" for b in changes) + f" ({ratio(speedup(chosen), s)}x)"
     best = max(by_length, key=by_length.__getitem__)
-    yield "which k?", f"{best} of fixed ones ({fixed}); by batch size: {by_batch} ({ratio(speedup(chosen), s)}x)"
-    if graphs := system.config.system.graph_tokens:
+    yield "which k?", f"{best} of fixed ones, without drawing ({fixed}); by batch size: {by_batch}"
+    graphs, drafter = system.config.system.graph_tokens, system.config.drafter
+    if graphs and drafter and drafter.kind != "history":  # whose unequal lengths leave the graphs at any batch
         bounds = ", ".join(f"{graphs // (k + 1)} (k={k})" for k in s.draft_lengths)
         yield "graphs", f"steps leave the captured CUDA graphs above batch {bounds}"
-    saved = f"+0.1 saves {cotraining_saves(run.seconds, length, length + 0.1):.2g} s a step"
-    if training := system.config.cotraining:
-        before, cost = max(1.0, length - training.gain), training.seconds_per_step
-        gained = cotraining_saves(run.seconds * length / before, before, length)
-        pays = "pays" if not training.exposed or gained > cost else "does not pay"
-        where = "which the step waits for" if training.exposed else "hidden"
-        saved += f"; co-training saves {gained:.2g} s for {cost:.2g} s, {where}: it {pays}"
-    yield "acceptance", saved
+    if not k:
+        return
+    yield "acceptance", _acceptance(system, s, found)
     decisive = [f"{name}: {ratio(a, s)}, {ratio(b, s)}" for name, (a, b) in tornado(s).items()]
     yield "what decides", "; ".join(decisive[:4])
     errors = f"step times {s.step_time_error:.0%}, acceptance {s.acceptance_error:.0%}, and other prompts' lengths"
     yield "how sure?", f"80 % of cases within {ratio(gain.low, s)} to {ratio(gain.high, s)}, by errors of {errors}"
+
+
+def _acceptance(system: System, s: Scenario, found: Answer) -> str:
+    """What more acceptance, and training of the drafter, are worth in seconds of a step."""
+    seconds, own = found.arm.generation.seconds, generation_seconds(s)
+
+    def step(changed: Scenario) -> float:
+        return changed.scheduled(np.array([seconds * generation_seconds(changed) / own])).step_seconds
+
+    said = f"+0.1 saves {abs(round(step(s) - step(s.longer(0.1, s.most_drafted)), 6)):.2g} s a step"
+    if training := system.config.cotraining:
+        saved = round(step(replace(s.longer(-training.gain), drafter_seconds=0.0)) - step(s), 6)
+        spent = f"{training.seconds_per_step:.2g} s {'the step waits for' if training.exposed else 'are hidden'}"
+        change = "shorter: it pays" if saved > 0 else "longer: it does not pay"
+        said += f"; co-training, whose {spent}, makes a step {abs(saved):.2g} s {change}"
+    return said
 
 
 def _step(s: Scenario, found: Answer) -> Iterator[tuple[str, str]]:
@@ -106,9 +115,12 @@ def _step(s: Scenario, found: Answer) -> Iterator[tuple[str, str]]:
     if not learning:
         yield "whole step", "generation alone: the system names no seconds of a learner"
         return
-    share, bound = generation / (generation + learning), ratio(1 + generation / learning, s)
+    rest = learning + s.generation_overhead
+    share, bound = 1 - learning / (generation + rest), ratio(1 + generation / rest, s)
     yield "whole step", f"generation is {share:.0%} of it without lag, so that no drafter gives more than {bound}x"
     times = [", ".join(f"{rounded(t, s):g}" for t in each[:3]) for each in over_lag(s, found).values()]
-    limit = f"from a speed-up of {ratio(generation / s.learning, s)} on" if generation > s.learning else "at any speed"
+    left = s.learning - s.generation_overhead
+    limit = f"from a speed-up of {ratio(generation / left, s)} on" if left > 0 else "at no speed"
+    limit = limit if generation > left else "at any speed"
     text = f"lag 0, 1, 2 on machines of their own: {times[0]} s a step without, {times[1]} s with speculation; "
     yield "with lag", f"{text}the learner is the limit {limit}"

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +23,7 @@ LEAST_STEPS, LEAST_DRAFTS = 8, 200
 MOST_RESPONSES = 1000
 """About as many are simulated; more change an answer by less than what is not known of steps and acceptance."""
 
-IDLE = "generation without engine steps"
+AGAIN = f"run it again in a version that has cotrain simulate (such as this one, {__version__}), or give a SYSTEM.toml"
 FIELDS = {"k": "drafter.k", "num_speculative_tokens": "drafter.k", "max_num_seqs": "system.max_num_seqs"}
 FIELDS |= {"num_engines": "system.engines", "lag": "learner.lag", "max_policy_lag": "learner.lag"}
 """What a run calls fields of a SYSTEM.toml, without the sections before the name."""
@@ -61,24 +62,23 @@ class Run:
 
 def recorded(folder: Path) -> Run:
     """Raises ValueError naming the file that is missing or says too little."""
-    config, rows = read_config(folder / "config.json"), read_rows(folder / "steps.jsonl")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--run {folder}: it is a study; name one of its runs")
+    config, rows = read_config(folder / "config.json"), _rows(folder / "steps.jsonl")
     if config.rollout.history is not None:
         raise ValueError(f"{folder}: drafts from history differ in length by request: not simulated from a run")
     totals = [[row["step"], int(e), *t] for row in rows for e, ts in row.get("engines", {}).items() for t in ts]
     drafts = [[row["step"], *counts] for row in rows for counts in row.get("acceptance", ())]
     timed = [cell for row in rows for engine in row.get("measured", ()) for cell in engine]
-    events = read_rows(folder / "stream.jsonl")
+    events = _rows(folder / "stream.jsonl")
     began = {event["group"]: place for place, event in enumerate(events) if event["event"] == "dispatched"}
     ended = [event for event in events if event["event"] == "finished" and "prompt_tokens" in event]
     ended.sort(key=lambda event: began[event["group"]])
-    metrics = [row for row in read_rows(folder / "metrics.jsonl") if "time/step_s" in row]
+    metrics = [row for row in _rows(folder / "metrics.jsonl") if "time/step_s" in row]
     lost = {event["step"] for event in events if event["event"] == "lost"}  # engines did more than is told of these
     whole = ({row[0] for row in totals} & {row["step"] for row in ended} & {row["step"] for row in metrics}) - lost
     if not whole:
-        raise ValueError(
-            f"{folder / 'steps.jsonl'}: {'tells of no whole step' if rows else 'no such file'}. A run writes it in versions "
-            f"that have cotrain simulate (such as this one, {__version__}): run it again, or give a SYSTEM.toml"
-        )
+        raise ValueError(f"{folder}: no step is whole in steps.jsonl, stream.jsonl and metrics.jsonl alike; {AGAIN}")
     return Run(
         folder,
         config,
@@ -88,6 +88,17 @@ def recorded(folder: Path) -> Run:
         pd.DataFrame(metrics).filter(regex="^(step$|time/)").fillna(0.0),
         {(int(k), int(batch)): seconds for k, batch, seconds, *_ in timed},
     ).only(whole)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Raises ValueError for a file that is missing, damaged or empty."""
+    try:
+        if rows := read_rows(path):
+            return rows
+        said = "it is empty" if path.is_file() else "there is no such file"
+    except ValueError as error:
+        said = f"it is damaged ({error})"
+    raise ValueError(f"{path}: {said}; {AGAIN}")
 
 
 def cells_of(run: Run) -> dict[tuple[int, int], float]:
@@ -151,13 +162,13 @@ def table_of(run: Run) -> Table:
     names = ("step", "generate", "wait_for_rollouts", "learn", "update", "swap_policy")
     step, generate, wait, learn, update, swap = (float(mean.get(f"time/{name}_s", 0.0)) for name in names)
     idle = max(0.0, generate - float(run.busiest.mean()))  # with lag nobody knows it
-    seconds = {"update": update, IDLE: idle, "other": max(0.0, step - generate - wait - learn - swap)}
+    seconds = {"update": update, "other": max(0.0, step - generate - wait - learn - swap)}
     cost: Table = {"type": "cells", "error": ratio_error(run), "prefill_tokens_per_s": prefill_rate(run, cells)}
     cost["cells"] = [[k, batch, 1e3 * s] for (k, batch), s in sorted(cells.items())]
     workload: Table = {"prompt_tokens": round(run.groups["prompt_tokens"].mean()), "order": rollout.order}
     workload["groups"], workload["steps"] = groups_of(run)
     table: Table = {
-        "system": {"engines": rollout.num_engines, "max_num_seqs": rollout.max_num_seqs},
+        "system": {"engines": rollout.num_engines, "max_num_seqs": rollout.max_num_seqs, "overhead_seconds": idle},
         "cost": cost,
         "workload": workload,
         "learner": {"seconds": seconds, "lag": run.config.stream.max_policy_lag, "sync_seconds": swap},
@@ -168,16 +179,23 @@ def table_of(run: Run) -> Table:
         lengths = np.array([1 + sum(survival_of(drafts)) for _, drafts in run.drafts.groupby("step")])
         if len(lengths) > 2:  # from one step to the next, so that what the drafter learns is no error
             drafter["error"] = float(np.sqrt((np.diff(lengths) ** 2).mean() / 2 / len(lengths)) / lengths.mean())
-        gain = max(1 + sum(drafter["accept"]) - float(lengths[0]), 1e-6)  # none is written as very little
-        training = {"gain": gain, "seconds_per_step": max(0.0, learn - update), "exposed": True}
-        table |= {"drafter": drafter, "cotraining": training}
+        table["drafter"] = drafter
+        if run.config.drafter and run.config.drafter.train:
+            first = survival_of(run.drafts[run.drafts["step"] == run.drafts["step"].min()])
+            gain = sum(a - b for a, b in zip(drafter["accept"], first, strict=False))  # of positions that both have
+            table["cotraining"] = {"gain": gain, "seconds_per_step": max(0.0, learn - update), "exposed": True}
     return table
 
 
 def run_system(folder: Path, overrides: Sequence[str] = ()) -> System:
     """A run with key=value over it. Raises ValueError for a run that says too little, ConfigError for what is no value."""
     run = recorded(folder)
-    return parse_system(table_of(run), renamed(overrides), f"measured in {len(run.times)} steps of {folder}")
+    system = parse_system(table_of(run), renamed(overrides), f"measured in {len(run.times)} steps of {folder}")
+    if all(k for k, *_ in getattr(system.config.cost, "cells", [(0,)])):
+        line = f"{folder} drafts {run.config.rollout.num_speculative_tokens} tokens in every step, so it tells nothing of steps"
+        fix = "run it with rollout.speculation.adaptive=true, or give cost.cells"
+        raise ValueError(f"{line} without drafts: {fix}")
+    return system
 
 
 def renamed(overrides: Sequence[str]) -> list[str]:

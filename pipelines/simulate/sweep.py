@@ -11,9 +11,8 @@ import numpy as np
 from cotrain.config.errors import ConfigError
 from cotrain.simulation.roofline import Roofline
 from cotrain.simulation.scenario import Scenario, generation_seconds
+from cotrain.simulation.step_time import Paced
 from cotrain.simulation.system import System, parse_system
-
-ENVELOPE = "an envelope: no measured speculating step"
 
 
 def sweep(system: System, asked: Sequence[str]) -> list[dict[str, Any]]:
@@ -52,12 +51,17 @@ def _overrides(text: str) -> list[str]:
 def how_known(scenario: Scenario) -> str:
     """Where step times come from, and at which batch sizes they are extrapolated."""
     s, known = scenario, str(scenario.cost.origin)
-    if s.drafted_rows:
-        known += f" adjusted to {s.drafted_rows} measured with drafts"
+    if s.drafted_k:
+        known += f" adjusted to steps with k = {', '.join(map(str, s.drafted_k))}"
     if s.envelope:
-        known += f", {ENVELOPE}"
-    beyond = [b for b in s.batches.tolist() if not (s.cost.covers(s.k_at(b), b) and s.cost.covers(0, b))]
+        known += f", an envelope: no measured speculating step{' of such k' if s.drafted_k else ''}"
+    beyond = extrapolated(s)
     return f"{known}, EXTRAPOLATED at batch {beyond[0]} to {beyond[-1]}" if beyond else known
+
+
+def extrapolated(s: Scenario) -> list[int]:
+    """Batch sizes beyond what was measured."""
+    return [b for b in s.batches.tolist() if not (s.cost.covers(s.k_at(b), b) and s.cost.covers(0, b))]
 
 
 def speedup(scenario: Scenario) -> float:
@@ -67,7 +71,7 @@ def speedup(scenario: Scenario) -> float:
 
 def tornado(scenario: Scenario) -> dict[str, tuple[float, float]]:
     """Speed-up of generation with each input so many times as large, the most decisive first."""
-    s, cost, engines, base = scenario, scenario.cost, scenario.engines, speedup(scenario)
+    s, cost, engines, k = scenario, scenario.cost, scenario.engines, scenario.most_drafted
     most = engines.kv_tokens - s.prompt_tokens if engines.kv_tokens else np.inf
     inputs: dict[str, Callable[[float], Scenario]] = {
         "engines": lambda f: replace(s, engines=replace(engines, count=max(1, round(f * engines.count)))),
@@ -84,6 +88,9 @@ def tornado(scenario: Scenario) -> dict[str, tuple[float, float]]:
             "host time of a step": lambda f: of(None, replace(host, step_s=f * host.step_s)),
         }
     found = {f"{name} x0.5, x2": (speedup(change(0.5)), speedup(change(2.0))) for name, change in inputs.items()}
-    found["acceptance length x0.9, x1.1"] = (base * 0.9, base * 1.1)
-    found["time of a speculating step x0.9, x1.1"] = (base / 0.9, base / 1.1)
+    if k:
+        shorter, longer = (speedup(s.longer(tokens, k)) for tokens in (-0.1 * s.length(k), 0.1 * s.length(k)))
+        found["acceptance length x0.9, x1.1"] = (shorter, longer)
+        faster, slower = (speedup(replace(s, cost=Paced(cost, pace))) for pace in (0.9, 1.1))
+        found["time of a speculating step x0.9, x1.1"] = (faster, slower)
     return dict(sorted(found.items(), key=lambda item: -abs(np.log(item[1][0] / item[1][1]))))

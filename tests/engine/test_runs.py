@@ -13,6 +13,7 @@ import torch
 
 from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters, pull_drafter
+from cotrain.simulation.scenario import answer
 from pipelines.simulate.check import compared
 from pipelines.simulate.run_base import recorded, run_system
 from tests.engine.conftest import make_requests
@@ -75,7 +76,11 @@ def test_what_a_run_recorded_is_the_base_of_a_simulation(straight: str, root: Pa
         assert part.engine_steps["num_tokens"].sum() >= row["rollout/generated_tokens"]
         assert 0 < part.busiest[row["step"]] < row["time/generate_s"]
         assert part.drafts["steps"].sum() == row["rollout/num_drafts"] and set(part.engine_steps["k"]) == {3}
-    assert run_system(root / "straight", ["max_num_seqs=4"]).build().engines.max_num_seqs == 4
+    with pytest.raises(ValueError, match="drafts 3 tokens in every step"):
+        run_system(root / "straight", ["max_num_seqs=4"])
+    cells = [[k, n, 5.0 + k] for k in (0, 3) for n in (1, 4)]
+    other = run_system(root / "straight", ["max_num_seqs=4", f"cost.cells={cells}"]).build()
+    assert answer(other).arm.generation.verified_steps > 0
     predicted, measured = compared(run)["generation"]
     assert predicted == pytest.approx(measured, rel=0.25), "steps of milliseconds, on a machine that others use"
 

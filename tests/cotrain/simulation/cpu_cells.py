@@ -1,34 +1,33 @@
-"""Measured on a CPU machine of two cores with SmolLM2-135M (README and docs/trust.md): what tests predict from or compare with."""
+"""Measured on a CPU machine of two cores with SmolLM2-135M (cotrain/simulation/data/cpu.toml): what tests predict from or
+compare with."""
 
 from collections.abc import Sequence
 
 from cotrain.simulation.acceptance import Acceptance
+from cotrain.simulation.hardware import tables
 from cotrain.simulation.rollout import Engines
 from cotrain.simulation.scenario import Scenario
 from cotrain.simulation.step_time import MeasuredCells, StepTime
 
-PLAIN = {1: 21.9e-3, 4: 22.6e-3, 16: 42.6e-3, 32: 75e-3}
+_DATA = tables("cpu")
+_EARLIER = _DATA["earlier"]
+
+PLAIN: dict[int, float] = dict(zip(_DATA["seconds"]["batch"], _DATA["seconds"]["without"], strict=True))
 """Seconds of a step without drafts by batch size."""
 
-SPEED = {
-    "good": {
-        1: {1: 1.24, 4: 1.18, 16: 1.05, 32: 1.02},
-        2: {1: 1.44, 4: 1.21, 16: 0.95, 32: 0.92},
-        3: {1: 1.47, 4: 1.12, 16: 0.89, 32: 0.75},
-    },
-    "bad": {
-        1: {1: 1.00, 4: 1.00, 16: 0.93, 32: 0.81},
-        2: {1: 1.07, 4: 0.91, 16: 0.76, 32: 0.67},
-        3: {1: 1.06, 4: 0.85, 16: 0.66, 32: 0.52},
-    },
+SPEED: dict[str, dict[int, dict[int, float]]] = {
+    drafter: {k: dict(zip(_EARLIER["batch"], row, strict=True)) for k, row in enumerate(rows, 1)}
+    for drafter, rows in _EARLIER["speed"].items()
 }
 """Decoding speed against no speculation, by drafter, k and batch size."""
 
-ACCEPTANCE_LENGTH = {"good": {1: 1.50, 2: 1.90, 3: 2.08}, "bad": {1: 1.25, 2: 1.33, 3: 1.33}}
+ACCEPTANCE_LENGTH: dict[str, dict[int, float]] = {
+    drafter: dict(enumerate(_DATA["acceptance"][drafter], 1)) for drafter in SPEED
+}
 
-DRAINING = {
-    "good": {1: (1.10, 0.03), 2: (1.02, 0.04), 3: (0.93, 0.04)},
-    "bad": {1: (0.97, 0.02), 2: (0.83, 0.02), 3: (0.71, 0.02)},
+DRAINING: dict[str, dict[int, tuple[float, float]]] = {
+    drafter: dict(enumerate(zip(_EARLIER["drain"][drafter], _EARLIER["drain_error"][drafter], strict=True), 1))
+    for drafter in SPEED
 }
 """The same of a batch of 16 of which one response after the other ends, with its standard error."""
 

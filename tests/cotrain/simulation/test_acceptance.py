@@ -37,6 +37,29 @@ def test_by_depth_the_overall_curve_holds_where_none_is_given() -> None:
     assert Acceptance([0.8], [(0, [0.5])]).at_depth(1)[1].tolist() == [[0.5]]
 
 
+@pytest.mark.parametrize(
+    ("survival", "k", "tokens", "length"),
+    [
+        ([0.8, 0.6, 0.4], 3, 0.1, 2.9),
+        ([0.8, 0.6, 0.4], 3, -0.3, 2.5),
+        ([0.8, 0.6, 0.4], None, 0.1, 2.9),
+        ([0.8, 0.6, 0.4], 1, 0.1, 1.9),
+        ([0.8, 0.4], 4, 0.5, 3.0),
+        ([0.9, 0.8], 2, 5.0, 3.0),
+        ([0.9, 0.8], 2, -5.0, 1.0),
+        ([0.0], 1, -1.0, 1.0),
+        ([1.0, 1.0], 2, 0.1, 3.0),
+    ],
+)
+def test_a_longer_acceptance_is_that_much_longer_within_bounds(
+    survival: list[float], k: int | None, tokens: float, length: float
+) -> None:
+    changed = Acceptance(survival, [(100, survival)]).longer(tokens, k)
+    assert changed.length(k or len(survival)) == pytest.approx(length)
+    _, curves = changed.at_depth(k or len(survival))
+    assert curves[1] == pytest.approx(curves[0])
+
+
 @pytest.mark.parametrize("survival", [[], [1.1], [0.5, 0.6], [0.5, -0.1], [float("nan")], [0.5, float("nan")]])
 def test_impossible_survival_is_refused(survival: list[float]) -> None:
     with pytest.raises(ValueError, match=r"survival.*from 0 to 1 and never rising"):

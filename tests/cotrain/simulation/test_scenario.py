@@ -10,10 +10,12 @@ import pytest
 from benchmarks.simulator_validation import fitted_law_errors, prediction
 from cotrain.config.errors import ConfigError
 from cotrain.simulation.acceptance import Acceptance
+from cotrain.simulation.hardware import hardware
 from cotrain.simulation.rollout import Engines
+from cotrain.simulation.roofline import Roofline
 from cotrain.simulation.scenario import Scenario, answer, generation_seconds, simulate
 from cotrain.simulation.step_time import MeasuredCells
-from cotrain.simulation.system import STEP_TIME_ERRORS, System, load_system
+from cotrain.simulation.system import STEP_TIME_ERRORS, System, load_system, parse_system
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "simulate"
 CELLS = {(k, batch): 0.02 + 0.004 * k + 0.0004 * batch * (k + 1) for k in (0, 1, 3) for batch in (1, 8, 32)}
@@ -81,6 +83,14 @@ def test_an_interval_is_as_wide_as_its_errors() -> None:
     assert other_prompts.low < other_prompts.value < other_prompts.high
 
 
+def test_an_interval_leaves_steps_without_drafts_as_they_are() -> None:
+    """Drafts go with batches of one request alone, in which a tenth of the time is spent."""
+    lengths, errors = [[100] * 15 + [111]] * 3, {"step_time_error": 0.06, "acceptance_error": 0.08}
+    adaptive = scenario(lengths=lengths, k=[0, 3, *[0] * 15], **errors)
+    _, low, high = answer(adaptive).generation_speedup
+    assert np.log(high / low) < 0.3 * 2 * 1.28 * 0.1
+
+
 def test_80_percent_intervals_hold_7_to_9_of_10_measurements_that_were_held_out() -> None:
     """By the errors that a system has unless it states others: a law's cells, and the paper's rows by two drafted ones."""
     held_out = [(error, STEP_TIME_ERRORS["fitted"]) for error in fitted_law_errors().values()]
@@ -98,6 +108,12 @@ def test_a_step_with_lag_takes_the_longer_of_both_sides() -> None:
     assert one_after_the_other.plain.schedule.step_seconds == pytest.approx(1.2 * generation)
     gain = one_after_the_other.generation_speedup.value
     assert one_after_the_other.step_speedup.value == pytest.approx(1.2 / (1 / gain + 0.2))
+
+
+@pytest.mark.parametrize(("lag", "seconds"), [(0, 5.0), (1, 3.5)])
+def test_generation_without_engine_steps_is_no_time_of_the_learner(lag: int, seconds: float) -> None:
+    waits = scenario(generation_overhead=1.5, learner_seconds={"train": 1.5}, lag=lag)
+    assert waits.scheduled(np.array([2.0])).step_seconds == pytest.approx(seconds)
 
 
 def test_drafter_training_that_a_step_waits_for_is_paid_by_the_arm_alone() -> None:
@@ -134,25 +150,132 @@ def test_what_does_not_fit_says_what_to_change() -> None:
 
 
 def test_acceptance_is_given_in_one_way() -> None:
-    assert problems("drafter.acceptance_length=2.0") == ["drafter: give either accept or acceptance_length"]
+    either = "drafter: give either accept, or acceptance_length with acceptance_k, at which it was measured"
+    assert problems("drafter.acceptance_length=2.0", "drafter.acceptance_k=3") == [either]
+    assert problems("drafter.accept=none", "drafter.acceptance_length=2.0") == [either]
+    assert problems("drafter.accept=none") == [either]
     by_length = described("drafter.accept=none", "drafter.acceptance_length=2.5", "drafter.acceptance_k=4").build()
     assert by_length.length(4) == pytest.approx(2.5) and by_length.length(3) < 2.5
 
 
-def test_another_system_loses_the_drafted_rows() -> None:
-    assert not described("system.engines=8", "drafter.k=2").build().envelope
-    other = described("system.gpu=h100-sxm").build()
-    assert other.envelope and other.step_time_error == STEP_TIME_ERRORS["roofline"]
-    assert not described("system.gpu=h100-sxm", "cost.drafted_rows=1").build().envelope
+@pytest.mark.parametrize(
+    ("overrides", "envelope"),
+    [
+        (["system.engines=8", "drafter.k=2"], False),
+        (["drafter.k=5"], False),
+        (["drafter.k=7"], True),
+        (["cost.drafted_k=[3]", "drafter.k=5"], True),
+        (["cost.drafted_k=[3]", "drafter.k=0"], False),
+        (["cost.drafted_k=[]", "drafter.adaptive=true", "drafter.accept=[0.01]"], True),
+        (["drafter.adaptive=true", "drafter.accept=[0.01]"], False),
+        (["system.gpu=gb200", "system.tensor_parallel=1", "drafter.kind=eagle3"], False),
+        (["system.gpu=h100-sxm"], True),
+        (["system.tensor_parallel=2"], True),
+        (["drafter.kind=mtp"], True),
+        (["system.gpu=h100-sxm", "cost.drafted_k=[3]"], False),
+    ],
+)
+def test_a_roofline_is_an_envelope_beyond_the_drafts_it_was_adjusted_to(overrides: list[str], envelope: bool) -> None:
+    found = described(*overrides).build()
+    assert found.envelope == envelope
+    assert found.step_time_error == STEP_TIME_ERRORS["roofline" if envelope else "drafted row"]
+
+
+def test_another_system_leaves_out_what_was_fitted_to_this_one() -> None:
+    other, own = described("system.gpu=h100-sxm"), described().build()
+    cost = other.build().cost
+    assert isinstance(cost, Roofline) and isinstance(own.cost, Roofline)
+    assert cost.host.draft_s == hardware("h100-sxm").host.draft_s < own.cost.host.draft_s
+    for name in ("drafted_k", "host_draft_ms", "eager_step_ms"):
+        assert other.origins[f"cost.{name}"].startswith("left out, since it was measured on another system")
+    kept = described("system.gpu=h100-sxm", "cost.host_draft_ms=0.9").build().cost
+    assert isinstance(kept, Roofline) and kept.host.draft_s == pytest.approx(0.9e-3)
+
+
+def test_what_drafts_is_changed_without_the_rest_of_the_section() -> None:
+    found = load_system(CONFIGS / "h100_node.toml", ["drafter.kind=mtp", "drafter.k=2"]).build()
+    assert isinstance(found.cost, Roofline) and found.cost.drafter and found.cost.drafter.kind == "mtp"
+    assert found.length(3) == pytest.approx(2.4) and found.k == 2
+
+
+def test_acceptance_that_is_given_anew_holds_at_every_depth() -> None:
+    by_depth = "drafter.by_depth=[[0, [0.3]], [50, [0.2]]]"
+    table = load_system(CONFIGS / "cpu.toml", [by_depth]).table
+    kept, anew = (parse_system(table, change) for change in (["drafter.k=2"], ["drafter.accept=[0.9, 0.8]"]))
+    assert generation_seconds(anew.build()) < 0.8 * generation_seconds(kept.build())
+    acceptance = anew.build().acceptance
+    assert acceptance and acceptance.at_depth(2)[1].tolist() == [[0.9, 0.8]]
+    assert anew.origins["drafter.by_depth"] == "left out, since drafter.accept is given anew"
+    both = load_system(CONFIGS / "cpu.toml", ["drafter.accept=[0.9]", by_depth]).build().acceptance
+    assert both and both.at_depth(1)[0].tolist() == [0, 50]
 
 
 def test_every_constant_has_an_origin() -> None:
-    constants = described("drafter.k=2").constants()
+    system = described("drafter.k=2")
+    constants = system.constants(system.build())
     assert constants["drafter.k"] == {"value": 2, "origin": "command line"}
     assert "k=3" in constants["cost.host_draft_ms"]["origin"]
     assert constants["workload.sigma"]["origin"] == "default"
     assert constants["system.engines"]["origin"].endswith("paper_8b.toml")
+    assert "seconds a step without speculation" in constants["learner.seconds.train"]["origin"]
+    assert described("learner.seconds.train=3").origins["learner.seconds.train"] == "command line"
     assert constants["hardware"]["source"] and constants["model"]["source"]
+
+
+def test_constants_that_were_not_given_are_told_as_they_came_out() -> None:
+    system = load_system(CONFIGS / "h100_node.toml")
+    constants = system.constants(system.build())
+    assert constants["cost.error"] == {"value": STEP_TIME_ERRORS["roofline"], "origin": "default"}
+    assert 300_000 < constants["system.kv_tokens"]["value"] < 500_000
+    assert constants["host"]["draft_s"] == hardware("h100-sxm").host.draft_s and constants["host"]["source"]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "line"),
+    [
+        ("cpu", ["workload.sigma=0.5"], "workload.sigma: it has no effect, since groups is given"),
+        ("cpu", ["workload.prompts=8"], "workload.prompts: it has no effect"),
+        (
+            "cpu",
+            ["system.tensor_parallel=2"],
+            "system.tensor_parallel: it has no effect, since step times were measured",
+        ),
+        ("cpu", ["system.graph_tokens=64"], "system.graph_tokens: it has no effect"),
+        ("cpu", ["system.gpu=gb200"], "system.gpu: it has no effect"),
+        ("cpu", ["drafter.kind=mtp"], "drafter.kind: it has no effect"),
+        ("cpu", ["drafter.acceptance_k=3"], "drafter.acceptance_k: it has no effect, since it goes with"),
+        ("cpu", ["cost.law=true", "cost.prefill_tokens_per_s=900"], "cost.prefill_tokens_per_s: it has no effect"),
+        (
+            "h100_node",
+            ["drafter.by_depth=[[0, [0.5]]]"],
+            "drafter.by_depth: it has no effect, since it goes with accept",
+        ),
+        ("h100_node", ["system.kv_tokens=9000000"], "cost: system.kv_tokens 9000000 are more than the "),
+        (
+            "h100_node",
+            ["cotraining.gain=1.5"],
+            "drafter: cotraining.gain 1.5 is more than drafts bring; give at most 1.4",
+        ),
+    ],
+)
+def test_a_field_that_would_change_nothing_is_refused(name: str, overrides: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_system(CONFIGS / f"{name}.toml", overrides).build()
+    [told] = caught.value.problems
+    assert told.startswith(line)
+
+
+def test_a_cell_that_was_measured_again_is_its_median() -> None:
+    cells = "cost.cells=[[0, 1, 10], [0, 1, 90], [0, 1, 12], [1, 1, 14]]"
+    cost = load_system(CONFIGS / "cpu.toml", [cells]).build().cost
+    assert cost.base(0, np.ones(1)) == pytest.approx(12e-3) and cost.base(1, np.ones(1)) == pytest.approx(14e-3)
+
+
+def test_sections_that_are_missing_are_described() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_system({})
+    assert [line.split(":")[0] for line in caught.value.problems] == ["cost", "workload"]
+    assert "[cost]" in caught.value.problems[0] and "mean_length or groups" in caught.value.problems[1]
 
 
 def test_the_learner_is_computed_where_it_is_not_given() -> None:

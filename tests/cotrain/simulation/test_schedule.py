@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cotrain.simulation.schedule import cotraining_saves, schedule
+from cotrain.simulation.schedule import schedule
 
 
 def noisy(mean: float, spread: float, seed: int, count: int = 200) -> np.ndarray:
@@ -54,8 +54,3 @@ def test_more_lag_is_never_slower_and_tends_to_the_slower_side(seed: int) -> Non
 def test_series_that_do_not_belong_together_are_refused(generations: int, learnings: int, lag: int) -> None:
     with pytest.raises(ValueError, match="equally many, lag from 0"):
         schedule(np.ones(generations), np.ones(learnings), lag)
-
-
-def test_cotraining_saves_what_generation_gets_shorter_by() -> None:
-    assert cotraining_saves(66.0, 3.0, 3.3) == pytest.approx(66.0 - 66.0 * 3.0 / 3.3)
-    assert cotraining_saves(66.0, 3.0, 3.0) == 0 > cotraining_saves(66.0, 3.0, 2.9)

@@ -5,6 +5,7 @@ The runs are planted: what their steps cost and accept is known.
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,23 @@ def test_what_steps_cost_and_accept_is_read_back(runs: dict[str, Path]) -> None:
 def test_seconds_beside_the_engines_are_told_apart(runs: dict[str, Path]) -> None:
     with_drafter, without = (run_system(runs[name]).build() for name in ("spec", "plain"))
     for scenario, exposed in ((with_drafter, 0.4), (without, 0.0)):
-        seconds = scenario.learner_seconds
-        assert seconds == pytest.approx(
-            {"update": 1.5, "generation without engine steps": AROUND, "other": OTHER}, abs=1e-6
-        )
+        assert scenario.learner_seconds == pytest.approx({"update": 1.5, "other": OTHER}, abs=1e-6)
+        assert scenario.generation_overhead == pytest.approx(AROUND, abs=1e-6)
         assert scenario.drafter_seconds == pytest.approx(exposed) and scenario.sync_seconds == pytest.approx(0.1)
+
+
+def test_what_training_of_the_drafter_brings_is_told_of_runs_that_train_it(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    training = run_system(runs["spec"]).config.cotraining
+    assert training and abs(training.gain) < 0.1 and training.seconds_per_step == pytest.approx(0.4)
+    short = copied(runs["spec"], tmp_path / "short", shorter_at_first)
+    training = run_system(short).config.cotraining
+    assert training and abs(training.gain) < 0.1, "drafts of the first step are shorter, and accepted as often"
+    config = json.loads((short / "config.json").read_text())
+    config["drafter"]["train"] = False
+    (short / "config.json").write_text(json.dumps(config))
+    assert run_system(short).config.cotraining is None
 
 
 @pytest.mark.parametrize(
@@ -92,6 +105,26 @@ def test_a_run_without_speculation_is_a_base_but_tells_nothing_of_drafts(runs: d
         run_system(runs["plain"], ["k=2", "drafter.accept=[0.7, 0.5]"]).build().cost.base(2, np.array([1.0]))
 
 
+def test_a_run_that_always_drafts_tells_nothing_of_steps_without_drafts(runs: dict[str, Path], tmp_path: Path) -> None:
+    fixed = copied(runs["spec"], tmp_path / "fixed", drafting_alone)
+    config = json.loads((fixed / "config.json").read_text())
+    config["rollout"]["speculation"]["adaptive"] = False
+    (fixed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"fixed drafts 2 tokens in every step, .*adaptive=true, or give cost\.cells"):
+        run_system(fixed)
+    cells = [[k, n, 10.0 + k] for k in (0, 2) for n in (1, 8)]
+    assert run_system(fixed, [f"cost.cells={cells}"]).build().cost.covers(0, 4)
+    assert compared(recorded(fixed))["generation"][0] > 0
+
+
+def test_acceptance_that_is_given_anew_replaces_that_of_the_run(runs: dict[str, Path]) -> None:
+    seconds = [
+        simulate(run_system(runs["spec"], change).build()).seconds
+        for change in ([], ["drafter.accept=[0.99, 0.98]", "drafter.adaptive=false"])
+    ]
+    assert seconds[1] < 0.9 * seconds[0]
+
+
 def test_steps_that_were_not_measured_are_known_as_such(runs: dict[str, Path]) -> None:
     cost = run_system(runs["spec"]).build().cost
     assert cost.covers(K, 8) and cost.covers(0, 1)
@@ -106,36 +139,88 @@ def test_a_run_predicts_itself(runs: dict[str, Path], name: str, capsys: pytest.
         assert predicted == pytest.approx(measured, rel=0.03)
 
 
+def copied(run: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a run in which each row of steps.jsonl and metrics.jsonl was changed."""
+    shutil.copytree(run, to)
+    for name in ("steps", "metrics"):
+        rows = read_rows(to / f"{name}.jsonl")
+        for row in rows:
+            change(row)
+        (to / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return to
+
+
+def slow_generation(row: dict[str, Any]) -> None:
+    """Odd steps were generated on a machine that is slower by half."""
+    if row["step"] % 2 and "time/generate_s" in row:
+        row["time/step_s"] += 0.5 * row["time/generate_s"]
+        row["time/generate_s"] *= 1.5
+    if row["step"] % 2 and "engines" in row:
+        row["engines"] = {"0": [[*rest, 1.5 * seconds] for *rest, seconds in row["engines"]["0"]]}
+
+
+def slow_learner(row: dict[str, Any]) -> None:
+    """Odd steps were learnt from for longer."""
+    if row["step"] % 2 and "time/step_s" in row:
+        row |= {name: row[name] + 1.0 for name in ("time/step_s", "time/learn_s", "time/update_s")}
+
+
+def drafting_alone(row: dict[str, Any]) -> None:
+    """As if the engines always drafted."""
+    row.pop("measured", None)
+    if "engines" in row:
+        row["engines"] = {e: [step for step in steps if step[0] == K] for e, steps in row["engines"].items()}
+
+
+def shorter_at_first(row: dict[str, Any]) -> None:
+    """Step 1 drafted one token at most."""
+    if row["step"] == 1 and "acceptance" in row:
+        row["acceptance"] = [[depth, 1, min(accepted, 1), n] for depth, _, accepted, n in row["acceptance"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "off"),
+    [(slow_generation, {"generation of held-out steps"}), (slow_learner, {"steps"})],
+)
 def test_a_run_that_is_not_predicted_fails(
-    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[dict[str, Any]], None],
+    off: set[str],
 ) -> None:
-    """Its odd steps were made on a machine that is slower by half than that of the even ones, by which they are predicted."""
-    folder = Path(shutil.copytree(runs["spec"], tmp_path / "slow"))
-    rows = {name: read_rows(folder / f"{name}.jsonl") for name in ("steps", "metrics")}
-    for row in (row for file in rows.values() for row in file if row["step"] % 2):
-        row |= {name: 1.5 * row[name] for name in ("time/generate_s", "time/step_s") if name in row}
-        row |= (
-            {"engines": {"0": [[*rest, 1.5 * seconds] for *rest, seconds in row["engines"]["0"]]}}
-            if "engines" in row
-            else {}
-        )
-    for name, changed in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
-    assert check_run(folder) == 1
-    assert [line[:28] for line in capsys.readouterr().out.splitlines() if line.endswith("off")] == [
-        "generation of held-out steps"
-    ]
+    """Odd steps are predicted by the even ones."""
+    assert check_run(copied(runs["spec"], tmp_path / "slow", change)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert {line[:28].strip() for line in lines if line.endswith("off")} == off
+
+
+def test_steps_that_are_left_are_held_out_by_their_place(runs: dict[str, Path]) -> None:
+    found = compared(recorded(runs["spec"]).only([1, 3, 5, 7]))
+    for predicted, measured in found.values():
+        assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["steps", "stream", "metrics"])
+def test_the_file_that_a_run_lacks_is_named(runs: dict[str, Path], tmp_path: Path, name: str) -> None:
+    old = Path(shutil.copytree(runs["spec"], tmp_path / "old"))
+    path = old / f"{name}.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    for text, said in (("".join([lines[0], "{]\n", *lines[1:]]), r"it is damaged \("), ("", "it is empty")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"old/{name}\.jsonl: {said}.*run it again"):
+            run_system(old)
+    path.unlink()
+    with pytest.raises(
+        ValueError, match=rf"old/{name}\.jsonl: there is no such file; run it again in a version that has"
+    ):
+        run_system(old)
 
 
 def test_one_line_says_what_a_run_lacks(runs: dict[str, Path], tmp_path: Path) -> None:
     old = Path(shutil.copytree(runs["spec"], tmp_path / "old"))
-    (old / "steps.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"old/steps\.jsonl: no such file\. A run writes it in versions that have"):
-        run_system(old)
-    (old / "steps.jsonl").write_text("")
-    shutil.copy(runs["spec"] / "steps.jsonl", old)
-    (old / "stream.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"steps\.jsonl: tells of no whole step"):
+    (old / "metrics.jsonl").write_text('{"step": 99, "time/step_s": 1.0}\n')
+    with pytest.raises(ValueError, match=r"old: no step is whole in steps\.jsonl, stream\.jsonl and metrics\.jsonl"):
         run_system(old)
     with pytest.raises(ValueError, match=r"3 whole steps in .* are too few to hold some out"):
         compared(recorded(runs["spec"]).only([1, 2, 3]))

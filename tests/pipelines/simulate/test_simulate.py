@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cotrain.config.errors import ConfigError
+from cotrain.simulation.scenario import generation_seconds
 from cotrain.simulation.system import load_system
 from pipelines.cli import main
 from pipelines.simulate.sweep import speedup, sweep, tornado
@@ -57,7 +58,7 @@ def test_help_explains_fields_and_examples(capsys: pytest.CaptureFixture[str]) -
         '[cost]  type = "roofline"',
         '[cost]  type = "cells"',
         "[drafter]",
-        "drafted_rows",
+        "drafted_k",
         "--fit FILE",
     ):
         assert part in text
@@ -120,10 +121,106 @@ def test_the_tornado_begins_with_what_decides() -> None:
     assert widths == sorted(widths, reverse=True)
 
 
-def test_cotraining_is_weighed_against_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ["cotraining.gain=0.16", "cotraining.exposed=true"]
-    assert "it pays" in said(capsys, CPU, *changes, "cotraining.seconds_per_step=0.1")
-    assert "it does not pay" in said(capsys, CPU, *changes, "cotraining.seconds_per_step=0.3")
+def test_the_tornado_without_drafts_has_no_input_of_drafts() -> None:
+    assert {"acceptance", "time of a"} & {name[:9].strip() for name in tornado(load_system(PAPER).build())}
+    assert not [
+        name for name in tornado(load_system(PAPER, ["drafter=none"]).build()) if "accept" in name or "specul" in name
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "pays"),
+    [
+        (["gain=0.16", "exposed=true", "seconds_per_step=0.1"], True),
+        (["gain=0.16", "exposed=true", "seconds_per_step=0.3"], False),
+        (["gain=0.16", "seconds_per_step=0.3"], True),
+        (["gain=0.0", "seconds_per_step=0.0"], False),
+        (["gain=-0.1", "seconds_per_step=0.0"], False),
+    ],
+)
+def test_cotraining_is_weighed_against_its_seconds(
+    overrides: list[str], pays: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(said(capsys, CPU, *(f"cotraining.{change}" for change in overrides)).split())
+    assert ("it pays" in text, "it does not pay" in text) == (pays, not pays)
+
+
+def test_cotraining_that_the_learner_hides_does_not_pay(capsys: pytest.CaptureFixture[str]) -> None:
+    """The learner is the limit, so that faster generation makes no step shorter."""
+    training = ["cotraining.gain=0.3", "cotraining.seconds_per_step=1.0"]
+    text = " ".join(said(capsys, PAPER.replace("8b", "8b_async"), *training).split())
+    assert "worth it? yes for generation, yes for whole steps" in text
+    assert "+0.1 saves 0 s a step; co-training, whose 1 s are hidden, makes a step 0 s longer: it does not pay" in text
+
+
+def mostly_without_drafts(tmp_path: Path) -> str:
+    """Drafts pay for a request alone, which a tenth of the time is spent on; twelve at once they hold up."""
+    cells = [[k, n, 10.0 + k * (1 if n == 1 else 40)] for k in (0, 2) for n in (1, 2, 16)]
+    text = f"[cost]\ntype = 'cells'\nerror = 0.05\ncells = {cells}\n[system]\nmax_num_seqs = 16\n"
+    text += f"[workload]\nprompt_tokens = 0\ngroups = {[[400]] * 11 + [[460]]}\n[drafter]\nk = 2\naccept = [0.8, 0.6]\nadaptive = true\n"
+    path = tmp_path / "mostly.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_what_drafts_bring_is_not_claimed_of_steps_without_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = mostly_without_drafts(tmp_path)
+    text = " ".join(said(capsys, path).split())
+    assert "acceptance length of drafts 2.4" in text and "break-even with k=2 1.20 at batch 1, 9.00 at batch 16" in text
+    scenario = load_system(path).build()
+    generation = generation_seconds(scenario)
+    drafting = generation - 400 * 0.01
+    [(shorter, longer), (faster, slower)] = (
+        tornado(scenario)[f"{name} x0.9, x1.1"] for name in ("acceptance length", "time of a speculating step")
+    )
+    plain = generation_seconds(scenario.without_speculation())
+    assert plain / faster == pytest.approx(4.0 + 0.9 * drafting, rel=1e-3)
+    assert plain / slower == pytest.approx(4.0 + 1.1 * drafting, rel=1e-3)
+    assert plain / longer == pytest.approx(4.0 + drafting / 1.1, rel=1e-3)
+    assert plain / shorter == pytest.approx(4.0 + drafting / 0.9, rel=1e-3)
+    saved = drafting * (1 - 2.4 / 2.5)
+    assert float(re.search(r"\+0\.1 saves (\S+) s", text)[1]) == pytest.approx(saved, rel=0.1)  # type: ignore[index]
+
+
+def test_drafts_that_never_pay_are_said_not_to(capsys: pytest.CaptureFixture[str]) -> None:
+    never = [
+        "drafter.adaptive=true",
+        "drafter.accept=[0.01]",
+        "drafter.acceptance_length=none",
+        "drafter.acceptance_k=none",
+    ]
+    text = said(capsys, H100, *never, "cotraining=none")
+    assert "worth it?     no: no draft length pays" in text and "\nwhich k?" in text
+    assert "an envelope: no measured speculating step" in text
+    assert "acceptance " not in text and "how sure?" not in text
+
+
+def test_draft_lengths_that_were_not_measured_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    which = said(capsys, PAPER).partition("which k?")[2].partition(")")[0]
+    assert re.findall(r"(\d) \S+x extrapolated", " ".join(which.split())) == ["6", "7"]
+
+
+def test_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cost.host_draft_ms: left out, since it was measured on another system" in said(
+        capsys, PAPER, "system.gpu=h100-sxm"
+    )
+    rows = sweep(load_system(PAPER), ["system.gpu=gb200,h100-sxm"])
+    assert ["envelope" in row["step times"] for row in rows] == [False, True]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_draft_length_of_a_system_is_answered(path: Path) -> None:
+    """One measured at another draft length holds for its own."""
+    rows = sweep(load_system(path), ["drafter.k=0,1,3,7"])
+    assert len(rows) == 4 and rows[0]["generation x"] == 1.0
+    three, seven = (load_system(path, [f"drafter.k={k}"]).build() for k in (3, 7))
+    assert three.length(3) == seven.length(3) < seven.length(7)
+
+
+def test_no_graphs_are_left_by_drafts_of_unequal_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "\ngraphs" in said(capsys, PAPER) and "\ngraphs" not in said(capsys, PAPER, "drafter.kind=history")
 
 
 def test_a_system_without_speculation_has_its_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +234,8 @@ def test_a_run_is_a_system_by_its_own_names(tmp_path: Path, capsys: pytest.Captu
     rows = said(capsys, "--run", run, "max_num_seqs=4", "--sweep", "num_engines=1,2").splitlines()
     assert "system.engines" in rows[0] and float(rows[2].split()[1]) > 1.5 * float(rows[3].split()[1])
     assert "bound 5%" in said(capsys, "--run", run, "--check")
+    for beside in (["k=1"], ["--sweep", "k=1,2"], ["--out", str(tmp_path / "out")]):
+        assert "--check: it predicts a run as it was" in said(capsys, "--run", run, "--check", *beside, status=2)
 
 
 def timings(path: Path, rows: list[dict[str, float]]) -> str:
@@ -152,9 +251,33 @@ def test_a_law_is_fitted_to_a_file_of_timings(tmp_path: Path, capsys: pytest.Cap
     text = said(capsys, "--fit", timings(tmp_path / "t.jsonl", [*rows, rows[0]]))
     assert re.search(r"m = 0\.02\n +f = 0\.001\n +p = 3\n +d0 = 0\.002\n", text)
     assert len(re.findall(r"  k=\d batch", text)) == 9
+    assert "needs a section for the workload as well" in text
     system = tmp_path / "s.toml"
     system.write_text(text[text.index("[cost]") :] + "[workload]\ngroups = [[30, 40], [20, 60]]\n")
     assert load_system(system).build().cost.origin == "fitted"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"k": 1.5, "batch": 1, "seconds": 0.1}], "cannot be interpreted as an integer"),
+        ([{"batch": 1, "seconds": 0.1}], "'k'; give lines like"),
+        (
+            [{"k": k, "batch": n, "seconds": 0.1} for k, n in [(0, 1), (0, 2), (1, 1), (1, 2), (1, 3)]],
+            "of six cells or more",
+        ),
+    ],
+    ids=["half a token", "without k", "five cells"],
+)
+def test_timings_that_give_no_law_are_told(
+    rows: list[dict[str, float]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in said(capsys, "--fit", timings(tmp_path / "t.jsonl", rows), status=2)
+
+
+def test_a_study_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "study.json").write_text("{}")
+    assert "it is a study; name one of its runs" in said(capsys, "--run", str(tmp_path), status=2)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +285,11 @@ def test_a_law_is_fitted_to_a_file_of_timings(tmp_path: Path, capsys: pytest.Cap
     [
         ([], "SYSTEM.toml: give one system, for example configs/simulate/cpu.toml, or --run RUN"),
         ([CPU, PAPER], "SYSTEM.toml: give one system"),
-        ([CPU, "--check"], "--check: predicts a run; name it with --run"),
+        ([CPU, "--check"], "--check: it predicts a run as it was; name the run with --run"),
         ([PAPER.replace("8b", "8")], "no such file; did you mean"),
         ([CPU, "drafter.kk=2"], "drafter.kk: unknown field; did you mean drafter.k?"),
         ([CPU, "system.slots=2", "drafter.k=two"], "2 problems in the configuration"),
-        ([CPU, "system.gpu=gb200"], "system: measured step times are of one gpu and model"),
+        ([CPU, "system.gpu=gb200"], "system.gpu: it has no effect, since step times were measured on one system"),
         ([PAPER, "system.gpu=gb20"], "system.gpu: no GPU 'gb20'"),
         ([PAPER, "system.model=Qwen3-9B"], "system.model: no model 'Qwen3-9B'"),
         ([CPU, "drafter.accept=[0.3, 0.5]"], "never rising"),
@@ -174,7 +297,10 @@ def test_a_law_is_fitted_to_a_file_of_timings(tmp_path: Path, capsys: pytest.Cap
         ([CPU, "--sweep", "drafter.q=1..2"], "--sweep drafter.q=1: drafter.q: unknown field"),
         ([CPU, "--sweep", "drafter.k=3..1"], "--sweep drafter.k=3..1: write key=values"),
         ([CPU, "--sweep", "drafter.k"], "--sweep drafter.k: write key=values"),
-        (["--fit", CPU], "--fit "),
+        (["--fit", CPU], "give lines like"),
+        (["--fit", "nowhere.jsonl"], "--fit nowhere.jsonl: [Errno 2] No such file"),
+        (["--fit", CPU, "drafter.k=2"], "--fit: it reads its file alone"),
+        ([CPU, "--out", CPU], "File exists; name a folder"),
         (["--run", "nowhere"], "nowhere"),
     ],
     ids=lambda value: " ".join(Path(word).name for word in value) if isinstance(value, list) else "",
