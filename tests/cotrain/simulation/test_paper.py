@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.simulator_table import BEGIN, END, PAGE, text
+from benchmarks.simulator_table import BEGIN, END, PAGE, main, text
 from benchmarks.simulator_validation import (
     FITTED_TO,
     amdahl,
@@ -21,6 +21,16 @@ from cotrain.simulation.hardware import hardware, tables
 def test_the_page_holds_the_table() -> None:
     held = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     assert held.strip() == text(), "python -m benchmarks.simulator_table writes the table of docs/simulator.md"
+
+
+def test_the_first_table_is_printed_of_other_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["simulator_table", "--draws", "1"])
+    before = PAGE.read_text(encoding="utf-8")
+    assert main() == 0 and PAGE.read_text(encoding="utf-8") == before
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 20 and not set(rows[2:7]) <= set(before.splitlines())
 
 
 def test_a_row_without_speculation_says_nothing_of_speculation() -> None:

@@ -180,7 +180,7 @@ def shorter_at_first(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "off"),
-    [(slow_generation, {"generation of held-out steps"}), (slow_learner, {"steps"})],
+    [(slow_generation, {"generation of held-out steps", "steps"}), (slow_learner, {"steps"})],
 )
 def test_a_run_that_is_not_predicted_fails(
     runs: dict[str, Path],

@@ -168,7 +168,7 @@ def test_what_drafts_bring_is_not_claimed_of_steps_without_them(
 ) -> None:
     path = mostly_without_drafts(tmp_path)
     text = " ".join(said(capsys, path).split())
-    assert "acceptance length of drafts 2.4" in text and "break-even with k=2 1.20 at batch 1, 9.00 at batch 16" in text
+    assert "acceptance length of drafts 2.4" in text and "break-even with k=2 1.20 at batch 1, 9.00 at batch 12" in text
     scenario = load_system(path).build()
     generation = generation_seconds(scenario)
     drafting = generation - 400 * 0.01
