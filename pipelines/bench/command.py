@@ -67,18 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-at-eos", action="store_true", help="responses end where the model ends them, after --tokens at most"
     )
-    parser.add_argument(
-        "--drain",
-        action="store_true",
-        help="the responses of a batch end one after another, the last after --tokens, alike in all arms",
-    )
+    text = "the responses of a batch end one after another, the last after --tokens, alike in all arms"
+    parser.add_argument("--drain", action="store_true", help=text)
     parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of every arm (default %(default)s)")
-    parser.add_argument(
-        "--groups",
-        type=at_least(1),
-        default=1,
-        help="batches in a turn, one after another (default %(default)s)",
-    )
+    text = "batches in a turn, one after another (default %(default)s)"
+    parser.add_argument("--groups", type=at_least(1), default=1, help=text)
     parser.add_argument(
         "--same-prompts", action="store_true", help="every round has the prompts of the first, as a run's epochs have"
     )

@@ -93,12 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("given", nargs="*", metavar="SYSTEM.toml|key=value", help="a system, and fields of it")
     parser.add_argument("--run", metavar="RUN", help="take the system from a finished run: a folder or a name")
     parser.add_argument("--run-root", type=Path, default=Path("runs"), help="folder of all runs (default %(default)s)")
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        metavar="key=values",
-        help="cells for each of these values, 0..7 or 1,2,4; all combinations when given several times",
-    )
+    text = "cells for each of these values, 0..7 or 1,2,4; all combinations when given several times"
+    parser.add_argument("--sweep", action="append", metavar="key=values", help=text)
     parser.add_argument("--check", action="store_true", help="with --run: predict the run itself from what it measured")
     parser.add_argument("--fit", type=Path, metavar="FILE", help="fit a law to step times, with leave-one-out errors")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write figures and simulation.json here")

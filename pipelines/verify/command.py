@@ -29,11 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cotrain verify", description=DESCRIPTION)
     parser.add_argument("--config", metavar="CONFIG", help="model, prompts, sampling, k and dtype of this run")
     engines.add_engine_options(parser, "verify", tokens=48)
-    parser.add_argument(
-        "--history",
-        action="store_true",
-        help="draft from what was generated as well, as --config's rollout.speculation.proposers may say",
-    )
+    text = "draft from what was generated as well, as --config's rollout.speculation.proposers may say"
+    parser.add_argument("--history", action="store_true", help=text)
     parser.add_argument("--k", type=at_least(1), help="longest draft; all shorter ones are tried too (default 3)")
     parser.add_argument("--batch", type=at_least(1), default=32, help="most requests at once (default %(default)s)")
     parser.add_argument(
