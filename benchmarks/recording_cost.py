@@ -3,8 +3,7 @@
     python -m benchmarks.recording_cost [--model bundled:smollm2-135m-instruct] [--batch 1 4 16] [--rounds 4]
 
 Prints, as shares of the time in which a real engine generates, with an untrained EAGLE-3 drafter (k = 3) and without one:
-adding up a step, all that cotrain's scheduler does in a step, most of which an engine that speculates needs anyway, and the
-counts by depth. Shares are of time inside the engine, so that a machine that is not quiet changes them little.
+all that cotrain's scheduler does in a step, most of which an engine that speculates needs anyway, and the counts by depth. Shares are of time inside the engine, so that a machine that is not quiet changes them little.
 """
 
 import argparse
@@ -28,7 +27,6 @@ from cotrain.rollout.speculation.controller import SpeculationController
 from cotrain.rollout.vllm import scheduling
 
 K = 3
-NOTES = ["_record"]
 SCHEDULER = ["draft_lengths", "prices", "observe", "idle"]
 SECONDS: Counter[str] = Counter()
 
@@ -57,7 +55,7 @@ class TimedController(SpeculationController):
         return taken
 
 
-for method in [*NOTES, *SCHEDULER]:
+for method in SCHEDULER:
     setattr(TimedController, method, timed(getattr(SpeculationController, method), method))
 
 
@@ -108,7 +106,7 @@ async def measure(args: argparse.Namespace, scratch: Path, speculates: bool) -> 
             counts_by_depth(generated.rollouts)
             of_depth += time.perf_counter() - started
         inside = await engine._speculation("take_seconds")
-        shares = [sum(inside.get(n, 0) for n in names) for names in (NOTES, [*SCHEDULER, "_step_of"])] + [of_depth]
+        shares = [sum(inside.values()), of_depth]
         print(
             f"| {'EAGLE-3' if speculates else 'none'} | {batch} | {' | '.join(f'{s / seconds:.3%}' for s in shares)} |",
             flush=True,
@@ -128,7 +126,7 @@ def main() -> None:
     rollout_engine.engine_arguments = lambda spec: (
         arguments(spec) | {"scheduler_cls": "benchmarks.recording_cost.TimedScheduler"}
     )
-    print("| drafter | requests | adding up | scheduler | counts by depth |\n|---|---|---|---|---|")
+    print("| drafter | requests | scheduler | counts by depth |\n|---|---|---|---|")
     for speculates in (False, True):
         scratch = Path(tempfile.mkdtemp(prefix="cotrain-recording-", dir="/dev/shm"))
         try:

@@ -11,8 +11,9 @@ from cotrain.simulation.system import parse_system
 from pipelines.simulate.run_base import Run, acceptance_of, recorded, table_of
 
 BOUNDS = {"generation": 0.05, "generation of held-out steps": 0.10, "steps": 0.05}
-"""How far what is predicted of a run may be off. The last two are of every other step, by what those between them tell: the
-second by their step times, draft lengths and acceptance, the third by their seconds beside the engines."""
+"""How far what is predicted of a run may be off. The last two are of every other pair of steps, by what those between them tell:
+the second by their step times, draft lengths and acceptance, the third by their seconds beside the engines. Pairs, because a
+drafter may be trained in every second step."""
 
 
 def check_run(folder: Path) -> int:
@@ -35,12 +36,13 @@ def compared(run: Run) -> dict[str, tuple[float, float]]:
         )
     if len(steps) < 4:
         raise ValueError(f"--check: {len(steps)} whole steps in {run.folder} are too few to hold some out; 4 do")
-    odd, even, only = steps[::2], steps[1::2], run.only
-    whole, half = (parse_system(table_of(part), (), "").build() for part in (run, only(even)))
-    replayed = [generation_seconds(whole, only([n]), only([n])) for n in steps]
-    held_out = [generation_seconds(half, only([n]), only(even[max(i - 1, 0) : i + 1])) for i, n in enumerate(odd)]
-    times, step = only(odd).times, half.scheduled(np.array(replayed[::2])).step_seconds
-    predicted = sum(replayed), sum(held_out) + len(odd) * half.generation_overhead, len(odd) * step
+    held, known = ([n for i, n in enumerate(steps) if (i % 4 > 1) == out] for out in (True, False))
+    whole, half = (parse_system(table_of(part), (), "").build() for part in (run, run.only(known)))
+    replayed = {n: generation_seconds(whole, run.only([n]), run.only([n])) for n in steps}
+    around = {n: [m for m in known if m < n][-1:] + [m for m in known if m > n][:1] for n in held}
+    held_out = [generation_seconds(half, run.only([n]), run.only(around[n])) for n in held]
+    times, step = run.only(held).times, half.scheduled(np.array([replayed[n] for n in held])).step_seconds
+    predicted = sum(replayed.values()), sum(held_out) + len(held) * half.generation_overhead, len(held) * step
     measured = run.busiest.sum(), times["time/generate_s"].sum(), times["time/step_s"].sum()
     return dict(zip(BOUNDS, zip(predicted, map(float, measured), strict=True), strict=True))
 

@@ -127,7 +127,7 @@ class SpeculationController:
         """The choice and its reason in words: k=2 at batch 1 (gain 1.21x), off at batch 2 to 16: 0.78x at k=1."""
         if self._fixed is not None:
             return f"k={self._fixed} at every batch size (fixed)"
-        if self._per_request and self._drafts_are_free:
+        if self._per_request:
             return f"k=0 to {self.max_speculative_tokens}, chosen for each request"
         gains, parts = self._gains(), []
         for batches in np.split(np.arange(self.max_batch), np.flatnonzero(np.diff(self._chosen)) + 1):
@@ -182,7 +182,9 @@ class SpeculationController:
         chooses = self._fixed is None and self._measured is None
         if self._learns and (chooses or (self._measured is not None and not self._drafts_are_free)):
             self._acceptance.observe(step.drafts)
-        kind = self._record(step, seconds)
+        kind = "prompts" if step.computes_prompts else "steady" if step.steady else "mixed"
+        total = self._totals.setdefault((step.num_speculative_tokens, step.batch, kind), [0, 0, 0.0])
+        total[:] = total[0] + 1, total[1] + step.num_tokens, total[2] + seconds
         if step.computes_prompts:
             return
         if self._measured is not None:
@@ -193,13 +195,6 @@ class SpeculationController:
             self._count(self._costs, step, before, seconds)
             if self._learns:
                 self._learn(self._costs, step, before, seconds)
-
-    def _record(self, step: Step, seconds: float) -> str:
-        """Add a step to the report. Returns its kind, see StepTotal."""
-        kind = "prompts" if step.computes_prompts else "steady" if step.steady else "mixed"
-        total = self._totals.setdefault((step.num_speculative_tokens, step.batch, kind), [0, 0, 0.0])
-        total[:] = total[0] + 1, total[1] + step.num_tokens, total[2] + seconds
-        return kind
 
     def _length(self, step: Step, before: Step | None) -> float | None:
         """The draft length that the seconds of a step without prompts belong to; None where it changed."""
@@ -260,7 +255,7 @@ class SpeculationController:
     def _decide(self) -> None:
         if self._costs is None:
             return
-        if self._per_request and self._drafts_are_free:  # then the longest forbids nothing
+        if self._per_request:  # then the longest forbids nothing
             self._chosen[:] = self.max_speculative_tokens
         else:
             self._chosen = self._gains().argmax(0)

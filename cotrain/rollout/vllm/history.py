@@ -21,7 +21,11 @@ MATCHES = (2, 4, 8, 16)
 """Longest matches with an acceptance of their own: up to 1 token, 2 or 3, and so on."""
 
 EXPLORED = 1 / 32
-"""Share of the steps that take the worse proposer, and the full draft length, so that both stay known."""
+"""Share of the steps that take the worse proposer, so that both stay known; one token of it where steps have prices."""
+
+OF_PASSES = 0.5
+"""Share of what a step with drafts takes longer that the drafter's passes take, whoever asks for them. The rest goes with the
+verified tokens. One request of SmolLM2-135M on two CPU cores has 0.57 (docs/history.md)."""
 
 
 class Asked(NamedTuple):
@@ -119,17 +123,20 @@ class HistoryDrafting:
         if draws and not sampling_metadata.all_random:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
         # Of each class of matches, and last of the drafter; all requests have the same batch, and so the same prices.
-        self._best = [kind.best(scheduler_output.cotrain_prices, k) for kind in (*self._of_match, self._of_drafter)]
+        prices = scheduler_output.cotrain_prices
+        self._best = [kind.best(prices, k) for kind in (*self._of_match, self._of_drafter)]
         drafts_itself = self._is_alone or not self._measures
         drafts = [
             self._draft(request, text, k, not likeliest) if text.num_new and k and drafts_itself else None
             for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
         ]
-        explores = uniform(self._coin) < EXPLORED
-        choices = [self._choose(draft, k, explores) for draft in drafts]
+        explored = 0 if uniform(self._coin) >= EXPLORED else k if prices is None else min(k, 1)
+        choices = [self._choose(draft, k, explored) for draft in drafts]
+        asking = [length for draft, length in choices if draft is None and length]
+        if asking and prices is not None and not explored and not self._passes_pay(prices, len(asking) / len(texts)):
+            choices, asking = [(draft, length if draft is not None else 0) for draft, length in choices], []
         taken, lengths = [draft for draft, _ in choices], [length for _, length in choices]
-        asks_drafter = any(draft is None and length for draft, length in choices)
-        of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, asks_drafter)
+        of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, max(asking, default=0))
         for request, text, draft, length in zip(request_ids, texts, taken, lengths, strict=True):
             if text.num_new and length and draft is not None:
                 self._asked[request] = Asked(match_class(draft.match), length, min(length, len(draft.tokens)))
@@ -143,10 +150,7 @@ class HistoryDrafting:
             for row, draft, text, length in zip(rows, taken, texts, lengths, strict=True)
         ]
         if self._measures and self._is_alone:
-            rows = [
-                row or [int(text.tokens[-1])] * (k if text.num_new else 0)
-                for row, text in zip(rows, texts, strict=True)
-            ]
+            rows = [row or [int(t.tokens[-1])] * (k if t.num_new else 0) for row, t in zip(rows, texts, strict=True)]
         self._hand_over_laws(request_ids, rows, taken, greedy, sampling_metadata)
         return rows
 
@@ -195,26 +199,33 @@ class HistoryDrafting:
         draft = self.index.draft(key, text.tokens, text.prompt_length, k, draws)
         return draft if len(draft.tokens) else None
 
-    def _choose(self, draft: Draft | None, k: int, explores: bool) -> tuple[Draft | None, int]:
-        """Who proposes, the index with a draft or else the drafter, and how many tokens; looks at the match alone."""
+    def _choose(self, draft: Draft | None, k: int, explored: int) -> tuple[Draft | None, int]:
+        """Who proposes, the index with a draft or else the drafter, and how many tokens; looks at the match alone.
+
+        explored: tokens to take from the worse of the two; 0 takes the better.
+        """
         of_drafter = (0, 0.0) if self._is_alone else self._best[-1]
         if draft is None or not k:
             return None, of_drafter[0]
         of_match = self._best[match_class(draft.match)]
-        takes = self._is_alone or (of_match[1] > of_drafter[1]) != explores
-        length = k if explores else (of_match if takes else of_drafter)[0]
-        return draft if takes else None, length
+        takes = self._is_alone or (of_match[1] > of_drafter[1]) != bool(explored)
+        return draft if takes else None, explored or (of_match if takes else of_drafter)[0]
 
-    def _of_model(
-        self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, rest: Any, asks_drafter: bool
-    ) -> Any:
-        """What the drafter proposes; its pass is left out, as at draft length 0, when no request asks for it."""
+    def _passes_pay(self, prices: list[float], share: float) -> bool:
+        """Is the drafter worth its passes, which run for all requests, when this share of them asks for it?
+
+        They gain share (L - 1) tokens, and a step takes (t_k / t_0 - 1) (OF_PASSES + (1 - OF_PASSES) share) longer.
+        """
+        length, worth = self._best[-1]
+        return worth > (prices[length] - prices[0]) * OF_PASSES * (1 / share - 1)
+
+    def _of_model(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, rest: Any, longest: int) -> Any:
+        """What the drafter proposes, as many tokens as any request asks for; at 0 its pass is left out."""
         if self._is_alone:
             self._runner._draft_probs = self._runner._draft_prob_req_ids = None
             return None
         k = scheduler_output.num_spec_tokens_to_schedule
-        if not asks_drafter:
-            scheduler_output.num_spec_tokens_to_schedule = 0
+        scheduler_output.num_spec_tokens_to_schedule = longest
         try:
             return self._propose(scheduler_output, sampled, sampling_metadata, *rest)
         finally:
@@ -226,14 +237,14 @@ class HistoryDrafting:
         rows: list[list[int]],
         taken: list[Draft | None],
         greedy: list[bool],
-        sampling_metadata: Any,
+        metadata: Any,
     ) -> None:
         """Give vLLM's rejection sampler the law [R, longest draft, V] of every draft token.
 
         A token that was not drawn has all the probability of its law.
         """
         runner, most = self._runner, max(map(len, rows), default=0)
-        if sampling_metadata.all_greedy or not most:
+        if metadata.all_greedy or not most:
             runner._draft_probs = runner._draft_prob_req_ids = None
             return
         before: Tensor | None = runner._draft_probs

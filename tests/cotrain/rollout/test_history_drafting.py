@@ -36,9 +36,8 @@ def test_drafts_that_vllm_dropped_are_not_held_against_the_proposer(history: His
 
 
 def test_what_the_index_could_not_propose_counts_as_refused(history: HistoryDrafting) -> None:
-    before = history._of_match[0].tokens_per_step()
-    after = learn(history, Asked(0, K, 1), verified=1, emitted=2)
-    assert after[2] - after[1] < before[2] - before[1]
+    _, one, two, _ = learn(history, Asked(0, K, 1), verified=1, emitted=2)
+    assert two - one < (one - 1) ** 2, "the second token is accepted less often than the first"
 
 
 def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> None:
@@ -46,3 +45,10 @@ def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> Non
     history._asked["ended"] = Asked(0, K, K)
     learn(history, Asked(0, K, K), verified=K, emitted=1)
     assert history._keys.keys() == {"r"} and not history._asked
+
+
+def test_the_drafter_runs_for_a_few_requests_only_where_they_gain_what_all_pay(history: HistoryDrafting) -> None:
+    prices = [1.0, 1.4, 1.6, 1.8]
+    history._best = [(2, 0.3)]  # two tokens, 0.3 more than a step of 1.6 would yield without speculation
+    assert history._passes_pay(prices, 1.0) and history._passes_pay(prices, 0.6)
+    assert not history._passes_pay(prices, 0.4)

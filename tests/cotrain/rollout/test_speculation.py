@@ -359,8 +359,9 @@ def test_requests_get_prices_by_what_a_step_costs() -> None:
     assert controller.prices(1) is None and set(engine.run(1, 20).lengths) == {2}
 
 
-def test_with_a_drafter_no_request_has_more_than_its_batch() -> None:
+def test_with_a_drafter_each_request_may_have_the_most_as_well() -> None:
     engine = engine_of(BAD, noise=QUIET)
-    engine.rule.choose_per_request(True)
     assert engine.run(32, 100).lengths[-1] == 0
+    engine.rule.choose_per_request(True)
+    assert engine.run(32, 20).lengths[-1] == K
     assert engine.rule.prices(32)[0] == pytest.approx(1.0)

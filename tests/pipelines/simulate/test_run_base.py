@@ -150,18 +150,22 @@ def copied(run: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Pat
     return to
 
 
+def held_out(row: dict[str, Any]) -> bool:
+    return (row["step"] - 1) % 4 > 1
+
+
 def slow_generation(row: dict[str, Any]) -> None:
-    """Odd steps were generated on a machine that is slower by half."""
-    if row["step"] % 2 and "time/generate_s" in row:
+    """Steps 3, 4, 7, 8 and so on were generated on a machine that is slower by half."""
+    if held_out(row) and "time/generate_s" in row:
         row["time/step_s"] += 0.5 * row["time/generate_s"]
         row["time/generate_s"] *= 1.5
-    if row["step"] % 2 and "engines" in row:
+    if held_out(row) and "engines" in row:
         row["engines"] = {"0": [[*rest, 1.5 * seconds] for *rest, seconds in row["engines"]["0"]]}
 
 
 def slow_learner(row: dict[str, Any]) -> None:
-    """Odd steps were learnt from for longer."""
-    if row["step"] % 2 and "time/step_s" in row:
+    """The same steps were learnt from for longer."""
+    if held_out(row) and "time/step_s" in row:
         row |= {name: row[name] + 1.0 for name in ("time/step_s", "time/learn_s", "time/update_s")}
 
 
@@ -189,7 +193,7 @@ def test_a_run_that_is_not_predicted_fails(
     change: Callable[[dict[str, Any]], None],
     off: set[str],
 ) -> None:
-    """Odd steps are predicted by the even ones."""
+    """Steps 3, 4, 7, 8 and so on are predicted by the others."""
     assert check_run(copied(runs["spec"], tmp_path / "slow", change)) == 1
     lines = capsys.readouterr().out.splitlines()
     assert {line[:28].strip() for line in lines if line.endswith("off")} == off
