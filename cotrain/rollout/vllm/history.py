@@ -24,8 +24,7 @@ EXPLORED = 1 / 32
 """Share of the steps that take the worse proposer, so that both stay known; one token of it where steps have prices."""
 
 OF_PASSES = 0.5
-"""Share of what a step with drafts takes longer that the drafter's passes take, whoever asks for them. The rest goes with the
-verified tokens. One request of SmolLM2-135M on two CPU cores has 0.57 (docs/history.md)."""
+"""Share of the drafter's passes in what a step with drafts takes longer; 0.57 was measured with one request (docs/history.md)."""
 
 
 class Asked(NamedTuple):

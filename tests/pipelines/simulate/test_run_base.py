@@ -163,10 +163,11 @@ def slow_generation(row: dict[str, Any]) -> None:
         row["engines"] = {"0": [[*rest, 1.5 * seconds] for *rest, seconds in row["engines"]["0"]]}
 
 
-def slow_learner(row: dict[str, Any]) -> None:
-    """The same steps were learnt from for longer."""
-    if held_out(row) and "time/step_s" in row:
-        row |= {name: row[name] + 1.0 for name in ("time/step_s", "time/learn_s", "time/update_s")}
+def long_ends(row: dict[str, Any]) -> None:
+    """Steps in which not all requests verified as much as they drafted took twice as long as the others."""
+    if "engines" in row:
+        row["engines"] = {e: [*ts, *([k, b, "mixed", n, 0, s] for k, b, kind, n, _, s in ts if kind == "steady")]
+                          for e, ts in row["engines"].items()}  # fmt: skip
 
 
 def drafting_alone(row: dict[str, Any]) -> None:
@@ -183,20 +184,19 @@ def shorter_at_first(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "off"),
-    [(slow_generation, {"generation of held-out steps", "steps"}), (slow_learner, {"steps"})],
+    ("change", "off"), [(slow_generation, "generation of held-out steps"), (long_ends, "generation")]
 )
 def test_a_run_that_is_not_predicted_fails(
     runs: dict[str, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     change: Callable[[dict[str, Any]], None],
-    off: set[str],
+    off: str,
 ) -> None:
-    """Steps 3, 4, 7, 8 and so on are predicted by the others."""
+    """Steps 3, 4, 7, 8 and so on are predicted by the others, and all by steps in which every request drafts alike."""
     assert check_run(copied(runs["spec"], tmp_path / "slow", change)) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert {line[:28].strip() for line in lines if line.endswith("off")} == off
+    assert off in {line[:28].strip() for line in lines if line.endswith("off")}
 
 
 def test_steps_that_are_left_are_held_out_by_their_place(runs: dict[str, Path]) -> None:
