@@ -179,10 +179,8 @@ class HistoryDrafting:
         verified = scheduler_output.scheduled_spec_decode_tokens
         for request, text in texts.items():
             asked, drafted = self._asked.pop(request, None), len(verified.get(request, ()))
-            if (
-                asked is None or not (drafted and text.num_new) or self._measures
-            ):  # vLLM drops drafts of requests that it computes again
-                continue
+            if asked is None or not (drafted and text.num_new) or self._measures:
+                continue  # vLLM drops drafts of requests that it computes again
             accepted = min(text.num_new - 1, drafted)
             name = "drafter" if asked.match is None else "history"
             counts = self._of_drafter if asked.match is None else self._of_match[asked.match]
