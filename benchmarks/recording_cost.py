@@ -2,8 +2,9 @@
 
     python -m benchmarks.recording_cost [--model bundled:smollm2-135m-instruct] [--batch 1 4 16] [--rounds 4]
 
-Prints, as shares of the time in which a real engine generates, with an untrained EAGLE-3 drafter (k = 3) and without one:
-all that cotrain's scheduler does in a step, most of which an engine that speculates needs anyway, and the counts by depth. Shares are of time inside the engine, so that a machine that is not quiet changes them little.
+Prints, as shares of the time in which a real engine generates, with an untrained EAGLE-3 drafter (k = 3) and without one: all that
+cotrain's scheduler does in a step, most of which an engine that speculates needs anyway, and the counts by depth. Shares are of time
+inside the engine, so that a machine that is not quiet changes them little.
 """
 
 import argparse

@@ -24,7 +24,7 @@ EXPLORED = 1 / 32
 """Share of the steps that take the worse proposer, so that both stay known; one token of it where steps have prices."""
 
 OF_PASSES = 0.5
-"""Share of the drafter's passes in what a step with drafts takes longer; 0.57 was measured with one request (docs/history.md)."""
+"""Share of the drafter's passes in what drafts make a step longer; 0.57 was measured with one request (docs/history.md)."""
 
 
 class Asked(NamedTuple):
@@ -105,7 +105,7 @@ class HistoryDrafting:
         self._draws = on
 
     def take_report(self) -> dict[str, dict[str, float]]:
-        """Report, and begin the next. counts: drafts, draft tokens and accepted ones by proposer since the last call. state: size and half-life."""
+        """counts: drafts, draft tokens and accepted ones by proposer since the last call. state: size and half-life."""
         counts, self._counts = self._counts, Counter()
         state: dict[str, float] = {"history/tokens": self.index.num_tokens, "history/bytes": self.index.num_bytes}
         if self.index.half_life is not None:
