@@ -351,8 +351,9 @@ def engine_specs(
 ) -> list[EngineSpec]:
     """One spec a replica.
 
-    scratch: for each, the folder in shared memory of its node. drafter: its folder and how it is served. first_step: steps made before. Every engine of every run has a seed of its
-    own for every step that a run is resumed after, so that a resumed engine does not draw the first steps' noise again.
+    scratch: for each, the folder in shared memory of its node. drafter: its folder and how it is served. first_step: steps made
+    before. Every engine of every run has a seed of its own for every step that a run is resumed after, so that a resumed engine
+    does not draw the first steps' noise again.
     """
     folder, serving = drafter or (None, None)
     return [
