@@ -94,27 +94,27 @@ class RolloutEngine:
         timed = [prompt[-TIMED_PROMPT_TOKENS:] for prompt in prompts]
         room = min(room_for(rollout.num_speculative_tokens), rollout.max_model_len - max(map(len, timed)))
         sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
-        await self._prepare_to_measure(True)
-        await self._speculation("begin_measuring")
-        deadline = time.perf_counter() + rollout.speculation.measure_seconds
-        rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(rollout.max_num_seqs)}
-        while (size := next_size(rounds, deadline - time.perf_counter())) is not None:
-            started = time.perf_counter()
-            names = [f"timing{i}" for i in range(size)]
-            batch = {name: RolloutRequest(name, 0, timed[i % len(timed)], None) for i, name in enumerate(names)}
-            await self._run(batch, sampling)
-            rounds[size].append(time.perf_counter() - started)
-        measured: list[list[float]] = await self._speculation("end_measuring")
-        if rollout.history is not None:
-            await self._speculation("choose_per_request", rollout.speculation.per_request)
-        await self._prepare_to_measure(False)
-        await self.set_num_speculative_tokens(None)
-        return measured
-
-    async def _prepare_to_measure(self, begins: bool) -> None:
         await self._reads_prompts(True)
-        if self.spec.rollout.history is not None:
-            await self._call("cotrain_history", "measure", begins)
+        proposers = ["drafter"] * (self.spec.drafter_folder is not None) + ["history"] * (rollout.history is not None)
+        tables = []
+        for proposer in proposers:
+            if rollout.history is not None:
+                await self._call("cotrain_history", "measure", proposer)
+            await self._speculation("begin_measuring", bool(tables))
+            deadline = time.perf_counter() + rollout.speculation.measure_seconds / len(proposers)
+            rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(rollout.max_num_seqs)}
+            while (size := next_size(rounds, deadline - time.perf_counter())) is not None:
+                started = time.perf_counter()
+                names = [f"timing{i}" for i in range(size)]
+                batch = {name: RolloutRequest(name, 0, timed[i % len(timed)], None) for i, name in enumerate(names)}
+                await self._run(batch, sampling)
+                rounds[size].append(time.perf_counter() - started)
+            tables.append(await self._speculation("end_measuring"))
+        if rollout.history is not None:
+            await self._call("cotrain_history", "measure", "")
+            await self._speculation("choose_per_request", rollout.speculation.per_request)
+        await self.set_num_speculative_tokens(None)
+        return tables[0]
 
     async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         """Draft length from the next step on, at most rollout.num_speculative_tokens; 0 switches speculation off.

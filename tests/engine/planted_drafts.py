@@ -47,7 +47,8 @@ class PlantingWorker(CotrainWorker):
 
 def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> Any:
     if scheduler_output.cotrain_prices is not None:
-        scheduler_output.cotrain_prices = [1 + k / 3 for k in range(len(scheduler_output.cotrain_prices))]
+        prices = [1 + k / 3 for k in range(len(scheduler_output.cotrain_prices[0]))]
+        scheduler_output.cotrain_prices = prices, prices
     return propose(scheduler_output, *rest)
 
 

@@ -34,6 +34,8 @@ class Step(NamedTuple):
     """(verified draft tokens, accepted ones) of each request that had drafts."""
     num_tokens: int
     """Generated."""
+    has_passes: bool = True
+    """Did the drafter run at its end?"""
 
     @property
     def steady(self) -> bool:
@@ -54,6 +56,7 @@ class SpeculationController:
         self._costs: StepCosts | None = None
         # Seconds by (draft length, batch size), while measuring.
         self._measured: dict[tuple[int, int], list[float]] | None = None
+        self._verification = False  # is it without the drafter?
         self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
         self._num_steps = 0
@@ -97,9 +100,12 @@ class SpeculationController:
         self._per_request = on
         self._decide()
 
-    def begin_measuring(self) -> None:
-        """Time the engine steps that follow, at all draft lengths."""
-        self._measured, self._num_steps = {}, 0
+    def begin_measuring(self, verification: bool = False) -> None:
+        """Time the engine steps that follow, at all draft lengths.
+
+        verification: after steps with the drafter, those in which it does not run, as when all drafts come from history.
+        """
+        self._measured, self._num_steps, self._verification = {}, 0, verification
 
     def end_measuring(self) -> list[list[float]]:
         """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns [length, batch size,
@@ -108,10 +114,13 @@ class SpeculationController:
         measured, self._measured = self._measured, None
         self.begin(self._learns)
         try:
-            self._costs = StepCosts(self.max_speculative_tokens, self.max_batch, measured)
+            costs = StepCosts(self.max_speculative_tokens, self.max_batch, measured)
         except ValueError:
             return []
-        self._fixed = None
+        if not self._verification:
+            self._costs, self._fixed = costs, None
+        elif self._costs is not None:
+            self._costs.set_verification(costs)
         self._decide()
         rows = (
             (*cell, np.quantile(s, QUANTILE), np.log(s).std() / len(s) ** 0.5, len(s)) for cell, s in measured.items()
@@ -150,19 +159,26 @@ class SpeculationController:
             length = measured_length(self._num_steps, self.max_speculative_tokens)
         return [0, *map(int, self._chosen)] if length is None else [length] * (self.max_batch + 1)
 
-    def prices(self, batch: int) -> list[float] | None:
-        """[K+1]: tokens that a request of a batch would get without speculation in the time of a step of each length.
+    def prices(self, batch: int) -> tuple[list[float], list[float]] | None:
+        """[K+1] each: tokens that a request of a batch would get without speculation in the time of a step of each length,
+        when its drafts come from history, and when the drafter computes them.
 
         None where all requests have the same length: by choice, or while a length is fixed, measured or tried.
         """
         chooses = self._per_request and self._fixed is None and self._measured is None
         if not chooses or self._costs is None or self._trials.num_speculative_tokens is not None:
             return None
-        return [float(ratio) for ratio in self._costs.ratios()[:, batch - 1]]
+        of_history, of_drafter = (self._costs.ratios(has_passes)[:, batch - 1].tolist() for has_passes in (False, True))
+        return of_history, of_drafter
 
     def observe(self, step: Step) -> None:
         """What became of it. It ends when the next begins, or with `idle`."""
         self._step = step if step.batch else None
+
+    def left_passes_out(self) -> None:
+        """The drafter has not run at the end of this step."""
+        if self._step is not None:
+            self._step = self._step._replace(has_passes=False)
 
     def idle(self, now: float) -> None:
         """The last request has finished."""
@@ -180,7 +196,8 @@ class SpeculationController:
             return
         seconds, before, self._before = now - self._started, self._before, step
         chooses = self._fixed is None and self._measured is None
-        if self._learns and (chooses or (self._measured is not None and not self._drafts_are_free)):
+        of_drafter = self._measured is not None and not (self._drafts_are_free or self._verification)
+        if self._learns and (chooses or of_drafter):
             self._acceptance.observe(step.drafts)
         kind = "prompts" if step.computes_prompts else "steady" if step.steady else "mixed"
         total = self._totals.setdefault((step.num_speculative_tokens, step.batch, kind), [0, 0, 0.0])
@@ -207,7 +224,7 @@ class SpeculationController:
         without = costs.seconds(0, step.batch) * step.num_tokens / step.batch
         length = self._length(step, before)
         if length is not None:  # what slowed it would have slowed a step without speculation alike
-            without *= seconds / costs.seconds(length, step.batch)
+            without *= seconds / costs.seconds(length, step.batch, step.has_passes)
         self._without[step.batch - 1] += without
         plain = length == 0
         self._gain += GainReport(
@@ -221,9 +238,9 @@ class SpeculationController:
     def _learn(self, costs: StepCosts, step: Step, before: Step | None, seconds: float) -> None:
         error, length = None, self._length(step, before)
         if length is not None and self._trials.num_speculative_tokens is None:
-            costs.follow(length, step.batch, seconds)
+            costs.follow(length, step.batch, seconds, step.has_passes)
         elif length is not None:
-            error = float(np.log(seconds / costs.seconds(length, step.batch)))
+            error = float(np.log(seconds / costs.seconds(length, step.batch, step.has_passes)))
         over = self._trials.observe(seconds, error)
         self._num_steps += 1
         if over:

@@ -54,18 +54,25 @@ class StepCosts:
         self._log_batches = np.log2(np.arange(1, max_batch + 1))
         rows = ([np.log(np.quantile(measured[k, batch], QUANTILE)) for batch in sizes] for k in lengths)
         self._log_seconds = np.stack([np.interp(self._log_batches, np.log2(sizes), row) for row in rows])
+        self._log_passes = np.zeros_like(self._log_seconds)
         self._recent: deque[float] = deque([0.0], maxlen=PACE_STEPS)
 
-    def ratios(self) -> Array:
-        """[K+1, max_batch]: t_k / t_0."""
-        return np.exp(self._log_seconds - self._log_seconds[0])
+    def set_verification(self, verification: "StepCosts") -> None:
+        """Tell apart steps in which the drafter does not run, by their own measured ratios."""
+        self._log_passes = np.maximum(0.0, np.log(self.ratios() / verification.ratios()))
 
-    def seconds(self, num_speculative_tokens: float, batch: int) -> float:
+    def ratios(self, has_passes: bool = True) -> Array:
+        """[K+1, max_batch]: t_k / t_0, of steps with the drafter's passes or without."""
+        passes = 0.0 if has_passes else self._log_passes
+        return np.exp(self._log_seconds - self._log_seconds[0] - passes)
+
+    def seconds(self, num_speculative_tokens: float, batch: int, has_passes: bool = True) -> float:
         """What a step takes at the present pace. The draft length may be a mean over requests."""
-        return float(np.exp(self._of_table(num_speculative_tokens, batch) + median(self._recent)))
+        return float(np.exp(self._of_table(num_speculative_tokens, batch, has_passes) + median(self._recent)))
 
-    def _of_table(self, num_speculative_tokens: float, batch: int) -> float:
-        column = self._log_seconds[:, batch - 1]
+    def _of_table(self, num_speculative_tokens: float, batch: int, has_passes: bool) -> float:
+        passes = 0.0 if has_passes else self._log_passes[:, batch - 1]
+        column = self._log_seconds[:, batch - 1] - passes
         return float(np.interp(num_speculative_tokens, np.arange(len(column)), column))
 
     @property
@@ -77,9 +84,9 @@ class StepCosts:
         """Other steps than those before come next, perhaps on a machine that is busier by then."""
         self._recent = deque([median(self._recent)], maxlen=PACE_STEPS)
 
-    def follow(self, num_speculative_tokens: float, batch: int, seconds: float) -> None:
+    def follow(self, num_speculative_tokens: float, batch: int, seconds: float, has_passes: bool = True) -> None:
         """Learn the pace from a step of the length in use."""
-        self._recent.append(float(np.log(seconds)) - self._of_table(num_speculative_tokens, batch))
+        self._recent.append(float(np.log(seconds)) - self._of_table(num_speculative_tokens, batch, has_passes))
 
     def correct(self, num_speculative_tokens: int, batch: int, error: float) -> None:
         """Learn from a trial, whose steps took exp(error) times `seconds`, for batch sizes up to half and twice as large."""

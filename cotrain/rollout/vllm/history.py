@@ -23,9 +23,6 @@ MATCHES = (2, 4, 8, 16)
 EXPLORED = 1 / 32
 """Share of the steps that take the worse proposer, so that both stay known; one token of it where steps have prices."""
 
-OF_PASSES = 0.5
-"""Share of the drafter's passes in what drafts make a step longer; 0.57 was measured with one request (docs/history.md)."""
-
 
 class Asked(NamedTuple):
     """What was drafted for one request, until it is known how much of it was accepted."""
@@ -57,8 +54,9 @@ class HistoryDrafting:
     def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
         """is_alone: there is no drafter, and vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft."""
         self.index = index
-        self._fit, self._measures = HalfLifeFit(), False
+        self._fit, self._measured_proposer = HalfLifeFit(), ""
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
+        self._take, self._has_passes = model_runner.take_draft_token_ids, True
         self._is_alone, self._draws = is_alone, draws
         longest = model_runner.num_spec_tokens
         self._of_drafter = ServedAcceptance(longest)
@@ -69,6 +67,7 @@ class HistoryDrafting:
         self._coin = np.array([1], np.uint64)
         self._best: list[tuple[int, float]] = []
         model_runner.propose_draft_token_ids = self._hooked
+        model_runner.take_draft_token_ids = self._take_draft_token_ids
 
     def weigh_by(self, policy_version: int) -> None:
         """Let texts count by their age at this version of the policy, with the half-life that fits best."""
@@ -96,9 +95,10 @@ class HistoryDrafting:
         """See SuffixIndex."""
         self.index.load(path)
 
-    def measure(self, on: bool) -> None:
-        """Let every request draft the full length, to time steps with: by the drafter, or anything where there is none."""
-        self._measures = on
+    def measure(self, proposer: str) -> None:
+        """Let every request draft the full length, to time steps with: by "drafter", or any tokens in the place of
+        "history". "" ends it."""
+        self._measured_proposer = proposer
 
     def set_draws(self, on: bool) -> None:
         """Draw tokens from now on, or propose the likeliest."""
@@ -123,18 +123,10 @@ class HistoryDrafting:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
         # Of each class of matches, and last of the drafter; all requests have the same batch, and so the same prices.
         prices = scheduler_output.cotrain_prices
-        self._best = [kind.best(prices, k) for kind in (*self._of_match, self._of_drafter)]
-        drafts_itself = self._is_alone or not self._measures
-        drafts = [
-            self._draft(request, text, k, not likeliest) if text.num_new and k and drafts_itself else None
-            for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
-        ]
-        explored = 0 if uniform(self._coin) >= EXPLORED else k if prices is None else min(k, 1)
-        choices = [self._choose(draft, k, explored) for draft in drafts]
-        asking = [length for draft, length in choices if draft is None and length]
-        if asking and prices is not None and not explored and not self._passes_pay(prices, len(asking) / len(texts)):
-            choices, asking = [(draft, length if draft is not None else 0) for draft, length in choices], []
-        taken, lengths = [draft for draft, _ in choices], [length for _, length in choices]
+        cheap, dear = prices or (None, None)
+        self._best = [*(kind.best(cheap, k) for kind in self._of_match), self._of_drafter.best(dear, k)]
+        taken, lengths = self._propose_from_history(request_ids, texts, greedy, k, prices)
+        asking = [length for draft, length in zip(taken, lengths, strict=True) if draft is None]
         of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, max(asking, default=0))
         for request, text, draft, length in zip(request_ids, texts, taken, lengths, strict=True):
             if text.num_new and length and draft is not None:
@@ -148,10 +140,26 @@ class HistoryDrafting:
             (row[:length] if text.num_new else []) if draft is None else draft.tokens[:length].tolist()
             for row, draft, text, length in zip(rows, taken, texts, lengths, strict=True)
         ]
-        if self._measures and self._is_alone:
-            rows = [row or [int(t.tokens[-1])] * (k if t.num_new else 0) for row, t in zip(rows, texts, strict=True)]
         self._hand_over_laws(request_ids, rows, taken, greedy, sampling_metadata)
         return rows
+
+    def _propose_from_history(
+        self, request_ids: list[str], texts: list[Text], greedy: list[bool], k: int, prices: Any
+    ) -> tuple[list[Draft | None], list[int]]:
+        """Each request's draft from history, or None where the drafter is to propose, and how many tokens it drafts."""
+        if self._measured_proposer:
+            fills = self._measured_proposer == "history"
+            return [filler(text, k) if fills and k else None for text in texts], [k] * len(texts)
+        drafts = [
+            self._draft(request, text, k, not likeliest) if text.num_new and k else None
+            for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
+        ]
+        explored = 0 if uniform(self._coin) >= EXPLORED else k if prices is None else min(k, 1)
+        choices = [self._choose(draft, k, explored) for draft in drafts]
+        share = sum(draft is None and length > 0 for draft, length in choices) / max(1, len(choices))
+        if share and prices is not None and not explored and not self._passes_pay(prices, share):
+            choices = [(draft, 0 if draft is None else length) for draft, length in choices]
+        return [draft for draft, _ in choices], [length for _, length in choices]
 
     def _texts(self, sampled: Any, num_requests: int) -> list[Text]:
         """Every request's text with what this step has emitted.
@@ -179,7 +187,7 @@ class HistoryDrafting:
         verified = scheduler_output.scheduled_spec_decode_tokens
         for request, text in texts.items():
             asked, drafted = self._asked.pop(request, None), len(verified.get(request, ()))
-            if asked is None or not (drafted and text.num_new) or self._measures:
+            if asked is None or not (drafted and text.num_new) or self._measured_proposer:
                 continue  # vLLM drops drafts of requests that it computes again
             accepted = min(text.num_new - 1, drafted)
             name = "drafter" if asked.match is None else "history"
@@ -208,19 +216,27 @@ class HistoryDrafting:
         takes = self._is_alone or (of_match[1] > of_drafter[1]) != bool(explored)
         return draft if takes else None, explored or (of_match if takes else of_drafter)[0]
 
-    def _passes_pay(self, prices: list[float], share: float) -> bool:
+    def _passes_pay(self, prices: tuple[list[float], list[float]], share: float) -> bool:
         """Is the drafter worth its passes, which run for all requests, when this share of them asks for it?
 
-        They gain share (L - 1) tokens, and a step takes (t_k / t_0 - 1) (OF_PASSES + (1 - OF_PASSES) share) longer.
+        They gain share (L - 1) tokens, and a step takes the passes and their share of the verification longer.
+        prices: see SpeculationController.prices, whose difference is what the passes take.
         """
-        length, worth = self._best[-1]
-        return worth > (prices[length] - prices[0]) * OF_PASSES * (1 / share - 1)
+        (length, worth), (verified, with_passes) = self._best[-1], prices
+        return worth > (with_passes[length] - verified[length]) * (1 / share - 1)
+
+    def _take_draft_token_ids(self) -> Any:
+        taken = self._take()
+        if taken is not None:  # the scheduler reads it
+            taken.cotrain_passes = self._has_passes
+        return taken
 
     def _of_model(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, rest: Any, longest: int) -> Any:
         """What the drafter proposes, as many tokens as any request asks for; at 0 its pass is left out."""
         if self._is_alone:
             self._runner._draft_probs = self._runner._draft_prob_req_ids = None
             return None
+        self._has_passes = longest > 0
         k = scheduler_output.num_spec_tokens_to_schedule
         scheduler_output.num_spec_tokens_to_schedule = longest
         try:
@@ -261,6 +277,12 @@ class HistoryDrafting:
         where = torch.from_numpy(np.concatenate(places, dtype=np.int64)).to(runner.device)
         laws.view(-1)[where] = torch.from_numpy(np.concatenate(values, dtype=np.float32)).to(runner.device)
         runner._draft_probs, runner._draft_prob_req_ids = laws, request_ids
+
+
+def filler(text: Text, k: int) -> Draft | None:
+    """A draft that costs what any other does: the last token, k times; None while the prompt is computed."""
+    tokens = np.repeat(text.tokens[-1:], k)
+    return Draft(tokens, tokens[:, None], np.ones((k, 1)), np.ones(k, np.int32), 0) if text.num_new else None
 
 
 def match_class(match: int) -> int:

@@ -26,8 +26,10 @@ WRAPPED = {
     f"{RUNNER}.propose_draft_token_ids": "self scheduler_output sampled_token_ids sampling_metadata hidden_states "
     "sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata slot_mappings",
     f"{RUNNER}._sample": "self logits spec_decode_metadata",
+    f"{RUNNER}.take_draft_token_ids": "self",
     f"{SCHEDULER}.schedule": "self throttle_prefills",
     f"{SCHEDULER}.update_from_output": "self scheduler_output model_runner_output",
+    f"{SCHEDULER}.update_draft_token_ids": "self draft_token_ids",
     f"{SCHEDULER}.set_pause_state": "self pause_state",
 }
 """Functions that ours stand in for, and all their parameters in order."""

@@ -40,6 +40,11 @@ class DraftLengthScheduler(Scheduler):
             self.controller.idle(time.perf_counter())
         return outputs
 
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        if not getattr(draft_token_ids, "cotrain_passes", True):  # see HistoryDrafting
+            self.controller.left_passes_out()
+        super().update_draft_token_ids(draft_token_ids)
+
     def set_pause_state(self, pause_state: Any) -> None:
         self.controller.idle(time.perf_counter())  # a pause is no part of the step before it
         super().set_pause_state(pause_state)

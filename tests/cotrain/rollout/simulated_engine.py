@@ -96,15 +96,17 @@ class SimulatedEngine:
 
     def __init__(self, rule: Any, shape: Shape, rates: Sequence[float], noise: Noise = NOISY, seed: int = 0):
         self.rule, self.shape, self.rates, self.noise = rule, shape, rates, noise
+        self.has_passes = True
+        """Whether a drafter runs, and not only the index beside it."""
         self.looks_up = 1.0
         """Below 1: share of the requests for which an index, whose drafts cost nothing, has one."""
         self.random = np.random.default_rng(seed)
         self.now, self.slow_down = 0.0, 1.0
         self._pending, self._slow, self._spell_ends = 0, False, 0.0
 
-    def measure(self, max_batch: int, seconds: float = 60.0) -> None:
-        """As RolloutEngine.time_draft_lengths does."""
-        self.rule.begin_measuring()
+    def measure(self, max_batch: int, seconds: float = 60.0, verification: bool = False) -> None:
+        """As RolloutEngine.time_draft_lengths does, by the drafter or, afterwards, with drafts from history."""
+        self.rule.begin_measuring(*([True] if verification else []))
         rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(max_batch)}
         deadline = self.now + seconds
         while (size := next_size(rounds, deadline - self.now)) is not None:
@@ -144,6 +146,8 @@ class SimulatedEngine:
             accepted, drafts = accepted * has, [draft for draft, there in zip(drafts, has, strict=False) if there]
             of_step = verified = sum(number for number, _ in drafts) / batch
         self.rule.observe(Step(drafted, batch, prefill, drafts, int(batch + accepted.sum())))
+        if not self.has_passes:
+            self.rule.left_passes_out()
         seconds = self.slow_down * self.shape.seconds(verified, of_step, batch)
         self.now += seconds * self._disturbance()
         self._pending = drafted

@@ -14,7 +14,8 @@ K = 3
 
 @pytest.fixture
 def history() -> HistoryDrafting:
-    runner = SimpleNamespace(num_spec_tokens=K, requests={"r": None}, propose_draft_token_ids=None)
+    hooked = dict.fromkeys(["propose_draft_token_ids", "take_draft_token_ids"])
+    runner = SimpleNamespace(num_spec_tokens=K, requests={"r": None}, **hooked)
     return HistoryDrafting(runner, SuffixIndex(2**12), is_alone=True, draws=True)
 
 
@@ -48,7 +49,7 @@ def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> Non
 
 
 def test_the_drafter_runs_for_a_few_requests_only_where_they_gain_what_all_pay(history: HistoryDrafting) -> None:
-    prices = [1.0, 1.4, 1.6, 1.8]
+    prices = [1.0, 1.2, 1.3, 1.4], [1.0, 1.4, 1.6, 1.8]
     history._best = [(2, 0.3)]  # two tokens, 0.3 more than a step of 1.6 would yield without speculation
     assert history._passes_pay(prices, 1.0) and history._passes_pay(prices, 0.6)
     assert not history._passes_pay(prices, 0.4)

@@ -349,8 +349,8 @@ def test_requests_get_prices_by_what_a_step_costs() -> None:
     assert engine.run(1, 60).lengths[-1] == engine.run(16, 60).lengths[-1] == K, "each request may have the most"
     for batch in (1, 16):
         prices = controller.prices(batch)
-        assert prices is not None
-        assert prices == pytest.approx(
+        assert prices is not None and prices[0] == prices[1]
+        assert prices[0] == pytest.approx(
             [CPU.seconds(k, k, batch) / CPU.seconds(0, 0, batch) for k in range(K + 1)], rel=0.05
         )
     engine.run(1, 1200)
@@ -364,4 +364,24 @@ def test_with_a_drafter_each_request_may_have_the_most_as_well() -> None:
     assert engine.run(32, 100).lengths[-1] == 0
     engine.rule.choose_per_request(True)
     assert engine.run(32, 20).lengths[-1] == K
-    assert engine.rule.prices(32)[0] == pytest.approx(1.0)
+    assert engine.rule.prices(32)[1][0] == pytest.approx(1.0)
+
+
+def test_drafts_from_history_beside_a_drafter_cost_what_they_verify() -> None:
+    engine = engine_of(GOOD, noise=QUIET)
+    controller = engine.rule
+    before = controller._acceptance.tokens_per_step().tolist()
+    engine.shape, engine.rates, engine.has_passes = GPU, (0.0, 0.0, 0.0), False  # any tokens, verified at another price
+    engine.measure(32, verification=True)
+    assert controller._acceptance.tokens_per_step().tolist() == before, "these were no drafts of the drafter"
+    controller.choose_per_request(True)
+    for prices, shape in zip(controller.prices(4), (GPU, CPU), strict=True):
+        expected = [shape.seconds(k, k, 4) / shape.seconds(0, 0, 4) for k in range(K + 1)]
+        assert prices == pytest.approx(expected, rel=0.05)
+    controller.report()
+    engine.rates = GOOD
+    tally = engine.run(4, 600)
+    gain = controller.report()["gain"]
+    assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)
+    of_drafter = controller.prices(4)[1]
+    assert of_drafter == pytest.approx(expected, rel=0.08), "trials correct by what steps without the drafter take"
