@@ -96,7 +96,7 @@ class RolloutEngine:
         sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
         await self._reads_prompts(True)
         proposers = ["drafter"] * (self.spec.drafter_folder is not None) + ["history"] * (rollout.history is not None)
-        tables = []
+        tables: list[list[list[float]]] = []
         for proposer in proposers:
             if rollout.history is not None:
                 await self._call("cotrain_history", "measure", proposer)
