@@ -4,7 +4,7 @@
 
 The folders hold a bench.json each, of rounds over the same prompts (docs/history.md has the command); the last arm is that of both.
 Prints a Markdown table: decoding speed over no speculation in the same batch, geometric mean over batches and its standard error, of
-each arm, and of both over the better one alone.
+each arm, and of both over the better one alone. A second table has what a step drafts and how long it takes, by requests at once and epoch.
 """
 
 import argparse
@@ -31,6 +31,25 @@ def main() -> None:
             best = max(arms[:-1], key=lambda arm: gains[arm].mean())
             cells = [*gains.values(), gains[arms[-1]] - gains[best]]
             print(f"| {batch} | {name} | {' | '.join(map(mean, cells))} |")
+    print(
+        "\n| requests at once | epoch | arm | draft tokens a request and step | step / step without drafts |\n|---|---|---|---|---|"
+    )
+    for turn in turns:
+        if turn["by_proposer"]:
+            print(f"| {turn['batch']} | {turn['round'] + 1} | {turn['arm']} | {step_of(turn, turns, plain)} |")
+
+
+def step_of(turn: dict, turns: list[dict], plain: str) -> str:
+    """Every step of a request emits a token and those of its drafts that were accepted."""
+    drafted, accepted = (
+        sum(count for name, count in turn["by_proposer"].items() if name.endswith(f"/{kind}_tokens"))
+        for kind in ("drafted", "accepted")
+    )
+    num_steps = turn["num_tokens"] - accepted
+    same = (turn["batch"], turn["round"])
+    without = next(t["group_speeds"] for t in turns if (t["batch"], t["round"]) == same and t["arm"] == plain)
+    speed = np.exp(np.mean(np.log(turn["group_speeds"]) - np.log(without)))
+    return f"{drafted / num_steps:.2f} | {turn['num_tokens'] / num_steps / speed:.2f}"
 
 
 def mean(logs: np.ndarray) -> str:
