@@ -11,6 +11,7 @@ import torch
 from cotrain.config.schema import RolloutConfig, SpeculationConfig
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch
+from cotrain.rollout.speculation.controller import Step
 from cotrain.rollout.vllm.arguments import EngineSpec
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
@@ -31,7 +32,7 @@ def historian(
     request: Any, rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, fitted_drafter: Drafter
 ) -> Iterator[LiveEngine]:
     """An engine that drafts from what it has generated."""
-    speculation = SpeculationConfig.model_validate({"proposers": PROPOSERS[request.param]})
+    speculation = SpeculationConfig.model_validate({"proposers": PROPOSERS[request.param], "measure_seconds": 12.0})
     changes = {"prompts_per_step": 256, "synchronous_batches": True, "speculation": speculation}
     config = rollout_config.model_copy(update=changes)
     config = config.model_copy(update={"vllm": config.vllm | {"worker_extension_cls": PLANTING}})
@@ -173,6 +174,28 @@ def test_a_new_drafter_is_chosen_as_soon_as_more_is_expected_of_it(
     historian.generate(requests[:1], tap=False)
     found = counts(historian)
     assert found["drafter/drafts"] > 0.7 * (found["drafter/drafts"] + found.get("history/drafts", 0))
+
+
+@pytest.mark.parametrize("historian", ["mixed"], indirect=True)
+def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngine) -> None:
+    requests = make_requests(8, seed=41)
+    engine = historian.engine
+    assert historian.run(engine.time_draft_lengths([requests[0].prompt_token_ids]))
+    of_history, of_drafter = historian.run(engine._speculation("prices", 1))
+    assert of_history[3] < of_drafter[3], "three passes of the drafter are left out"
+    for _ in range(2):
+        historian.greedy(requests, tap=False)
+
+    async def steps_of_repeated_text() -> set[bool]:
+        task, seen = asyncio.create_task(engine.generate(requests, tap=False, temperature=0.0, seed=None)), set()
+        while not task.done():
+            step = await engine._speculation("__getattribute__", "_before")
+            seen |= {Step(*step).has_passes} if step else set()
+        await task
+        return seen
+
+    assert False in historian.run(steps_of_repeated_text()), "the scheduler knows that the drafter did not run"
+    historian.run(engine.set_num_speculative_tokens(3))
 
 
 @pytest.mark.parametrize("historian", ["alone"], indirect=True)

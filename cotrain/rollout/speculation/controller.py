@@ -56,7 +56,7 @@ class SpeculationController:
         self._costs: StepCosts | None = None
         # Seconds by (draft length, batch size), while measuring.
         self._measured: dict[tuple[int, int], list[float]] | None = None
-        self._verification = False  # is it without the drafter?
+        self._verification = False  # do the measured steps leave the drafter out?
         self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
         self._num_steps = 0
@@ -176,7 +176,7 @@ class SpeculationController:
         self._step = step if step.batch else None
 
     def left_passes_out(self) -> None:
-        """The drafter has not run at the end of this step."""
+        """Say that the drafter did not run at the end of the step that was observed last."""
         if self._step is not None:
             self._step = self._step._replace(has_passes=False)
 

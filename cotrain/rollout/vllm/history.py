@@ -96,8 +96,8 @@ class HistoryDrafting:
         self.index.load(path)
 
     def measure(self, proposer: str) -> None:
-        """Let every request draft the full length, to time steps with: by "drafter", or any tokens in the place of
-        "history". "" ends it."""
+        """Let every request draft the full length, to time steps with: the tokens of the "drafter", or any tokens in the
+        place of those of the "history". An empty name ends it."""
         self._measured_proposer = proposer
 
     def set_draws(self, on: bool) -> None:
@@ -123,8 +123,8 @@ class HistoryDrafting:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
         # Of each class of matches, and last of the drafter; all requests have the same batch, and so the same prices.
         prices = scheduler_output.cotrain_prices
-        cheap, dear = prices or (None, None)
-        self._best = [*(kind.best(cheap, k) for kind in self._of_match), self._of_drafter.best(dear, k)]
+        verified, with_passes = prices or (None, None)
+        self._best = [*(kind.best(verified, k) for kind in self._of_match), self._of_drafter.best(with_passes, k)]
         taken, lengths = self._propose_from_history(request_ids, texts, greedy, k, prices)
         asking = [length for draft, length in zip(taken, lengths, strict=True) if draft is None]
         of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, max(asking, default=0))
@@ -219,7 +219,7 @@ class HistoryDrafting:
     def _passes_pay(self, prices: tuple[list[float], list[float]], share: float) -> bool:
         """Is the drafter worth its passes, which run for all requests, when this share of them asks for it?
 
-        They gain share (L - 1) tokens, and a step takes the passes and their share of the verification longer.
+        They gain share (L - 1) tokens, and a step takes longer by the passes and by their share of the verification.
         prices: see SpeculationController.prices, whose difference is what the passes take.
         """
         (length, worth), (verified, with_passes) = self._best[-1], prices

@@ -106,7 +106,7 @@ class SimulatedEngine:
 
     def measure(self, max_batch: int, seconds: float = 60.0, verification: bool = False) -> None:
         """As RolloutEngine.time_draft_lengths does, by the drafter or, afterwards, with drafts from history."""
-        self.rule.begin_measuring(*([True] if verification else []))
+        self.rule.begin_measuring(verification)
         rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(max_batch)}
         deadline = self.now + seconds
         while (size := next_size(rounds, deadline - self.now)) is not None:
