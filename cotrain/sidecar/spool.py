@@ -1,0 +1,130 @@
+"""The spool: the folder through which a host's engines and the trainer beside them exchange files (docs/sidecar.md).
+Every file takes its name when it is complete. Processes of a host read it, so only the standard library is imported.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+VARIABLE, HOST_VARIABLE = "COTRAIN_SIDECAR", "COTRAIN_HOST"
+"""Environment variables with the spool's folder and the host's name. Without the first, cotrain does nothing in an engine."""
+HEARTBEAT_SECONDS = 10.0  # a trainer whose last heartbeat is older counts as dead
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the trainer has decided for every engine."""
+
+    model: str  # the policy, as the host names it
+    model_path: str  # the folder that this name stands for
+    speculative_config: dict[str, Any]  # vLLM's own argument
+    aux_layers: tuple[int, ...]
+    share: float  # of the requests that are tapped, 0 to 1
+    max_bytes: int  # of shards that the trainer has not read; what comes on top is dropped
+    adaptive: bool  # choose the draft length by measured speed, instead of always drafting as many tokens as possible
+    replicas: bool  # may several hosts use this spool?
+
+
+def write_json(path: Path, value: Any) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(value))
+    os.replace(partial, path)
+
+
+def read_json(path: Path) -> Any:
+    """Return None where there is no such file. Raises ValueError where it holds no JSON."""
+    with suppress(FileNotFoundError):
+        return json.loads(path.read_text())
+
+
+class Spool:
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.initial, self.current = self.folder / "initial", self.folder / "drafter" / "current.json"
+        self._settings, self._owner = self.folder / "settings.json", self.folder / "owner"
+        self._heartbeat = self.folder / "heartbeat"
+
+    def create(self, settings: Settings) -> None:
+        """Make the folder, which nobody else may read, and write the settings."""
+        self.current.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o700)
+        self.beat()
+        write_json(self._settings, asdict(settings))
+
+    def settings(self) -> Settings:
+        """Raises ValueError when there are none, or when another version of cotrain wrote them."""
+        try:
+            values = read_json(self._settings)
+            return Settings(**{**values, "aux_layers": tuple(values["aux_layers"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{self._settings} cannot be read: {error}") from error
+
+    def beat(self) -> None:
+        self._heartbeat.touch()
+
+    def is_alive(self) -> bool:
+        """Has the trainer said lately that it lives?"""
+        with suppress(OSError):
+            return time.time() - self._heartbeat.stat().st_mtime < HEARTBEAT_SECONDS
+        return False
+
+    def other_owner(self, host: str) -> dict[str, Any] | None:
+        """Make `host` the owner of the spool. Return the owner, {"host", "pid"}, where another host is it and lives."""
+        mine = self._owner.with_name(f"owner.{os.getpid()}")
+        write_json(mine, {"host": host, "pid": os.getpid()})
+        try:
+            owner: dict[str, Any] | None = read_json(self._owner)
+            if owner and not Path(f"/proc/{owner['pid']}").exists():
+                self._owner.unlink(missing_ok=True)
+            with suppress(FileExistsError):
+                os.link(mine, self._owner)
+            owner = read_json(self._owner)
+            return owner if owner and owner["host"] != host else None
+        finally:
+            mine.unlink()
+
+    def engine(self, instance_id: str) -> "EngineFolder":
+        """Make the part of the spool that one engine writes."""
+        engine = EngineFolder(self.folder / "engines" / instance_id)
+        for folder in (engine.policies, engine.features):
+            folder.mkdir(parents=True, exist_ok=True)
+        return engine
+
+    def engines(self) -> list["EngineFolder"]:
+        """All engines that were attached so far."""
+        return [EngineFolder(facts.parent) for facts in sorted(self.folder.glob("engines/*/facts.json"))]
+
+
+class EngineFolder:
+    def __init__(self, folder: Path):
+        self.facts, self.state, self.policies = folder / "facts.json", folder / "state.json", folder / "policy"
+        self.features, self._numbers = folder / "features", count()
+
+    def add_shard(self, write: Callable[[Path], None], described: Any, num_bytes: int, max_bytes: int) -> str | None:
+        """Write a shard of num_bytes with `write`, then its description. Return why it was dropped, or None.
+
+        All engines of a spool share max_bytes. A shard is dropped as well when the disk is full or the spool is gone.
+        """
+        path = self.features / f"{next(self._numbers):09d}.safetensors"
+        try:
+            for shard in self.features.parent.parent.glob("*/features/*.safetensors"):
+                with suppress(OSError):  # the trainer may have read it in the meantime
+                    num_bytes += shard.stat().st_size
+            if num_bytes > max_bytes:
+                return "spool full"
+            write(path)
+            write_json(path.with_suffix(".json"), described)
+        except Exception:  # safetensors has an exception of its own for a full disk
+            path.unlink(missing_ok=True)
+            return "cannot be written"
+        return None
+
+    def shards(self) -> list[Path]:
+        """The shards that wait, oldest first. The description of each is beside it, with the suffix .json."""
+        return [path.with_suffix(".safetensors") for path in sorted(self.features.glob("*.json"))]
