@@ -199,7 +199,7 @@ class Scorer:
 
         batches = batches_of(records, self._config.batch_tokens)
         arguments = self._weights, self._sampling, self._config.objective
-        starts = [acceptances([drafter], batch, *arguments)[0] for batch in batches]
+        starts = [acceptances([drafter], rows, *arguments)[0] for rows, _ in batches]
         return rollout_acceptances(starts, min(self._k, drafter.shape.trained_depth))
 
 

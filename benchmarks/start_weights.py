@@ -101,13 +101,13 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
         for _ in range(epochs):
             order = list(training)
             shuffled.shuffle(order)
-            for batch in batches_of(order, config.drafter.batch_tokens):
+            for batch, _ in batches_of(order, config.drafter.batch_tokens):
                 optimizer.zero_grad()
                 drafters.losses.drafter_loss(drafter, batch, target, sampling, objective).loss.backward()
                 torch.nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
 
-    batches = batches_of(holdout, config.drafter.batch_tokens)
+    batches = [rows for rows, _ in batches_of(holdout, config.drafter.batch_tokens)]
     parts = [drafters.losses.acceptances([drafter], batch, target, sampling, objective)[0] for batch in batches]
     scored = rollout_acceptance(parts, rollout.num_speculative_tokens)
     short = torch.tensor([r.num_tokens - r.prompt_length <= SHORT_ANSWER for r in holdout])

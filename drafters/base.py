@@ -36,7 +36,7 @@ class TargetWeights:
     policy_version: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class SamplingParams:
     """The engine samples like this; the drafter is trained and scored against this processed distribution."""
 

@@ -9,6 +9,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
 from cotrain.process.placement import roles_of
+from cotrain.trainer.spec import trainer_spec
 from cotrain.transport.nodes import Nodes
 
 
@@ -103,7 +104,7 @@ def start_drafter(cluster: Cluster, nodes: Nodes, config: RunConfig, init_folder
         [actor],
         node,
         "cotrain.trainer.trainer:DrafterTrainer",
-        config=config,
+        spec=trainer_spec(config),
         model_path=nodes.model_path,
         init_folder=init_folder,
         device=cluster.device,

@@ -1,17 +1,27 @@
 """Rollout features held for training, bounded by bytes and by age in policy versions.
 
-Batches are whole rollouts of one policy version, because the teacher's head is of one version. Rollouts are drawn without
-replacement until all have been used (an epoch), the newest version first: fresh ones are seen before older ones again.
+Batches are whole rollouts of one policy version and one sampling, because the teacher's distribution is of one head and one
+sampling. Rollouts are drawn without replacement until all have been used (an epoch), the newest version first: fresh ones are
+seen before older ones again.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
 from cotrain.transport.features import FeatureRecord
 from drafters.alignment import DraftBatch
+from drafters.base import SamplingParams
+
+
+class TrainingBatch(NamedTuple):
+    """Whole rollouts of one policy version, which were all sampled alike."""
+
+    rows: DraftBatch
+    sampling: SamplingParams
 
 
 class FeatureBuffer:
@@ -43,25 +53,27 @@ class FeatureBuffer:
             self._dropped_for_bytes += 1
         self._used &= set(self.records)
 
-    def sample(self, batch_tokens: int, rng: torch.Generator) -> DraftBatch:
-        """Whole rollouts of one policy version, at most batch_tokens together; a longer rollout comes alone.
+    def sample(self, batch_tokens: int, rng: torch.Generator) -> TrainingBatch:
+        """Whole rollouts of one policy version and sampling, at most batch_tokens together; a longer rollout comes alone.
 
-        What is left of a version in this epoch is split evenly, so that no batch is small. The buffer must not be empty.
+        What is left of them in this epoch is split evenly, so that no batch is small. The buffer must not be empty.
         """
         if len(self._used) == len(self.records):
             self._used.clear()
         unused = [record for record in self.records if record not in self._used]
         newest = max(record.policy_version for record in unused)
         unused = [record for record in unused if record.policy_version == newest]
-        tokens_left = sum(record.num_tokens for record in unused)
+        drawn = [unused[index] for index in torch.randperm(len(unused), generator=rng).tolist()]
+        drawn = [record for record in drawn if record.sampling == drawn[0].sampling]
+        tokens_left = sum(record.num_tokens for record in drawn)
         share = tokens_left / ceil(tokens_left / batch_tokens)
         chosen: list[FeatureRecord] = []
         num_tokens = 0
-        for index in torch.randperm(len(unused), generator=rng).tolist():
-            if chosen and (num_tokens >= share or num_tokens + unused[index].num_tokens > batch_tokens):
+        for record in drawn:
+            if chosen and (num_tokens >= share or num_tokens + record.num_tokens > batch_tokens):
                 break
-            chosen.append(unused[index])
-            num_tokens += unused[index].num_tokens
+            chosen.append(record)
+            num_tokens += record.num_tokens
         self._used.update(chosen)
         return pack(chosen)
 
@@ -89,22 +101,27 @@ def spread_over_prompts(records: Sequence[FeatureRecord], most: int) -> list[Fea
     return [records[index] for index in sorted(index for _, index in sorted(ranks)[:most])]
 
 
-def batches_of(records: Iterable[FeatureRecord], batch_tokens: int) -> list[DraftBatch]:
-    """All rollouts in order, in batches of one policy version and at most batch_tokens."""
+def teacher_of(record: FeatureRecord) -> tuple[int, SamplingParams]:
+    """The head and the sampling that teach a drafter on this rollout: rollouts of one batch share them."""
+    return record.policy_version, record.sampling
+
+
+def batches_of(records: Iterable[FeatureRecord], batch_tokens: int) -> list[TrainingBatch]:
+    """All rollouts in order, in batches of one policy version and sampling, and of at most batch_tokens."""
     groups: list[list[FeatureRecord]] = []
     for record in records:
         last = groups[-1] if groups else []
         num_tokens = sum(r.num_tokens for r in last) + record.num_tokens
-        if last and last[0].policy_version == record.policy_version and num_tokens <= batch_tokens:
+        if last and teacher_of(last[0]) == teacher_of(record) and num_tokens <= batch_tokens:
             last.append(record)
         else:
             groups.append([record])
     return [pack(group) for group in groups]
 
 
-def pack(records: Sequence[FeatureRecord]) -> DraftBatch:
-    """One batch of rollouts of one policy version."""
-    return DraftBatch(
+def pack(records: Sequence[FeatureRecord]) -> TrainingBatch:
+    """One batch of rollouts of one policy version and sampling."""
+    rows = DraftBatch(
         token_ids=torch.cat([r.token_ids for r in records]),
         aux_hidden=torch.cat([r.aux_hidden for r in records]),
         final_hidden=torch.cat([r.final_hidden for r in records]),
@@ -114,3 +131,4 @@ def pack(records: Sequence[FeatureRecord]) -> DraftBatch:
         document_ids=torch.cat([torch.full((r.num_tokens,), i) for i, r in enumerate(records)]),
         policy_version=records[0].policy_version,
     )
+    return TrainingBatch(rows, records[0].sampling)

@@ -12,14 +12,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cotrain.config.schema import RunConfig
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.process.failures import RunFailure
-from cotrain.trainer.buffer import batches_of
+from cotrain.trainer.buffer import TrainingBatch, batches_of
+from cotrain.trainer.spec import TrainerSpec
 from cotrain.transport.features import FeatureRecord
 from drafters.acceptance import RolloutAcceptance, StartAcceptance, acceptance_rates, rollout_acceptances
 from drafters.alignment import DraftBatch
-from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
+from drafters.base import Drafter, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
 from drafters.files import read_config, weight_files
 from drafters.losses import acceptances, drafter_loss
@@ -45,35 +45,27 @@ class Distiller:
     """Trains and scores one drafter in float32."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        model_path: str | Path,
-        init_folder: str | Path | None,
-        total_updates: int,
-        device: str = "cpu",
-    ):
-        """Build the drafter of a run, or load it from init_folder.
+        self, spec: TrainerSpec, model_path: str | Path, init_folder: str | Path | None, device: str = "cpu"
+    ) -> None:
+        """Build a new drafter, or load it from init_folder.
 
-        model_path is the target's folder; its weights are read by drafters that begin with them alone. total_updates
-        sets the length of a cosine schedule. device: "cpu" or "cuda". Raises ValueError when drafter, target and configuration do not fit each other.
+        model_path is the target's folder; its weights are read by drafters that begin with them alone. device: "cpu"
+        or "cuda". Raises ValueError when drafter, target and settings do not fit each other.
         """
-        assert config.drafter is not None
-        rollout = config.rollout
         if device == "cpu":
             return_freed_blocks()
-        self._config, self._device = config.drafter, device
-        self.serving_dtype: torch.dtype = getattr(torch, rollout.dtype)
+        self._config, self._device = spec.drafter, device
+        self.serving_dtype: torch.dtype = getattr(torch, spec.serving_dtype)
         self._target = TargetSpec.from_pretrained(model_path)
         if init_folder is None:
-            drafter = build_drafter(self._config.model, self._target, config.seed)
+            drafter = build_drafter(self._config.model, self._target, spec.seed)
             drafter.start_from(model_path)
         else:
-            drafter = load_drafter(init_folder, self._target, rollout.num_positions, self._config.model)
+            drafter = load_drafter(init_folder, self._target, spec.num_positions, self._config.model)
         self.drafter: Drafter = drafter.to(device)
-        self._served_depth = min(rollout.num_speculative_tokens, drafter.shape.trained_depth)
-        self._sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
+        self._served_depth = min(spec.num_speculative_tokens, drafter.shape.trained_depth)
         self._optimizer, self._scheduler = build_optimizer(
-            self.drafter.parameters(), self._config.optimizer, total_updates
+            self.drafter.parameters(), self._config.optimizer, spec.total_updates
         )
         self._target_weights: dict[int, TargetWeights] = {}
 
@@ -96,14 +88,15 @@ class Distiller:
             counts += PROMPT_TOKEN_WEIGHT * prompt.bincount(minlength=len(counts))
         return self.drafter.choose_vocabulary(counts, self._target_weights[policy_version])
 
-    def update(self, batch: DraftBatch, step: int) -> dict[str, float]:
+    def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """One optimizer step on a batch.
 
         Metrics: loss (weighted, and per draft position), grad_norm (before clipping), learning_rate, num_tokens. Raises
         TrainingDiverged before the optimizer moves when a loss or gradient is not finite.
         """
-        target = self._target_weights[batch.policy_version]
-        result = drafter_loss(self.drafter, self._on_device(batch), target, self._sampling, self._config.objective)
+        rows, sampling = batch
+        target = self._target_weights[rows.policy_version]
+        result = drafter_loss(self.drafter, self._on_device(rows), target, sampling, self._config.objective)
         self._optimizer.zero_grad()
         result.loss.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)
@@ -111,12 +104,12 @@ class Distiller:
             "loss": float(result.loss.detach()),
             "grad_norm": float(grad_norm),
             "learning_rate": float(self._scheduler.get_last_lr()[0]),
-            "num_tokens": float(len(batch.token_ids)),
+            "num_tokens": float(len(rows.token_ids)),
         }
         if not (result.loss.isfinite() and grad_norm.isfinite()):
             raise TrainingDiverged(
                 f"drafter training in step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']} on "
-                f"{int(batch.document_ids[-1]) + 1} rollouts of policy version {batch.policy_version}. "
+                f"{int(rows.document_ids[-1]) + 1} rollouts of policy version {rows.policy_version}. "
                 f"{self._cause(target)}. The optimizer has not moved"
             )
         self._optimizer.step()
@@ -146,9 +139,9 @@ class Distiller:
     ) -> list[list[StartAcceptance]]:
         """For each drafter, the acceptance at every start of each batch."""
         parts, objective = [], self._config.objective
-        for batch in batches_of(records, self._config.batch_tokens):
-            target = self._target_weights[batch.policy_version]
-            parts.append(acceptances(drafters, self._on_device(batch), target, self._sampling, objective))
+        for rows, sampling in batches_of(records, self._config.batch_tokens):
+            target = self._target_weights[rows.policy_version]
+            parts.append(acceptances(drafters, self._on_device(rows), target, sampling, objective))
         return [[part[i] for part in parts] for i in range(len(drafters))]
 
     def check_publishable(self, version: int) -> None:

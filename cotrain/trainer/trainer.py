@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from cotrain.config.schema import RunConfig
 from cotrain.records import WeightPayload
-from cotrain.trainer.buffer import FeatureBuffer, spread_over_prompts
+from cotrain.trainer.buffer import FeatureBuffer, spread_over_prompts, teacher_of
 from cotrain.trainer.distiller import Distiller
+from cotrain.trainer.spec import TrainerSpec
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
 from drafters.acceptance import RolloutAcceptance
@@ -51,22 +51,20 @@ class FreshScores:
 class DrafterTrainer(Distiller):
     """Trains the drafter on features of the current policy, and keeps the published ones."""
 
-    def __init__(self, config: RunConfig, model_path: str | Path, init_folder: str | Path | None, device: str = "cpu"):
+    def __init__(
+        self, spec: TrainerSpec, model_path: str | Path, init_folder: str | Path | None, device: str = "cpu"
+    ) -> None:
         """Arguments as those of Distiller."""
-        drafter, rollout = config.drafter, config.rollout
-        assert drafter is not None
-        self._max_policy_lag = config.stream.max_policy_lag
-        updates = config.steps // drafter.train_every * drafter.updates_per_step
-        super().__init__(config, model_path, init_folder, updates, device)
+        super().__init__(spec, model_path, init_folder, device)
+        self._max_policy_lag = spec.max_policy_lag
         self.drafter_version = 0
         """Publications so far."""
         self._updates = self._published_update = 0
         self._published: dict[int, Drafter] = {0: self._frozen_copy()}
-        max_bytes = (drafter.buffer.max_age + 1) * rollout.num_engines * rollout.features.max_bytes
-        self._buffer = FeatureBuffer(max_bytes, drafter.buffer.max_age)
+        self._buffer = FeatureBuffer(spec.max_buffer_bytes, spec.drafter.buffer.max_age)
         self._fresh: list[FeatureRecord] = []
-        self._needs_vocabulary = init_folder is None and drafter.train
-        self._rng = torch.Generator().manual_seed(config.seed)
+        self._needs_vocabulary = init_folder is None and spec.drafter.train
+        self._rng = torch.Generator().manual_seed(spec.seed)
 
     def serving(self) -> ServingSpec:
         return self.drafter.serving
@@ -82,7 +80,7 @@ class DrafterTrainer(Distiller):
 
         The first features of a new drafter also choose its draft vocabulary (drafter/vocabulary_coverage: share of
         the counted tokens in it). Raises ValueError, and keeps nothing, when a shard is broken or is not of a policy
-        version, sampling and aux layers trained on.
+        version and aux layers trained on.
         """
         records = [record for shard in shards for record in self._read(shard)]
         for shard in shards:
@@ -113,6 +111,7 @@ class DrafterTrainer(Distiller):
         """
         self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
         records = spread_over_prompts([r for r in self._fresh if r.last_segment().is_trainable], MAX_ROLLOUTS)
+        records.sort(key=teacher_of)  # batches of one head and sampling are then as large as they can be
         prompts = [record.prompt_key for record in records]
         records = [record.last_segment() for record in records]
         has_candidate = self._updates > self._published_update
@@ -136,7 +135,7 @@ class DrafterTrainer(Distiller):
         for _ in range(num_updates):
             batch = self._buffer.sample(self._config.batch_tokens, self._rng)
             updates.append(self.update(batch, step))
-            updates[-1]["lag_versions"] = float(newest - batch.policy_version)
+            updates[-1]["lag_versions"] = float(newest - batch.rows.policy_version)
         seconds = time.perf_counter() - started
         self._updates += num_updates
         num_tokens = sum(update.pop("num_tokens") for update in updates)
@@ -199,7 +198,6 @@ class DrafterTrainer(Distiller):
         for record in records:
             for name, theirs, known in (
                 ("policy version", record.policy_version, sorted(self._target_weights)),
-                ("sampling", record.sampling, [self._sampling]),
                 ("aux layers", record.aux_layers, [self.drafter.serving.aux_layers]),
             ):
                 if theirs not in known:

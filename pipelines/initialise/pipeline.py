@@ -34,6 +34,7 @@ from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from cotrain.trainer.distiller import EXPECTED, Distiller
+from cotrain.trainer.spec import trainer_spec
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
 from drafters.base import TargetSpec
@@ -121,7 +122,8 @@ class Initialisation:
         init, folder = self.config.drafter.init, self.run_dir.path / "drafter_init"
         first = first_drafter(tracking_uri(self.config), init, self.model, folder)
         device = device_of(self.config, len(machine()["gpus"]))
-        return Distiller(self.config, self.model, first, total_updates, device)
+        spec = replace(trainer_spec(self.config), total_updates=total_updates)
+        return Distiller(spec, self.model, first, device)
 
     def _records(self, stack: AsyncExitStack) -> tuple[Tracker, RunRecord]:
         """MLflow and metrics.jsonl as they stood at the checkpoint, and where training goes on from there."""

@@ -169,7 +169,8 @@ def test_a_policy_update_refreshes_embedding_and_head_of_the_drafter(target: Tar
     assert of_drafter == {name: digest(matrix) for name, matrix in zip(shared, matrices, strict=True)}
 
     batch = live.generate(make_requests(128, seed=11))
-    batches = batches_of([record for shard in batch.features for record in read_shard(shard)], 4096)
+    records = [record for shard in batch.features for record in read_shard(shard)]
+    batches = [rows for rows, _ in batches_of(records, 4096)]
     served = batch.speculation
     rates = expected_rates(target.trained, batches, fresh, 3)
     error = 0.03
@@ -182,7 +183,8 @@ def test_a_policy_update_refreshes_embedding_and_head_of_the_drafter(target: Tar
 
 def test_expected_acceptance_is_served(target: Target, live: LiveEngine) -> None:
     batch = live.generate(make_requests(128, seed=12))
-    batches = batches_of([record for shard in batch.features for record in read_shard(shard)], 4096)
+    records = [record for shard in batch.features for record in read_shard(shard)]
+    batches = [rows for rows, _ in batches_of(records, 4096)]
     rates = expected_rates(target.trained, batches, weights_of(target.state), 3)
     assert batch.speculation.acceptance_length > 1.5
     assert 1 + sum(rates) == pytest.approx(batch.speculation.acceptance_length, rel=0.04)

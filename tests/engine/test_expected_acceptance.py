@@ -63,7 +63,8 @@ def held_out(deep_engine: LiveEngine) -> list[DraftBatch]:
     """Features of rollouts without speculation, on prompts the drafter has not seen."""
     deep_engine.run(deep_engine.engine.set_num_speculative_tokens(0))
     batch = deep_engine.generate(make_requests(REQUESTS, seed=11))
-    return batches_of([record for shard in batch.features for record in read_shard(shard)], 4096)
+    records = [record for shard in batch.features for record in read_shard(shard)]
+    return [rows for rows, _ in batches_of(records, 4096)]
 
 
 @pytest.fixture(scope="module", params=["greedy", "probabilistic"])
@@ -133,8 +134,8 @@ def test_expected_acceptance_is_served_where_prompts_are_cached(
     sampling = SamplingParams(1.0, 1.0, 0, "probabilistic")
     with torch.no_grad():
         results = [
-            drafter_loss(deep_drafter, b, target_weights, sampling, ObjectiveConfig())
-            for b in batches_of(records, 4096)
+            drafter_loss(deep_drafter, rows, target_weights, sampling, ObjectiveConfig())
+            for rows, _ in batches_of(records, 4096)
         ]
     expected = 1 + sum(acceptance_rates([result.acceptance for result in results], K))
     print(f"expected {expected:.3f}, served {batch.speculation.acceptance_length:.3f}")

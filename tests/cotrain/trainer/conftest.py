@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cotrain.config.schema import RolloutConfig
+from cotrain.trainer.spec import trainer_spec
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, write_records
 from drafters.base import SamplingParams
@@ -124,7 +125,7 @@ def new_trainer(target, run_config):
             num_speculative_tokens=3, max_prompt_tokens=32, max_new_tokens=32, dtype="float32"
         )
         config = run_config(steps=10, seed=seed, rollout=rollout, drafter=fields | changes)
-        trainer = DrafterTrainer(config, target.folder, init_folder)
+        trainer = DrafterTrainer(trainer_spec(config), target.folder, init_folder)
         trainer.set_target_weights(payload_of(target), 0)
         return trainer
 

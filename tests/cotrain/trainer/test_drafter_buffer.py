@@ -1,10 +1,11 @@
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 import torch
 
-from cotrain.trainer.buffer import FeatureBuffer, batches_of, pack, spread_over_prompts
-from tests.cotrain.trainer.conftest import make_record
+from cotrain.trainer.buffer import FeatureBuffer, batches_of, pack, spread_over_prompts, teacher_of
+from tests.cotrain.trainer.conftest import SAMPLING, make_record
 
 PLENTY = 10**9
 
@@ -60,17 +61,32 @@ def test_batches_are_whole_rollouts_of_one_version_within_the_bound():
         )
     rng = generator()
     for _ in range(30):
-        batch = buffer.sample(25, rng)
+        batch = buffer.sample(25, rng).rows
         prompts = prompts_in(batch)
         assert {prompt // 10 for prompt in prompts} == {batch.policy_version}
         assert len(batch.token_ids) == sum(6 + prompt % 10 for prompt in prompts) <= 25
+
+
+def test_batches_are_of_one_sampling_and_none_is_left_behind():
+    """The records of two samplings come in turns, as they do from a server."""
+    samplings = [SAMPLING, replace(SAMPLING, temperature=0.0)]
+    records = [make_record(prompt=p, sampling=samplings[p % 2]) for p in range(8)]
+    buffer = FeatureBuffer(PLENTY, max_age=0)
+    buffer.add(records)
+    rng = generator()
+    batches = [buffer.sample(20, rng) for _ in range(4)]
+    for rows, sampling in [*batches, *batches_of(records, batch_tokens=20)]:
+        assert {samplings[prompt % 2] for prompt in prompts_in(rows)} == {sampling}
+    assert sorted(chain(*(prompts_in(rows) for rows, _ in batches))) == list(range(8))
+    alike = sorted(records, key=teacher_of)
+    assert [len(rows.token_ids) for rows, _ in batches_of(alike, batch_tokens=20)] == [20] * 4
 
 
 def test_longer_rollout_comes_alone():
     buffer = FeatureBuffer(PLENTY, max_age=0)
     buffer.add([make_record(prompt=1, response_length=50), make_record(prompt=2, response_length=5)])
     rng = generator()
-    assert sorted(len(buffer.sample(20, rng).token_ids) for _ in range(2)) == [9, 54]
+    assert sorted(len(buffer.sample(20, rng).rows.token_ids) for _ in range(2)) == [9, 54]
 
 
 def test_without_replacement_newest_first_then_all_again():
@@ -79,7 +95,7 @@ def test_without_replacement_newest_first_then_all_again():
     buffer.add([make_record(prompt=p, policy_version=1) for p in old])
     buffer.add([make_record(prompt=p, policy_version=2) for p in new])
     rng = generator()
-    epochs = [[prompts_in(buffer.sample(20, rng)) for _ in range(6)] for _ in range(2)]
+    epochs = [[prompts_in(buffer.sample(20, rng).rows) for _ in range(6)] for _ in range(2)]
     for epoch in epochs:
         assert sorted(chain(*epoch[:3])) == list(new)
         assert sorted(chain(*epoch[3:])) == list(old)
@@ -90,10 +106,10 @@ def test_fresh_rollouts_come_before_the_rest_of_the_epoch():
     buffer = FeatureBuffer(PLENTY, max_age=1)
     buffer.add([make_record(prompt=p, policy_version=1) for p in range(10, 14)])
     rng = generator()
-    first = prompts_in(buffer.sample(10, rng))
+    first = prompts_in(buffer.sample(10, rng).rows)
     buffer.add([make_record(prompt=20, policy_version=2)])
-    assert prompts_in(buffer.sample(10, rng)) == [20]
-    rest = [prompts_in(buffer.sample(10, rng)) for _ in range(3)]
+    assert prompts_in(buffer.sample(10, rng).rows) == [20]
+    rest = [prompts_in(buffer.sample(10, rng).rows) for _ in range(3)]
     assert sorted(chain(first, *rest)) == [10, 11, 12, 13]
 
 
@@ -101,7 +117,7 @@ def test_a_version_is_split_evenly_rather_than_into_a_small_last_batch():
     buffer = FeatureBuffer(PLENTY, max_age=0)
     buffer.add([make_record(prompt=p) for p in range(12)])
     rng = generator()
-    assert [len(buffer.sample(100, rng).token_ids) for _ in range(2)] == [60, 60]
+    assert [len(buffer.sample(100, rng).rows.token_ids) for _ in range(2)] == [60, 60]
 
 
 @pytest.mark.parametrize(
@@ -123,13 +139,13 @@ def test_a_bounded_number_of_rollouts_is_spread_over_the_prompts(most, kept):
 
 def test_all_batches_cover_the_records_in_order():
     records = [make_record(prompt=p, policy_version=p // 3) for p in range(6)]
-    batches = batches_of(records, batch_tokens=20)
+    batches = [rows for rows, _ in batches_of(records, batch_tokens=20)]
     assert [prompts_in(batch) for batch in batches] == [[0, 1], [2], [3, 4], [5]]
     assert [batch.policy_version for batch in batches] == [0, 0, 1, 1]
 
 
 def test_pack_marks_documents_positions_and_responses():
-    batch = pack([make_record(response_length=2), make_record(prompt=1, response_length=1)])
+    batch = pack([make_record(response_length=2), make_record(prompt=1, response_length=1)]).rows
     assert batch.document_ids.tolist() == [0] * 6 + [1] * 5
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]
     assert batch.response_mask.nonzero().flatten().tolist() == [4, 5, 10]

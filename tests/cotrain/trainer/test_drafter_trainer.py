@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cotrain.config.schema import RolloutConfig
+from cotrain.trainer.buffer import teacher_of
 from drafters.losses import drafter_loss
 from tests.cotrain.trainer.conftest import SAMPLING, VOCAB, make_record, payload_of, weights_of
 
@@ -147,16 +148,33 @@ def test_features_without_a_head_of_their_version_are_refused(new_trainer, targe
         trainer.add_features([shard_of(target.rollouts(2, 2, seed=0, policy_version=3))])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"sampling": replace(SAMPLING, temperature=0.7)}, r"sampling SamplingParams\(temperature=0.7"),
-        ({"aux_layers": (1, 3, 4)}, r"aux layers \(1, 3, 4\), the trainer knows \[\(2, 4, 5\)\]"),
-    ],
-)
-def test_features_of_another_sampler_or_layers_are_refused(new_trainer, shard_of, change, message):
-    with pytest.raises(ValueError, match=message):
-        new_trainer().add_features([shard_of([replace(make_record(), **change)])])
+def test_features_of_other_layers_are_refused(new_trainer, shard_of):
+    with pytest.raises(ValueError, match=r"aux layers \(1, 3, 4\), the trainer knows \[\(2, 4, 5\)\]"):
+        new_trainer().add_features([shard_of([replace(make_record(), aux_layers=(1, 3, 4))])])
+
+
+def test_each_batch_is_taught_by_its_own_sampling(new_trainer, target, shard_of, monkeypatch):
+    """Rollouts of several samplers are scored and trained on beside each other, those of greedy requests among them."""
+    trainer, records = new_trainer(), target.rollouts(4, 2, seed=1, policy_version=0)
+    samplings = [replace(SAMPLING, temperature=t) for t in (0.0, 0.7)]
+    mixed = [replace(record, sampling=samplings[i % 2]) for i, record in enumerate(records)]
+    of_tokens = {tuple(record.token_ids.tolist()): record.sampling for record in mixed}
+    seen = []
+
+    def loss(drafter, rows, weights, sampling, objective):
+        for document in range(int(rows.document_ids[-1]) + 1):
+            assert of_tokens[tuple(rows.token_ids[rows.document_ids == document].tolist())] == sampling
+        seen.append(sampling)
+        return drafter_loss(drafter, rows, weights, sampling, objective)
+
+    monkeypatch.setattr("cotrain.trainer.distiller.drafter_loss", loss)
+    trainer.add_features([shard_of(mixed[i::2], name=f"shard_{i}") for i in range(2)])
+    assert torch.isfinite(torch.tensor(lengths_of(trainer.score_fresh(0, [0]))[0]))
+    metrics = trainer.train(1, 4)
+    assert set(seen) == set(samplings) and metrics["drafter/loss"] > 0
+    alone = [trainer.score([trainer.drafter], mixed[i::2])[0][-1].accepted.sum() for i in range(2)]
+    together = trainer.score([trainer.drafter], sorted(mixed, key=teacher_of))[0][-1].accepted.sum()
+    assert float(together) == pytest.approx(float(sum(alone)), rel=5e-3)
 
 
 def test_heads_are_kept_as_long_as_features_need_them(new_trainer, target, shard_of):
