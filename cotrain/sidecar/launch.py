@@ -1,0 +1,92 @@
+"""The two processes of `cotrain run`: the trainer beside a host, and the host's own command with the variable set.
+
+The host stays in the terminal's process group, so that it reads the keyboard and gets a Ctrl-C from the terminal. The
+trainer has a session of its own and is told to stop when the host has ended, so that each of them is asked once.
+"""
+
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from cotrain.process.failures import RunFailure
+from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Spool
+
+READY_SECONDS = 1800.0
+"""A first drafter may have to be fetched, and a model's weights to be read from a slow disk."""
+
+STOP_SECONDS = 120.0
+"""A trainer that is asked to stop finishes its round of training, and stores the drafter."""
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def host_environment(spool: str | Path) -> dict[str, str]:
+    """Return the variables by which the engines of one host find the trainer's spool."""
+    return {VARIABLE: str(Path(spool).absolute()), HOST_VARIABLE: uuid.uuid4().hex}
+
+
+def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen[bytes]:
+    """Start the trainer's command, and wait until engines may be started.
+
+    Raises RunFailure when the trainer ends before that, and OSError when the command cannot be started.
+    """
+    trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + READY_SECONDS
+        while not is_ready(spool):
+            if trainer.poll() is not None:
+                raise RunFailure("the drafter's trainer has ended before it was ready; it says why above")
+            if time.monotonic() > deadline:
+                raise RunFailure(f"the drafter's trainer was not ready after {READY_SECONDS:.0f} s")
+            time.sleep(0.1)
+    except BaseException:
+        stop_trainer(trainer)
+        raise
+    return trainer
+
+
+def is_ready(spool: str | Path) -> bool:
+    """Has a living trainer written its settings?"""
+    with suppress(ValueError):
+        return Spool(spool).settings() is not None and Spool(spool).is_alive()
+    return False
+
+
+def stop_trainer(trainer: subprocess.Popen[bytes]) -> None:
+    """Ask the trainer to save and end; end it where it does not within STOP_SECONDS."""
+    if trainer.poll() is None:
+        trainer.terminate()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            trainer.wait(STOP_SECONDS)
+    finally:  # a second Ctrl-C does not leave it behind
+        trainer.kill()
+        trainer.wait()
+
+
+def run_host(command: Sequence[str], environment: Mapping[str, str], every_second: Callable[[], None]) -> int:
+    """Run the host's command to its end, and return its exit status: 128 + n where signal n has ended it.
+
+    A signal that a process sends to this one alone goes on to the host; the terminal sends its own to both. Raises
+    OSError when the command cannot be started.
+    """
+    waited = {*FORWARDED, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)  # a child would inherit the blocked ones
+    try:
+        host = subprocess.Popen(command, env={**os.environ, **environment}, preexec_fn=unblock)
+        while host.poll() is None:
+            received = signal.sigtimedwait(waited, 1.0)
+            # A sender's signal has a code of 0 or below, one of the kernel, which is the terminal's, is above.
+            if received is not None and received.si_signo in FORWARDED and received.si_code <= 0:
+                host.send_signal(received.si_signo)
+            every_second()
+        return host.returncode if host.returncode >= 0 else 128 - host.returncode
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
