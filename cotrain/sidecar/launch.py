@@ -19,10 +19,8 @@ from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Spool
 
 READY_SECONDS = 1800.0
 """A first drafter may have to be fetched, and a model's weights to be read from a slow disk."""
-
 STOP_SECONDS = 120.0
 """A trainer that is asked to stop finishes its round of training, and stores the drafter."""
-
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -34,7 +32,7 @@ def host_environment(spool: str | Path) -> dict[str, str]:
 def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen[bytes]:
     """Start the trainer's command, and wait until engines may be started.
 
-    Raises RunFailure when the trainer ends before that, and OSError when the command cannot be started.
+    Raises RunFailure when the trainer ends before that or takes too long, and OSError when its command is not found.
     """
     trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
