@@ -1,4 +1,4 @@
-"""From TOML files and key=value overrides to a RunConfig; errors a user can act on: all wrong fields, then all broken rules.
+"""From TOML files and key=value overrides to a configuration; errors a user can act on: all wrong fields, then all broken rules.
 
 Later files win over earlier ones, and overrides over files. config.json is the same schema for machines.
 """
@@ -6,17 +6,31 @@ Later files win over earlier ones, and overrides over files. config.json is the 
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
-from cotrain.config.errors import ConfigError, did_you_mean, validated
+from cotrain.config.errors import AnySection, ConfigError, did_you_mean, validated
 from cotrain.config.rules import broken_rules
 from cotrain.config.schema import RunConfig
+from drafters.config import Section
 from drafters.files import write_json
 
 Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Schema(Generic[AnySection]):
+    """A kind of configuration."""
+
+    root: type[AnySection]
+    broken_rules: Callable[[AnySection], list[str]]
+    """Rules between its fields, each broken one in words."""
+
+
+RUN = Schema(RunConfig, broken_rules)
 
 
 def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None) -> RunConfig:
@@ -25,11 +39,18 @@ def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resu
     An override's value is read as TOML, a bare word as a string, and `none` as "not set". With `resume`, the saved
     configuration of that run comes before the files. Raises ConfigError listing all problems.
     """
+    return load(RUN, files, overrides, resume)
+
+
+def load(
+    schema: Schema[AnySection], files: Sequence[str | Path], overrides: Sequence[str], resume: str | None
+) -> AnySection:
+    """As `load_config`, of any schema."""
     tables = read_tables(files, overrides)
     if resume is not None:
-        run_root = reduce(merge, tables, Table()).get("run_root", RunConfig.model_fields["run_root"].default)
+        run_root = reduce(merge, tables, Table()).get("run_root", schema.root.model_fields["run_root"].default)
         tables = [_saved_table(Path(run_root), resume), *tables, {"name": resume}]
-    return parse_config(reduce(merge, tables, Table()))
+    return parse(schema, reduce(merge, tables, Table()))
 
 
 def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[Table]:
@@ -43,9 +64,14 @@ def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[T
 
 
 def parse_config(fields: Table) -> RunConfig:
+    """Raises ConfigError as `parse` does."""
+    return parse(RUN, fields)
+
+
+def parse(schema: Schema[AnySection], fields: Table) -> AnySection:
     """Raises ConfigError listing all wrong fields, or all rules between fields that are broken."""
-    config = validated(RunConfig, fields)
-    if broken := broken_rules(config):
+    config = validated(schema.root, fields)
+    if broken := schema.broken_rules(config):
         raise ConfigError(broken)
     return config
 
@@ -61,7 +87,7 @@ def merge(earlier: Table, later: Table) -> Table:
     return merged
 
 
-def write_config(config: RunConfig, path: Path) -> None:
+def write_config(config: Section, path: Path) -> None:
     """Write config.json; `read_config` gives an equal object."""
     write_json(path, config.model_dump(mode="json"))
 
@@ -71,7 +97,7 @@ def read_config(path: Path) -> RunConfig:
     return parse_config(_read_json(path))
 
 
-def to_toml(config: RunConfig) -> str:
+def to_toml(config: Section) -> str:
     """The whole configuration as TOML that loads to an equal object. Fields that are not set are comments."""
     return "\n".join(_toml_lines("", config.model_dump(mode="json"))) + "\n"
 

@@ -14,6 +14,9 @@ probability 0.9 (family.detectable_distance); with fewer, only the grossest faul
 MIN_ROLLOUTS = 16
 """The gate needs this many rollouts of a step: below that, ratios of their sums are biased by a few long responses."""
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""Names of runs, which name a folder as well."""
+
 MIN_PROMPTS = 4
 """Noise is estimated from this many prompts or more. With two or three, the degrees of freedom of Student's t are a
 guess themselves, and the far tail that alarms use is reached 6 to 50 times too often."""
@@ -459,7 +462,7 @@ class ClusterConfig(Section):
 class RunConfig(Section):
     """One training run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=NAME)]
     """Name of the run: its folder below run_root and its MLflow run. Letters, digits, '.', '_' and '-'."""
 
     steps: PositiveInt
@@ -485,6 +488,18 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def model(self) -> str:
+        """The policy, as in policy.model."""
+        return self.policy.model
+
+    @property
+    def sampling(self) -> str:
+        """How rollouts are sampled, in words."""
+        rollout = self.rollout
+        law = f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k}"
+        return f"{law}, {rollout.draft_sample_method} drafts"
 
     @property
     def speculates(self) -> bool:

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
+from drafters.config import Section
 from drafters.files import flush, write_json
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class RunState:
     task_position: Any
     """Where a training of `cotrain init` stands; None for a run of steps, whose prompts follow from the step."""
     config: dict[str, Any]
-    """The configuration, as RunConfig.model_dump(mode="json") gives it."""
+    """The configuration, as model_dump(mode="json") gives it."""
     fingerprints: dict[str, str]
     """Digests of the policy's and the tokenizer's files, from model_fingerprints()."""
     tracking_run_id: str | None = None
@@ -129,7 +129,7 @@ def load_state(folder: Path) -> RunState:
     return RunState(**fields | {"versions": Versions(**fields["versions"])})
 
 
-def newest_state(run_dir: RunDir, config: RunConfig, fingerprints: dict[str, str]) -> RunState:
+def newest_state(run_dir: RunDir, config: Section, fingerprints: dict[str, str]) -> RunState:
     """Where a run goes on: behind its newest whole checkpoint, or at its start. What it will write again is deleted.
 
     Raises ValueError as `check_resume` does.
@@ -173,7 +173,7 @@ def model_fingerprints(model_folder: Path) -> dict[str, str]:
     return {"model": weights.hexdigest(), "tokenizer": tokenizer.hexdigest()}
 
 
-def check_resume(config: RunConfig, fingerprints: dict[str, str], saved: RunState) -> None:
+def check_resume(config: Section, fingerprints: dict[str, str], saved: RunState) -> None:
     """Raise ValueError when `config` would not continue the saved run; every changed field is listed."""
     old, new = flatten(saved.config), flatten(config.model_dump(mode="json"))
     free = (*FREE_BELOW, *(f"{field}." for field in FREE_FIELDS))

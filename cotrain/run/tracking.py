@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,6 +20,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from cotrain.config.schema import RunConfig
+from cotrain.config.sidecar import SidecarConfig
 from cotrain.records import Versions
 from cotrain.run.checkpoint import file_digest
 from cotrain.run.metrics import ServedDrafts
@@ -35,11 +37,11 @@ MARKER = "step"
 
 
 class Tracker(AbstractContextManager["Tracker"]):
-    """The MLflow run of a training run."""
+    """The MLflow run of a training run, or of a sidecar."""
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RunConfig | SidecarConfig,
         *,
         run_id: str | None = None,
         history: Sequence[Mapping[str, Any]] = (),
@@ -52,7 +54,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         store does not answer; what fails later is only reported.
         """
         self.uri = tracking_uri(config)
-        self.registered_model = registered_name(config.policy.model)
+        self.registered_model = registered_name(config.model)
         self._config, self._say = config, say
         self._client = connect(self.uri)
         self._experiment = experiment_id(self._client, self.uri)
@@ -103,18 +105,21 @@ class Tracker(AbstractContextManager["Tracker"]):
         `tags` must hold init and data_fingerprint. The folder must stay until the future is done; its result is the
         registered version, None with tracking.log_drafters off or when MLflow did not take it.
         """
-        rollout = self._config.rollout
-        sampling = f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k}"
         all_tags = {
             "policy_version": str(versions.policy),
             "drafter_version": str(versions.drafter),
             "config_hash": config_hash(self._config),
             "run_name": self._config.name,
-            "sampling": f"{sampling}, {rollout.draft_sample_method} drafts",
+            "sampling": self._config.sampling,
             **tags,
         }
         logged = self._config.tracking.log_drafters
         return self._enqueue(lambda: self._send_drafter(folder, all_tags, dict(metrics), step) if logged else None)
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Queue tags of the run."""
+        for name, value in tags.items():
+            self._enqueue(partial(self._client.set_tag, self.run_id, name, value))
 
     def log_decisions(self, path: Path, event: DrafterEvent) -> None:
         """Queue decisions.jsonl as an artifact, and the newest decision as a tag, which the run's page shows."""

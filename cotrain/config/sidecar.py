@@ -1,0 +1,66 @@
+"""SidecarConfig: what a user sets of a drafter that is trained beside engines of somebody else. Imports no torch."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from cotrain.config.load import Schema
+from cotrain.config.rules import depth_problems
+from cotrain.config.schema import NAME, CheckpointConfig, DrafterConfig, FeatureTapConfig, TrackingConfig
+from drafters.config import Section
+
+
+class SidecarConfig(Section):
+    """A drafter that is trained beside a host's engines. Its steps are rounds of drafter.batch_tokens tokens or more."""
+
+    name: Annotated[str, Field(pattern=NAME)]
+    """Name of the sidecar: its folder below run_root and its MLflow run. Letters, digits, '.', '_' and '-'."""
+    model: Annotated[str, Field(min_length=1)]
+    """The host's policy: local folder or hub id, as the host names it."""
+    drafter: DrafterConfig
+    """The drafter. An alarm switches speculation and training off, and never ends a host, whatever on_drafter_failure says."""
+    num_speculative_tokens: PositiveInt = 3
+    """Draft tokens per verification step (k)."""
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    """How the drafter proposes: its most likely token, or a sample from its distribution."""
+    adaptive: bool = True
+    """Choose the draft length by speeds measured on the host's own traffic, 0 included. False always drafts the most."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the host's requests whose text and hidden states the trainer gets. It keeps them in memory only."""
+    replicas: bool = False
+    """Let several hosts join, which all serve the same policy and get the same drafter."""
+    features: FeatureTapConfig = FeatureTapConfig()
+    spool: Path | None = None
+    """Folder through which engines and trainer exchange files. Default: cotrain-NAME in /dev/shm, which is memory."""
+    run_root: Path = Path("runs")
+    """Folder of all runs."""
+    seed: NonNegativeInt = 0
+    """Seed of everything random."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the drafter is trained. The host's engines have the GPUs unless one is spare."""
+    tracking: TrackingConfig = TrackingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def spool_folder(self) -> Path:
+        """Where the spool is."""
+        return (self.spool or Path("/dev/shm") / f"cotrain-{self.name}").absolute()
+
+    @property
+    def sampling(self) -> str:
+        """How the host's requests are sampled, in words."""
+        return f"as each request asks, {self.draft_sample_method} drafts"
+
+
+def broken_rules(config: SidecarConfig) -> list[str]:
+    """Rules between its fields, each broken one with the field and the fix."""
+    problems = [*depth_problems("num_speculative_tokens", config.num_speculative_tokens, config.drafter)]
+    if (schedule := config.drafter.optimizer.schedule) != "constant":
+        end = "needs an end, and a sidecar runs as long as its host"
+        problems.append(f'drafter.optimizer.schedule: "{schedule}" {end}; set "constant"')
+    return problems
+
+
+SIDECAR = Schema(SidecarConfig, broken_rules)
+"""To be loaded by `cotrain.config.load.load`."""
