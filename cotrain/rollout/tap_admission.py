@@ -6,9 +6,10 @@ that comes out: a tap that gave up what outgrew it would hold the short response
 
 import random
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from cotrain.config.schema import RolloutConfig
+if TYPE_CHECKING:
+    from cotrain.config.schema import RolloutConfig
 
 
 class TapRequest(NamedTuple):
@@ -56,7 +57,7 @@ def first_of_each_prompt(tapped: Mapping[str, TapRequest]) -> set[str]:
     return set({request.prompt: name for name, request in tapped.items()}.values())
 
 
-def fewest_tapped(rollout: RolloutConfig, row_size: int) -> int:
+def fewest_tapped(rollout: "RolloutConfig", row_size: int) -> int:
     """Rollouts of a step that all engines tap together, if every prompt has the greatest length.
 
     Raises ValueError when not even one fits.

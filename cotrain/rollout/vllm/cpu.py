@@ -244,20 +244,33 @@ PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
 
 
 def apply_patches() -> None:
-    """Apply what this platform needs, once a process.
+    """Apply what this platform needs.
 
     Raises RuntimeError for a vLLM that is not supported, and for one in which something that our code needs has moved.
     """
     from vllm import __version__
-    from vllm.platforms import current_platform
 
     if not __version__.startswith(KNOWN_VERSION):
         raise RuntimeError(f"cotrain supports vLLM {KNOWN_VERSION}, this is {__version__}")
     if problems := moved():
         raise RuntimeError(f"this vLLM {__version__} is not the one that cotrain knows: {'; '.join(problems)}")
-    if current_platform.is_cpu():
-        for patch in PATCHES:
-            apply(patch)
+    correct()
+
+
+@functools.cache
+def correct() -> tuple[str, ...]:
+    """Apply the patches to a CPU build, once a process, whatever its version. Returns their names.
+
+    Raises AttributeError or ImportError when a function that one replaces is missing.
+    """
+    from vllm.platforms import current_platform
+
+    patches = tuple(PATCHES) if current_platform.is_cpu() else ()
+    for owner, name in (PATCHES[patch] for patch in patches):
+        getattr(pkgutil.resolve_name(owner), name)  # all or none
+    for patch in patches:
+        apply(patch)
+    return tuple(patch.__name__ for patch in patches)
 
 
 def apply(patch: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ place for it is speculator.propose.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from cotrain.rollout.tap import FeatureTap
 from cotrain.rollout.vllm.scheduling import computes_prompts
+from cotrain.transport.features import FeatureRecord
+from drafters.base import SamplingParams
 
 MOST_UNREAD_BYTES = 64 * 2**20
 """Most bytes of hidden states that wait for the drafter while speculation is off."""
@@ -110,21 +112,41 @@ class DraftingHook:
     accepts little.
     """
 
-    def __init__(self, model_runner: Any):
+    def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
+        """name_of: the name in the tap of a request of vLLM's; None is its caller's own id."""
         self.tap = FeatureTap()
         self.tap_seconds = 0.0
+        self._name_of = name_of or request_id_of
         self.reads_prompts = False
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
         self._unread = UnreadRows()
-        model_runner.propose_draft_token_ids = self._hooked
+        model_runner.propose_draft_token_ids = self.propose
 
-    def _hooked(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:
+    def take(
+        self, name: str, token_ids: list[int], prompt_length: int, version: int, sampling: SamplingParams,
+        aux_layers: Sequence[int], *last: int,
+    ) -> FeatureRecord | None:  # fmt: skip
+        """What the tap holds of a finished request; None if nothing. version: of the policy. last: see FeatureRecord."""
+        tokens, final_size = torch.tensor(token_ids), self._runner.model_config.get_hidden_size()
+        taken = self.tap.take(name, tokens, version)
+        if taken is None:
+            return None
+        hidden, mask = taken
+        rows = (tokens, hidden[:, :-final_size], hidden[:, -final_size:], mask)
+        return FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last)
+
+    def record(self, hidden: list[Tensor], attention: Any) -> None:
+        """Give the tap the rows of a step."""
+        started = time.perf_counter()
+        for rows in self._rows(attention, hidden, "cpu"):
+            self.tap.record(*rows)
+        self.tap_seconds += time.perf_counter() - started
+
+    def propose(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:
+        """Stand in for vLLM's propose_draft_token_ids."""
         _, aux_hidden, _, attention, _ = rest
         if self.tap.is_recording:
-            started = time.perf_counter()
-            for rows in self._rows(attention, [*(aux_hidden or ()), hidden], "cpu"):
-                self.tap.record(*rows)
-            self.tap_seconds += time.perf_counter() - started
+            self.record([*(aux_hidden or ()), hidden], attention)
         off = scheduler_output.num_spec_tokens_to_schedule == 0 and torch.is_tensor(sampled)
         leave_out = off and not (self.reads_prompts and computes_prompts(scheduler_output))
         if not self.reads_prompts:
@@ -139,7 +161,7 @@ class DraftingHook:
             for rows, num_valid in zip(rows_of_step, (sampled >= 0).sum(1).tolist(), strict=False):
                 token_ids, states = rows.token_ids[:num_valid], rows.hidden[:num_valid]
                 self._unread.add(Rows(rows.request, rows.first_position, token_ids, states))
-        return sampled.new_empty((sampled.shape[0], 0))
+        return no_drafts(sampled)
 
     def _rows(self, attention: Any, hidden: list[Tensor], device: Any) -> list[Rows]:
         """The rows of each request of a step, in memory of their own, with the tensors of the list side by side.
@@ -154,7 +176,7 @@ class DraftingHook:
         positions = runner._get_positions(total)[starts].tolist()
         token_ids = runner.input_ids.gpu[:total].to(device, copy=True).split(sizes)
         states = torch.cat([h[:total] for h in hidden], dim=-1).to(device).split(sizes)
-        names = [request_id_of(request_id) for request_id in request_ids]
+        names = map(self._name_of, request_ids)
         return [Rows(*row) for row in zip(names, positions, token_ids, states, strict=True)]
 
     def _read_late(self, hidden: Tensor, attention: Any, sampling_metadata: Any) -> None:
@@ -205,6 +227,11 @@ def _attention_of(runs: list[Rows], positions: Tensor, blocks: Tensor, block_siz
         slot_mapping=slots + (positions % block_size).to(device),
         seq_lens_cpu_upper_bound=ends,
     )
+
+
+def no_drafts(sampled: Tensor) -> Tensor:
+    """Return the proposal [R, 0] after a step that sampled [R, 1 or more] tokens."""
+    return sampled.new_empty((sampled.shape[0], 0))
 
 
 def request_id_of(internal_id: str) -> str:

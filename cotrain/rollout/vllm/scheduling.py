@@ -11,43 +11,72 @@ from cotrain.process.children import follow_parent
 from cotrain.rollout.speculation.controller import SpeculationController, Step
 
 
-class DraftLengthScheduler(Scheduler):
-    """vLLM's synchronous scheduler. A controller sees each step and chooses draft lengths up to the configured one.
+class WatchedScheduler:
+    """Mixed into a scheduler of vLLM: what is done around each of its steps. The methods with `cotrain_` may be replaced.
 
-    vLLM 0.32 looks the draft length up in dynamic_sd_lookup, by the number of requests that `schedule` has scheduled.
+    A controller sees each step and chooses draft lengths up to the configured one. vLLM looks the draft length up in
+    dynamic_sd_lookup, by the number of requests that `schedule` has scheduled.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        # The scheduler lives in the engine core, a process of its own.
-        follow_parent()
         super().__init__(*args, **kwargs)
-        speculation = self.vllm_config.speculative_config
-        looks_up = speculation is not None and speculation.method == "ngram"
-        self.controller = SpeculationController(self.num_spec_tokens, self.scheduler_config.max_num_seqs, looks_up)
+        self.cotrain_start()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())
-        output = super().schedule(*args, **kwargs)
-        # The worker, which knows each request's match, reads it: see HistoryDrafting.
-        output.cotrain_prices = self.controller.prices(max(1, len(output.num_scheduled_tokens)))
+        self.cotrain_choose_lengths()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.cotrain_stamp(output)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # Before vLLM's own, which may change both arguments.
-        self.controller.observe(_step_of(scheduler_output, model_runner_output))
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if not self.has_unfinished_requests():
-            self.controller.idle(time.perf_counter())
+        self.cotrain_observe(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if not self.has_unfinished_requests():  # type: ignore[attr-defined]
+            self.cotrain_pause()
         return outputs
+
+    def set_pause_state(self, pause_state: Any) -> None:
+        self.cotrain_pause()  # a pause is no part of the step before it
+        super().set_pause_state(pause_state)  # type: ignore[misc]
+
+    def cotrain_start(self) -> None:
+        scheduler: Any = self
+        speculation = scheduler.vllm_config.speculative_config
+        looks_up = speculation is not None and speculation.method == "ngram"
+        max_batch = scheduler.scheduler_config.max_num_seqs
+        self.controller = SpeculationController(scheduler.num_spec_tokens, max_batch, looks_up)
+
+    def cotrain_choose_lengths(self) -> None:
+        self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())
+
+    def cotrain_stamp(self, output: Any) -> None:
+        """Add to a SchedulerOutput what the worker has to know of the step."""
+
+    def cotrain_observe(self, output: Any, sampled: Any) -> None:
+        """See what became of a step, from vLLM's SchedulerOutput and ModelRunnerOutput."""
+        self.controller.observe(_step_of(output, sampled))
+
+    def cotrain_pause(self) -> None:
+        """The next step does not follow at once."""
+        self.controller.idle(time.perf_counter())
+
+
+class DraftLengthScheduler(WatchedScheduler, Scheduler):
+    """vLLM's synchronous scheduler, watched. It lives in the engine core, a process of its own."""
+
+    def cotrain_start(self) -> None:
+        follow_parent()
+        super().cotrain_start()
+
+    def cotrain_stamp(self, output: Any) -> None:
+        # The worker, which knows each request's match, reads it: see HistoryDrafting.
+        output.cotrain_prices = self.controller.prices(max(1, len(output.num_scheduled_tokens)))
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         if not getattr(draft_token_ids, "cotrain_passes", True):  # see HistoryDrafting
             self.controller.left_passes_out()
         super().update_draft_token_ids(draft_token_ids)
-
-    def set_pause_state(self, pause_state: Any) -> None:
-        self.controller.idle(time.perf_counter())  # a pause is no part of the step before it
-        super().set_pause_state(pause_state)
 
 
 class OverlappingScheduler(DraftLengthScheduler, AsyncScheduler):
@@ -81,14 +110,23 @@ def computes_prompts(output: Any) -> bool:
     return more or bool(output.scheduled_new_reqs)
 
 
-def _step_of(output: Any, sampled: Any) -> Step:
+def _generated(sampled: Any) -> dict[str, int]:
+    """Return the number of tokens that a step generated for each request."""
     token_ids = sampled.sampled_token_ids  # empty when nothing was sampled
-    generated = {request: len(token_ids[i]) if token_ids else 0 for request, i in sampled.req_id_to_index.items()}
-    drafted = output.scheduled_spec_decode_tokens.items()
+    return {request: len(token_ids[i]) if token_ids else 0 for request, i in sampled.req_id_to_index.items()}
+
+
+def verified(output: Any, sampled: Any) -> dict[str, tuple[int, int]]:
+    """Return (verified draft tokens, accepted ones) of each request that had drafts in a step."""
+    generated, drafted = _generated(sampled), output.scheduled_spec_decode_tokens.items()
+    return {request: (len(draft), generated[request] - 1) for request, draft in drafted if generated.get(request)}
+
+
+def _step_of(output: Any, sampled: Any) -> Step:
     return Step(
         num_speculative_tokens=output.num_spec_tokens_to_schedule,
         batch=len(output.num_scheduled_tokens),
         computes_prompts=computes_prompts(output),
-        drafts=[(len(draft), generated[request] - 1) for request, draft in drafted if generated.get(request)],
-        num_tokens=sum(generated.values()),
+        drafts=list(verified(output, sampled).values()),
+        num_tokens=sum(_generated(sampled).values()),
     )

@@ -65,7 +65,7 @@ class ServedWeights:
         try:
             on_all_ranks(lambda: self._serve(tensors, None if self._is_drafter else READBACK_COLUMNS, turn))
         except WeightUpdateRefused as error:
-            self._restore()
+            self.restore()
             raise WeightUpdateRefused(f"update undone: {error}") from error
         if self._is_drafter and self._kept.exists():
             os.replace(self._kept, self._before)
@@ -85,7 +85,7 @@ class ServedWeights:
         self._kept.unlink(missing_ok=True)
         if self._before.exists():
             os.replace(self._before, self._kept)
-        self._restore()
+        self.restore()
 
     def last_good(self) -> dict[str, Tensor]:
         """The tensors of the last update, or of the checkpoint that the engine started from."""
@@ -110,8 +110,8 @@ class ServedWeights:
         """What an update must carry: the tensors of the checkpoint the engine started from, less the shared ones."""
         return read_manifest(self.model_config.model, self.model_config.dtype, without=self._never_sent)
 
-    def _restore(self) -> None:
-        """Serve the last good state."""
+    def restore(self) -> None:
+        """Serve the last good state again. Raises RuntimeError with WEIGHTS_UNKNOWN when that fails."""
         try:
             on_all_ranks(lambda: self._serve(self.last_good()))
         except WeightUpdateRefused as error:

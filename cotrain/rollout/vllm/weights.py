@@ -20,15 +20,22 @@ def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tenso
     happens: without it the model is left on the meta device and the next step kills the engine.
     """
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     initialize_layerwise_reload(model)
     try:
         with disable_mtp_completeness_check():
             model.load_weights(iter(tensors.items()))
     finally:
-        finalize_layerwise_reload(model, model_config)
-        repack_tied_weights(model)
+        finish_reload(model, model_config)
+
+
+def finish_reload(model: nn.Module, model_config: Any) -> None:
+    """End what vLLM's initialize_layerwise_reload has begun."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, model_config)
+    repack_tied_weights(model)
 
 
 def modules_shared_with_target(draft_model: nn.Module, target_model: nn.Module) -> list[str]:

@@ -17,7 +17,7 @@ from cotrain.rollout.vllm import cpu
 from cotrain.rollout.vllm.hooks import DraftingHook, sample_plainly_without_drafts
 from cotrain.rollout.vllm.weight_transfer import ServedWeights, of_all_ranks
 from cotrain.rollout.vllm.weights import differing_tensors
-from cotrain.transport.features import FeatureRecord, write_records
+from cotrain.transport.features import write_records
 from cotrain.transport.payload import digest
 from drafters.base import SamplingParams
 
@@ -108,17 +108,9 @@ class CotrainWorker:
         rollouts: request id -> (all token ids, prompt length, policy version, tokens before the last segment, drafter
         version). shared: sampling and aux_layers of their FeatureRecords.
         """
-        hook = self._cotrain_hook
-        final_size = self.model_runner.model_config.get_hidden_size()  # type: ignore[attr-defined]
-        common = (SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"]))
-        records = []
-        for name, (token_ids, prompt_length, policy_version, *last) in rollouts.items():
-            tokens = torch.tensor(token_ids)
-            taken = hook.tap.take(name, tokens, policy_version)
-            if taken is not None:
-                hidden, mask = taken
-                rows = (tokens, hidden[:, :-final_size], hidden[:, -final_size:], mask)
-                records.append(FeatureRecord(*rows, prompt_length, policy_version, *common, *last))
+        hook, common = self._cotrain_hook, (SamplingParams(**shared["sampling"]), shared["aux_layers"])
+        taken = (hook.take(name, *rollout[:3], *common, *rollout[3:]) for name, rollout in rollouts.items())
+        records = [record for record in taken if record is not None]
         seconds, hook.tap_seconds = hook.tap_seconds, 0.0
         if records:
             write_records(path, records)

@@ -115,7 +115,7 @@ def test_a_column_that_stays_wrong_is_found_within_the_stated_updates(session, m
         reload(model, model_config, tensors | {name: wrong})
 
     monkeypatch.setattr(vllm_weights, "reload_weights", reload_wrongly)
-    monkeypatch.setattr(session.weights[False], "_restore", lambda: reload(*_loaded(session)))
+    monkeypatch.setattr(session.weights[False], "restore", lambda: reload(*_loaded(session)))
     for first in (1, 5, 6):
         with pytest.raises(WeightUpdateRefused, match=rf"served weights differ.*{name}"):
             for version in range(first, first + 3):
