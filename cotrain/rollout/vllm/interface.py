@@ -3,12 +3,17 @@
 An engine refuses to start, and `cotrain doctor` says why, when a function or an attribute of these tables has moved.
 """
 
+import ast
 import dis
+import functools
 import inspect
 import pkgutil
+from pathlib import Path
 from typing import Any
 
 KNOWN_VERSION = "0.32"
+SIDECAR_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
+"""Those whose engines cotrain may join when somebody else starts them."""
 
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -33,6 +38,23 @@ WRAPPED = {
     f"{SCHEDULER}.set_pause_state": "self pause_state",
 }
 """Functions that ours stand in for, and all their parameters in order."""
+
+WORKER = "vllm.v1.worker.gpu_worker:Worker"
+SIDECAR = WRAPPED | {
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context headless",
+    "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls": "self",
+    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "self",
+    f"{SCHEDULER}._free_request": "self request delay_free_blocks",
+    f"{WORKER}.load_model": "self",
+    f"{WORKER}.finish_weight_update": "self",
+    f"{WORKER}.reload_weights": "self",
+    f"{WORKER}.wake_up": "self tags",
+    f"{WORKER}.get_draft_model": "self",
+    f"{RUNNER}.execute_model": "self scheduler_output intermediate_tensors",
+    f"{RELOAD}.layerwise:initialize_layerwise_reload": "model",
+    f"{RELOAD}.layerwise:finalize_layerwise_reload": "",
+}
+"""What the sidecar stands in for or calls in all of SIDECAR_VERSIONS: functions, and their positional parameters in order."""
 
 WRAPPED_ON_CPU = {
     f"{KERNELS}:_rebind_kernels": "overrides",
@@ -118,6 +140,32 @@ def moved() -> list[str]:
         for path, names in table.items()
         for problem in _differences(path, names, is_wrapped)
     ]
+
+
+def moved_in(sources: Path, table: dict[str, str]) -> list[str]:
+    """What differs from a table like SIDECAR in the sources of a vLLM, by name. Nothing is imported.
+
+    sources: the folder that holds the package's folder `vllm`.
+    """
+    found = {path: parameters_in(sources, path) for path in table}
+    return [f"{path} takes ({found[path]}) instead of ({table[path]})" for path in table if found[path] != table[path]]
+
+
+def parameters_in(sources: Path, path: str) -> str | None:
+    """The positional parameters of module:function or module:Class.method, or None where there is no such function."""
+    module, _, names = path.partition(":")
+    file = sources / f"{module.replace('.', '/')}.py"
+    body: list[Any] = _parsed(file).body if file.exists() else []
+    place: Any = None
+    for name in names.split("."):
+        place = next((node for node in body if getattr(node, "name", None) == name), None)
+        body = getattr(place, "body", [])
+    return None if place is None else " ".join(argument.arg for argument in place.args.args)
+
+
+@functools.lru_cache(maxsize=4)  # the tables name one file after the other
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_bytes())
 
 
 def _differences(path: str, names: str, is_wrapped: bool) -> list[str]:
