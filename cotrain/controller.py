@@ -321,16 +321,12 @@ class Controller:
         assert drafter is not None and config is not None
         folder = self.run_dir.drafter(event.version)
         self.versions = Versions(self.versions.policy, event.version)
-        metrics = {}
-        if (expected := outcome.expected) is not None:
-            metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(expected.rates[-1], start=1)}
-            metrics["drafter/expected_acceptance_length"] = expected.longest
         tags = {
             "init": config.init or "random",
             "data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}",
             "decision": event.reason,
         }
-        self.records.tracker.log_drafter(folder, self.versions, step, metrics, tags)
+        self.records.tracker.log_drafter(folder, self.versions, step, outcome.promised, tags)
 
     def _report(
         self,

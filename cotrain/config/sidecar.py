@@ -1,11 +1,12 @@
 """SidecarConfig: what a user sets of a drafter that is trained beside engines of somebody else. Imports no torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from cotrain.config.load import Schema
+from cotrain.config.load import Schema, load
 from cotrain.config.rules import depth_problems
 from cotrain.config.schema import NAME, CheckpointConfig, DrafterConfig, FeatureTapConfig, TrackingConfig
 from drafters.config import Section
@@ -62,5 +63,8 @@ def broken_rules(config: SidecarConfig) -> list[str]:
     return problems
 
 
-SIDECAR = Schema(SidecarConfig, broken_rules)
-"""To be loaded by `cotrain.config.load.load`."""
+def load_sidecar(
+    files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None
+) -> SidecarConfig:
+    """As `load_config` for a run. Raises ConfigError listing all problems."""
+    return load(Schema(SidecarConfig, broken_rules), files, overrides, resume)

@@ -46,6 +46,14 @@ class Outcome:
     trains: bool = False
     """Whether the drafter is to be trained on this step's rollouts."""
 
+    @property
+    def promised(self) -> dict[str, float]:
+        """What the published candidate is expected to reach, as metrics for the registry."""
+        if self.expected is None:
+            return {}
+        metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(self.expected.rates[-1], start=1)}
+        return metrics | {"drafter/expected_acceptance_length": self.expected.longest}
+
 
 class Judgement(NamedTuple):
     """What the gate found of a candidate, in words and numbers."""

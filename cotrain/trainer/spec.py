@@ -14,8 +14,8 @@ class TrainerSpec:
     """Number format of the engines, in which drafters are published: "float32" or "bfloat16"."""
     num_speculative_tokens: int
     """Most draft tokens in a verification step of the engines."""
-    num_positions: int
-    """Positions that the drafter must reach: the longest text of the engines and the draft tokens after it."""
+    num_positions: int | None
+    """Positions that the drafter must reach: the longest text of the engines and the draft tokens after it. None: unknown."""
     total_updates: int
     """Optimizer steps in all, which sets the length of a cosine schedule."""
     seed: int

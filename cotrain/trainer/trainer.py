@@ -5,7 +5,7 @@ All random choices come from its own generator, so that a run that is saved and 
 
 import copy
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,11 @@ class DrafterTrainer(Distiller):
         self._needs_vocabulary = init_folder is None and spec.drafter.train
         self._rng = torch.Generator().manual_seed(spec.seed)
 
+    @property
+    def policy_versions(self) -> set[int]:
+        """Those whose head is there, so that their features can be taken in."""
+        return set(self._target_weights)
+
     def serving(self) -> ServingSpec:
         return self.drafter.serving
 
@@ -85,6 +90,10 @@ class DrafterTrainer(Distiller):
         records = [record for shard in shards for record in self._read(shard)]
         for shard in shards:
             Path(shard).unlink()
+        return self.add_records(records)
+
+    def add_records(self, records: Sequence[FeatureRecord]) -> dict[str, float]:
+        """As `add_features`, of rollouts that have been read: all of versions and layers that are trained on."""
         self._fresh = [record for record in records if record.is_trainable]
         metrics: dict[str, float] = {}
         if records and self._needs_vocabulary:

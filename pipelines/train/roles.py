@@ -7,7 +7,7 @@ from cotrain.controller import HISTORY, POLICY_FILE, Roles
 from cotrain.process.cluster import Cluster
 from cotrain.roles.engines import RolloutEngines, engine_specs
 from cotrain.roles.learners import start_drafter, start_policy
-from cotrain.roles.publisher import DRAFTER_FILE, Publisher
+from cotrain.roles.publisher import DRAFTER_FILE, Publisher, publisher_spec
 from cotrain.roles.rewards import Rewards
 from cotrain.run.checkpoint import RunState
 from cotrain.run.mlflow_store import tracking_uri
@@ -63,6 +63,6 @@ def start_roles(
     if drafter is not None:
         scratch = nodes.scratch[drafter.node]
         sent = drafter.call("write_payload", scratch / DRAFTER_FILE, versions.drafter)
-        publisher = Publisher(config, drafter, engines, scratch, sent, versions)
+        publisher = Publisher(publisher_spec(config), drafter, engines, scratch, sent, versions)
     reactor = Reactor(cluster, config.cluster.hang_after_s)
     return prompts, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes)
