@@ -65,7 +65,7 @@ class TimedScheduler(scheduling.DraftLengthScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         scheduling.SpeculationController = TimedController  # type: ignore[misc]
-        scheduling._step_of = timed(scheduling._step_of, "_step_of")
+        scheduling.step_of = timed(scheduling.step_of, "step_of")
         super().__init__(*args, **kwargs)
 
 

@@ -6,10 +6,16 @@ that comes out: a tap that gave up what outgrew it would hold the short response
 
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from cotrain.config.schema import RolloutConfig
+
+OTHER_LAWS = (
+    "presence_penalty", "frequency_penalty", "min_p", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
+    "structured_outputs", "thinking_token_budget", "watermarking",
+)  # fmt: skip
+"""Sampling parameters of vLLM which, when set, change the law that drafters are trained for."""
 
 
 class TapRequest(NamedTuple):
@@ -44,6 +50,18 @@ def choose(
         bound = f"one sequence takes {num_bytes} bytes of the tap, above {max_bytes}"
         raise ValueError(f"rollout.features.max_bytes: {bound}; raise it")
     return {name: request for name, request in requests.items() if name in chosen}
+
+
+def left_out(request: Any) -> str | None:
+    """Why a new request of a host, vLLM's NewRequestData, is not tapped; None when it may be."""
+    law = request.sampling_params
+    if law is None or request.prompt_token_ids is None or request.mm_features or request.lora_request is not None:
+        return "not text to text"
+    taken = (law.extra_args or {}).get("cotrain", True)
+    if str(taken).lower() in ("false", "0"):  # vLLM's server reads JSON's false as 0
+        return "opted out"
+    changed = law.repetition_penalty != 1.0 or any(getattr(law, name, None) for name in OTHER_LAWS)
+    return "other sampling" if changed else None
 
 
 def reserved_bytes(tapped: Mapping[str, TapRequest], row_size: int) -> int:

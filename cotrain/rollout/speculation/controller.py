@@ -19,6 +19,10 @@ from cotrain.rollout.speculation.step_costs import QUANTILE, Array, StepCosts, T
 DECIDE_STEPS = 16
 """Engine steps from one choice to the next; a choice takes about 0.1 ms."""
 
+LIVE_STEPS = 12
+"""Timed steps of each draft length at a batch size that suffice to choose by, where somebody else's requests are timed: three
+turns of measurement.MEASURE_STEPS."""
+
 CHECKS_KEPT = 8
 """Trials without speculation that the check of the gain rests on, about; older ones are forgotten."""
 
@@ -57,6 +61,7 @@ class SpeculationController:
         # Seconds by (draft length, batch size), while measuring.
         self._measured: dict[tuple[int, int], list[float]] | None = None
         self._verification = False  # do the measured steps leave the drafter out?
+        self._live = False  # are the measured batches somebody else's, of whatever size?
         self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
         self._num_steps = 0
@@ -100,18 +105,27 @@ class SpeculationController:
         self._per_request = on
         self._decide()
 
-    def begin_measuring(self, verification: bool = False) -> None:
+    def begin_measuring(self, verification: bool = False, live: bool = False) -> None:
         """Time the engine steps that follow, at all draft lengths.
 
         verification: after steps with the drafter, those in which it does not run, as when all drafts come from history.
+        live: batches of every size, until `has_measured`, instead of `measured_sizes`.
         """
-        self._measured, self._num_steps, self._verification = {}, 0, verification
+        self._measured, self._num_steps, self._verification, self._live = {}, 0, verification, live
+
+    @property
+    def has_measured(self) -> bool:
+        """Were LIVE_STEPS engine steps of each draft length timed at one batch size since `begin_measuring`?"""
+        lengths, known = range(self.max_speculative_tokens + 1), self._measured or {}
+        return any(all(len(known.get((k, b), ())) >= LIVE_STEPS for k in lengths) for k0, b in known if not k0)
 
     def end_measuring(self) -> list[list[float]]:
         """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns [length, batch size,
         seconds, their relative standard error, steps] of each; none: too few steps, and the length stays fixed."""
         assert self._measured is not None
         measured, self._measured = self._measured, None
+        if self._live:
+            measured = {cell: seconds for cell, seconds in measured.items() if len(seconds) >= LIVE_STEPS}
         self.begin(self._learns)
         try:
             costs = StepCosts(self.max_speculative_tokens, self.max_batch, measured)
@@ -206,7 +220,7 @@ class SpeculationController:
             return
         if self._measured is not None:
             self._num_steps += 1
-            if kind == "steady" and step.batch in measured_sizes(self.max_batch):
+            if kind == "steady" and (self._live or step.batch in measured_sizes(self.max_batch)):
                 self._measured.setdefault((step.num_speculative_tokens, step.batch), []).append(seconds)
         elif chooses and self._costs is not None:
             self._count(self._costs, step, before, seconds)

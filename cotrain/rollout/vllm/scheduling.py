@@ -55,7 +55,7 @@ class WatchedScheduler:
 
     def cotrain_observe(self, output: Any, sampled: Any) -> None:
         """See what became of a step, from vLLM's SchedulerOutput and ModelRunnerOutput."""
-        self.controller.observe(_step_of(output, sampled))
+        self.controller.observe(step_of(output, sampled))
 
     def cotrain_pause(self) -> None:
         """The next step does not follow at once."""
@@ -122,7 +122,7 @@ def verified(output: Any, sampled: Any) -> dict[str, tuple[int, int]]:
     return {request: (len(draft), generated[request] - 1) for request, draft in drafted if generated.get(request)}
 
 
-def _step_of(output: Any, sampled: Any) -> Step:
+def step_of(output: Any, sampled: Any) -> Step:
     return Step(
         num_speculative_tokens=output.num_spec_tokens_to_schedule,
         batch=len(output.num_scheduled_tokens),

@@ -1,0 +1,132 @@
+"""When a host changes its policy's weights, and the two matrices of each version that the trainer needs.
+
+Hosts load weights in many ways. Every way that vLLM knows is wrapped; one that writes into parameters directly shows in a
+few hundred of their elements, compared whenever the engine begins to work.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cotrain.rollout.vllm import weights
+from cotrain.transport.payload import digest, write_payload
+
+KEPT_VERSIONS = 4
+MATRIX_ELEMENTS, VECTOR_ELEMENTS = 128, 4
+"""Elements of each that are compared."""
+UPDATES = ("finish_weight_update", "reload_weights", "wake_up")
+"""Methods of vLLM's worker after which it may serve other weights."""
+
+
+class PolicyWatch:
+    """The policy of one worker. Its versions count from 0."""
+
+    def __init__(self, worker: Any, folder: Path):
+        """folder: where the matrices of each version are written."""
+        self._worker, self._folder = worker, folder
+        self._model: nn.Module = worker.model_runner.get_model()
+        self._digests: dict[str, str] = {}
+        self._in_update = self._opened = False
+        self.version = 0
+        self.is_dirty = False
+        """May other weights be served than those of `version`?"""
+
+    def hook_in(self) -> None:
+        """Notice updates from now on."""
+        model: Any = self._model
+        model.load_weights = self._wrapped_load(model.load_weights)
+        for name in UPDATES:
+            setattr(self._worker, name, self._wrapped_update(getattr(self._worker, name)))
+
+    def _wrapped_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        from vllm.config import set_current_vllm_config
+
+        @functools.wraps(load)
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            self.is_dirty = True
+            self._open()
+            with set_current_vllm_config(self._worker.vllm_config):
+                return load(*args, **kwargs)
+
+        return load_weights
+
+    def _wrapped_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(update)
+        def updated(*args: Any, **kwargs: Any) -> Any:
+            self._in_update = True
+            try:
+                return update(*args, **kwargs)
+            finally:
+                self._in_update, self.is_dirty = False, True
+
+        return updated
+
+    def _open(self) -> None:
+        """Let a host load weights into a CPU build outside of vLLM's own update, one parameter at a time if it likes.
+
+        The build keeps linear weights packed, so that a plain load has nowhere to write to. This is part of the host's
+        own load, and so its errors are the host's. The load ends with `finish`, before the next step.
+        """
+        if self._worker.device.type != "cpu" or self._opened or self._in_update:
+            return
+        in_session = getattr(self._worker, "_weight_update_active", False)
+        if in_session or any(parameter.is_meta for parameter in self._model.parameters()):
+            return
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self._model)
+        self._opened = True
+
+    def finish(self) -> None:
+        """End a load that has been let in."""
+        if self._opened:
+            from vllm.config import set_current_vllm_config
+
+            self._opened = False
+            with set_current_vllm_config(self._worker.vllm_config):
+                weights.finish_reload(self._model, self._worker.model_config)
+
+    def has_moved(self) -> bool:
+        """Do the compared elements differ from those of `version`?"""
+        return not torch.equal(self._elements(), self._known)
+
+    def write(self) -> None:
+        """Write embedding and head of `version`, whose weights are served now. Raises OSError when the disk is full."""
+        self._known = self._elements()
+        matrices = self._matrices()
+        digests = {name: digest(matrix) for name, matrix in matrices.items()}
+        path, before = (self._folder / f"{version}.safetensors" for version in (self.version, self.version - 1))
+        if digests == self._digests and before.exists():
+            os.link(before, path)
+        else:
+            write_payload(matrices, path, self._worker.model_config.dtype)
+        self._digests = digests
+        (self._folder / f"{self.version - KEPT_VERSIONS}.safetensors").unlink(missing_ok=True)
+
+    def _matrices(self) -> dict[str, Tensor]:
+        """Embedding and head [V, H] in Hugging Face's names; a head that is the embedding is left out.
+
+        Raises ValueError for a model with several embeddings.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        found = [module for module in self._model.modules() if isinstance(module, VocabParallelEmbedding)]
+        embeddings = [module for module in found if not isinstance(module, ParallelLMHead)]
+        heads = [m for m in found if isinstance(m, ParallelLMHead) and m.weight is not embeddings[0].weight]
+        if len(embeddings) != 1 or len(heads) > 1:
+            raise ValueError(
+                f"the policy has {len(embeddings)} embeddings and {len(heads)} heads; one of each is known"
+            )
+        named = zip(("model.embed_tokens.weight", "lm_head.weight"), [*embeddings, *heads], strict=False)
+        return {name: m.weight.detach()[: m.shard_indices.num_org_elements] for name, m in named}
+
+    def _elements(self) -> Tensor:
+        vectors = [p.detach() for p in self._model.parameters() if p.dim() == 1 and p.numel()]
+        parts = [(MATRIX_ELEMENTS, m.flatten()) for m in self._matrices().values()]
+        parts += [(VECTOR_ELEMENTS, vector) for vector in vectors]
+        return torch.cat([part[:: max(1, len(part) // number)].float() for number, part in parts]).cpu()

@@ -1,0 +1,211 @@
+"""The sidecar in a worker of a host's engine: features of its requests out, drafters in, and a report of both.
+
+It uses what cotrain's own engines use: one tap, one way to swap weights, one set of corrections for the CPU build.
+"""
+
+import functools
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+from vllm.config import set_current_vllm_config
+
+from cotrain.records import Versions
+from cotrain.rollout.vllm import cpu
+from cotrain.rollout.vllm.hooks import DraftingHook, no_drafts, sample_plainly_without_drafts
+from cotrain.rollout.vllm.weight_transfer import ServedWeights
+from cotrain.sidecar.breaker import Breaker, log
+from cotrain.sidecar.policy_watch import PolicyWatch
+from cotrain.sidecar.scheduling import REPORT_SECONDS, Finished, Stamp
+from cotrain.sidecar.spool import EngineFolder, Settings, Spool, write_json
+from cotrain.transport.features import FeatureRecord, write_records
+from cotrain.transport.payload import WeightUpdateRefused
+from drafters.base import SamplingParams
+
+SHARD_ROLLOUTS = 32
+"""Finished rollouts that make a shard; after a second, or when the engine has nothing to do, fewer do."""
+
+
+def attach_to(worker: Any, spool: Spool) -> None:
+    """Attach to a worker of vLLM once it has loaded its model. When that fails, the engine drafts nothing and says why."""
+    load_model = worker.load_model
+
+    @functools.wraps(load_model)
+    def load_and_attach(*args: Any, **kwargs: Any) -> None:
+        load_model(*args, **kwargs)
+        try:
+            engine = spool.engine(worker.vllm_config.instance_id)
+            WorkerSidecar(worker, engine, spool.settings()).hook_in()
+        except Exception as error:
+            log.exception("cotrain: the sidecar cannot attach, and the engine works without a drafter")
+            with suppress(OSError):
+                engine = spool.engine(worker.vllm_config.instance_id)
+                write_json(engine.facts, {"attached": False, "reason": f"{type(error).__name__}: {error}"})
+
+    worker.load_model = load_and_attach
+
+
+class WorkerSidecar:
+    """One engine's part of the spool, and what is known of its requests."""
+
+    def __init__(self, worker: Any, engine: EngineFolder, settings: Settings):
+        self._worker, self._engine, self._settings = worker, engine, settings
+        self._breaker, self._corrections = Breaker(), cpu.correct()
+        self._policy, self._drafter, self._knows_policy = PolicyWatch(worker, engine.policies), 0, False
+        self._refused: dict[int, str] = {}
+        self._live: dict[str, list[tuple[str, int]]] = {}  # of tapped requests: (versions, response tokens before them)
+        self._finished: dict[SamplingParams, list[tuple[FeatureRecord, dict[str, Any]]]] = defaultdict(list)
+        self._windows: list[dict[str, Any]] = []
+        self._dropped, self._seconds = Counter[str](), defaultdict[str, float](float)
+        self._written = self._reported = 0.0
+
+    def hook_in(self) -> None:
+        """Hook into the worker. What can fail comes first."""
+        worker, runner = self._worker, self._worker.model_runner
+        draft = worker.speculative_config.draft_model_config
+        kept = self._engine.facts.parent / "kept" / "drafter"
+        self._weights = ServedWeights(worker.get_draft_model(), draft, kept, worker.get_model())
+        self._policy.write()
+        self._knows_policy = worker.vllm_config.load_config.load_format != "dummy"
+        self._write_facts(True)
+        sample_plainly_without_drafts(runner)
+        self._hook = DraftingHook(runner, name_of=str)
+        self._hook.reads_prompts = self._settings.adaptive
+        self._hook.record = functools.partial(self._breaker.call, self._hook.record)  # type: ignore[method-assign]
+        runner.propose_draft_token_ids = self._propose
+        self._execute, runner.execute_model = runner.execute_model, self._execute_model
+        self._policy.hook_in()
+
+    def _write_facts(self, attached: bool) -> None:
+        from vllm import __version__
+
+        model = self._worker.model_config
+        facts = {"vllm": __version__, "runner": type(self._worker.model_runner).__qualname__, "pid": os.getpid()}
+        facts |= {"dtype": str(model.dtype).removeprefix("torch."), "hidden_size": model.get_hidden_size()}
+        facts |= {"vocab_size": model.get_vocab_size(), "max_model_len": model.max_model_len}
+        reason = None if attached else f"switched off: {', '.join(self._breaker.off)} failed"
+        facts |= {"corrections": self._corrections, "attached": attached, "reason": reason}
+        write_json(self._engine.facts, facts)
+
+    def _propose(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Any:
+        drafts = self._breaker.call(self._hook.propose, scheduler_output, sampled, *rest)
+        return no_drafts(sampled) if drafts is None else drafts
+
+    def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._policy.finish()  # a part of the host's own load: what it raises is the host's
+        stamp: Stamp | None = getattr(scheduler_output, "cotrain", None)
+        if stamp is not None:
+            self._breaker.call(self._take, stamp, scheduler_output)
+            self._breaker.call(self._follow_policy, scheduler_output)
+            if stamp.publication is not None:
+                self._breaker.call(self._swap, stamp.publication)
+            if self._knows_policy and not self._breaker.off:
+                self._live |= {name: [(str(self._versions), 0)] for name in stamp.tapped}
+                self._hook.tap.start(stamp.tapped)
+            self._breaker.call(self._report, stamp)
+        return self._execute(scheduler_output, *args, **kwargs)
+
+    @property
+    def _versions(self) -> Versions:
+        return Versions(self._policy.version, self._drafter)
+
+    def _take(self, stamp: Stamp, scheduler_output: Any) -> None:
+        """Take the features of finished requests, whose last tokens are of the versions that serve now."""
+        for done in stamp.finished:
+            self._take_one(done)
+        if stamp.window is not None:
+            self._windows.append(stamp.window)
+        num, now = sum(map(len, self._finished.values())), time.perf_counter()
+        idle = not scheduler_output.total_num_scheduled_tokens
+        if num >= SHARD_ROLLOUTS or (num and (idle or now - self._written > REPORT_SECONDS or self._policy.is_dirty)):
+            self._written = now
+            self._write_shards()
+
+    def _take_one(self, done: Finished) -> None:
+        segments = self._live.pop(done.name, None)
+        if segments is None:
+            return
+        version, start = segments[-1]
+        sampling = SamplingParams(*done.sampling, self._settings.speculative_config["draft_sample_method"])
+        known = done.name, done.token_ids, done.prompt_length, self._policy.version, sampling
+        record = self._hook.take(*known, self._settings.aux_layers, start, self._drafter)
+        if record is None or not record.is_trainable or not self._knows_policy:
+            self._dropped["no features"] += 1
+            return
+        earlier = [(before, first, end) for (before, first), (_, end) in pairwise(segments)]
+        told = {"name": done.name, "prompt_tokens": done.prompt_length, "tokens": len(done.token_ids)}
+        told |= {"finish_reason": done.finish_reason, "seconds": done.seconds, "versions": version, "earlier": earlier}
+        self._finished[sampling].append((record, told | {"verification_steps": done.verification_steps}))
+
+    def _write_shards(self) -> None:
+        started = time.perf_counter()
+        for group in self._finished.values():
+            records, told = zip(*group, strict=True)
+            described = {"rollouts": told, "windows": self._windows}
+            size, most = sum(record.num_bytes for record in records), self._settings.max_bytes
+            write = functools.partial(write_records, records=list(records))
+            dropped = self._engine.add_shard(write, described, size, most)
+            if dropped is None:
+                self._windows = []
+            else:
+                self._dropped[dropped] += len(records)
+        self._finished.clear()
+        self._seconds["write"] += time.perf_counter() - started
+
+    def _follow_policy(self, scheduler_output: Any) -> None:
+        """Give another version to other weights, and serve the drafter again, which their update may have touched."""
+        was_busy = self._worker.model_runner.requests.keys() - scheduler_output.finished_req_ids
+        starts = not was_busy and scheduler_output.total_num_scheduled_tokens
+        if not self._policy.is_dirty and not (starts and self._policy.has_moved()):
+            return
+        started = time.perf_counter()
+        self._policy.is_dirty = self._knows_policy = False
+        self._policy.version += 1
+        self._hook.tap.policy_version = self._policy.version
+        self._begin_segments()
+        self._policy.write()
+        self._seconds["head"] += time.perf_counter() - started
+        self._serve(self._weights.restore)
+        self._knows_policy = True
+
+    def _swap(self, publication: dict[str, Any]) -> None:
+        try:
+            self._serve(self._weights.update, publication["path"], publication["digests"])
+            self._drafter = publication["version"]
+            self._begin_segments()
+        except (WeightUpdateRefused, RuntimeError) as error:
+            self._refused[publication["version"]] = str(error)
+
+    def _serve(self, action: Callable[..., None], *args: Any) -> None:
+        started = time.perf_counter()
+        self._reported = 0.0
+        with set_current_vllm_config(self._worker.vllm_config):
+            action(*args)
+        self._seconds["swap"] += time.perf_counter() - started
+
+    def _begin_segments(self) -> None:
+        """The tapped requests that are running get their next tokens from other versions."""
+        for name, segments in self._live.items():
+            request = self._worker.model_runner.requests.get(name)
+            start = len(request.output_token_ids) if request is not None else 0
+            if segments[-1][1] == start:
+                segments.pop()
+            segments.append((str(self._versions), start))
+
+    def _report(self, stamp: Stamp) -> None:
+        """Write state.json, once a second and when versions have changed."""
+        now, off = time.perf_counter(), sorted({*stamp.hooks_off, *self._breaker.off})
+        if now - self._reported < REPORT_SECONDS:
+            return
+        self._reported = now
+        self._seconds["tap"] = self._hook.tap_seconds
+        state = {"policy_version": self._policy.version, "drafter_version": self._drafter, "refused": self._refused}
+        state |= {"dropped": Counter(stamp.dropped) + self._dropped, "hooks_off": off, "seconds": self._seconds}
+        with suppress(OSError):  # the disk is full, or the spool is gone
+            write_json(self._engine.state, state | stamp.counts)
+            if self._breaker.off:
+                self._write_facts(False)
