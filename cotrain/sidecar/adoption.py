@@ -4,13 +4,20 @@ All others start exactly as the host asked for, and one line says why, and what 
 """
 
 import os
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from cotrain.rollout.vllm.interface import SIDECAR, SIDECAR_VERSIONS, moved_in
 from cotrain.sidecar.breaker import log
-from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool
+from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool, write_json
+
+CHECK_VARIABLE = "COTRAIN_SIDECAR_CHECK"
+"""With this variable, a host ends before its first engine loads a model; what became of the engine is in the spool."""
+VERDICTS = "verdicts"
+"""Folder of the spool with a JSON file {"model", "reason"} for each engine; the reason is null where it was adopted."""
 
 MARK = "cotrain_adopted"
 """Attribute of the SchedulerConfig of an adopted engine. It goes along to the engine core and the workers."""
@@ -35,6 +42,8 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
 
     original: EngineArgs.create_engine_config. Raises only what that raises for the host's own arguments.
     """
+    if not os.environ.get(VARIABLE):  # the host has taken it away since the plugin was loaded
+        return original(args, *rest, **options)
     host_args = dict(vars(args))
     try:
         spool = Spool(os.environ[VARIABLE])
@@ -47,14 +56,27 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
         # A host that calls this again for the same engine gets the same answer.
         args.speculative_config, args.async_scheduling = None, host_args["async_scheduling"]
         log.info("cotrain: this engine of %s drafts with what the trainer of %s trains", args.model, spool.folder)
+        _tell(host_args, None)
         return config
     except NotAdopted as reason:
         log.warning("cotrain: this engine of %s gets no drafter: %s", host_args.get("model"), reason)
-    except Exception:
+        _tell(host_args, str(reason))
+    except Exception as error:
         log.exception("cotrain: this engine gets no drafter, and starts as the host asked for")
+        _tell(host_args, f"{type(error).__name__}: {error}")
     vars(args).clear()
     vars(args).update(host_args)
     return original(args, *rest, **options)
+
+
+def _tell(host_args: dict[str, Any], reason: str | None) -> None:
+    """Leave the verdict on an engine in the spool. Ends the process in a check of the host's command."""
+    folder = Path(os.environ[VARIABLE]) / VERDICTS
+    with suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        write_json(folder / f"{time.time_ns()}.json", {"model": host_args.get("model"), "reason": reason})
+    if CHECK_VARIABLE in os.environ:
+        raise SystemExit("cotrain: the check ends here, before a model is loaded")
 
 
 def is_adopted(vllm_config: Any) -> bool:
