@@ -17,7 +17,7 @@ from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool, writ
 CHECK_VARIABLE = "COTRAIN_SIDECAR_CHECK"
 """With this variable, a host ends before its first engine loads a model; what became of the engine is in the spool."""
 VERDICTS = "verdicts"
-"""Folder of the spool with a JSON file {"model", "reason"} for each engine; the reason is null where it was adopted."""
+"""Folder of the spool with a JSON file {"model", "pid", "reason"} for each engine; reason is null where it was adopted."""
 
 MARK = "cotrain_adopted"
 """Attribute of the SchedulerConfig of an adopted engine. It goes along to the engine core and the workers."""
@@ -74,7 +74,8 @@ def _tell(host_args: dict[str, Any], reason: str | None) -> None:
     folder = Path(os.environ[VARIABLE]) / VERDICTS
     with suppress(OSError):
         folder.mkdir(exist_ok=True)
-        write_json(folder / f"{time.time_ns()}.json", {"model": host_args.get("model"), "reason": reason})
+        verdict = {"model": host_args.get("model"), "pid": os.getpid(), "reason": reason}
+        write_json(folder / f"{time.time_ns()}.json", verdict)
     if CHECK_VARIABLE in os.environ:
         raise SystemExit("cotrain: the check ends here, before a model is loaded")
 
