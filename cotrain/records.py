@@ -227,8 +227,8 @@ class RolloutBatch:
     """What one step of generation returns."""
 
     rollouts: list[Rollout]
-    features: list[str]
-    """Files with hidden states of some of the rollouts (layout: cotrain/transport/features.py)."""
+    features: list[Any]
+    """Hidden states of some of the rollouts (cotrain/transport/features.py): files, or what was read from them."""
     speculation: SpeculationCounts | None
     seconds: float
     num_generated_tokens: int

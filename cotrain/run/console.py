@@ -68,17 +68,17 @@ class Console:
     def step(
         self,
         step: int,
-        steps: int,
+        steps: int | None,
         metrics: Metrics,
         versions: Versions,
         missing_steps: int = 0,
         notes: Sequence[str] = (),
     ) -> None:
-        """Print the step line. missing_steps: steps that MLflow has not got. notes: what else to say of this step."""
+        """Print the step line. steps: None for rounds without a planned end. missing_steps: steps that MLflow has not got. notes: what else to say of this step."""
         if (seconds := metrics.get("time/step_s")) is not None:
             self._step_seconds.append(seconds)
         line = [step_line(step, steps, metrics, versions)]
-        if self._step_seconds and step < steps:
+        if steps is not None and self._step_seconds and step < steps:
             left = (steps - step) * sum(self._step_seconds) / len(self._step_seconds)
             line.append(f"eta {duration(left, decimals=0)}")
         if missing_steps:
@@ -86,7 +86,7 @@ class Console:
         self.say("  ".join([*line, *notes]))
 
 
-def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> str:
+def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions) -> str:
     """The part of the step line that the step's metrics give. See COLUMNS."""
     shown = dict(metrics)
     if drafts := metrics.get("rollout/num_drafts"):
@@ -100,7 +100,8 @@ def step_line(step: int, steps: int, metrics: Metrics, versions: Versions) -> st
         idle = {role.removeprefix("idle/"): share for role, share in metrics.items() if role.startswith("idle/")}
         shares = [f"{role[0]}{share:.0%}" for role, share in sorted(idle.items()) if share is not None]
         parts.append(f"idle {' '.join(shares)}")
-    return "  ".join([f"step {step}/{steps}", *parts, f"p{versions.policy} d{versions.drafter}"]).replace("  (", " (")
+    position = f"round {step}" if steps is None else f"step {step}/{steps}"
+    return "  ".join([position, *parts, f"p{versions.policy} d{versions.drafter}"]).replace("  (", " (")
 
 
 def aligned(lines: Mapping[str, str]) -> str:

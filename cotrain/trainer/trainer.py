@@ -176,10 +176,16 @@ class DrafterTrainer(Distiller):
         """Write a publication for the engines, in their number format."""
         return write_payload(self._published[version].state_for_serving(), path, self.serving_dtype)
 
-    def save(self, folder: str | Path) -> None:
-        """Write everything an exact continuation needs: drafters in float32, optimizer, buffer, target weights."""
+    def save(self, folder: str | Path, with_features: bool = True) -> None:
+        """Write everything an exact continuation needs: drafters in float32, optimizer, buffer, target weights.
+
+        with_features: False leaves the last two out, so that no text of a rollout gets to the disk.
+        """
         super().save(folder)
         state = {name: getattr(self, name) for name in PLAIN_STATE}
+        if not with_features:
+            empty = FeatureBuffer(self._buffer.max_bytes, self._buffer.max_age)
+            state |= {"_buffer": empty, "_target_weights": dict[int, TargetWeights]()}
         state["published"] = {version: drafter.state_dict() for version, drafter in self._published.items()}
         torch.save(state | {"rng": self._rng.get_state()}, Path(folder) / STATE)
 

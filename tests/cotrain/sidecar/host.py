@@ -1,0 +1,136 @@
+"""A host with one engine, simulated: rollouts of a tiny model, the drafter that the spool tells to serve, real shards.
+
+It drafts with the drafter's real weights and accepts as rejection sampling does, so that what is served follows from them.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+
+import torch
+from safetensors.torch import load_file
+
+from cotrain.records import GainReport
+from cotrain.sidecar.spool import EngineFolder, Spool, read_json, write_json
+from cotrain.trainer.buffer import pack
+from cotrain.trainer.distiller import read_target_weights
+from cotrain.transport.features import FeatureRecord, write_records
+from drafters.base import TargetSpec
+from drafters.build import load_drafter
+from drafters.config import ObjectiveConfig
+from drafters.losses import acceptances
+from tests.cotrain.trainer.conftest import Target
+
+K = 3
+
+
+@dataclass
+class Host:
+    """One engine, with this process or another one as its worker."""
+
+    spool: Spool
+    target: Target
+    name: str = "e0"
+    pid: int = field(default_factory=os.getpid)
+    refuses: tuple[int, ...] = ()
+    """Versions that it does not take."""
+    worsens: float = 0.0
+    """What is added to every weight of a publication on its way: a broken delivery."""
+    drafter_version: int = 0
+    policy_version: int = 0
+    generated: int = 0
+
+    def __post_init__(self) -> None:
+        self.engine: EngineFolder = self.spool.engine(self.name)
+        self.refused: dict[int, str] = {}
+        self.drafter = load_drafter(self.spool.initial, TargetSpec.from_pretrained(self.target.folder))
+        self.rng = torch.Generator().manual_seed(7)
+        self.on = True
+        self.new_policy(0)
+        facts = {"vllm": "0.32.0", "dtype": "float32", "pid": self.pid, "attached": True, "reason": None}
+        write_json(self.engine.facts, facts)
+        self.report()
+
+    def new_policy(self, version: int) -> None:
+        """The head of the target again: nothing of it moves, as with a policy whose head is frozen."""
+        self.policy_version = version
+        os.link(self.target.folder / "model.safetensors", self.engine.policies / f"{version}.safetensors")
+
+    def report(self) -> None:
+        state = {"policy_version": self.policy_version, "drafter_version": self.drafter_version}
+        state |= {"refused": self.refused, "generated_tokens": self.generated, "tapped": 1, "hooks_off": []}
+        write_json(self.engine.state, state | {"dropped": {}, "seconds": {"tap": 0.1}})
+
+    def follow(self) -> None:
+        """Before a step: what current.json says."""
+        current = read_json(self.spool.current)
+        if current is None:
+            return
+        self.on = current["on"]
+        version = current["version"]
+        if version != self.drafter_version and version not in self.refused:
+            if version in self.refuses:
+                self.refused[version] = "fc.weight has non-finite values"
+            else:
+                self.drafter_version = version
+                tensors = load_file(current["path"])
+                changed = {
+                    n: t + self.worsens * t.std() * torch.randn_like(t) if t.is_floating_point() else t
+                    for n, t in tensors.items()
+                }
+                self.drafter.load_state_dict(changed, strict=False)
+
+    def wave(self, seed: int, prompts: int = 16, samples: int = 2, **sampling: float) -> float:
+        """One shard of rollouts. Returns the acceptance length."""
+        self.follow()
+        records = self.target.rollouts(prompts, samples, seed, self.policy_version)
+        records = [
+            replace(r, drafter_version=self.drafter_version, sampling=replace(r.sampling, **sampling)) for r in records
+        ]
+        told = [self._told(record, steps) for record, steps in zip(records, self._verified(records), strict=True)]
+        self.generated += 20 * len(records)
+        drafted = sum(len(one["verification_steps"]) for one in told)
+        gain = GainReport(num_steps=10, seconds=0.5, seconds_without=0.6, longest_draft=K if self.on else 0)
+        window = {"gain": asdict(gain), "steps": [[K, 8, "steady", 10, 640, 0.5]]}
+        described = {"rollouts": told, "windows": [window]}
+        assert self.engine.add_shard(partial(write_records, records=records), described, 0, 2**30) is None
+        self.report()
+        return 1 + sum(a for one in told for _, a in one["verification_steps"]) / max(1, drafted)
+
+    def _told(self, record: FeatureRecord, steps: list[tuple[int, int]]) -> dict:
+        told = {"name": "r", "prompt_tokens": record.prompt_length, "tokens": record.num_tokens, "earlier": []}
+        told |= {"finish_reason": "length", "seconds": 1.0, "verification_steps": steps}
+        return told | {"versions": f"p{self.policy_version}-d{self.drafter_version}"}
+
+    def _verified(self, records: list[FeatureRecord]) -> list[list[tuple[int, int]]]:
+        """(drafted, accepted) of each verification step of each rollout; none while drafting is off."""
+        if not self.on:
+            return [[] for _ in records]
+        head = read_target_weights(
+            self.target.folder, self.policy_version, TargetSpec.from_pretrained(self.target.folder), "cpu"
+        )
+        rows, sampling = pack(records)
+        starts = acceptances([self.drafter], rows, head, sampling, ObjectiveConfig())[0]
+        drawn = {
+            (int(r), int(o)): starts.drawn[:, i]
+            for i, (r, o) in enumerate(zip(starts.rollout, starts.offset, strict=True))
+        }
+        found = []
+        for rollout, record in enumerate(records):
+            offset, steps = 0, []
+            while (rollout, offset) in drawn:
+                chances = drawn[rollout, offset].nan_to_num(0.0)[:K]
+                hits = torch.rand(len(chances), generator=self.rng) < chances
+                steps.append((K, int(hits.cumprod(0).sum())))
+                offset += 1 + steps[-1][1]
+            if 1 + sum(1 + a for _, a in steps) < record.num_tokens - record.prompt_length:
+                steps.append((K, 0))
+            found.append(steps)
+        return found
+
+
+def other_process() -> subprocess.Popen:
+    """A process that can be killed."""
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
