@@ -15,6 +15,14 @@ from cotrain.run.mlflow_store import DEFAULT_URI, absolute_uri, sqlite_file
 
 COMMANDS = {
     "train": ("pipelines.cli:train", "train a policy and its drafter"),
+    "run": (
+        "pipelines.sidecar.command:run",
+        "train a drafter beside your own trainer or server, whose command follows --",
+    ),
+    "sidecar": (
+        "pipelines.sidecar.command:sidecar",
+        "the same in two terminals, or check an engine of yours beforehand",
+    ),
     "init": ("pipelines.cli:init", "train a drafter on the policy's own rollouts, before RL"),
     "ablate": ("pipelines.ablate.command:main", "run a study: arms x seeds, and one table"),
     "report": ("pipelines.cli:report", "write the report of a run or a study"),

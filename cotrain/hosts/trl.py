@@ -1,0 +1,70 @@
+"""For scripts that use TRL: a callback that starts the drafter's trainer and logs what the engines accept.
+
+callback = CotrainCallback("Qwen/Qwen3-0.6B")  # before GRPOTrainer, which makes its engine when it is made
+trainer = GRPOTrainer(model="Qwen/Qwen3-0.6B", callbacks=[callback], ...)
+"""
+
+import atexit
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from transformers import TrainerCallback
+from cotrain.process.scratch import scratch_folder
+from cotrain.sidecar.launch import host_environment, start_trainer, stop_trainer
+from cotrain.sidecar.spool import VARIABLE, Spool, read_json
+
+COUNTS = ("drafts", "drafted_tokens", "accepted_tokens")
+COTRAIN = (sys.executable, "-m", "pipelines.cli")
+
+
+class CotrainCallback(TrainerCallback):
+    """Trains a drafter beside a TRL trainer. Under `cotrain run` it uses the trainer that is there, and only logs."""
+
+    def __init__(self, model: str, drafter: str = "eagle3", *settings: str, cotrain: Sequence[str] = COTRAIN) -> None:
+        """Start the drafter's trainer, which every engine finds that this process makes from now on.
+
+        model, drafter, settings: as for `cotrain run`. cotrain: the command where cotrain is in another environment.
+        Raises RunFailure when the trainer does not start, and ValueError in one of several processes.
+        """
+        self._ended, self._counted = ExitStack(), (0, 0, 0)
+        if VARIABLE not in os.environ:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ValueError("several processes share one trainer: start them with `cotrain run ... -- COMMAND`")
+            spool = self._ended.enter_context(scratch_folder("trl")) / "spool"
+            options = ["--model", model, "--drafter", drafter, "--spool", str(spool), "--share", "1", "--with-parent"]
+            self._ended.callback(stop_trainer, start_trainer([*cotrain, "sidecar", *options, *settings], spool))
+            os.environ |= host_environment(spool)
+            self._ended.callback(os.environ.pop, VARIABLE)
+            atexit.register(self._ended.close)
+        self._spool = Spool(os.environ[VARIABLE])
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
+        numbers = self._numbers()
+        if logs is None or not numbers or not state.is_world_process_zero:
+            return
+        logs.update(numbers)
+        state.log_history[-1].update(numbers)
+        if "mlflow" in args.report_to:  # the callback of transformers has sent the log before this one is called
+            import mlflow
+
+            mlflow.set_tag("cotrain.sidecar", str(self._spool.folder))
+            mlflow.log_metrics(numbers, step=state.global_step)
+
+    def on_train_end(self, *others: Any, **more: Any) -> None:
+        self._ended.close()
+
+    def _numbers(self) -> dict[str, float]:
+        """What the engines have accepted since the last call. Lengths are left out where nothing was drafted."""
+        states = [state for engine in self._spool.engines() if (state := read_json(engine.state))]
+        counted = tuple(sum(state.get(name, 0) for state in states) for name in COUNTS)
+        drafts, drafted, accepted = (now - before for now, before in zip(counted, self._counted, strict=True))
+        self._counted = counted
+        numbers = {
+            f"cotrain/{name}": float(states[0][name]) for name in ("policy_version", "drafter_version") if states
+        }
+        if drafts:
+            numbers |= {"cotrain/acceptance_length": 1 + accepted / drafts, "cotrain/draft_length": drafted / drafts}
+        return numbers

@@ -1,0 +1,226 @@
+"""`cotrain run` and `cotrain sidecar`: train a drafter beside a trainer or server that belongs to somebody else.
+
+The drafter's trainer is a process of its own in both. docs/sidecar.md says what happens in the host.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from cotrain.config.errors import help_text
+from cotrain.config.load import Table, merge, read_tables
+from cotrain.config.sidecar import SidecarConfig, load_sidecar
+from cotrain.process.children import two_stage_stop
+from cotrain.run.console import aligned
+from cotrain.sidecar.adoption import CHECK_VARIABLE, VERDICTS
+from cotrain.sidecar.launch import host_environment, run_host, start_trainer, stop_trainer
+from cotrain.sidecar.spool import VARIABLE, Settings, Spool, read_json
+
+KINDS = ("eagle3", "mtp", "draft_model")
+RUN = """\
+Train a drafter beside your own trainer or server. Each vLLM engine that COMMAND makes for the model M gets a drafter, which
+is trained on what these engines generate. The exit status is that of COMMAND.
+
+  cotrain run --model Qwen/Qwen3-0.6B -- accelerate launch train_grpo.py
+  cotrain run --model Qwen/Qwen3-0.6B --drafter models:/my-drafter@serving -- python train_grpo.py
+  cotrain run --model Qwen/Qwen3-0.6B num_speculative_tokens=2 name=second -- python train_grpo.py
+
+Install cotrain-engine where COMMAND's vLLM is. `cotrain sidecar check` says whether its engine would get a drafter.
+"""
+SIDECAR = """\
+Train a drafter for engines that are started in another terminal. Of a server's requests, only the share S is trained on.
+
+  cotrain sidecar --model Qwen/Qwen3-8B --spool /dev/shm/drafter --share 0.1    first terminal; it prints this line:
+  COTRAIN_SIDECAR=/dev/shm/drafter vllm serve Qwen/Qwen3-8B                     second terminal
+  cotrain sidecar check --model Qwen/Qwen3-8B -- vllm serve Qwen/Qwen3-8B       would its engine get a drafter?
+
+Text stays in memory, and a request with "vllm_xargs": {"cotrain": false} is never trained on. Ctrl-C stores the drafter and
+ends the trainer; the server goes on with the drafter that it has.
+"""
+CHECK = """\
+Would the first vLLM engine that COMMAND makes get a drafter, and if not, why? COMMAND is started, and the process that makes
+the engine ends before a model is loaded. A command that makes no engine runs on. Exit status 0: it would, 1: it would not.
+"""
+CAUSES = """\
+none asked for a drafter. Usual causes:
+- cotrain-engine is not installed where the host's vLLM is: install it there
+- the host sets VLLM_PLUGINS, the list of what vLLM may load: add cotrain to it
+- the variable COTRAIN_SIDECAR did not reach the engine, which is an actor of Ray or on another machine: docs/sidecar.md
+- the host made no engine of vLLM, or ended before"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`cotrain run`: the trainer's process and the host's command. Returns the host's exit status."""
+    usage = "cotrain run --model M [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
+    own, host = _split(arguments)
+    options = _parser("run", usage, RUN).parse_args(own)
+    _check_host(host, usage)
+    config, overrides = _configured(options)
+    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--with-parent", f"--share={config.share}"]
+    command += [f"--config={file}" for file in options.config] + [f"--resume={options.resume}"] * bool(options.resume)
+    trainer, ended = start_trainer([*command, *overrides], config.spool_folder), list[str]()
+
+    def watch() -> None:
+        if not ended and trainer.poll() is not None:
+            ended.append("the drafter's trainer has ended, see above; your command goes on with the drafter it has")
+            print(f"cotrain: {ended[0]}", file=sys.stderr)
+
+    try:
+        return run_host(host, host_environment(config.spool_folder), watch)
+    finally:
+        stop_trainer(trainer)
+
+
+def sidecar(arguments: Sequence[str]) -> int:
+    """`cotrain sidecar`: the trainer alone, until a signal ends it; or the check of a host's command."""
+    if arguments and arguments[0] == "check":
+        return check(arguments[1:])
+    usage = "cotrain sidecar --model M --spool DIR --share S [--drafter D] [--config FILE] [key=value ...]"
+    parser = _parser("sidecar", usage, SIDECAR)
+    parser.add_argument(
+        "--spool", metavar="DIR", help="folder for the exchange with the engines; in /dev/shm it is memory"
+    )
+    text = "share of the requests that are trained on, above 0 and up to 1; it must be given, here or in FILE"
+    parser.add_argument("--share", type=float, metavar="S", help=text)
+    parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    config, _ = _configured(options)
+    if options.share is None and "share" not in config.model_fields_set:
+        raise ValueError("--share: say which share of the requests may be trained on, for example --share 0.1")
+    from cotrain.sidecar.service import serve
+
+    if not options.with_parent:
+        line = f"{VARIABLE}={shlex.quote(str(config.spool_folder))} vllm serve {shlex.quote(config.model)}"
+        print(f"When the trainer is ready, start the engine in another terminal:\n  {line}", flush=True)
+    with two_stage_stop(print, "round") as asked:
+        stop = Stop(asked, os.getppid() if options.with_parent else None, config.spool_folder)
+        status = serve(config, options.resume is not None, stop)
+    print(summary(config.run_root / config.name, stop.verdicts), flush=True)
+    return status
+
+
+def check(arguments: Sequence[str]) -> int:
+    """`cotrain sidecar check`. Returns 0 where the first engine would be adopted, else 1."""
+    own, host = _split(arguments)
+    usage = "cotrain sidecar check [--model M] -- COMMAND ..."
+    parser = argparse.ArgumentParser(prog="cotrain sidecar check", usage=usage, description=CHECK)
+    parser.add_argument("--model", metavar="M", help="the policy (default: the model of the first engine)")
+    model = parser.parse_args(own).model
+    _check_host(host, usage)
+
+    def verdicts(spool: Path) -> list[dict[str, Any]]:
+        run_host(host, host_environment(spool) | {CHECK_VARIABLE: "1"}, lambda: None)
+        return read_verdicts(spool)
+
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cotrain-check-")))
+        if model is None:  # of a model without a name, no engine is
+            Spool(scratch / "asked").create(Settings("", "", {}, (), 0.0, 0, False, False))
+            model = next((verdict["model"] for verdict in verdicts(scratch / "asked")), None)
+        found = []
+        if model is not None:
+            from cotrain.sidecar.prepare import prepare
+
+            changes = [f"model={json.dumps(model)}", f"run_root={scratch}", f"spool={scratch}/spool", "name=check"]
+            spool = prepare(load_sidecar([], [*changes, "drafter.model.type=eagle3"]), False, stack).spool
+            found = verdicts(spool.folder)
+        print(f"\nengines: {engines_text(found)}")
+    return 0 if any(verdict["reason"] is None for verdict in found) else 1
+
+
+def summary(run: Path, verdicts: Sequence[dict[str, Any]]) -> str:
+    """What came of it, for somebody who sees it for the first time. run: the run folder."""
+    from pipelines.page.record import read_run
+    from pipelines.train.report import progress, run_facts, write_run_report
+
+    lines, done = {"engines": engines_text(verdicts).replace("\n", "\n" + " " * 14)}, "no round of training"
+    if list((run / "metrics.jsonl").read_text()):
+        record = read_run(run)
+        done = progress(record)
+        lines |= {fact.label: fact.text for fact in run_facts(record)} | {"report": str(write_run_report(run))}
+    return f"\nDone: {done}\n{aligned(lines | {'run folder': str(run)})}"
+
+
+def read_verdicts(spool: Path) -> list[dict[str, Any]]:
+    """A {"model", "pid", "reason"} of each engine that found the trainer; the reason is None if it was adopted."""
+    return [read_json(path) for path in sorted((spool / VERDICTS).glob("*.json"))]
+
+
+def engines_text(verdicts: Sequence[dict[str, Any]]) -> str:
+    """Which engines were adopted, and why others were not, from what `read_verdicts` returns."""
+    adopted = {verdict["pid"] for verdict in verdicts if verdict["reason"] is None}
+    others = dict.fromkeys(f"not adopted, {v['model']}: {v['reason']}" for v in verdicts if v["reason"] is not None)
+    return "\n".join([f"{len(adopted)} adopted"] * bool(adopted) + [*others]) or CAUSES
+
+
+class Stop:
+    """Set when a signal has asked for it, or when the process is gone that has started the trainer."""
+
+    def __init__(self, asked: Callable[[], bool], parent: int | None, spool: Path):
+        self._asked, self._parent, self._spool = asked, parent, spool
+        self.verdicts: list[dict[str, Any]] = []
+        """On the engines that have looked for the trainer. The spool, which has them, is gone at the end."""
+
+    def is_set(self) -> bool:
+        is_set = self._asked() or (self._parent is not None and os.getppid() != self._parent)
+        if is_set:
+            self.verdicts = read_verdicts(self._spool)
+        return is_set
+
+    def wait(self, timeout: float) -> None:
+        time.sleep(timeout)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments before the first --, and those after it."""
+    at = [*arguments, "--"].index("--")
+    return list(arguments[:at]), list(arguments[at + 1 :])
+
+
+def _check_host(host: Sequence[str], usage: str) -> None:
+    if not host:
+        raise ValueError(f"the command of your trainer or server is missing; write it after --, as in: {usage}")
+
+
+def _parser(command: str, usage: str, description: str) -> argparse.ArgumentParser:
+    fields = f"Fields of the configuration\n===========================\n{help_text(root=SidecarConfig)}"
+    parser = argparse.ArgumentParser(
+        prog=f"cotrain {command}", usage=usage, description=description, epilog=fields,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--model", metavar="M", help="the policy, as your trainer or server names it")
+    text = (
+        f"{', '.join(KINDS)}, or the first weights: a folder or models:/NAME@serving (default eagle3, random weights)"
+    )
+    parser.add_argument("--drafter", metavar="D", help=text)
+    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="TOML file; may be repeated")
+    parser.add_argument("--resume", metavar="NAME", help="continue this one, with its drafter")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any field of the configuration")
+    return parser
+
+
+def _configured(options: argparse.Namespace) -> tuple[SidecarConfig, list[str]]:
+    """The configuration, and the overrides that make it of the same files. Raises ConfigError listing all problems."""
+    given = {name: getattr(options, name, None) for name in ("model", "spool", "share")}
+    overrides = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
+    if options.drafter in KINDS:
+        overrides.append(f"drafter.model.type={options.drafter}")
+    elif options.drafter:
+        overrides.append(f"drafter.init={json.dumps(options.drafter)}")
+    overrides += options.overrides
+    if options.resume is None:
+        known: Table = reduce(merge, read_tables(options.config, overrides), Table())
+        if "type" not in known.get("drafter", {}).get("model", {}):
+            overrides.append("drafter.model.type=eagle3")
+        if "name" not in known:
+            overrides.append(f"name=sidecar-{time.strftime('%Y%m%d-%H%M%S')}")
+    return load_sidecar(options.config, overrides, options.resume), overrides
