@@ -5,7 +5,9 @@ that comes out: a tap that gave up what outgrew it would hold the short response
 """
 
 import random
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -52,8 +54,36 @@ def choose(
     return {name: request for name, request in requests.items() if name in chosen}
 
 
+class Admission:
+    """Which requests of a host are tapped: a share of those that drafters can learn from, as many as fit."""
+
+    def __init__(self, share: float, max_bytes: int, row_size: int, seed: str):
+        """row_size: bytes of one row. The seed leaves the host's own generator alone."""
+        self._share, self._max_bytes, self._row_size, self._random = share, max_bytes, row_size, random.Random(seed)
+        self.tapped: dict[str, TapRequest] = {}
+        """Those that run, by name. Whoever knows that one has ended takes it out."""
+        self.dropped: Counter[str] = Counter()
+        """Requests by the reason why they were not tapped; what the share leaves out does not count."""
+
+    def admit(self, requests: Iterable[Any]) -> dict[str, TapRequest]:
+        """Choose among new requests, vLLM's NewRequestData."""
+        asked, chosen = dict[str, TapRequest](), dict[str, TapRequest]()
+        for new in requests:
+            if (reason := left_out(new)) is not None:
+                self.dropped[reason] += 1
+            elif self._random.random() < self._share:
+                prompt = str(hash(tuple(new.prompt_token_ids)))
+                asked[new.req_id] = TapRequest(prompt, len(new.prompt_token_ids), new.sampling_params.max_tokens)
+        with suppress(ValueError):  # one of them alone is above the bound
+            key, taken = str(self._random.random()), reserved_bytes(self.tapped, self._row_size)
+            chosen = choose(asked, key, self._max_bytes, self._row_size, taken)
+        self.dropped["no room in the tap"] += len(asked) - len(chosen)
+        self.tapped |= chosen
+        return chosen
+
+
 def left_out(request: Any) -> str | None:
-    """Why a new request of a host, vLLM's NewRequestData, is not tapped; None when it may be."""
+    """Why a request of a host is not tapped; None when it may be."""
     law = request.sampling_params
     if law is None or request.prompt_token_ids is None or request.mm_features or request.lora_request is not None:
         return "not text to text"

@@ -30,9 +30,8 @@ class PolicyWatch:
         """folder: where the matrices of each version are written."""
         self._worker, self._folder = worker, folder
         self._model: nn.Module = worker.model_runner.get_model()
-        self._digests: dict[str, str] = {}
+        self._digests, self.version = dict[str, str](), 0
         self._in_update = self._opened = False
-        self.version = 0
         self.is_dirty = False
         """May other weights be served than those of `version`?"""
 
@@ -72,10 +71,8 @@ class PolicyWatch:
         The build keeps linear weights packed, so that a plain load has nowhere to write to. This is part of the host's
         own load, and so its errors are the host's. The load ends with `finish`, before the next step.
         """
-        if self._worker.device.type != "cpu" or self._opened or self._in_update:
-            return
-        in_session = getattr(self._worker, "_weight_update_active", False)
-        if in_session or any(parameter.is_meta for parameter in self._model.parameters()):
+        in_session = self._in_update or getattr(self._worker, "_weight_update_active", False)
+        if self._worker.device.type != "cpu" or in_session or any(p.is_meta for p in self._model.parameters()):
             return
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 

@@ -20,7 +20,7 @@ from cotrain.rollout.vllm.hooks import DraftingHook, no_drafts, sample_plainly_w
 from cotrain.rollout.vllm.weight_transfer import ServedWeights
 from cotrain.sidecar.breaker import Breaker, log
 from cotrain.sidecar.policy_watch import PolicyWatch
-from cotrain.sidecar.scheduling import REPORT_SECONDS, Finished, Stamp
+from cotrain.sidecar.scheduling import REPORT_SECONDS, Stamp
 from cotrain.sidecar.spool import EngineFolder, Settings, Spool, write_json
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.payload import WeightUpdateRefused
@@ -56,7 +56,7 @@ class WorkerSidecar:
         self._worker, self._engine, self._settings = worker, engine, settings
         self._breaker, self._corrections = Breaker(), cpu.correct()
         self._policy, self._drafter, self._knows_policy = PolicyWatch(worker, engine.policies), 0, False
-        self._refused: dict[int, str] = {}
+        self._versions, self._refused = str(Versions(0, 0)), dict[int, str]()
         self._live: dict[str, list[tuple[str, int]]] = {}  # of tapped requests: (versions, response tokens before them)
         self._finished: dict[SamplingParams, list[tuple[FeatureRecord, dict[str, Any]]]] = defaultdict(list)
         self._windows: list[dict[str, Any]] = []
@@ -66,12 +66,11 @@ class WorkerSidecar:
     def hook_in(self) -> None:
         """Hook into the worker. What can fail comes first."""
         worker, runner = self._worker, self._worker.model_runner
-        draft = worker.speculative_config.draft_model_config
-        kept = self._engine.facts.parent / "kept" / "drafter"
+        draft, kept = worker.speculative_config.draft_model_config, self._engine.facts.parent / "kept" / "drafter"
         self._weights = ServedWeights(worker.get_draft_model(), draft, kept, worker.get_model())
         self._policy.write()
         self._knows_policy = worker.vllm_config.load_config.load_format != "dummy"
-        self._write_facts(True)
+        self._write_facts()
         sample_plainly_without_drafts(runner)
         self._hook = DraftingHook(runner, name_of=str)
         self._hook.reads_prompts = self._settings.adaptive
@@ -80,16 +79,14 @@ class WorkerSidecar:
         self._execute, runner.execute_model = runner.execute_model, self._execute_model
         self._policy.hook_in()
 
-    def _write_facts(self, attached: bool) -> None:
+    def _write_facts(self, reason: str | None = None) -> None:
         from vllm import __version__
 
-        model = self._worker.model_config
-        facts = {"vllm": __version__, "runner": type(self._worker.model_runner).__qualname__, "pid": os.getpid()}
+        model, runner = self._worker.model_config, type(self._worker.model_runner).__qualname__
+        facts = {"pid": os.getpid(), "vllm": __version__, "runner": runner, "corrections": self._corrections}
         facts |= {"dtype": str(model.dtype).removeprefix("torch."), "hidden_size": model.get_hidden_size()}
         facts |= {"vocab_size": model.get_vocab_size(), "max_model_len": model.max_model_len}
-        reason = None if attached else f"switched off: {', '.join(self._breaker.off)} failed"
-        facts |= {"corrections": self._corrections, "attached": attached, "reason": reason}
-        write_json(self._engine.facts, facts)
+        write_json(self._engine.facts, facts | {"attached": reason is None, "reason": reason})
 
     def _propose(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Any:
         drafts = self._breaker.call(self._hook.propose, scheduler_output, sampled, *rest)
@@ -104,52 +101,42 @@ class WorkerSidecar:
             if stamp.publication is not None:
                 self._breaker.call(self._swap, stamp.publication)
             if self._knows_policy and not self._breaker.off:
-                self._live |= {name: [(str(self._versions), 0)] for name in stamp.tapped}
+                self._live |= {name: [(self._versions, 0)] for name in stamp.tapped}
                 self._hook.tap.start(stamp.tapped)
             self._breaker.call(self._report, stamp)
         return self._execute(scheduler_output, *args, **kwargs)
 
-    @property
-    def _versions(self) -> Versions:
-        return Versions(self._policy.version, self._drafter)
-
     def _take(self, stamp: Stamp, scheduler_output: Any) -> None:
         """Take the features of finished requests, whose last tokens are of the versions that serve now."""
         for done in stamp.finished:
-            self._take_one(done)
+            self._take_one(*done)
         if stamp.window is not None:
             self._windows.append(stamp.window)
-        num, now = sum(map(len, self._finished.values())), time.perf_counter()
+        num, late = sum(map(len, self._finished.values())), time.perf_counter() - self._written > REPORT_SECONDS
         idle = not scheduler_output.total_num_scheduled_tokens
-        if num >= SHARD_ROLLOUTS or (num and (idle or now - self._written > REPORT_SECONDS or self._policy.is_dirty)):
-            self._written = now
+        if num >= SHARD_ROLLOUTS or (num and (idle or late or self._policy.is_dirty)):
             self._write_shards()
 
-    def _take_one(self, done: Finished) -> None:
-        segments = self._live.pop(done.name, None)
-        if segments is None:
+    def _take_one(self, token_ids: list[int], sampling: tuple[float, float, int], told: dict[str, Any]) -> None:
+        if (segments := self._live.pop(told["name"], None)) is None:
             return
         version, start = segments[-1]
-        sampling = SamplingParams(*done.sampling, self._settings.speculative_config["draft_sample_method"])
-        known = done.name, done.token_ids, done.prompt_length, self._policy.version, sampling
-        record = self._hook.take(*known, self._settings.aux_layers, start, self._drafter)
+        law = SamplingParams(*sampling, self._settings.speculative_config["draft_sample_method"])
+        known = told["name"], token_ids, told["prompt_tokens"], self._policy.version, law, self._settings.aux_layers
+        record = self._hook.take(*known, start, self._drafter)
         if record is None or not record.is_trainable or not self._knows_policy:
             self._dropped["no features"] += 1
             return
         earlier = [(before, first, end) for (before, first), (_, end) in pairwise(segments)]
-        told = {"name": done.name, "prompt_tokens": done.prompt_length, "tokens": len(done.token_ids)}
-        told |= {"finish_reason": done.finish_reason, "seconds": done.seconds, "versions": version, "earlier": earlier}
-        self._finished[sampling].append((record, told | {"verification_steps": done.verification_steps}))
+        self._finished[law].append((record, {**told, "versions": version, "earlier": earlier}))
 
     def _write_shards(self) -> None:
-        started = time.perf_counter()
+        self._written = started = time.perf_counter()
         for group in self._finished.values():
             records, told = zip(*group, strict=True)
             described = {"rollouts": told, "windows": self._windows}
-            size, most = sum(record.num_bytes for record in records), self._settings.max_bytes
-            write = functools.partial(write_records, records=list(records))
-            dropped = self._engine.add_shard(write, described, size, most)
-            if dropped is None:
+            size, write = sum(r.num_bytes for r in records), functools.partial(write_records, records=list(records))
+            if (dropped := self._engine.add_shard(write, described, size, self._settings.max_bytes)) is None:
                 self._windows = []
             else:
                 self._dropped[dropped] += len(records)
@@ -162,15 +149,16 @@ class WorkerSidecar:
         starts = not was_busy and scheduler_output.total_num_scheduled_tokens
         if not self._policy.is_dirty and not (starts and self._policy.has_moved()):
             return
-        started = time.perf_counter()
         self._policy.is_dirty = self._knows_policy = False
         self._policy.version += 1
         self._hook.tap.policy_version = self._policy.version
         self._begin_segments()
-        self._policy.write()
-        self._seconds["head"] += time.perf_counter() - started
         self._serve(self._weights.restore)
-        self._knows_policy = True
+        started = time.perf_counter()
+        with suppress(OSError):  # the disk is full: nothing is tapped until the next version
+            self._policy.write()
+            self._knows_policy = True
+        self._seconds["head"] += time.perf_counter() - started
 
     def _swap(self, publication: dict[str, Any]) -> None:
         try:
@@ -189,12 +177,13 @@ class WorkerSidecar:
 
     def _begin_segments(self) -> None:
         """The tapped requests that are running get their next tokens from other versions."""
+        self._versions = str(Versions(self._policy.version, self._drafter))
         for name, segments in self._live.items():
             request = self._worker.model_runner.requests.get(name)
             start = len(request.output_token_ids) if request is not None else 0
             if segments[-1][1] == start:
                 segments.pop()
-            segments.append((str(self._versions), start))
+            segments.append((self._versions, start))
 
     def _report(self, stamp: Stamp) -> None:
         """Write state.json, once a second and when versions have changed."""
@@ -208,4 +197,4 @@ class WorkerSidecar:
         with suppress(OSError):  # the disk is full, or the spool is gone
             write_json(self._engine.state, state | stamp.counts)
             if self._breaker.off:
-                self._write_facts(False)
+                self._write_facts(f"these hooks have failed: {', '.join(self._breaker.off)}")
