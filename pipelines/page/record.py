@@ -10,6 +10,13 @@ from cotrain.run.provenance import flatten
 from cotrain.run.rows import read_rows
 from pipelines.page.folders import read_object
 
+SIDECAR_FIELDS = {
+    "model": "policy.model",
+    "num_speculative_tokens": "rollout.num_speculative_tokens",
+    "draft_sample_method": "rollout.draft_sample_method",
+}
+"""What a sidecar sets of a host's engines, by the names of the same fields of a run."""
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -26,6 +33,11 @@ class RunRecord:
     stream: list[dict[str, Any]]
     """Events of groups and learners, see cotrain/stream/producer.py."""
 
+    @property
+    def is_sidecar(self) -> bool:
+        """Is it the drafter's part alone, beside somebody else's trainer or server?"""
+        return "spool" in self.settings
+
     def column(self, metric: str) -> pd.Series:
         """One value a step, all NaN when no step measured it."""
         return self.metrics.get(metric, pd.Series(float("nan"), index=self.metrics.index))
@@ -34,6 +46,7 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Raises ValueError naming the file that is missing, empty or damaged, and what to do."""
     settings, metrics = flatten(read_object(folder / "config.json")), folder / "metrics.jsonl"
+    settings |= {alike: settings[name] for name, alike in SIDECAR_FIELDS.items() if name in settings}
     try:
         rows = read_rows(metrics)
     except ValueError as error:

@@ -65,19 +65,19 @@ def write_run_report(folder: Path) -> Path:
 
 def run_page(run: RunRecord) -> Page:
     """The page of a run with at least one step."""
-    sections = [
-        _speculation(run),
-        *_decisions(run),
-        Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]),
-        Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s"), *_order(run)]),
-        *stream_section(run),
-    ]
+    sections = [_speculation(run), *_decisions(run)]
+    if not run.is_sidecar:  # which sees neither rewards nor what else its host does
+        sections += [
+            Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]),
+            Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s"), *_order(run)]),
+            *stream_section(run),
+        ]
     if run.attempts:
         about = {"attempts": len(run.attempts)} | run.attempts[-1]
         sections.append(Section("What it ran on", table=_table(about), folded=True))
     return Page(
         title=run.settings["name"],
-        kind="cotrain run",
+        kind="cotrain sidecar" if run.is_sidecar else "cotrain run",
         subtitle=_subtitle(run),
         facts=run_facts(run),
         sections=[*sections, Section("Configuration", table=_table(run.settings), folded=True)],
@@ -100,7 +100,7 @@ def progress(run: RunRecord, planned: int | None = None) -> str:
     planned: steps that the run was to make, which a resume may have changed since config.json was written.
     """
     tokens = run.column("rollout/generated_tokens").sum()
-    steps = f"{run.metrics.index.size}{f' of {planned}' if planned else ''} steps"
+    steps = f"{run.metrics.index.size}{f' of {planned}' if planned else ''} {'rounds' if run.is_sidecar else 'steps'}"
     return f"{steps} in {duration(run.column('time/step_s').sum())}, {tokens:,.0f} tokens generated"
 
 
@@ -111,7 +111,7 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     output was identical with and without speculation (None: not compared).
     """
     thirds = "(mean of the first and the last third; higher is better)"
-    facts = [Fact("reward", _from_to(run, "policy/reward"), thirds)]
+    facts = [] if run.is_sidecar else [Fact("reward", _from_to(run, "policy/reward"), thirds)]
     speedups = run.column(ORDER).dropna()
     if speedups.size and run.settings.get("rollout.order") != "drawn":
         errors = run.column(LENGTH_ERROR).dropna()
