@@ -1,0 +1,179 @@
+"""Which engines of a host are adopted, with vLLM's own arguments and configuration; no engine starts here."""
+
+import inspect
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+
+from cotrain.models.loading import resolve_model
+from cotrain.sidecar import adoption
+from cotrain.sidecar.adoption import NotAdopted, check_arguments, check_config, configured, is_adopted
+from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Spool, write_json
+from drafters.base import TargetSpec
+from drafters.build import build_drafter
+from drafters.config import Eagle3Config
+from tests.sidecar_parts import make_spool
+
+CREATE = inspect.unwrap(EngineArgs.create_engine_config)
+MODEL = resolve_model("tiny:llama")
+OWN_EXTENSION = "cotrain.rollout.vllm.worker_extension.CotrainWorker"
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    config = Eagle3Config.model_validate({"type": "eagle3", "draft_vocab_size": 128, "aux_layers": (2, 4, 5)})
+    return make_spool(tmp_path / "spool", MODEL, build_drafter(config, TargetSpec.from_pretrained(MODEL), seed=0))
+
+
+@pytest.fixture
+def beside_trainer(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv(HOST_VARIABLE, "first")
+    monkeypatch.setenv(VARIABLE, str(spool.folder))
+
+
+def arguments(**changes: Any) -> EngineArgs:
+    args = EngineArgs(str(MODEL), dtype="float32", max_model_len=256, enforce_eager=True)
+    for name, value in changes.items():
+        setattr(args, name, value)
+    return args
+
+
+def test_an_engine_of_the_same_model_is_adopted_by_name_or_folder(spool: Spool, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(MODEL)
+    for model in (MODEL, tmp_path / "link", "tiny:llama"):
+        assert check_arguments(arguments(model=str(model)), spool) == spool.settings()
+    assert check_arguments(arguments(async_scheduling=False, worker_extension_cls="host.Extension"), spool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": "Qwen/Qwen3-0.6B"}, r"drafter is for tiny:llama"),
+        ({"worker_extension_cls": OWN_EXTENSION}, r"trains its drafter itself"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, r"has set speculative_config, .*leave it out"),
+        ({"async_scheduling": True}, r"has set async_scheduling, .*leave it out"),
+        ({"logits_processors": ["host.Processor"]}, r"has set logits_processors"),
+        ({"enable_lora": True}, r"has set enable_lora, .*merge the adapter"),
+        ({"quantization": "fp8"}, r"has set quantization"),
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size is 2: .*single device"),
+        ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size is 2"),
+        ({"data_parallel_size": 2}, r"data_parallel_size is 2"),
+    ],
+)  # fmt: skip
+def test_what_a_host_has_set_keeps_an_engine_from_being_adopted(
+    changes: dict[str, Any], reason: str, spool: Spool
+) -> None:
+    with pytest.raises(NotAdopted, match=reason):
+        check_arguments(arguments(**changes), spool)
+
+
+def test_without_a_living_trainer_no_engine_is_adopted(spool: Spool) -> None:
+    os.utime(spool.folder / "heartbeat", (time.time() - 60,) * 2)
+    with pytest.raises(NotAdopted, match=r"no sign of life: start it again"):
+        check_arguments(arguments(), spool)
+    (spool.folder / "settings.json").unlink()
+    with pytest.raises(NotAdopted, match=r"settings\.json cannot be read.*start the trainer first"):
+        check_arguments(arguments(), spool)
+
+
+@pytest.mark.parametrize("version", ["0.28.1", "0.34.0", "0.3.2", "1.0.0"])
+def test_other_versions_of_vllm_are_left_alone(version: str, spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(NotAdopted, match=rf"vLLM {version}: install one of 0\.29 to 0\.33"):
+        check_arguments(arguments(), spool)
+
+
+@pytest.mark.parametrize("name", ["schedule", "gone"])
+def test_a_vllm_whose_functions_have_moved_is_left_alone(
+    name: str, spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(adoption.SIDECAR, f"vllm.v1.core.sched.scheduler:Scheduler.{name}", "self other")
+    with pytest.raises(
+        NotAdopted, match=rf"not the one that was published: .*Scheduler\.{name} takes .*\(self other\)"
+    ):
+        check_arguments(arguments(), spool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_v2_model_runner": True}, r"export VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"quantization": "awq"}, r"quantized \(awq\)"),
+        ({"runner_type": "pooling"}, r"is for pooling"),
+        ({"world_size": 2}, r"has 2 ranks"),
+    ],
+)
+def test_what_vllm_makes_of_the_arguments_is_looked_at_too(changes: dict[str, Any], reason: str) -> None:
+    found = {"use_v2_model_runner": False, "quantization": None, "runner_type": "generate", "world_size": 1}
+    everything = SimpleNamespace(**found)
+    config = SimpleNamespace(use_v2_model_runner=False, model_config=everything, parallel_config=everything)
+    check_config(config)
+    vars(everything).update(changes)
+    config.use_v2_model_runner = everything.use_v2_model_runner
+    with pytest.raises(NotAdopted, match=reason):
+        check_config(config)
+
+
+@pytest.mark.usefixtures("beside_trainer")
+def test_an_adopted_engine_drafts_and_its_arguments_stay_the_hosts(spool: Spool) -> None:
+    args = arguments()
+    for _ in range(2):  # as a host that makes the configuration twice
+        config = configured(CREATE, args)
+        assert is_adopted(config) and config.speculative_config.model == str(spool.initial)
+        assert config.scheduler_config.async_scheduling is False
+        assert args.speculative_config is None and args.async_scheduling is None
+
+
+@pytest.mark.usefixtures("beside_trainer")
+@pytest.mark.parametrize("fault", ["variable", "drafter", "refused", "owner", "hook"])
+def test_every_other_engine_starts_as_its_host_asked(
+    fault: str, spool: Spool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("planted")
+
+    faults: dict[str, Callable[[], None]] = {
+        "variable": lambda: monkeypatch.delenv(VARIABLE),
+        "drafter": lambda: (spool.initial / "config.json").unlink(),
+        "refused": lambda: (spool.folder / "heartbeat").unlink(),
+        "owner": lambda: write_json(spool.folder / "owner", {"host": "other", "pid": os.getppid()}),
+        "hook": lambda: monkeypatch.setattr(adoption, "check_config", broken),
+    }
+    args = arguments()
+    faults[fault]()
+    config = configured(CREATE, args)
+    assert not is_adopted(config) and config.speculative_config is None and args.speculative_config is None
+    lines = [record.message for record in caplog.records if record.message.startswith("cotrain: ")]
+    assert len(lines) == (0 if fault == "variable" else 1)
+
+
+@pytest.mark.usefixtures("beside_trainer")
+def test_an_error_of_the_hosts_own_arguments_reaches_the_host(spool: Spool) -> None:
+    with pytest.raises(ValueError, match="max_model_len"):
+        configured(CREATE, arguments(max_model_len=10**6))
+
+
+@pytest.mark.usefixtures("beside_trainer")
+def test_a_spool_serves_one_host_or_as_many_as_it_says(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    living = subprocess.Popen(["sleep", "60"])
+    try:
+        write_json(spool.folder / "owner", {"host": "other", "pid": living.pid})
+        assert not is_adopted(configured(CREATE, arguments()))
+        settings = vars(spool.settings()) | {"replicas": True}
+        write_json(spool.folder / "settings.json", settings)
+        assert is_adopted(configured(CREATE, arguments()))
+        write_json(spool.folder / "settings.json", settings | {"replicas": False})
+    finally:
+        living.kill()
+        living.wait()
+    assert is_adopted(configured(CREATE, arguments()))  # the owner is dead
