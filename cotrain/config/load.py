@@ -108,20 +108,16 @@ def _read_override(text: str, problems: list[str]) -> Table:
     if not equals or not all(re.fullmatch(r"\w[\w-]*", name) for name in path.split(".")):
         problems.append(f"{text}: not an override; write section.field=value, for example rollout.temperature=0.8")
         return {}
-    table: Any = _read_value(value)
-    for name in reversed(path.split(".")):
-        table = {name: table}
-    return Table(table)
-
-
-def _read_value(text: str) -> Any:
-    if text == "none":
-        return None
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
+        parsed = {}
+    return table_of(path, None if value == "none" else parsed["value"] if len(parsed) == 1 else value)
+
+
+def table_of(path: str, value: Any) -> Table:
+    """The table that holds this value at a dotted path."""
+    return Table(reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), value))
 
 
 def _saved_table(run_root: Path, name: str) -> Table:

@@ -205,8 +205,8 @@ def start_ray(address: str | None) -> Any:
     if not address:
         # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        private = {"num_cpus": 64, "object_store_memory": OBJECT_STORE_BYTES}  # logical: the roles take turns on the cores
-        private |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        private = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        private |= {"object_store_memory": OBJECT_STORE_BYTES, "num_cpus": 64}  # the roles take turns on the cores
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token
