@@ -14,7 +14,7 @@ from typing import Any
 from cotrain.config.errors import ConfigError, did_you_mean, validated
 from cotrain.config.rules import broken_rules
 from cotrain.config.schema import RunConfig
-from drafters.files import write_json
+from drafters.files import read_object, write_json
 
 Table = dict[str, Any]
 
@@ -67,8 +67,8 @@ def write_config(config: RunConfig, path: Path) -> None:
 
 
 def read_config(path: Path) -> RunConfig:
-    """Read config.json. Raises ConfigError when it is damaged, or from a version with other fields."""
-    return parse_config(_read_json(path))
+    """Read config.json. Raises ValueError when it is damaged, or from a version with other fields."""
+    return parse_config(read_object(path))
 
 
 def to_toml(config: RunConfig) -> str:
@@ -126,14 +126,4 @@ def _saved_table(run_root: Path, name: str) -> Table:
         runs = sorted(lock.parent.name for lock in run_root.glob("*/run.lock"))
         listed = f"it holds {', '.join(runs)}" if runs else "it holds no runs; set run_root=... if they are elsewhere"
         raise ConfigError([f"--resume {name}: no such run in {run_root} ({listed}){did_you_mean(name, runs)}"])
-    return _read_json(path) | {"run_root": str(run_root)}
-
-
-def _read_json(path: Path) -> Table:
-    try:
-        fields = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError([f"{path}: not valid JSON: {error}"]) from None
-    if not isinstance(fields, dict):
-        raise ConfigError([f"{path}: expected a JSON object"])
-    return fields
+    return read_object(path) | {"run_root": str(run_root)}
