@@ -14,16 +14,20 @@ INDEX = "model.safetensors.index.json"
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read config.json of a model folder. Raises ValueError when there is none or it is not a JSON object."""
-    path = Path(folder) / CONFIG
+    return read_object(Path(folder) / CONFIG, "a Hugging Face model")
+
+
+def read_object(path: Path, what: str = "a run or a study") -> dict[str, Any]:
+    """Read a JSON object from the folder of `what`. Raises ValueError naming the path when there is none."""
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give a Hugging Face model folder")
+        raise ValueError(f"{path} does not exist; give the folder of {what}")
     try:
-        config = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not JSON; restore it: {error}") from error
+    if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")
-    return config
+    return content
 
 
 def weight_files(folder: Path) -> list[Path]:

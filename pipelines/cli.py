@@ -61,7 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         if arguments[0] not in COMMANDS:
-            _parser().parse_args(arguments)  # prints help, or what is wrong, and exits
+            parser = argparse.ArgumentParser(
+                prog="cotrain",
+                description="Joint policy-drafter training: RL rollouts whose speculation keeps up with the policy.",
+            )
+            commands = parser.add_subparsers(required=True, metavar="COMMAND")
+            for name, (_, text) in COMMANDS.items():
+                commands.add_parser(name, help=text)
+            parser.parse_args(arguments)  # prints help, or what is wrong, and exits
         module, _, function = COMMANDS[arguments[0]][0].partition(":")
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except RunFailure as failure:
@@ -80,17 +87,6 @@ def _is_message_to_the_user(error: Exception) -> bool:
     """Our own code raises these for what a user can mend; those of a library are defects."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return (frame.f_globals.get("__package__") or "").partition(".")[0] in OWN_PACKAGES
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cotrain",
-        description="Joint policy-drafter training: RL rollouts whose speculation keeps up with the policy.",
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (_, text) in COMMANDS.items():
-        commands.add_parser(name, help=text)
-    return parser
 
 
 INIT_EPILOG = """\

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -21,9 +21,11 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.records import WeightPayload
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
-from cotrain.run.provenance import machine, package_versions
+from cotrain.run.provenance import here_and_now, machine
+from cotrain.tasks.base import build_task
+from cotrain.tasks.prompts import PromptEncoder
 from drafters.base import Drafter, TargetSpec
-from drafters.build import DRAFTERS, load_drafter
+from drafters.build import kind_of, load_drafter
 from pipelines.plan import BYTES, GIB
 
 TaskConfig = ReasoningGymTask | DatasetTask
@@ -80,12 +82,7 @@ def prepared_command(
 def provenance(args: argparse.Namespace) -> dict[str, Any]:
     """Date, machine, packages and options, for the head of a report."""
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "packages": package_versions(),
-        "options": options,
-    }
+    return here_and_now() | {"options": options}
 
 
 @dataclass(frozen=True)
@@ -101,15 +98,9 @@ class EngineSetup:
 
     def with_history(self) -> "EngineSetup":
         """The same, with an engine that drafts from what it has generated as well."""
-        drafter = [] if self.drafter is None else [{"type": self.drafter_kind}]
+        drafter = [] if self.drafter_folder is None else [{"type": kind_of(self.drafter_folder)}]
         speculation = SpeculationConfig.model_validate({"proposers": [*drafter, {"type": "suffix"}]})
         return replace(self, rollout=self.rollout.model_copy(update={"speculation": speculation}))
-
-    @property
-    def drafter_kind(self) -> str:
-        """Type of the drafter."""
-        assert self.drafter is not None
-        return next(name for name, kind in DRAFTERS.items() if isinstance(self.drafter, kind))
 
     @property
     def notes(self) -> list[str]:
@@ -121,7 +112,7 @@ class EngineSetup:
 
 
 def prepare_engine(
-    args: argparse.Namespace, task: TaskConfig, num_prompts: int, batch: int, pulled: Path, **rollout: Any
+    args: argparse.Namespace, task_config: TaskConfig, num_prompts: int, batch: int, pulled: Path, **rollout: Any
 ) -> EngineSetup:
     """Find the model, encode prompts of the task, load the drafter; args hold `add_engine_options`.
 
@@ -137,8 +128,12 @@ def prepare_engine(
         vllm = vllm | {"tensor_parallel_size": args.tensor_parallel_size}
     if problems := serving_problems(model, not machine()["gpus"], args.dtype, "--dtype", vllm):
         raise ValueError("; ".join(problems).replace("rollout.vllm.tensor_parallel_size", "--tensor-parallel-size"))
+    from transformers import AutoTokenizer
+
     target = TargetSpec.from_pretrained(model)
-    prompts = _prompts(task, args.seed, model, num_prompts)
+    task, tokenizer = build_task(task_config, args.seed), AutoTokenizer.from_pretrained(model)
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=sys.maxsize)
+    prompts = [encoder.encode(task.prompt(index)) for index in range(min(num_prompts, len(task)))]
     longest = max(map(len, prompts))
     # Near the last position vLLM stops drafting for the whole batch, so there are num_speculative_tokens + 1 more of them.
     positions = longest + args.tokens + 2 * (rollout["num_speculative_tokens"] + 1)
@@ -160,34 +155,19 @@ def prepare_engine(
         vllm={"kv_cache_memory_bytes": max(GIB, kv_bytes)} | vllm | sizes,
         **rollout,
     )
-    folder, drafter = _drafter(args, model, target, positions, pulled) if args.drafter else (None, None)
+    folder, drafter = None, None
+    if args.drafter:
+        from cotrain.run.registry import drafter_folder  # and MLflow, which takes seconds
+
+        try:
+            folder = drafter_folder(args.uri, args.drafter, model, pulled)
+            drafter = load_drafter(folder, target, positions)
+        except ValueError as error:
+            raise ValueError(f"--drafter: {error}") from error
     setup = EngineSetup(model, target, prompts, config, drafter, folder)
     for note in setup.notes:
         print(f"note: {note}")
     return setup
-
-
-def _prompts(task_config: TaskConfig, seed: int, model: Path, count: int) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    from cotrain.tasks.base import build_task
-    from cotrain.tasks.prompts import PromptEncoder
-
-    task = build_task(task_config, seed)
-    encoder = PromptEncoder(AutoTokenizer.from_pretrained(model), max_prompt_tokens=sys.maxsize)
-    return [encoder.encode(task.prompt(index)) for index in range(min(count, len(task)))]
-
-
-def _drafter(
-    args: argparse.Namespace, model: Path, target: TargetSpec, positions: int, pulled: Path
-) -> tuple[Path, Drafter]:
-    from cotrain.run.registry import drafter_folder
-
-    try:
-        folder = drafter_folder(args.uri, args.drafter, model, pulled)
-        return folder, load_drafter(folder, target, positions)
-    except ValueError as error:
-        raise ValueError(f"--drafter: {error}") from error
 
 
 @asynccontextmanager

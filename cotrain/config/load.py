@@ -16,7 +16,7 @@ from cotrain.config.errors import AnySection, ConfigError, did_you_mean, validat
 from cotrain.config.rules import broken_rules
 from cotrain.config.schema import RunConfig
 from drafters.config import Section
-from drafters.files import write_json
+from drafters.files import read_object, write_json
 
 Table = dict[str, Any]
 
@@ -93,8 +93,8 @@ def write_config(config: Section, path: Path) -> None:
 
 
 def read_config(path: Path) -> RunConfig:
-    """Read config.json. Raises ConfigError when it is damaged, or from a version with other fields."""
-    return parse_config(_read_json(path))
+    """Read config.json. Raises ValueError when it is damaged, or from a version with other fields."""
+    return parse_config(read_object(path))
 
 
 def to_toml(config: Section) -> str:
@@ -134,20 +134,16 @@ def _read_override(text: str, problems: list[str]) -> Table:
     if not equals or not all(re.fullmatch(r"\w[\w-]*", name) for name in path.split(".")):
         problems.append(f"{text}: not an override; write section.field=value, for example rollout.temperature=0.8")
         return {}
-    table: Any = _read_value(value)
-    for name in reversed(path.split(".")):
-        table = {name: table}
-    return Table(table)
-
-
-def _read_value(text: str) -> Any:
-    if text == "none":
-        return None
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
+        parsed = {}
+    return table_of(path, None if value == "none" else parsed["value"] if len(parsed) == 1 else value)
+
+
+def table_of(path: str, value: Any) -> Table:
+    """The table that holds this value at a dotted path."""
+    return Table(reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), value))
 
 
 def _saved_table(run_root: Path, name: str) -> Table:
@@ -156,14 +152,4 @@ def _saved_table(run_root: Path, name: str) -> Table:
         runs = sorted(lock.parent.name for lock in run_root.glob("*/run.lock"))
         listed = f"it holds {', '.join(runs)}" if runs else "it holds no runs; set run_root=... if they are elsewhere"
         raise ConfigError([f"--resume {name}: no such run in {run_root} ({listed}){did_you_mean(name, runs)}"])
-    return _read_json(path) | {"run_root": str(run_root)}
-
-
-def _read_json(path: Path) -> Table:
-    try:
-        fields = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError([f"{path}: not valid JSON: {error}"]) from None
-    if not isinstance(fields, dict):
-        raise ConfigError([f"{path}: expected a JSON object"])
-    return fields
+    return read_object(path) | {"run_root": str(run_root)}

@@ -137,28 +137,23 @@ def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arg
 
     arguments: those of rollout.vllm; dtype_name: where dtype is set.
     """
-    problems = _sharding_problems(model, arguments.get("tensor_parallel_size", 1))
-    if not on_cpu or not has_linear_attention(model):
-        return problems
-    if dtype != "bfloat16":
-        problems.append(f"{dtype_name}: vLLM computes linear attention on a CPU in bfloat16 only; set it to bfloat16")
-    if arguments.get("enable_prefix_caching"):
-        problems.append("rollout.vllm.enable_prefix_caching: for linear attention it needs a GPU; leave it out")
-    return problems
-
-
-def _sharding_problems(model: Path, ranks: int) -> list[str]:
-    """List what of a model cannot be divided among so many tensor-parallel ranks."""
-    config, field = read_config(model), "rollout.vllm.tensor_parallel_size"
-    if ranks > 1 and has_linear_attention(model):
-        return [f"{field}: parts of linear attention cannot be read back; leave it out, and raise rollout.num_engines"]
+    config, ranks, linear = read_config(model), arguments.get("tensor_parallel_size", 1), has_linear_attention(model)
+    field = "rollout.vllm.tensor_parallel_size"
     sizes = {name: config.get(name, 0) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
     sizes["vocab_size"] = -(-config.get("vocab_size", 0) // 64) * 64  # as vLLM pads it
-    return [
+    problems = [
         f"{field}: {ranks} does not divide the model's {name} of {size}; set it to a number that does"
         for name, size in sizes.items()
         if size % ranks and (name != "num_key_value_heads" or ranks % size)  # several ranks may have the same one
     ]
+    if linear and ranks > 1:
+        advice = "leave it out, and raise rollout.num_engines"
+        problems = [f"{field}: parts of linear attention cannot be read back; {advice}"]
+    if linear and on_cpu and dtype != "bfloat16":
+        problems.append(f"{dtype_name}: vLLM computes linear attention on a CPU in bfloat16 only; set it to bfloat16")
+    if linear and on_cpu and arguments.get("enable_prefix_caching"):
+        problems.append("rollout.vllm.enable_prefix_caching: for linear attention it needs a GPU; leave it out")
+    return problems
 
 
 def cache_folder() -> Path:

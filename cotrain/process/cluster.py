@@ -96,10 +96,8 @@ class Cluster:
         self._actors: dict[str, tuple[Any, str]] = {}
         """Each actor and its log file, by the actor's id."""
         self._answered: set[str] = set()
-        for name, value in RAY_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        self._ray = _join(config.cluster.address) if config.cluster.address else _start_private()
+        self._ray = start_ray(config.cluster.address)
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
         gpus = [int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]]
         self.device, self.gpus = place(config, gpus)
@@ -196,36 +194,31 @@ class Cluster:
         self._ray.shutdown()
 
 
-def _start_private() -> Any:
-    """Start a Ray of this run's own. Returns the module."""
-    # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+def start_ray(address: str | None) -> Any:
+    """Join the cluster at this address, or start a private Ray. Returns the module.
+
+    Raises RunFailure when no cluster answers there.
+    """
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    private: dict[str, Any] = {}
+    if not address:
+        # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        private = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        private |= {"object_store_memory": OBJECT_STORE_BYTES, "num_cpus": 64}  # the roles take turns on the cores
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token
-    ray.init(
-        address="local",
-        num_cpus=64,  # logical: the roles take turns on the cores, see threads.py
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level="ERROR",
-        configure_logging=False,
-        _node_ip_address="127.0.0.1",
-    )
-    return ray
-
-
-def _join(address: str) -> Any:
-    """Join a cluster that is there. Returns the module."""
-    import ray
-
     try:
-        if address != "auto":  # Ray would try again for minutes
+        if address and address != "auto":  # Ray would try again for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+        ray.init(address=address or "local", **options, **private)
     except (OSError, ValueError, ray.exceptions.AuthenticationError) as error:
+        if not address:
+            raise
         raise RunFailure(
             f"cluster.address: no Ray cluster answers at {address} ({str(error).splitlines()[0]}); start one with ray start "
             "--head, or leave cluster.address out"

@@ -31,13 +31,10 @@ def write_provenance(run_dir: RunDir) -> None:
     attempts = json.loads(run_dir.provenance.read_text())["attempts"] if run_dir.provenance.exists() else []
     git, diff = git_state(Path(__file__).parent)
     attempt = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": [Path(sys.argv[0]).name, *(argument.replace(str(Path.home()), "~") for argument in sys.argv[1:])],
         "git": git,
-        "packages": package_versions(),
-        "machine": machine(),
     }
-    write_json(run_dir.provenance, {"attempts": [*attempts, attempt]})
+    write_json(run_dir.provenance, {"attempts": [*attempts, here_and_now() | attempt]})
     if diff:
         (run_dir.logs / "code.diff").write_text(diff)
 
@@ -49,6 +46,12 @@ def git_state(package: Path) -> tuple[dict[str, Any] | None, str]:
         return None, ""
     diff = _git(package, "diff", "HEAD")
     return {"commit": _git(package, "rev-parse", "HEAD").strip(), "dirty": bool(_git(package, "status", "-s"))}, diff
+
+
+def here_and_now() -> dict[str, Any]:
+    """Date, packages and machine, for the head of what is written."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": date, "packages": package_versions(), "machine": machine()}
 
 
 def package_versions() -> dict[str, str]:

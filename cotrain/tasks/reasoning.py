@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import logging
 import random
-from typing import Any
 
 from cotrain.config.schema import ReasoningGymTask
 from cotrain.records import Prompt
@@ -19,7 +18,26 @@ class ReasoningGymProblems:
 
     def __init__(self, config: ReasoningGymTask, seed: int) -> None:
         """Raises ValueError naming task.name or task.parameters, with what is possible there."""
-        self._config, self._dataset = config, _create_dataset(config, seed)
+        import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
+        from reasoning_gym.factory import DATASETS
+
+        if config.name not in DATASETS:
+            close = difflib.get_close_matches(config.name, DATASETS, n=3) or sorted(DATASETS)
+            raise ValueError(f"task.name: reasoning-gym has no task '{config.name}'; it has {', '.join(close)}")
+        # reasoning-gym seeds problem i with seed + i: neighbouring seeds would share nearly all problems.
+        own = {"size": config.size, "seed": random.Random(seed).getrandbits(31)}
+        self._config, parameters = config, dict(config.parameters)
+        try:
+            if config.name == "composite":
+                parameters["datasets"] = [DatasetSpec(**spec) for spec in parameters.get("datasets", [])]
+            self._dataset = reasoning_gym.create_dataset(config.name, **own, **parameters)
+        except (TypeError, ValueError, AssertionError) as error:
+            known = [field.name for field in dataclasses.fields(DATASETS[config.name][1]) if field.name not in own]
+            raise ValueError(
+                f"task.parameters: {config.name}: {error}; parameters are {', '.join(known)} (set task.size and seed "
+                "beside them)"
+            ) from error
         self.prompt(0)
 
     def __len__(self) -> int:
@@ -42,26 +60,3 @@ class ReasoningGymProblems:
             # Some verifiers, prime_factorization for one, raise on text that is not in the form they expect.
             logger.warning("%s: the verifier raised on %r (%r); scored 0", prompt.id, answer[:80], error)
             return 0.0
-
-
-def _create_dataset(config: ReasoningGymTask, seed: int) -> Any:
-    import reasoning_gym
-    from reasoning_gym.composite import DatasetSpec
-    from reasoning_gym.factory import DATASETS
-
-    if config.name not in DATASETS:
-        close = difflib.get_close_matches(config.name, DATASETS, n=3) or sorted(DATASETS)
-        raise ValueError(f"task.name: reasoning-gym has no task '{config.name}'; it has {', '.join(close)}")
-    # reasoning-gym seeds problem i with seed + i: neighbouring seeds would share nearly all problems.
-    own = {"size": config.size, "seed": random.Random(seed).getrandbits(31)}
-    parameters = dict(config.parameters)
-    try:
-        if config.name == "composite":
-            parameters["datasets"] = [DatasetSpec(**spec) for spec in parameters.get("datasets", [])]
-        return reasoning_gym.create_dataset(config.name, **own, **parameters)
-    except (TypeError, ValueError, AssertionError) as error:
-        known = [field.name for field in dataclasses.fields(DATASETS[config.name][1]) if field.name not in own]
-        raise ValueError(
-            f"task.parameters: {config.name}: {error}; parameters are {', '.join(known)} (set task.size and seed "
-            "beside them)"
-        ) from error

@@ -29,7 +29,15 @@ def main(arguments: Sequence[str]) -> int:
 
     Exit status: 0 all runs are finished, 1 some failed, 130 stopped by the user.
     """
-    parsed = _parser().parse_intermixed_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="cotrain ablate",
+        description="Run the arms of a study, each with every seed, and compare them in one table.",
+        epilog="The same command goes on with a study that was stopped. docs/studies.md explains the file.",
+    )
+    parser.add_argument("study", metavar="STUDY.toml", help="the study file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of the study, for example seeds=[0]")
+    parser.add_argument("--dry-run", action="store_true", help="check, show what would run, and stop")
+    parsed = parser.parse_intermixed_args(arguments)
     study = load_study(parsed.study, parsed.overrides)
     restore_state(study)
     print("\n".join(_plan(study)), flush=True)
@@ -50,18 +58,6 @@ def main(arguments: Sequence[str]) -> int:
     if status:
         print(f"the same command goes on:\n  cotrain ablate {shlex.join(arguments)}")
     return status
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cotrain ablate",
-        description="Run the arms of a study, each with every seed, and compare them in one table.",
-        epilog="The same command goes on with a study that was stopped. docs/studies.md explains the file.",
-    )
-    parser.add_argument("study", metavar="STUDY.toml", help="the study file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of the study, for example seeds=[0]")
-    parser.add_argument("--dry-run", action="store_true", help="check, show what would run, and stop")
-    return parser
 
 
 def _plan(study: Study) -> Iterator[str]:

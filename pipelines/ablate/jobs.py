@@ -21,9 +21,9 @@ from cotrain.run.mlflow_store import PARENT_RUN_VARIABLE
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
-from drafters.files import write_json
+from drafters.files import read_object, write_json
 from pipelines.ablate.plan import Run, Study, runs_of
-from pipelines.page.folders import STUDY, read_object
+from pipelines.page.folders import STUDY
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
 POLL_S = 0.05

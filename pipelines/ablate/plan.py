@@ -3,18 +3,18 @@
 Imports no torch. An arm can set nothing but what is ablated, so that two arms never differ by accident.
 """
 
-import functools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from cotrain.config.errors import ConfigError, did_you_mean, validated
-from cotrain.config.load import Table, load_config, merge, parse_config, read_tables
+from cotrain.config.load import Table, load_config, merge, parse_config, read_tables, table_of
 from cotrain.config.schema import RunConfig
 from cotrain.run.provenance import flatten
 from drafters.config import Section
@@ -81,14 +81,6 @@ class StudyConfig(Section):
 
     arms: list[dict[str, Any]] = Field(default_factory=list)
     """Arms one by one."""
-
-
-def read_study(path: Path, overrides: Sequence[str]) -> StudyConfig:
-    """The file with overrides such as "seeds=[0]". Raises ConfigError listing what is wrong outside of its arms."""
-    config = validated(StudyConfig, functools.reduce(merge, read_tables([path], overrides)))
-    if len(set(config.seeds)) < len(config.seeds):
-        raise ConfigError([f"seeds: {list(config.seeds)} holds a seed twice"])
-    return config
 
 
 DATA_FILES = (".json", ".jsonl", ".parquet")
@@ -173,13 +165,20 @@ def runs_of(arms: Sequence[Arm]) -> list[Run]:
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
-    """Read a study file; `overrides` are field=value of the study. Raises ConfigError listing all problems.
+    """Read a study file; `overrides` are field=value of the study, such as "seeds=[0]".
 
-    Every arm's whole RunConfig is checked here, so that no arm is refused after others have run.
+    Every arm's whole RunConfig is checked here, so that no arm is refused after others have run. Raises ConfigError
+    listing what is wrong outside of the arms, or else all problems of arms and initialisations.
     """
-    path = Path(path)
-    config, problems = read_study(path, overrides), list[str]()
-    study = Study(config, path.parent, _shared_config(config, path.parent))
+    here, problems = Path(path).parent, list[str]()
+    config = validated(StudyConfig, reduce(merge, read_tables([path], overrides)))
+    if len(set(config.seeds)) < len(config.seeds):
+        raise ConfigError([f"seeds: {list(config.seeds)} holds a seed twice"])
+    shared, folder = load_config([here / file for file in config.config]), config.folder / config.name
+    own: Table = {"run_root": str(folder / "runs")}
+    if shared.tracking.uri is None:  # one store for inits/ and runs/, so that all are nested under one run
+        own["tracking"] = {"uri": f"sqlite:///{folder / 'mlflow.db'}"}
+    study = Study(config, here, parse_config(merge(shared.model_dump(mode="json"), own)))
     for name, fields in config.inits.items():
         with _collect(problems, f"inits.{name}"):
             study.inits[name] = Run("init", f"init {name}", _init_config(study, name, fields))
@@ -199,14 +198,6 @@ def _collect(problems: list[str], where: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         problems += [f"{where}: {line}" for line in error.problems]
-
-
-def _shared_config(config: StudyConfig, here: Path) -> RunConfig:
-    shared, folder = load_config([here / file for file in config.config]), config.folder / config.name
-    own: Table = {"run_root": str(folder / "runs")}
-    if shared.tracking.uri is None:  # one store for inits/ and runs/, so that all are nested under one run
-        own["tracking"] = {"uri": f"sqlite:///{folder / 'mlflow.db'}"}
-    return parse_config(merge(shared.model_dump(mode="json"), own))
 
 
 def _arm(study: Study, given: ArmConfig) -> Arm:
@@ -230,32 +221,31 @@ def _arm(study: Study, given: ArmConfig) -> Arm:
 
 
 def _arm_config(study: Study, given: ArmConfig) -> RunConfig:
-    shared = study.shared.model_dump(mode="json")
-    changes: Table = {} if given.policy is None else {"policy": {"train": given.policy == "moving"}}
-    rollout: Table = {} if given.order is None else {"order": given.order}
-    if given.history:
-        drafter_type = (given.model or {}).get("type") or (study.shared.drafter and study.shared.drafter.model.type)
-        own = [{"type": drafter_type}] if given.speculation else []
-        chosen = {} if given.per_request is None else {"per_request": given.per_request}
-        rollout["speculation"] = {"proposers": [*own, {"type": "suffix"}], **chosen}
-    changes["rollout"] = rollout
+    shared, drafter = study.shared.model_dump(mode="json"), study.shared.drafter
     if not given.speculation:
         if wrong := given.model_fields_set - {"name", "policy", "speculation", "history", "order", "per_request"}:
             raise ConfigError([f"{name}: an arm without speculation has no drafter; leave it out" for name in wrong])
-        return parse_config(merge(shared | {"drafter": None}, changes))
-    if study.shared.drafter is None:
+        shared |= {"drafter": None}
+    elif drafter is None:
         raise ConfigError(["speculation: the shared config has no [drafter]; add one, or set speculation = false"])
-    # Not merged as other tables are: there a new `type` would take the other fields back to their defaults.
-    objective = shared["drafter"]["objective"] | (given.objective or {})
-    drafter: Table = {"objective": objective, "model": given.model or {}}
+    else:
+        # Not merged as other tables are: there a new `type` would take the other fields back to their defaults.
+        shared["drafter"]["objective"] |= given.objective or {}
+        shared["drafter"] = merge(shared["drafter"], {"model": given.model or {}})
+    proposers = [{"type": shared["drafter"]["model"]["type"]}] if given.speculation else []
+    changes = {
+        "policy.train": given.policy and given.policy == "moving",
+        "rollout.order": given.order,
+        "rollout.num_speculative_tokens": given.num_speculative_tokens,
+        "rollout.speculation.proposers": [*proposers, {"type": "suffix"}] if given.history else None,
+        "rollout.speculation.per_request": given.per_request if given.history else None,
+        "drafter.train": given.online,
+    }
+    for path, value in changes.items():
+        shared = merge(shared, table_of(path, value)) if value is not None else shared
     if given.init is not None:
-        drafter["init"] = _init_source(study, given.init)
-    if given.online is not None:
-        drafter["train"] = given.online
-    changes["drafter"] = drafter
-    if given.num_speculative_tokens is not None:
-        rollout["num_speculative_tokens"] = given.num_speculative_tokens
-    return parse_config(merge(shared, changes))
+        shared["drafter"]["init"] = _init_source(study, given.init)
+    return parse_config(shared)
 
 
 def _init_source(study: Study, init: str) -> str | None:
@@ -296,5 +286,5 @@ def _init_config(study: Study, name: str, given: Table) -> RunConfig:
     table = study.shared.model_dump(mode="json") | {"name": name, "run_root": str(study.folder / "inits")}
     # A key may be a whole path, as in "init.tokens" = 500. Types come first, since another `type` resets its section.
     for path in sorted(fields, key=lambda path: not path.endswith(".type")):
-        table = merge(table, functools.reduce(lambda inner, key: {key: inner}, reversed(path.split(".")), fields[path]))
+        table = merge(table, table_of(path, fields[path]))
     return parse_config(table)

@@ -8,8 +8,9 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
+from drafters.files import read_object
 from pipelines.page.figures import range_figure
-from pipelines.page.folders import STUDY, read_object
+from pipelines.page.folders import STUDY
 from pipelines.page.page import NOT_MEASURED, REPORT, Fact, Page, Plot, Section, line_plot, write_page
 from pipelines.page.record import read_run
 
@@ -36,7 +37,7 @@ class StudyRecord:
     arms: pd.DataFrame
     """What study.json says of each arm; the index is its name."""
     runs: pd.DataFrame
-    """A row for each run: its folder, arm, seed, and finished or why not."""
+    """A row for each run: its folder, linked to its own report, arm, seed, and finished or why not."""
     steps: pd.DataFrame
     """The metrics of each finished run, by arm, seed and step."""
 
@@ -81,19 +82,15 @@ def read_study(folder: Path) -> StudyRecord:
                     tables[arm["name"], run["seed"]] = read_run(folder / run["folder"]).metrics
                 except ValueError as error:
                     outcome = f"finished, but {error}"
-            runs.append((_linked(folder, run["folder"]), arm["name"], run["seed"], outcome))
+            page = f"{run['folder']}/{REPORT}/report.html"
+            link = Markup('<a href="../{}">{}</a>').format(page, run["folder"])
+            runs.append((link if (folder / page).is_file() else run["folder"], arm["name"], run["seed"], outcome))
     columns = [LENGTH, SPEED, REWARD, TOKENS, STEP_TIME]
     nothing = pd.DataFrame(columns=columns, index=pd.Index([], name="step"), dtype=float)
     steps = pd.concat({(NONE, NONE): nothing} | tables, names=["arm", "seed"])
     # Links would become mere text in a column of pandas' own string type.
     shown = pd.DataFrame(runs, columns=["run", "arm", "seed", "outcome"], dtype=object)
     return StudyRecord(about, pd.DataFrame(about.pop("arms")).set_index("name"), shown, steps)
-
-
-def _linked(folder: Path, run: str) -> str:
-    """The folder of a run, as a link to its own report where it has one."""
-    page = f"{run}/{REPORT}/report.html"
-    return Markup('<a href="../{}">{}</a>').format(page, run) if (folder / page).is_file() else run
 
 
 def comparison(study: StudyRecord) -> pd.DataFrame:

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import asdict
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,8 +23,8 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from cotrain.process.children import engine_output_to
-from cotrain.run import provenance
 from cotrain.run.console import Console, duration
+from cotrain.run.provenance import here_and_now
 from pipelines.doctor import machine
 from pipelines.doctor.check import Check, NotApplicable, run_check
 
@@ -100,9 +98,8 @@ def main(argv: Sequence[str]) -> int:
         else:
             shutil.rmtree(folder)
     if options.json:
-        about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": provenance.machine()}
         checks = [asdict(check) for check in doctor.checks]
-        report = about | {"packages": provenance.package_versions(), "passed": not failed, "checks": checks}
+        report = here_and_now() | {"passed": not failed, "checks": checks}
         with nullcontext(sys.stdout) if options.json == "-" else open(options.json, "w") as file:
             print(json.dumps(report, indent=1), file=file)
     return 1 if failed else 0
@@ -139,10 +136,8 @@ class Doctor:
             return
         owner: Any = None
 
-        def check(name: str) -> Any:
-            if owner is None:
-                raise NotApplicable(f'"{first}" has failed')
-            return getattr(owner, identifier(name))()
+        def not_started() -> None:
+            raise NotApplicable(f'"{first}" has failed')
 
         async with AsyncExitStack() as stack:
 
@@ -154,7 +149,7 @@ class Doctor:
             await self._make(first, start, first_remedy)
             for name, remedy in others:
                 if name in self._wanted:
-                    await self._make(name, partial(check, name), remedy)
+                    await self._make(name, getattr(owner, identifier(name)) if owner else not_started, remedy)
 
     async def _make(self, name: str, function: Callable[[], Any], remedy: str) -> None:
         with self._console.phase(name, terminal_only=True):

@@ -1,15 +1,12 @@
 """The nodes of a Ray cluster: do they run the same packages, and does a port of each answer to another?"""
 
-import logging
-import os
-import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from cotrain.process.cluster import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
+from cotrain.process.cluster import start_ray
 from cotrain.run.provenance import package_versions
 from pipelines.doctor.check import Problem
 
@@ -97,18 +94,8 @@ def different(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
 @asynccontextmanager
 async def ray_nodes(address: str | None) -> AsyncIterator[Nodes]:
     """The nodes of the cluster at this address, or of a private Ray that is started on this machine."""
-    for name, value in RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    private: dict[str, Any] = {}
-    if address is None:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one into the home folder
-        private = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1"}
-        private["include_dashboard"] = False
-    import ray
-
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    ray = start_ray(address)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **private)
     try:
         yield Nodes()
     finally:

@@ -1,8 +1,6 @@
-"""The folder of a run or a study by its name, and the JSON files in it."""
+"""The folder of a run or a study by its name."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from cotrain.config.errors import did_you_mean
 
@@ -19,13 +17,3 @@ def find(name: str, run_root: Path) -> Path:
         f"RUN|STUDY: {name!r} is neither a run (with {CONFIG}) nor a study (with {STUDY}), here or in {run_root}, "
         f"which holds {', '.join(known) or 'none'}{did_you_mean(name, known)}"
     )
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ValueError naming the path."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; give the folder of a run or a study")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); restore it or run again") from None

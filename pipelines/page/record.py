@@ -8,7 +8,7 @@ import pandas as pd
 
 from cotrain.run.provenance import flatten
 from cotrain.run.rows import read_rows
-from pipelines.page.folders import read_object
+from drafters.files import read_object
 
 SIDECAR_FIELDS = {
     "model": "policy.model",

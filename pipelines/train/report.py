@@ -65,13 +65,18 @@ def write_run_report(folder: Path) -> Path:
 
 def run_page(run: RunRecord) -> Page:
     """The page of a run with at least one step."""
-    sections = [_speculation(run), *_decisions(run)]
+    sections = [_speculation(run)]
+    if run.decisions:
+        table = pd.DataFrame(run.decisions[-MOST_DECISIONS:])[["step", "kind", "version", "reason"]]
+        table.columns = ["step", "decision", "drafter that serves next", "why"]
+        sections.append(Section("What was decided about the drafter", table=table))
     if not run.is_sidecar:  # which sees neither rewards nor what else its host does
-        sections += [
-            Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]),
-            Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s"), *_order(run)]),
-            *stream_section(run),
-        ]
+        # Not measured in a run whose prompts never came twice and whose requests all ran at once.
+        order = [_curve(run, name) for name in ("order_speedup", "length_error") if run.column(CURVES[name][1]).any()]
+        sections.append(Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]))
+        sections.append(Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s"), *order]))
+        if run.stream:
+            sections.append(_stream(run))
     if run.attempts:
         about = {"attempts": len(run.attempts)} | run.attempts[-1]
         sections.append(Section("What it ran on", table=_table(about), folded=True))
@@ -212,11 +217,6 @@ def _curve(run: RunRecord, name: str) -> Plot:
     return line_plot(name, title, {title: run.column(metric)}, ylabel, text)
 
 
-def _order(run: RunRecord) -> list[Plot]:
-    """Nothing in a run whose prompts never came twice and whose requests all ran at once."""
-    return [_curve(run, name) for name in ("order_speedup", "length_error") if run.column(CURVES[name][1]).any()]
-
-
 def _stages(run: RunRecord) -> Plot:
     stages = pd.DataFrame({label: run.column(f"time/{stage}_s") for stage, label in STAGES.items()})
     stages["rest"] = (run.column("time/step_s") - stages.sum(axis="columns")).clip(lower=0.0)
@@ -224,15 +224,6 @@ def _stages(run: RunRecord) -> Plot:
     shown = shares[shares > LEAST_SHARE]
     text = "Share of the run: " + ", ".join(f"{label} {100 * share:.0f} %" for label, share in shown.items()) + "."
     return line_plot("time_per_stage", "Time per stage", dict(stages[shown.index].items()), "seconds a step", text)
-
-
-def _decisions(run: RunRecord) -> list[Section]:
-    """The newest events of the drafter; nothing in a run without any."""
-    if not run.decisions:
-        return []
-    table = pd.DataFrame(run.decisions[-MOST_DECISIONS:])[["step", "kind", "version", "reason"]]
-    table.columns = ["step", "decision", "drafter that serves next", "why"]
-    return [Section("What was decided about the drafter", table=table)]
 
 
 def _table(fields: dict[str, Any]) -> pd.DataFrame:
@@ -245,10 +236,7 @@ SHOWN_STEPS = 4
 IDLE = "idle/"
 
 
-def stream_section(run: RunRecord) -> list[Section]:
-    """Nothing in a run that recorded no stream."""
-    if not run.stream:
-        return []
+def _stream(run: RunRecord) -> Section:
     metrics = run.metrics
     lag_columns = sorted(name for name in metrics.columns if name.startswith("stream/lag_tokens_"))
     tokens = metrics[lag_columns].fillna(0)
@@ -271,7 +259,7 @@ def stream_section(run: RunRecord) -> list[Section]:
             "share of the step", "Share of each step in which a role had nothing to do. The least idle one is the bottleneck.",
         ),
     ]  # fmt: skip
-    return [Section("Stream", plots=plots)]
+    return Section("Stream", plots=plots)
 
 
 def _timeline(events: list[dict[str, Any]]) -> Plot:

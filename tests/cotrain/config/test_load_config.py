@@ -153,7 +153,7 @@ def test_config_json_reloads_to_an_equal_object(tmp_path: Path) -> None:
 def test_damaged_config_json_is_a_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"name": ')
-    with pytest.raises(ConfigError, match="not valid JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         read_config(path)
     path.write_text('{"name": "x", "setps": 3}')
     with pytest.raises(ConfigError, match="setps: unknown field; did you mean steps"):

@@ -56,9 +56,9 @@ def test_a_run_without_metrics_is_refused(tmp_path: Path, rows: list | None) -> 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", "{", r"config.json: not valid JSON"),
+        ("config.json", "{", r"config.json is not JSON"),
         ("metrics.jsonl", '{"step": 1}\n{"step\n', r"metrics.jsonl: a line is not valid JSON"),
-        ("provenance.json", "{", r"provenance.json: not valid JSON"),
+        ("provenance.json", "{", r"provenance.json is not JSON"),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, file: str, content: str, message: str) -> None:

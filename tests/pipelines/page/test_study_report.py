@@ -135,5 +135,5 @@ def test_runs_link_to_their_own_reports(whole: Path) -> None:
 
 def test_a_study_that_is_no_json_is_refused(whole: Path) -> None:
     (whole / "study.json").write_text('{"name": ')
-    with pytest.raises(ValueError, match=r"study/study.json: not valid JSON"):
+    with pytest.raises(ValueError, match=r"study/study.json is not JSON"):
         write_study_report(whole)
