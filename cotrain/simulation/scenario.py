@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from statistics import NormalDist, fmean
 from typing import NamedTuple
@@ -218,14 +218,14 @@ def _engine_seconds(
     waiting, running = requests[::-1], list[tuple[float, int]]()
     by_k, base, slope = prices.k.tolist(), prices.base.tolist(), prices.slope.tolist()
     clock = progress = context = held = 0.0
-    depth, ends = 0, [*starts[1:], np.inf]
+    prefill, depth, ends = cache(s.cost.prefill), 0, [*starts[1:], np.inf]
     while waiting or running:
         begun = 0
         while waiting and len(running) < len(base) - 1 and held + waiting[-1] + s.prompt_tokens <= room:
             heapq.heappush(running, (progress + waiting[-1], waiting[-1]))
             held += waiting.pop() + s.prompt_tokens
             begun += s.prompt_tokens
-        clock, context, batch = clock + s.cost.prefill(begun), context + begun, len(running)
+        clock, context, batch = clock + prefill(begun), context + begun, len(running)
         end = min(running[0][0], ends[depth])
         tokens, step = end - progress, emitted[by_k[batch]][depth]
         clock += tokens / step * (base[batch] + slope[batch] * (context + batch * (tokens - step) / 2))
