@@ -14,11 +14,11 @@ import numpy as np
 
 from benchmarks.simulator_calibration import fit_host, solve
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.closed_form import closed_form
 from cotrain.simulation.hardware import DrafterShape, hardware, model, tables
 from cotrain.simulation.lengths import lognormal_lengths
 from cotrain.simulation.rollout import Engines, generate
 from cotrain.simulation.roofline import Roofline
+from cotrain.simulation.scenario import Scenario, generation_seconds
 from cotrain.simulation.schedule import schedule
 from cotrain.simulation.step_time import FittedLaw, MeasuredCells, StepTime
 
@@ -80,16 +80,17 @@ class Published:
         self._draws = {run: self._drawn(mean) for run, mean in self.mean_lengths.items()}
         self._plain = {run: self._seconds(self.undrafted, draws) for run, draws in self._draws.items()}
 
-    def _drawn(self, mean: float) -> list[list[int]]:
+    def _drawn(self, mean: float) -> list[list[list[int]]]:
         a = self._assumed
         shape = (a["prompts"], a["samples"], mean, a["sigma"], a["group_share"], a["limit"])
-        return [lognormal_lengths(*shape, seed).ravel().tolist() for seed in range(a["draws"])]
+        return [lognormal_lengths(*shape, seed).tolist() for seed in range(a["draws"])]
 
-    def _seconds(self, cost: StepTime, draws: list[list[int]], k: int = 0, length: float = 1.0) -> float:
+    def _seconds(self, cost: StepTime, draws: list[list[list[int]]], k: int = 0, length: float = 1.0) -> float:
         acceptance = Acceptance.from_length(length, k) if k else None
         a = self._assumed
-        fixed = (a["prompt_tokens"], a["engines"], k, acceptance)
-        return fmean(closed_form(cost, draw, *fixed, samples=a["samples"]) for draw in draws)
+        engines = Engines(a["engines"], a["prompts"] * a["samples"])
+        arms = (Scenario(cost, engines, draw, a["prompt_tokens"], acceptance, k) for draw in draws)
+        return fmean(map(generation_seconds, arms))
 
     def _mean_length(self, run: str) -> float:
         measured = tables("paper")["stages"][run]["plain"]["generation"]
@@ -225,8 +226,8 @@ def own_projection() -> dict[str, list[tuple[float, float]]]:
     """Those of the same cells by the roofline, for each assumption on the host."""
     p = tables("paper")["projection"]
     a, policy, gpu = p["assumed"], model(p["model"]), hardware("gb200")
-    engines = p["gpus"] // a["tensor_parallel"]
-    lengths = lognormal_lengths(p["requests"] // 16, 16, a["mean"], a["sigma"], 0.5, a["limit"], 0).ravel().tolist()
+    engines = Engines(p["gpus"] // a["tensor_parallel"], p["requests"])
+    lengths = lognormal_lengths(p["requests"] // 16, 16, a["mean"], a["sigma"], 0.5, a["limit"], 0).tolist()
     found = {}
     for name, (step_s, draft_s) in HOSTS.items():
         host = replace(gpu.host, step_s=step_s, draft_s=draft_s)
@@ -235,7 +236,7 @@ def own_projection() -> dict[str, list[tuple[float, float]]]:
 
         def seconds(k: int = 0, length: float = 1.0, cost: Roofline = cost) -> float:
             acceptance = Acceptance.from_length(length, k) if k else None
-            return closed_form(cost, lengths, a["prompt_tokens"], engines, k, acceptance, "drawn", 16)
+            return generation_seconds(Scenario(cost, engines, lengths, a["prompt_tokens"], acceptance, k))
 
         plain = seconds()
         speedups = [plain / seconds(k, length) for k, length, *_ in p["cells"]]

@@ -81,7 +81,10 @@ def generate(
     takes the next request, whose prompt is computed first. prompt_tokens: of each, or of all. samples: requests of a prompt.
     Raises ValueError for input that does not fit together and for a request that no engine holds.
     """
-    requests, prompts = requests_of(lengths, prompt_tokens)
+    requests = np.array(lengths, np.int64)
+    prompts = np.broadcast_to(np.array(prompt_tokens, np.int64), requests.shape)
+    if not len(requests) or requests.min() < 1 or prompts.min() < 0:
+        raise ValueError("give at least one response: lengths are 1 or more, prompt_tokens 0 or more")
     longest, kv_tokens = int((requests + prompts).max()), np.inf if engines.kv_tokens is None else engines.kv_tokens
     if longest > kv_tokens:
         raise ValueError(f"a request of {longest} tokens does not fit: an engine holds {kv_tokens} (kv_tokens)")
@@ -105,16 +108,7 @@ def generate(
     )
 
 
-def requests_of(lengths: Sequence[int], prompt_tokens: Sequence[int] | int) -> tuple[Ints, Ints]:
-    """[n] response and [n] prompt lengths. Raises ValueError without any, or where the two do not belong together."""
-    requests = np.array(lengths, np.int64)
-    prompts = np.broadcast_to(np.array(prompt_tokens, np.int64), requests.shape)
-    if not len(requests) or requests.min() < 1 or prompts.min() < 0:
-        raise ValueError("give at least one response: lengths are 1 or more, prompt_tokens 0 or more")
-    return requests, prompts
-
-
-def deal(lengths: Ints, engines: int, samples: int = 1, order: Order = "drawn") -> list[Ints]:
+def deal(lengths: Ints, engines: int, samples: int, order: Order) -> list[Ints]:
     """The requests of each engine in the order in which they begin. Groups of so many samples go to the engines in turn.
 
     longest_first begins with the groups whose responses turn out longest, as if their lengths were known before.

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from statistics import NormalDist, fmean
 from typing import NamedTuple
@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.closed_form import closed_form
 from cotrain.simulation.rollout import DraftLengths, Engines, Generation, Ints, Order, Prices, deal, generate
 from cotrain.simulation.schedule import Schedule, schedule
 from cotrain.simulation.step_time import Array, Paced, StepTime
@@ -195,33 +194,46 @@ def generation_seconds(scenario: Scenario) -> float:
     return fmean(map(_step_seconds, scenario.each))
 
 
-def _step_seconds(scenario: Scenario) -> float:
-    """By the closed form, or where requests wait for a slot or for room, request by request with mean progress."""
-    s, shares, room = scenario, scenario.shares, scenario.engines.kv_tokens or np.inf
-    most, slots = max(map(len, shares)), s.engines.max_num_seqs
-    if most <= slots and all((share + s.prompt_tokens).sum() <= room for share in shares):
-        lengths = s.flat.tolist()
-        return closed_form(s.cost, lengths, s.prompt_tokens, s.engines.count, s.k, s.acceptance, s.order, s.samples)
-    prices = Prices.of(s.cost, s.k, min(slots, most), s.acceptance)
-    emitted = np.array([s.length(k) for k in prices.k.tolist()])
-    base, slope = (prices.base / emitted).tolist(), (prices.slope / emitted).tolist()
-    return max(_with_queue(share.tolist(), s, room, base, slope) for share in shares)
+def _step_seconds(s: Scenario) -> float:
+    """Until the last engine has ended, when each step advances all its requests by the acceptance length: by that at their depth
+    where they begin together, and by the mean where some wait for a slot or for room.
+
+    Without drafts it is exact. With them `simulate` tends to it for long responses, and takes longer on average, since last
+    steps are not used to the full.
+    """
+    shares, room, slots = s.shares, s.engines.kv_tokens or np.inf, s.engines.max_num_seqs
+    prices = Prices.of(s.cost, s.k, min(slots, max(map(len, shares))), s.acceptance)
+    starts, emitted = [0.0], {k: [s.length(k)] for k in (0, *prices.survival)}
+    if all(len(share) <= slots and (share + s.prompt_tokens).sum() <= room for share in shares):
+        for k, (depths, survival) in prices.survival.items():
+            starts, emitted[k] = depths.tolist(), (1 + survival.sum(1)).tolist()
+        emitted[0] = [1.0] * len(starts)
+    return max(_engine_seconds(share.tolist(), s, room, prices, starts, emitted) for share in shares)
 
 
-def _with_queue(requests: list[int], s: Scenario, room: float, base: list[float], slope: list[float]) -> float:
-    """Seconds of an engine. base, slope: by batch size, for each token that a step emits for a request on average."""
-    prefill, waiting, running = s.cost.prefill(s.prompt_tokens), requests[::-1], list[tuple[float, int]]()
+def _engine_seconds(
+    requests: list[int], s: Scenario, room: float, prices: Prices, starts: list[float], emitted: dict[int, list[float]]
+) -> float:
+    """starts, emitted: first tokens of the depths, and by k the tokens that a step emits for a request at each of them."""
+    waiting, running = requests[::-1], list[tuple[float, int]]()
+    by_k, base, slope = prices.k.tolist(), prices.base.tolist(), prices.slope.tolist()
     clock = progress = context = held = 0.0
+    prefill, depth, ends = cache(s.cost.prefill), 0, [*starts[1:], np.inf]
     while waiting or running:
+        begun = 0
         while waiting and len(running) < len(base) - 1 and held + waiting[-1] + s.prompt_tokens <= room:
             heapq.heappush(running, (progress + waiting[-1], waiting[-1]))
             held += waiting.pop() + s.prompt_tokens
-            clock, context = clock + prefill, context + s.prompt_tokens
-        batch, (end, length) = len(running), heapq.heappop(running)
-        tokens, progress = end - progress, end
-        clock += tokens * (base[batch] + slope[batch] * (context + batch * tokens / 2))
-        context += batch * tokens - length - s.prompt_tokens
-        held -= length + s.prompt_tokens
+            begun += s.prompt_tokens
+        clock, context, batch = clock + prefill(begun), context + begun, len(running)
+        end = min(running[0][0], ends[depth])
+        tokens, step = end - progress, emitted[by_k[batch]][depth]
+        clock += tokens / step * (base[batch] + slope[batch] * (context + batch * (tokens - step) / 2))
+        context, progress, depth = context + batch * tokens, end, depth + (end == ends[depth])
+        while running and running[0][0] <= progress:
+            _, length = heapq.heappop(running)
+            context -= length + s.prompt_tokens
+            held -= length + s.prompt_tokens
     return clock
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks.simulator_calibration import fit_host, solve
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.closed_form import closed_form
 from cotrain.simulation.hardware import DrafterShape, Hardware, Model, hardware, model
 from cotrain.simulation.lengths import lognormal_lengths
 from cotrain.simulation.rollout import Engines, generate
 from cotrain.simulation.roofline import Roofline, experts_read
+from cotrain.simulation.scenario import Scenario, generation_seconds
 
 SMALL, LARGE = model("Qwen3-8B"), model("Qwen3-235B-A22B")
 H100, GB200 = hardware("h100-sxm"), hardware("gb200")
@@ -25,7 +25,8 @@ def eagle(gpu: Hardware = H100, policy: Model = SMALL, tensor_parallel: int = 1,
 
 
 def seconds(cost: Roofline, k: int, length: float = 1.0, engines: int = 4) -> float:
-    return closed_form(cost, LENGTHS, 200, engines, k, Acceptance.from_length(length, k) if k else None)
+    acceptance = Acceptance.from_length(length, k) if k else None
+    return generation_seconds(Scenario(cost, Engines(engines, 64), [[n] for n in LENGTHS], 200, acceptance, k))
 
 
 def test_experts_read_begin_at_those_of_one_token_and_end_at_all() -> None:

@@ -1,4 +1,4 @@
-"""The closed form against the event loop, and the best k by batch size."""
+"""Generation without drawing against the event loop, and the best k by batch size."""
 
 from itertools import pairwise
 
@@ -7,8 +7,8 @@ import pytest
 
 from cotrain.rollout.speculation.step_costs import StepCosts
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.closed_form import closed_form
 from cotrain.simulation.rollout import Engines, Order, generate
+from cotrain.simulation.scenario import Scenario, generation_seconds
 from cotrain.simulation.step_time import MeasuredCells
 from tests.cotrain.simulation.cpu_cells import best_lengths, step_seconds
 
@@ -17,35 +17,41 @@ COST = MeasuredCells(CELLS, prefill_tokens_per_s=20_000, slope=2e-7)
 ALWAYS, HALF = Acceptance([1.0]), Acceptance.from_length(2.5, 3)
 
 
-def event(lengths: list[int], prompts: list[int] | int, engines: int, k: int | list[int], acceptance: Acceptance | None,
+def undrawn(lengths: list[int], prompt: int, engines: int, k: int | list[int], acceptance: Acceptance | None,
+            order: Order = "drawn", samples: int = 1) -> float:  # fmt: skip
+    """Seconds without drawing, with slots for all."""
+    groups = [lengths[i : i + samples] for i in range(0, len(lengths), samples)]
+    return generation_seconds(Scenario(COST, Engines(engines, 64), groups, prompt, acceptance, k, order=order))
+
+
+def event(lengths: list[int], prompt: int, engines: int, k: int | list[int], acceptance: Acceptance | None,
           seeds: int = 1, order: Order = "drawn", samples: int = 1) -> float:  # fmt: skip
     """Mean seconds of the event loop with slots for all."""
     where = Engines(engines, 64)
-    runs = [generate(COST, lengths, prompts, where, k, acceptance, seed, order, samples) for seed in range(seeds)]
+    runs = [generate(COST, lengths, prompt, where, k, acceptance, seed, order, samples) for seed in range(seeds)]
     return float(np.mean([run.seconds for run in runs]))
 
 
 @pytest.mark.parametrize("order", ["drawn", "longest_first"])
 @pytest.mark.parametrize(("engines", "samples"), [(1, 1), (3, 1), (3, 8), (40, 1)])
 def test_exact_without_drafts(engines: int, samples: int, order: Order) -> None:
-    rng = np.random.default_rng(0)
-    lengths, prompts = rng.integers(1, 3000, 40).tolist(), rng.integers(0, 500, 40).tolist()
-    found = closed_form(COST, lengths, prompts, engines, 0, None, order, samples)
-    assert found == pytest.approx(event(lengths, prompts, engines, 0, None, order=order, samples=samples), rel=1e-12)
+    lengths = np.random.default_rng(0).integers(1, 3000, 40).tolist()
+    found = undrawn(lengths, 300, engines, 0, None, order, samples)
+    assert found == pytest.approx(event(lengths, 300, engines, 0, None, order=order, samples=samples), rel=1e-12)
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_exact_for_constant_lengths_whose_drafts_are_always_accepted(k: int) -> None:
     lengths = [400 * (k + 1)] * 12
     for by_batch in (k, [k] * 13 + [0] * 52):
-        found = closed_form(COST, lengths, 100, 2, by_batch, ALWAYS)
+        found = undrawn(lengths, 100, 2, by_batch, ALWAYS)
         assert found == pytest.approx(event(lengths, 100, 2, by_batch, ALWAYS), rel=1e-12)
 
 
 def test_with_drafts_the_event_loop_is_slower_by_less_the_longer_the_responses() -> None:
     """Last steps are not used to the full, and of requests of the same length some need more steps than others."""
     gaps = [
-        event([length] * 8, 0, 1, 3, HALF, seeds=20) / closed_form(COST, [length] * 8, 0, 1, 3, HALF) - 1
+        event([length] * 8, 0, 1, 3, HALF, seeds=20) / undrawn([length] * 8, 0, 1, 3, HALF) - 1
         for length in (10, 100, 1000, 10_000, 100_000)
     ]
     assert all(gap > 0 for gap in gaps[:4]) and gaps[0] > 0.05 and abs(gaps[-1]) < 0.004
@@ -58,7 +64,7 @@ def test_with_drafts_draining_batches_of_long_responses_agree() -> None:
     falling = Acceptance([0.7, 0.5], [(0, [0.9, 0.8]), (1000, [0.6, 0.3]), (5000, [0.2, 0.1])])
     by_batch = [3] * 8 + [1] * 24 + [0] * 33
     for k, acceptance in ((3, HALF), (3, falling), (by_batch, falling)):
-        found = closed_form(COST, lengths, 200, 2, k, acceptance)
+        found = undrawn(lengths, 200, 2, k, acceptance)
         assert found == pytest.approx(event(lengths, 200, 2, k, acceptance, seeds=4), rel=0.01)
 
 
