@@ -5,7 +5,7 @@ SHELL := bash
 .ONESHELL:
 .SILENT:
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-cluster lint clean
+.PHONY: help setup quickstart test test-cluster test-contracts lint clean
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 # The first that is supported, or PYTHON=... on the command line.
@@ -16,13 +16,14 @@ ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 
 BIN := .venv/bin
 LOG := .venv/setup.log
+VLLM_SOURCES ?= .venv/vllm-sources
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 STAMP := .venv/.complete
 # Free space that setup asks for: .venv with the CPU build is 4.6 GiB, the tests' folders and compiled headers 1.5 more.
 SETUP_GIB := 7
 
 help: ## this list
-	awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## build .venv for this machine, with or without a GPU (minutes, once)
 
@@ -42,6 +43,10 @@ test: $(STAMP) ## lint, then all tests
 
 test-cluster: $(STAMP) ## long runs on several Ray nodes of this machine; nodes and engines are lost (minutes)
 	$(BIN)/python -m pytest -q -m cluster
+
+test-contracts: $(STAMP) ## what cotrain hooks into in a host's engine, in all vLLM sources it knows (850 MB, once)
+	$(BIN)/python -m tests.contracts.sources $(VLLM_SOURCES)
+	VLLM_SOURCES=$(VLLM_SOURCES) $(BIN)/python -m pytest -q tests/contracts/signatures.py
 
 lint: $(STAMP) ## ruff, mypy, the import contracts and the last times of the test files
 	$(BIN)/ruff check --quiet .

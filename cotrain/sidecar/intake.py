@@ -4,11 +4,10 @@ import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -19,18 +18,17 @@ from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, read_shard
 
 
-@dataclass
-class Engine:
+class Engine(NamedTuple):
     """One engine of the host, as it has last described itself."""
 
     folder: EngineFolder
-    facts: Mapping[str, Any]
-    state: Mapping[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any]
+    state: dict[str, Any]
 
     @property
     def lives(self) -> bool:
         """Does its process live, with a worker that can draft?"""
-        return bool(self.facts["attached"]) and Path(f"/proc/{self.facts['pid']}").exists()
+        return self.facts["attached"] and Path(f"/proc/{self.facts['pid']}").exists()
 
 
 class Intake:
@@ -41,9 +39,8 @@ class Intake:
         self._spool, self._trainer, self._most, self.heads = spool, trainer, most_drafted, heads
         self.engines: dict[str, Engine] = {}
         self.waiting: list[tuple[Rollout, FeatureRecord]] = []
-        self._dropped, self._seconds = 0, Counter[str]()
+        self._seconds, self._gain, self._dropped = Counter[str](), GainReport(), 0
         self._versions: dict[Path, int] = {}
-        self._gain = GainReport()
 
     def poll(self) -> None:
         """Take in what has come since the last call, and forget engines whose process is gone."""
@@ -68,32 +65,27 @@ class Intake:
         return batch
 
     def metrics(self) -> dict[str, float]:
-        """What the engines that are there have counted since they started."""
-        states = [engine.state for engine in self.engines.values()]
-        metrics = {"engines": len(states), "dropped": self._dropped, "tapped": 0, "hooks_off": 0}
+        """What the engines that are there have counted since they started, and the rollouts that were dropped."""
+        states, counts = [engine.state for engine in self.engines.values()], Counter[str](dropped=self._dropped)
         for state in states:
-            metrics["tapped"] += state.get("tapped", 0)
-            metrics["hooks_off"] += len(state.get("hooks_off", ()))
-            metrics["dropped"] += sum(state.get("dropped", {}).values())
-            for part, seconds in state.get("seconds", {}).items():
-                metrics[f"{part}_s"] = metrics.get(f"{part}_s", 0) + seconds
-        return {f"sidecar/{name}": float(value) for name, value in metrics.items()}
+            counts.update({"tapped": state.get("tapped", 0), "hooks_off": len(state.get("hooks_off", ()))})
+            counts["dropped"] += sum(state.get("dropped", {}).values())
+            counts.update({f"{part}_s": seconds for part, seconds in state.get("seconds", {}).items()})
+        return {f"sidecar/{name}": float(value) for name, value in [("engines", len(states)), *counts.items()]}
 
     def _take(self, name: str, engine: Engine, shard: Path) -> None:
         described = read_json(shard.with_suffix(".json"))
         for window in described["windows"]:
             self._gain += GainReport(**window["gain"])
             self._seconds[name] += sum(seconds for *_, seconds in window["steps"])
-        for told, record in zip(described["rollouts"], self._records(shard), strict=False):
-            self.waiting += self._one(engine, told, record)
+        try:
+            for told, record in zip(described["rollouts"], read_shard(shard), strict=True):
+                self._seconds["a request"] = max(self._seconds["a request"], told["seconds"])
+                self.waiting += self._one(engine, told, record)
+        except ValueError:  # a broken file
+            self._dropped += len(described["rollouts"])
         shard.with_suffix(".json").unlink()
         shard.unlink(missing_ok=True)
-
-    def _records(self, shard: Path) -> list[FeatureRecord]:
-        with suppress(ValueError):
-            return read_shard(shard)
-        self._dropped += 1  # broken
-        return []
 
     def _one(
         self, engine: Engine, told: dict[str, Any], record: FeatureRecord
@@ -105,22 +97,22 @@ class Intake:
         except FileNotFoundError:
             self._dropped += 1
             return
-        tokens, steps = record.token_ids.tolist(), [(drafted, taken) for drafted, taken in told["verification_steps"]]
-        prompt, response = tokens[: record.prompt_length], tokens[record.prompt_length :]
-        texts = record.prompt_key, len(self.waiting), prompt, response, [], "", told["finish_reason"]
-        counts = counts_of_steps(steps, self._most)
-        rollout = Rollout(*texts, versions, counts, tuple(steps), tuple(earlier))
+        tokens, split = record.token_ids.tolist(), record.prompt_length
+        steps = [(drafted, taken) for drafted, taken in told["verification_steps"]]
+        rollout = Rollout(
+            record.prompt_key, len(self.waiting), tokens[:split], tokens[split:], [], "", told["finish_reason"], versions,
+            counts_of_steps(steps, self._most), tuple(steps), tuple(earlier),
+        )  # fmt: skip
         yield rollout, replace(record, policy_version=versions.policy)
 
     def _stamped(self, engine: Engine, text: str) -> Versions:
-        """What an engine has stamped, under the trainer's number of its policy. Raises FileNotFoundError as below."""
-        versions = Versions.parse(text)
-        return replace(versions, policy=self._policy(engine.folder.policies / f"{versions.policy}.safetensors"))
+        """What an engine has stamped, with the trainer's number of its policy, whose head the trainer has then.
 
-    def _policy(self, path: Path) -> int:
-        """The version of this head, which the trainer has then. Raises FileNotFoundError when nobody has it any more."""
-        version = self._versions.get(path, -1)
-        if version not in self._trainer.policy_versions:
+        Raises FileNotFoundError when nobody has the head any more.
+        """
+        stamped = Versions.parse(text)
+        path = engine.folder.policies / f"{stamped.policy}.safetensors"
+        if (version := self._versions.get(path, -1)) not in self._trainer.policy_versions:
             with path.open("rb") as file:
                 head = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
             if head not in self.heads:
@@ -128,7 +120,7 @@ class Intake:
             version = self._versions[path] = self.heads.index(head)
             if version not in self._trainer.policy_versions:
                 self._trainer.set_target_weights(path, version)
-        return version
+        return Versions(version, stamped.drafter)
 
 
 class Engines:
@@ -156,24 +148,22 @@ class Engines:
         """Begin to send a drafter; `answers` says what has become of it."""
         path = self._path.with_name(f"{version}.safetensors")
         os.replace(payload.path, path)
-        for old in self._path.parent.glob("*.safetensors"):
-            if old.stem not in (str(version), str(self.version)):
-                old.unlink()
-        self._generated = {
-            name: engine.state.get("generated_tokens", 0) for name, engine in self._intake.engines.items()
-        }
+        for old in {*self._path.parent.glob("*.safetensors")} - {
+            path,
+            self._path.with_name(f"{self.version}.safetensors"),
+        }:
+            old.unlink()
+        self._generated = {name: e.state.get("generated_tokens", 0) for name, e in self._intake.engines.items()}
         self._write(version=version, path=str(path), digests=payload.digests, expected_rates=expected_rates)
         return SwapReport(0.0, payload.num_bytes)
 
     def answers(self) -> tuple[list[str], bool]:
         """Why engines refuse what was sent last, and whether each that has worked since then serves it."""
-        live = {name: engine.state for name, engine in self._intake.engines.items() if engine.lives}
-        refused = [
-            state["refused"][str(self.version)] for state in live.values() if str(self.version) in state["refused"]
-        ]
-        has = [state.get("drafter_version") == self.version for state in live.values()]
-        works = [state.get("generated_tokens", 0) != self._generated.get(name, 0) for name, state in live.items()]
-        return refused, any(has) and all(h or not w for h, w in zip(has, works, strict=True))
+        live = {name: engine.state for name, engine in self._intake.engines.items() if engine.lives and engine.state}
+        refused = [why for state in live.values() if (why := state["refused"].get(str(self.version))) is not None]
+        served = {name: state["drafter_version"] == self.version for name, state in live.items()}
+        idle = {name for name, state in live.items() if state["generated_tokens"] == self._generated.get(name, 0)}
+        return refused, any(served.values()) and all(served[name] or name in idle for name in live)
 
     def _write(self, **changes: Any) -> None:
         self._current |= changes

@@ -36,6 +36,8 @@ class Prepared(NamedTuple):
     state: RunState
     trainer: DrafterTrainer
     spool: Spool
+    heart: threading.Event
+    """Set, it ends the heartbeat."""
 
 
 def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
@@ -69,11 +71,11 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     for name in ("num_speculative_tokens", "draft_sample_method"):
         speculation[name] = getattr(config, name)
     bounds = config.share, config.features.max_bytes, config.adaptive, config.replicas
-    ended = threading.Event()
-    stack.callback(ended.set)
+    heart = threading.Event()
+    stack.callback(heart.set)
     spool.create(Settings(config.model, str(model), speculation, serving.aux_layers, *bounds))
-    threading.Thread(target=_beat, args=(spool, ended), daemon=True).start()
-    return Prepared(config, run_dir, state, trainer, spool)
+    threading.Thread(target=_beat, args=(spool, heart), daemon=True).start()
+    return Prepared(config, run_dir, state, trainer, spool, heart)
 
 
 def _trainer(config: SidecarConfig, model: Path, run_dir: RunDir) -> DrafterTrainer:
@@ -122,7 +124,7 @@ def _checked_model(config: SidecarConfig, resume: bool) -> Path:
     return Path(model)
 
 
-def _beat(spool: Spool, ended: threading.Event) -> None:
-    while not ended.wait(HEARTBEAT_SECONDS):
+def _beat(spool: Spool, heart: threading.Event) -> None:
+    while not heart.wait(HEARTBEAT_SECONDS):
         with suppress(OSError):
             spool.beat()

@@ -38,7 +38,7 @@ class Decisions:
         row_size, room = row_bytes(width, config.model_config.dtype.itemsize), self._settings.max_bytes
         self._admission = Admission(self._settings.share, room, row_size, config.instance_id)
         self._facts, self._seen = spool.engine(config.instance_id).facts, dict[Any, int]()
-        self._attached, self._on, self._drafter, self._reported = False, True, 0, 0.0
+        self._attached, self._on, self._drafter, self._publication, self._reported = False, True, 0, None, 0.0
         self._steps: dict[str, list[tuple[int, int]]] = {}  # verification steps of the tapped requests
         self._finished, self._counts = list[Any](), Counter[str]()
 
@@ -49,18 +49,18 @@ class Decisions:
             self._attached = facts["attached"]
             if self._attached and self._settings.adaptive:
                 self._controller.begin_measuring(live=True)
+        if (current := self._news(self._spool.current)) is not None:
+            self._on = current.get("on", True)
+            if current["version"] != self._drafter:
+                self._drafter, self._publication = current["version"], current
+                self._controller.new_drafter(current.get("expected_rates"))
         if self._controller.has_measured:
             self._controller.end_measuring()  # it chooses from now on
         return lengths if self._attached and self._on else None
 
     def stamp(self, output: Any) -> None:
         """Stamp a SchedulerOutput."""
-        publication, window, now = None, None, time.perf_counter()
-        if (current := self._news(self._spool.current)) is not None:
-            self._on = current.get("on", True)
-            if current["version"] != self._drafter:
-                self._drafter, publication = current["version"], current
-                self._controller.new_drafter(current.get("expected_rates"))
+        publication, self._publication, window, now = self._publication, None, None, time.perf_counter()
         if now - self._reported > REPORT_SECONDS:
             self._reported, window = now, self._controller.report()
         tapped = self._admission.admit(output.scheduled_new_reqs) if self._spool.is_alive() else {}

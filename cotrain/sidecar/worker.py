@@ -89,7 +89,7 @@ class WorkerSidecar:
         write_json(self._engine.facts, facts | {"attached": reason is None, "reason": reason})
 
     def _propose(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Any:
-        drafts = self._breaker.call(self._hook.propose, scheduler_output, sampled, *rest)
+        drafts = None if self._breaker.off else self._breaker.call(self._hook.propose, scheduler_output, sampled, *rest)
         return no_drafts(sampled) if drafts is None else drafts
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,8 @@ import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cotrain.models.loading import weight_files
 from cotrain.records import WeightPayload
+from drafters.files import weight_files
 
 Manifest = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> (shape, dtype) of every tensor an update must carry."""

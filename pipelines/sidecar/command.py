@@ -111,10 +111,8 @@ def sidecar(arguments: Sequence[str]) -> int:
 def check(arguments: Sequence[str]) -> int:
     """`cotrain sidecar check`. Returns 0 where the first engine would be adopted, else 1."""
     own, host = _split(arguments)
-    usage = "cotrain sidecar check [--model M] -- COMMAND ..."
-    parser = argparse.ArgumentParser(prog="cotrain sidecar check", usage=usage, description=CHECK)
-    parser.add_argument("--model", metavar="M", help="the policy (default: the model of the first engine)")
-    model = parser.parse_args(own).model
+    usage = "cotrain sidecar check [--model M] [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
+    options = _parser("sidecar check", usage, CHECK).parse_args(own)
     _check_host(host, usage)
 
     def verdicts(spool: Path) -> list[dict[str, Any]]:
@@ -123,16 +121,15 @@ def check(arguments: Sequence[str]) -> int:
 
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cotrain-check-")))
-        if model is None:  # of a model without a name, no engine is
+        found: list[dict[str, Any]] = []
+        if options.model is None:  # an engine of a model without a name is refused, and tells its own
             Spool(scratch / "asked").create(Settings("", "", {}, (), 0.0, 0, False, False))
-            model = next((verdict["model"] for verdict in verdicts(scratch / "asked")), None)
-        found = []
-        if model is not None:
+            options.model = next((verdict["model"] for verdict in verdicts(scratch / "asked")), None)
+        if options.model is not None:
             from cotrain.sidecar.prepare import prepare
 
-            changes = [f"model={json.dumps(model)}", f"run_root={scratch}", f"spool={scratch}/spool", "name=check"]
-            spool = prepare(load_sidecar([], [*changes, "drafter.model.type=eagle3"]), False, stack).spool
-            found = verdicts(spool.folder)
+            options.overrides += [f"run_root={scratch}", f"spool={scratch}/spool"]
+            found = verdicts(prepare(_configured(options)[0], False, stack).spool.folder)
         print(f"\nengines: {engines_text(found)}")
     return 0 if any(verdict["reason"] is None for verdict in found) else 1
 
@@ -220,7 +217,7 @@ def _configured(options: argparse.Namespace) -> tuple[SidecarConfig, list[str]]:
     if options.resume is None:
         known: Table = reduce(merge, read_tables(options.config, overrides), Table())
         if "type" not in known.get("drafter", {}).get("model", {}):
-            overrides.append("drafter.model.type=eagle3")
+            overrides.insert(0, "drafter.model.type=eagle3")  # a later type would replace the section
         if "name" not in known:
             overrides.append(f"name=sidecar-{time.strftime('%Y%m%d-%H%M%S')}")
     return load_sidecar(options.config, overrides, options.resume), overrides

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from cotrain.models.loading import weight_files
 from cotrain.rollout.vllm import weights as vllm_weights
 from cotrain.transport.payload import WEIGHTS_UNKNOWN, Manifest, WeightUpdateRefused, read_manifest, read_payload
+from drafters.files import weight_files
 
 READBACK_COLUMNS = 32
 """Input columns of each packed policy matrix read back after an update, others each time. Drafters are read back whole.

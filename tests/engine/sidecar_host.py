@@ -1,0 +1,141 @@
+"""A host that knows nothing of cotrain: python sidecar_host.py ANSWERS MODEL [without corrections].
+
+It makes vLLM's LLM, reads a command a line, [method of Host, arguments ...] in JSON, and answers each with a line of JSON
+to the file descriptor ANSWERS.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+
+MODEL_LEN = 256
+
+
+class Host:
+    """An engine and what hosts do with it. What touches weights needs an engine in this very process."""
+
+    def __init__(self, model: str):
+        from vllm import LLM
+
+        self.llm = LLM(
+            model, dtype="float32", max_model_len=MODEL_LEN, enforce_eager=True, kv_cache_memory_bytes=2**28, seed=0,
+            disable_log_stats=False,
+        )  # fmt: skip
+
+    def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        params = SamplingParams(**sampling, ignore_eos=True, detokenize=False)
+        return [list(output.outputs[0].token_ids) for output in self.llm.generate(requests, params, use_tqdm=False)]
+
+    def begin(self, prompts: list[list[int]], num_tokens: int, num_steps: int) -> None:
+        """Requests that are left in the middle."""
+        from vllm import SamplingParams
+
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+            self.llm.llm_engine.add_request(f"left{i}", {"prompt_token_ids": prompt}, params)
+        for _ in range(num_steps):
+            self.llm.llm_engine.step()
+
+    def end(self) -> None:
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
+
+    def counts(self) -> dict[str, int]:
+        """vLLM's own counts."""
+        names = {"vllm:spec_decode_num_drafts": "drafts", "vllm:spec_decode_num_draft_tokens": "drafted_tokens"}
+        names["vllm:spec_decode_num_accepted_tokens"] = "accepted_tokens"
+        return {names[m.name]: int(m.value) for m in self.llm.get_metrics() if m.name in names}
+
+    def load(self, file: str) -> None:
+        """What TRL does: one parameter at a time into the model, without any session of vLLM's."""
+        from safetensors.torch import load_file
+
+        for name, tensor in load_file(file).items():
+            self._model.load_weights([(name, tensor)])
+        self.llm.reset_prefix_cache()
+
+    def write_into_a_parameter(self) -> None:
+        self._model.model.norm.weight.data.mul_(1.01)
+        self.llm.reset_prefix_cache()
+
+    def lose_the_drafter(self) -> None:
+        """What waking up from level 2 does on a GPU: https://github.com/vllm-project/vllm/issues/52479."""
+        import torch
+        from vllm.config import set_current_vllm_config
+
+        from cotrain.rollout.vllm.weights import reload_weights
+
+        worker = self._worker
+        sidecar = worker.model_runner.execute_model.__self__
+        lost = {name: torch.zeros_like(t) for name, t in sidecar._weights.last_good().items()}
+        with set_current_vllm_config(worker.vllm_config):
+            reload_weights(worker.get_draft_model(), worker.speculative_config.draft_model_config, lost)
+
+    def wake_up(self) -> None:
+        self.llm.collective_rpc("wake_up")
+
+    @property
+    def _worker(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.worker
+
+    @property
+    def _model(self) -> Any:
+        return self._worker.model_runner.model
+
+
+class RunningHost:
+    """The other end of it, in the test."""
+
+    def __init__(self, process: Popen, answers: Any):
+        self.process, self._answers = process, answers
+
+    def __call__(self, method: str, *args: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([method, *args]) + "\n")
+        self.process.stdin.flush()
+        answer = self._answers.readline()
+        assert answer, "the host has ended"
+        return json.loads(answer)
+
+
+@contextmanager
+def running_host(model: Path, environment: dict[str, str], *options: str) -> Iterator[RunningHost]:
+    """A host; it must end by itself, without an error, when nothing is asked of it any more."""
+    ours, theirs = os.pipe()
+    command = [sys.executable, __file__, str(theirs), str(model), *options]
+    process = Popen(command, env=environment, stdin=PIPE, pass_fds=[theirs], text=True)
+    os.close(theirs)
+    try:
+        with os.fdopen(ours) as answers:
+            assert answers.readline() == "ready\n", "the host did not start"
+            yield RunningHost(process, answers)
+            process.stdin.close()
+            assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main(descriptor: int, model: str, *options: str) -> None:
+    if options:
+        import cotrain.rollout.vllm.cpu
+
+        cotrain.rollout.vllm.cpu.PATCHES.clear()
+    with os.fdopen(descriptor, "w", buffering=1) as answers:
+        host = Host(model)
+        print("ready", file=answers)
+        for line in sys.stdin:
+            method, *args = json.loads(line)
+            print(json.dumps(getattr(host, method)(*args)), file=answers)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,273 @@
+"""Engines of a host with the sidecar in them: what is tapped, swapped and noticed, and that the host keeps its law."""
+
+import copy
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cotrain.sidecar.spool import HEARTBEAT_SECONDS, Spool, read_json, write_json
+from cotrain.trainer.self_check import relative_error
+from cotrain.transport.features import FeatureRecord, read_shard
+from cotrain.transport.payload import write_payload
+from drafters.base import Drafter
+from tests.engine.conftest import AUX_LAYERS, features_of, make_requests
+from tests.engine.sidecar_host import RunningHost, running_host
+from tests.engine.test_sampling import NUM_SAMPLES, PROMPT, K, Laws, laws, p_values  # noqa: F401
+from tests.sidecar_parts import host_environment, make_spool
+
+pytestmark = pytest.mark.engine
+
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+TOKENS = 48
+
+
+def prompts(number: int, seed: int = 0) -> list[list[int]]:
+    return [request.prompt_token_ids for request in make_requests(number, seed=seed)]
+
+
+class Sidecar:
+    """A host's engine, and the trainer's side of its spool."""
+
+    def __init__(self, host: RunningHost, spool: Spool):
+        self.host, self.spool = host, spool
+        (self.engine,) = spool.engines()
+        self.sent = 0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return read_json(self.engine.state)
+
+    def wave(self, seed: int = 0, number: int = 16, **sampling: Any) -> list[list[int]]:
+        return self.host("generate", prompts(number, seed), {"max_tokens": TOKENS, **sampling})
+
+    def greedy(self) -> list[list[int]]:
+        return self.wave(1, 8, temperature=0.0)
+
+    def settle(self) -> None:
+        """Let the engine make a step, with which it hears of the requests that have ended, and report."""
+        time.sleep(1.1)
+        self.host("generate", prompts(1, 2), {"max_tokens": 1})
+
+    def acceptance_length(self, seed: int) -> float:
+        before = self.host("counts")
+        self.wave(seed)
+        after = self.host("counts")
+        drafts, accepted = (after[name] - before[name] for name in ("drafts", "accepted_tokens"))
+        return 1 + accepted / drafts
+
+    def publish(self, state: dict[str, torch.Tensor], **changes: Any) -> int:
+        self.sent += 1
+        path = self.spool.current.with_name(f"{self.sent}.safetensors")
+        payload = write_payload(state, path, torch.float32)
+        publication = {"version": self.sent, "path": payload.path, "digests": payload.digests, "expected_rates": None}
+        write_json(self.spool.current, publication | changes)
+        return self.sent
+
+    def take(self) -> list[tuple[FeatureRecord, dict[str, Any]]]:
+        """The rollouts that wait in the spool, which is emptied."""
+        found = []
+        for shard in self.engine.shards():
+            described = json.loads(shard.with_suffix(".json").read_text())
+            found += zip(read_shard(shard), described["rollouts"], strict=True)
+            shard.unlink()
+            shard.with_suffix(".json").unlink()
+        return found
+
+
+@pytest.fixture(scope="module")
+def sidecar(
+    target_folder: Path, untrained_drafter: Drafter, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sidecar]:
+    """The tests below use one engine, in their order."""
+    folder = tmp_path_factory.mktemp("sidecar")
+    spool = make_spool(folder / "spool", target_folder, untrained_drafter, max_bytes=2**24)
+    with running_host(target_folder, host_environment(folder, spool) | IN_PROCESS) as host:
+        yield Sidecar(host, spool)
+
+
+def holes(record: FeatureRecord) -> int:
+    return int((~record.feature_mask).sum()) - 1
+
+
+def error(record: FeatureRecord, model: Any) -> float:
+    """Relative error of the hidden states of a record against a forward of the model."""
+    known, keep = (
+        features_of(model, record.token_ids.tolist(), record.prompt_length, 0, AUX_LAYERS),
+        record.feature_mask,
+    )
+    ours, theirs = (torch.cat([r.aux_hidden, r.final_hidden], 1)[keep] for r in (record, known))
+    return relative_error(ours, theirs)
+
+
+def test_requests_are_tapped_whole_and_described(sidecar: Sidecar, target_model: Any, target_state: dict) -> None:
+    assert read_json(sidecar.engine.facts)["attached"] is True
+    texts = sidecar.wave(3)
+    sidecar.settle()
+    taken = sidecar.take()
+    assert sorted(r.token_ids[12:].tolist() for r, _ in taken) == sorted(texts)
+    assert [holes(r) for r, _ in taken] == [0] * 16
+    assert max(error(r, target_model) for r, _ in taken) < 1e-4
+    for record, told in taken:
+        assert (record.prompt_length, record.sampling.temperature) == (told["prompt_tokens"], 1.0) == (12, 1.0)
+        assert told["tokens"] == record.num_tokens == 12 + TOKENS
+        assert (told["finish_reason"], told["versions"], told["earlier"]) == ("length", "p0-d0", [])
+        drafted = sum(1 + accepted for _, accepted in told["verification_steps"])
+        assert {num for num, _ in told["verification_steps"]} == {K} and TOKENS - 1 <= drafted < TOKENS + K
+    head = load_file(sidecar.engine.policies / "0.safetensors")
+    assert head.keys() == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert all(torch.equal(tensor, target_state[name]) for name, tensor in head.items())
+    assert sidecar.state["hooks_off"] == []
+
+
+def test_requests_may_opt_out_and_others_are_left_out(sidecar: Sidecar) -> None:
+    before = sidecar.state
+    sidecar.wave(4, 3, extra_args={"cotrain": False})
+    sidecar.wave(4, 2, frequency_penalty=0.5)
+    sidecar.settle()
+    after = sidecar.state
+    assert after["dropped"] == {"opted out": 3, "other sampling": 2} and after["finished"] - before["finished"] >= 5
+    assert len(sidecar.take()) <= 2  # those of `settle`
+
+
+def test_drafters_are_swapped_checked_and_counted_as_vllm_does(
+    sidecar: Sidecar, fitted_drafter: Drafter, untrained_drafter: Drafter
+) -> None:
+    texts, length = sidecar.greedy(), sidecar.acceptance_length(5)
+    good = fitted_drafter.state_for_serving()
+    bad = {name: t * torch.nan if t.is_floating_point() else t for name, t in good.items()}
+    sidecar.publish(bad)
+    assert sidecar.greedy() == texts
+    sidecar.publish(good, path="nowhere.safetensors")
+    assert sidecar.greedy() == texts
+    version = sidecar.publish(good)
+    assert sidecar.greedy() == texts and sidecar.acceptance_length(5) > length + 0.3
+    sidecar.settle()
+    state = sidecar.state
+    assert (state["policy_version"], state["drafter_version"]) == (0, version) and list(state["refused"]) == ["1", "2"]
+    assert "non-finite" in state["refused"]["1"] and "nowhere" in state["refused"]["2"]
+    sidecar.take()
+    sidecar.wave(6)
+    sidecar.settle()
+    assert {told["versions"] for _, told in sidecar.take()} >= {f"p0-d{version}"}
+    sidecar.settle()
+    known = sidecar.host("counts")
+    assert {name: sidecar.state[name] for name in known} == known
+
+
+def test_switched_off_the_engine_drafts_nothing(sidecar: Sidecar) -> None:
+    current, texts = read_json(sidecar.spool.current), sidecar.greedy()
+    write_json(sidecar.spool.current, current | {"on": False})
+    drafts = sidecar.host("counts")["drafts"]
+    assert sidecar.greedy() == texts and sidecar.host("counts")["drafts"] == drafts
+    sidecar.wave(7, top_k=5)  # vLLM's rejection sampler would end a CPU's engine here
+    write_json(sidecar.spool.current, current | {"on": True})
+    assert sidecar.greedy() == texts and sidecar.host("counts")["drafts"] > drafts
+
+
+def test_sampled_text_has_the_policys_distribution(sidecar: Sidecar, laws: Laws) -> None:  # noqa: F811
+    """Two tests at 1e-4."""
+    assert min(p_values(laws, samples(sidecar.host), 1.0, -1)) > 1e-4
+
+
+def samples(host: RunningHost) -> torch.Tensor:
+    return torch.tensor(host("generate", [PROMPT] * NUM_SAMPLES, {"max_tokens": K + 1}))
+
+
+def test_without_the_corrections_it_has_not(
+    target_folder: Path,
+    fitted_drafter: Drafter,
+    tmp_path: Path,
+    laws: Laws,  # noqa: F811
+) -> None:
+    spool = make_spool(tmp_path / "spool", target_folder, fitted_drafter, max_bytes=1)
+    environment = host_environment(tmp_path, spool) | IN_PROCESS
+    with running_host(target_folder, environment, "without corrections") as host:
+        (engine,) = spool.engines()
+        assert read_json(engine.facts)["corrections"] == []
+        assert min(p_values(laws, samples(host), 1.0, -1)) < 1e-4
+
+
+def test_the_drafter_is_served_again_after_waking_up(sidecar: Sidecar) -> None:
+    texts, length = sidecar.greedy(), sidecar.acceptance_length(5)
+    sidecar.host("lose_the_drafter")
+    assert sidecar.acceptance_length(5) < 1 + 0.6 * (length - 1)
+    sidecar.host("wake_up")
+    assert sidecar.acceptance_length(5) > length - 0.4 and sidecar.greedy() == texts
+    sidecar.settle()
+    assert (sidecar.state["policy_version"], sidecar.state["hooks_off"]) == (1, [])
+    files = [sidecar.engine.policies / f"{version}.safetensors" for version in (0, 1)]
+    assert files[0].samefile(files[1]), "embedding and head are the same, and are not written again"
+
+
+def test_an_update_in_mid_generation_leaves_no_mixed_rollout(
+    sidecar: Sidecar, moved_target_state: dict, tmp_path: Path
+) -> None:
+    sidecar.settle()
+    sidecar.take()
+    save_file(moved_target_state, tmp_path / "moved.safetensors")
+    sidecar.wave(9)
+    sidecar.host("begin", prompts(4, 8), TOKENS, 6)
+    sidecar.host("load", str(tmp_path / "moved.safetensors"))
+    sidecar.host("end")
+    sidecar.settle()
+    told_of = {True: [], False: []}
+    for record, told in sidecar.take():
+        told_of[bool(told["earlier"])].append((record, told))
+    assert {(r.policy_version, told["versions"][:2]) for r, told in told_of[False]} == {(1, "p1")}
+    assert all(holes(r) == 0 for r, _ in told_of[False])
+    assert len(told_of[True]) == 4
+    for record, told in told_of[True]:
+        ((version, start, end),) = told["earlier"]
+        assert (version[:2], start, record.earlier_tokens, record.policy_version) == ("p1", 0, end, 2) and end >= 6
+        # The state of the last token before the update was computed after it.
+        assert record.feature_mask.nonzero()[0] == 12 + end - 1 and holes(record) == 12 + end - 1
+    head = load_file(sidecar.engine.policies / "2.safetensors")
+    assert all(torch.equal(tensor, moved_target_state[name]) for name, tensor in head.items())
+
+
+def test_every_way_of_an_update_is_noticed(
+    sidecar: Sidecar, target_model: Any, moved_target_state: dict, target_folder: Path
+) -> None:
+    moved = copy.deepcopy(target_model)
+    moved.load_state_dict(moved_target_state)
+    texts = sidecar.greedy()
+    sidecar.settle()
+    assert max(error(record, moved) for record, _ in sidecar.take()) < 1e-4, "it serves what the host has loaded"
+    sidecar.host("write_into_a_parameter")
+    sidecar.wave(10)
+    sidecar.settle()
+    assert sidecar.state["policy_version"] == 3
+    sidecar.host("load", str(target_folder / "model.safetensors"))
+    sidecar.wave(10)
+    sidecar.settle()
+    taken = [record for record, _ in sidecar.take() if record.policy_version == 4]
+    assert len(taken) >= 16 and max(error(record, target_model) for record in taken) < 1e-4
+    assert texts != sidecar.greedy()
+    names = {path.name for path in sidecar.engine.policies.iterdir()}
+    assert names == {f"{version}.safetensors" for version in (1, 2, 3, 4)}
+
+
+def test_a_host_outlives_its_trainer_and_the_spool(sidecar: Sidecar) -> None:
+    texts, room = sidecar.greedy(), sidecar.spool.settings().max_bytes
+    for seed in range(11, 60):  # nobody reads
+        sidecar.wave(seed)
+        if sidecar.state["dropped"].get("spool full"):
+            break
+    assert sidecar.state["dropped"]["spool full"] and sum(s.stat().st_size for s in sidecar.engine.shards()) <= room
+    sidecar.take()
+    tapped, old = sidecar.state["tapped"], time.time() - 2 * HEARTBEAT_SECONDS
+    os.utime(sidecar.spool.folder / "heartbeat", (old, old))
+    assert sidecar.greedy() == texts
+    length = sidecar.acceptance_length(5)
+    sidecar.settle()
+    assert length > 1.3 and sidecar.state["tapped"] - tapped <= 16, "drafts go on, and nothing is tapped"
+    shutil.rmtree(sidecar.spool.folder)
+    assert sidecar.greedy() == texts and sidecar.acceptance_length(5) > length - 0.4
