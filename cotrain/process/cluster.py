@@ -19,7 +19,6 @@ RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",  # Ray's default of 15 starves the engine beside anything else
     "RAY_prestart_worker_first_driver": "0",  # our actors have environments of their own, for which none is ready
     "RAY_enable_worker_prestart": "0",
