@@ -54,7 +54,7 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
     else:
         policy, drafter = _without_memory(config, folder)
         node_of = {role: node for role, (_, node) in places.items()}
-        lines += [*_memory(config, policy, drafter), *_bytes_sent(config, node_of, policy, drafter)]
+        lines += _sizes(config, node_of, policy, drafter)
     return "\n".join(f"# {line}" for line in lines)
 
 
@@ -78,53 +78,42 @@ def _without_memory(config: RunConfig, folder: Path) -> "tuple[PreTrainedModel, 
         return policy, kind(kind.shape_of(config.drafter.model, TargetSpec.from_pretrained(folder)))
 
 
-def _memory(config: RunConfig, policy: "PreTrainedModel", drafter: "Drafter | None") -> list[str]:
-    learner, dtype, num_parameters = config.policy, config.rollout.dtype, policy.num_parameters()
-    served = num_parameters * BYTES[dtype] + (_update_bytes(config, drafter) if drafter else 0)
+def _sizes(
+    config: RunConfig, node_of: dict[str, str], policy: "PreTrainedModel", drafter: "Drafter | None"
+) -> list[str]:
+    """Memory of each role, and bytes of what is sent from where."""
+    learner, rollout, num_parameters = config.policy, config.rollout, policy.num_parameters()
+    dtype, value, num_engines = rollout.dtype, BYTES[rollout.dtype], rollout.num_engines
+    sent = drafter.state_for_serving().values() if drafter else ()
+    update = sum(tensor.numel() * (value if tensor.is_floating_point() else tensor.itemsize) for tensor in sent)
+    served = (num_parameters * value + update) / rollout.tensor_parallel_size
     parts = learner.num_processes if learner.sharding else 1
     held = (TRAINED + (FROZEN if learner.kl_coefficient else 0)) * num_parameters / parts
     trained = "float32 weights, gradients and AdamW's two moments"
-    lines = [
-        "Memory on a GPU of each role, without activations:",
-        f"  rollout {served / config.rollout.tensor_parallel_size / GIB:.1f} GiB: weights of policy and drafter in {dtype}; keys and values "
+    memory = [
+        f"  rollout {served / GIB:.1f} GiB: weights of policy and drafter in {dtype}; keys and values "
         "take the rest of rollout.vllm.gpu_memory_utilization",
         f"  policy {held / GIB:.1f} GiB: {trained} of {num_parameters:,} parameters"
         + (", and the reference of policy.kl_coefficient" if learner.kl_coefficient else "")
         + (f", one of {parts} parts" if parts > 1 else ""),
     ]
+    engines = {node for role, node in node_of.items() if role.startswith("rollout")}
+    first = next(node for role, node in node_of.items() if role.startswith("policy"))
+    traffic = [f"  policy update {num_parameters * value:,}: from {first}, to {len(engines - {first})} other nodes"]
     if config.drafter is not None and drafter is not None:
         own = sum(parameter.numel() for parameter in drafter.parameters())
         matrices = {module.weight for module in (policy.get_input_embeddings(), policy.get_output_embeddings())}
         versions = config.drafter.buffer.max_age + config.stream.max_policy_lag + 2
-        borrowed = versions * sum(matrix.numel() for matrix in matrices) * BYTES[dtype]
-        lines.append(
+        borrowed = versions * sum(matrix.numel() for matrix in matrices) * value
+        memory.append(
             f"  drafter {(TRAINED * own + borrowed) / GIB:.1f} GiB: {trained} of {own:,} parameters; embedding and head of the "
             f"policy in {dtype}, up to {versions} versions"
         )
-    return lines
-
-
-def _bytes_sent(
-    config: RunConfig, node_of: dict[str, str], policy: "PreTrainedModel", drafter: "Drafter | None"
-) -> list[str]:
-    num_engines, value = config.rollout.num_engines, BYTES[config.rollout.dtype]
-    served = {node for role, node in node_of.items() if role.startswith("rollout")}
-    learner = next(node for role, node in node_of.items() if role.startswith("policy"))
-    lines = [
-        "Bytes sent:",
-        f"  policy update {policy.num_parameters() * value:,}: from {learner}, to {len(served - {learner})} other nodes",
-    ]
-    if config.drafter is not None and drafter is not None:
         trainer, width = node_of["drafter"], config.drafter.model.num_aux_layers + 1
         row = row_bytes(width * drafter.shape.sizes.hidden_size, value)
-        lines += [
-            f"  drafter update {_update_bytes(config, drafter):,}: from {trainer}, to {len(served - {trainer})} other nodes",
+        traffic += [
+            f"  drafter update {update:,}: from {trainer}, to {len(engines - {trainer})} other nodes",
             f"  features {row:,} a token, to {trainer}: {row / 1000:,.1f} MB/s for each 1,000 tokens/s of an engine where all "
             f"are tapped, and {num_engines * row / 1000:,.1f} MB/s where each of {num_engines} engines makes so many",
         ]
-    return lines
-
-
-def _update_bytes(config: RunConfig, drafter: "Drafter") -> int:
-    tensors, value = drafter.state_for_serving().values(), BYTES[config.rollout.dtype]
-    return sum(tensor.numel() * (value if tensor.is_floating_point() else tensor.itemsize) for tensor in tensors)
+    return ["Memory on a GPU of each role, without activations:", *memory, "Bytes sent:", *traffic]

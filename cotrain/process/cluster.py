@@ -13,13 +13,12 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
-from cotrain.process.placement import Placement, roles_of
+from cotrain.process.placement import bundles_of, reserve, roles_of
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",  # Ray's default of 15 starves the engine beside anything else
     "RAY_prestart_worker_first_driver": "0",  # our actors have environments of their own, for which none is ready
     "RAY_enable_worker_prestart": "0",
@@ -101,7 +100,10 @@ class Cluster:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
         gpus = [int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]]
         self.device, self.gpus = place(config, gpus)
-        self.placement = Placement(config, self.gpus)
+        self._group, self._places = reserve(config, self.gpus)
+        self._bundles = bundles_of(config, self.gpus)
+        self.node_of = {role: node for role, (_, node) in self._places.items()}
+        """Id of the node of each role."""
         self.local_node: str = self._ray.get_runtime_context().get_node_id()
         """Id of the node that the controller runs on."""
 
@@ -111,8 +113,12 @@ class Cluster:
         It is never restarted and no call is repeated, since a training step must not be made twice.
         """
         log_file = str((self._logs / f"{role}.log").resolve())
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        index, _ = self._places[role]
         own: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}  # the place of a role has a CPU
-        own |= {"runtime_env": {"env_vars": environment}} | self.placement.options(role) | options
+        own |= {"num_gpus": self._bundles[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
+        own |= {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index)} | options
         return self._remember(self._ray.remote(actor_class).options(**own).remote(log_file), log_file)
 
     def start_agent(self, agent_class: type, node: str, *args: Any) -> Any:
@@ -190,7 +196,7 @@ class Cluster:
         """Kill all actors (what they started dies with them, see children.py), and Ray itself."""
         for actor, _ in self._actors.values():
             self._ray.kill(actor)
-        self.placement.remove()
+        self._ray.util.remove_placement_group(self._group)
         self._ray.shutdown()
 
 

@@ -52,58 +52,30 @@ def places_of(roles: Sequence[str], nodes: Sequence[str]) -> dict[str, tuple[int
     return places | dict(zip(ranks, in_order, strict=True))
 
 
-class Placement:
-    """The place of each role: a bundle of one Ray placement group, on one node."""
+def reserve(config: RunConfig, gpus: dict[str, float]) -> tuple[Any, dict[str, tuple[int, str]]]:
+    """Reserve the place of each role. Returns Ray's placement group, and index of the bundle and node of each role.
 
-    def __init__(self, config: RunConfig, gpus: dict[str, float]):
-        """gpus: GPUs of each role; a role that is not named needs none.
+    gpus: GPUs of each role; a role that is not named needs none. Raises RunFailure with what was asked for and what each
+    node has free, when the cluster cannot give it.
+    """
+    import ray
+    from ray._private.state import available_resources_per_node
+    from ray.util.placement_group import placement_group, placement_group_table
 
-        Raises RunFailure with what was asked for and what each node has free, when the cluster cannot give it.
-        """
-        import ray
-        from ray._private.state import available_resources_per_node
-        from ray.util.placement_group import placement_group, placement_group_table
-
-        roles, strategy = roles_of(config), config.cluster.strategy
-        self._bundles = bundles = bundles_of(config, gpus)
-        # Ray alone would exchange bundles of one size between nodes. Where they do not fit yet, it waits for nodes.
-        nodes = nodes_for(bundles, dict(sorted(available_resources_per_node().items())), strategy)
-        labels = [{"ray.io/node-id": node} for node in nodes] if nodes else None
-        self._group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
-        if not self._group.wait(PLACEMENT_SECONDS):
-            asked = ", ".join(f"{role} {_in_words(bundle)}" for role, bundle in zip(roles, bundles, strict=True))
-            ray.util.remove_placement_group(self._group)
-            raise RunFailure(
-                f"the cluster cannot place all roles at once. Asked for: {asked}. Free: {_free(ray)}. "
-                "Add nodes, end what else runs there, or lower rollout.num_engines or policy.num_processes"
-            )
-        node_of = placement_group_table(self._group)["bundles_to_node_id"]
-        self._places = places_of(roles, [node_of[index] for index in range(len(roles))])
-
-    def node(self, role: str) -> str:
-        """Id of the node of a role."""
-        return self._places[role][1]
-
-    def options(self, role: str) -> dict[str, Any]:
-        """Options with which Ray starts the actor of a role in its place."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        if role not in self._places:
-            return {}
-        index, _ = self._places[role]
-        place = PlacementGroupSchedulingStrategy(self._group, index)
-        return {"scheduling_strategy": place, "num_gpus": self._bundles[index].get("GPU", 0)}
-
-    def remove(self) -> None:
-        """Give the places back."""
-        from ray.util.placement_group import remove_placement_group
-
-        remove_placement_group(self._group)
-
-    @property
-    def nodes(self) -> set[str]:
-        """Ids of all nodes that a role runs on."""
-        return {node for _, node in self._places.values()}
+    roles, strategy, bundles = roles_of(config), config.cluster.strategy, bundles_of(config, gpus)
+    # Ray alone would exchange bundles of one size between nodes. Where they do not fit yet, it waits for nodes.
+    nodes = nodes_for(bundles, dict(sorted(available_resources_per_node().items())), strategy)
+    labels = [{"ray.io/node-id": node} for node in nodes] if nodes else None
+    group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
+    if not group.wait(PLACEMENT_SECONDS):
+        asked = ", ".join(f"{role} {_in_words(bundle)}" for role, bundle in zip(roles, bundles, strict=True))
+        ray.util.remove_placement_group(group)
+        raise RunFailure(
+            f"the cluster cannot place all roles at once. Asked for: {asked}. Free: {_free(ray)}. "
+            "Add nodes, end what else runs there, or lower rollout.num_engines or policy.num_processes"
+        )
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    return group, places_of(roles, [node_of[index] for index in range(len(roles))])
 
 
 def _in_words(resources: dict[str, float]) -> str:

@@ -80,7 +80,7 @@ class RolloutEngines:
         self._drafts_from_history = config.rollout.history is not None
         self._num_ranks = config.rollout.tensor_parallel_size
         self._roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
-        self.node_of = [cluster.placement.node(role) for role in self._roles]
+        self.node_of = [cluster.node_of[role] for role in self._roles]
         self._actors = [self._new_actor(i) for i in range(len(self._roles))]
         self._away: dict[int, Any] = {}  # quarantined engines, and the reference of their start
         self._deaths: Counter[int] = Counter()

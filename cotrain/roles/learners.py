@@ -69,7 +69,7 @@ class Learner:
 def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Learner:
     """Begin to start the ranks of a PolicyLearner."""
     roles = [role for role in roles_of(config) if role.startswith("policy")]
-    node_of = [cluster.placement.node(role) for role in roles]
+    node_of = [cluster.node_of[role] for role in roles]
     world, first, actors = len(roles), node_of[0], []
     shared = {"MASTER_ADDR": cluster.node_address(first), "MASTER_PORT": nodes.call(first, "free_port")}
     for rank, (role, node) in enumerate(zip(roles, node_of, strict=True)):
@@ -97,7 +97,7 @@ def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Learner:
 
 def start_drafter(cluster: Cluster, nodes: Nodes, config: RunConfig, init_folder: Path | None) -> Learner:
     """Begin to start a DrafterTrainer."""
-    node = cluster.placement.node("drafter")
+    node = cluster.node_of["drafter"]
     actor = cluster.start(DrafterActor, "drafter", nodes.call(node, "environment", "learner"))
     return Learner(
         cluster,

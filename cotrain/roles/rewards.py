@@ -28,7 +28,7 @@ class Rewards:
 
     def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig):
         self._cluster, self._config = cluster, config
-        self._environment = nodes.call(cluster.placement.node("rewards"), "environment", "rewards")
+        self._environment = nodes.call(cluster.node_of["rewards"], "environment", "rewards")
         self._actor: Any = None
         self._first = [self.restart()]
 

@@ -89,7 +89,7 @@ class Nodes:
         """Start an agent on every node. That of the controller's own node is in this process."""
         self._cluster, self.local = cluster, cluster.local_node
         self._here = NodeAgent(run)
-        others = cluster.placement.nodes - {self.local}
+        others = set(cluster.node_of.values()) - {self.local}
         self._agents = {node: cluster.start_agent(NodeAgent, node, run) for node in others}
         self._facts = {node: self.call(node, "facts") for node in others | {self.local}}
         self.scratch: dict[str, Path] = {node: scratch for node, (scratch, _) in self._facts.items()}

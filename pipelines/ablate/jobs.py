@@ -96,7 +96,24 @@ def execute(run: Run, stopped: Callable[[], bool], parent: str) -> int:
 
     Once `stopped` says so it is told to save, and a second Ctrl-C ends it.
     """
-    process, told = _start(run, parent), False
+    action = next_action(run)
+    if action == "start over":
+        shutil.rmtree(run.folder)
+    config_file = run.log.with_suffix(".toml")
+    config_file.write_text(to_toml(run.config), encoding="utf-8")
+    resume = ["--resume", run.config.name] if action == "resume" else []
+    with run.log.open("ab") as log:
+        # In a session of its own: Ctrl-C in the terminal reaches this process alone, which hands it on once.
+        process = subprocess.Popen(
+            [*PROGRAM, run.command, str(config_file), *resume],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", PARENT_RUN_VARIABLE: parent},
+            start_new_session=True,
+            preexec_fn=follow_parent,
+        )
+    told = False
     try:
         while process.poll() is None:
             if stopped() and not told:
@@ -108,26 +125,6 @@ def execute(run: Run, stopped: Callable[[], bool], parent: str) -> int:
             process.send_signal(signal.SIGINT)
             process.wait()
     return process.returncode
-
-
-def _start(run: Run, parent: str) -> subprocess.Popen:
-    action = next_action(run)
-    if action == "start over":
-        shutil.rmtree(run.folder)
-    config_file = run.log.with_suffix(".toml")
-    config_file.write_text(to_toml(run.config), encoding="utf-8")
-    resume = ["--resume", run.config.name] if action == "resume" else []
-    with run.log.open("ab") as log:
-        # In a session of its own: Ctrl-C in the terminal reaches this process alone, which hands it on once.
-        return subprocess.Popen(
-            [*PROGRAM, run.command, str(config_file), *resume],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1", PARENT_RUN_VARIABLE: parent},
-            start_new_session=True,
-            preexec_fn=follow_parent,
-        )
 
 
 def last_error(log: Path, status: int) -> str:

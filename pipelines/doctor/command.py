@@ -69,20 +69,15 @@ ENGINE = {
 """The first one starts what the others are checks of; so it is with NODES."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The options of `cotrain doctor`."""
+def main(argv: Sequence[str]) -> int:
+    """Run the command: progress, then the table, or JSON. Raises OSError when the file for it cannot be written."""
     parser = argparse.ArgumentParser(prog="cotrain doctor", description=DESCRIPTION)
     parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it instead of the table")
     parser.add_argument("--address", help="of a running Ray cluster, or auto (default: a private Ray on this machine)")
     names = [*MACHINE, *NODES, *ENGINE]
     listed = f"these checks alone, of {', '.join(names)}"
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=listed)
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command: progress, then the table, or JSON. Raises OSError when the file for it cannot be written."""
-    options = build_parser().parse_args(argv)
+    options = parser.parse_args(argv)
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="cotrain-doctor-"))
     with os.fdopen(os.dup(2 if options.json == "-" else 1), "w", buffering=1) as stream:
         with engine_output_to(folder / "engine.log"):  # libraries print to standard output, which has to stay clean

@@ -249,11 +249,6 @@ def _stream(run: RunRecord) -> Section:
             "Policy versions between the one that generated a token and the one that trained on it.",
         ),
         line_plot(
-            "groups", "Groups under way",
-            {state: run.column(f"stream/groups_{state}") for state in ("waiting", "running", "finished")}, "groups",
-            "When a step begins: waiting for an engine, being generated, and finished but not trained on.",
-        ),
-        line_plot(
             "idle", "Idle time by role",
             {name.removeprefix(IDLE): metrics[name] for name in metrics.columns if name.startswith(IDLE)},
             "share of the step", "Share of each step in which a role had nothing to do. The least idle one is the bottleneck.",

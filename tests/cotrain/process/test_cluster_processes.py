@@ -34,7 +34,7 @@ task = {"type": "reasoning_gym", "name": "chain_sum"}
 config = RunConfig(name="private", steps=1, policy={"model": "tiny:llama"}, task=task, cluster={"device": "cpu"})
 cluster = Cluster(config, Path.cwd())
 import ray
-actor = cluster.start(Greeter, "greeter", environment={"GREETING": "1"})
+actor = cluster.start(Greeter, "rewards", environment={"GREETING": "1"})
 found = {"actor": cluster.get([actor.greet.remote()])[0]}
 found["handler is ours"] = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
@@ -109,7 +109,8 @@ os.environ.update(RAY_ENVIRONMENT)
 import ray
 from ray.cluster_utils import Cluster
 from cotrain.config.load import load_config
-from cotrain.process.placement import Placement, bundles_of, nodes_for, places_of, roles_of
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from cotrain.process.placement import bundles_of, nodes_for, places_of, reserve, roles_of
 
 cluster = Cluster()
 for _ in range(4):  # Ray counts what it is told, also GPUs that are not there
@@ -128,17 +129,18 @@ for strategy in ("PACK", "SPREAD"):
     _, gpus = place(config, [8] * 4)
     while ray.available_resources().get("GPU") != 32:
         time.sleep(0.1)
-    placement = Placement(config, gpus)
+    group, places = reserve(config, gpus)
     planned = places_of(roles_of(config), nodes_for(bundles_of(config, gpus), free, strategy))
-    name = dict(zip(sorted(placement.nodes), free))
-    actors = [ray.remote(Where).options(num_cpus=0, **placement.options(r)).remote() for r in ("policy_15", "drafter")]
+    name = dict(zip(sorted({node for _, node in places.values()}), free))
+    own = [PlacementGroupSchedulingStrategy(group, places[role][0]) for role in ("policy_15", "drafter")]
+    actors = [ray.remote(Where).options(num_cpus=0, num_gpus=0.5, scheduling_strategy=place).remote() for place in own]
     shared = ray.get([actor.gpus.remote() for actor in actors])
-    actual = {role: name[placement.node(role)] for role in roles_of(config)}
+    actual = {role: name[node] for role, (_, node) in places.items()}
     found[strategy] = actual == {role: node for role, (_, node) in planned.items()}
     if strategy == "PACK":
         found["shared"] = shared[0] == shared[1]
     del actors
-    placement.remove()
+    ray.util.remove_placement_group(group)
 ray.shutdown()
 cluster.shutdown()
 print(json.dumps(found))

@@ -16,7 +16,7 @@ class Cluster:
 
     def __init__(self, nodes: tuple[str, ...]) -> None:
         self.environments: dict[str, dict[str, str]] = {}
-        self.placement = SimpleNamespace(node=lambda role: nodes[int(role.partition("_")[2] or 0)])
+        self.node_of = {"policy": nodes[0]} | {f"policy_{rank}": node for rank, node in enumerate(nodes)}
 
     def node_address(self, node: str) -> str:
         return f"address of {node}"

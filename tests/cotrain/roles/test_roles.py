@@ -99,7 +99,7 @@ class Engines(RolloutEngines):
         config = SimpleNamespace(cluster=SimpleNamespace(min_engines=min_engines), rollout=rollout, policy=policy)
         self.stand_ins = [*engines]
         cluster, nodes = Cluster(), SimpleNamespace(bring=lambda path, node: f"{node}/{path}")
-        cluster.placement = SimpleNamespace(node=lambda role: f"node of {role}")  # type: ignore[attr-defined]
+        cluster.node_of = {f"rollout_{i}": f"node of rollout_{i}" for i in range(len(engines))}  # type: ignore[attr-defined]
         super().__init__(cluster, nodes, config)  # type: ignore[arg-type]
         specs = [EngineSpec(None, "m", "v0000", None, i, "s") for i in range(len(engines))]  # type: ignore[arg-type]
         self.start(specs, lambda version: Path(f"v{version:04d}"))
