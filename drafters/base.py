@@ -81,9 +81,9 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.shape = shape
 
-    @classmethod
+    @staticmethod
     @abstractmethod
-    def shape_of(cls, config: Any, target: TargetSpec) -> Shape:
+    def shape_of(config: Any, target: TargetSpec) -> Shape:
         """Return the shape of a new drafter. Raises ValueError naming the field that does not fit the target."""
 
     @staticmethod

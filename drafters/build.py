@@ -96,10 +96,11 @@ def load_drafter(
         )
     # The shape of a loaded drafter is that of its checkpoint; a configuration that says otherwise is refused.
     wanted = {} if config is None else config.model_dump(exclude={"type"}, exclude_none=True)
+    found = vars(shape.sizes) | vars(shape)
     wrong = [
-        f"drafter.model.{name} is {value}, the checkpoint has {getattr(shape, name)}"
+        f"drafter.model.{name} is {value}, the checkpoint has {found[name]}"
         for name, value in wanted.items()
-        if value != getattr(shape, name)
+        if value != found[name]
     ]
     if wrong:
         raise ValueError(f"drafter.init {folder} was made with other settings; take them over: " + "; ".join(wrong))

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from drafters.files import CONFIG, WEIGHTS, flush
 
+TRAINED_DEPTH = "trained_draft_positions"
+"""Field of config.json with the draft positions that a drafter was trained on."""
+
 
 def write_folder(folder: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
     """Write config.json and model.safetensors.

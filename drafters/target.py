@@ -1,5 +1,6 @@
 """The facts about a target model that a drafter is built for, from its config.json."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -77,6 +78,15 @@ class TargetSpec:
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
             **{name: required(name) for name in COPIED},
         )
+
+    def check_made_for(self, target: Self, names: Sequence[str], source: str | Path) -> None:
+        """Raise ValueError naming the size in which the drafter in the folder `source` does not fit the target."""
+        for name in names:
+            theirs, ours = getattr(self, name), getattr(target, name)
+            if theirs != ours:
+                raise ValueError(
+                    f"{source} was made for another target: its {name} is {theirs}, this target's is {ours}"
+                )
 
     def layer_config(self) -> dict[str, object]:
         """The fields of config.json that all drafters of these sizes write."""

@@ -11,11 +11,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from drafters.base import Shape, TargetSpec
-from drafters.checkpoint import read_tensors
+from drafters.checkpoint import TRAINED_DEPTH, read_tensors
 from drafters.config import DraftModelConfig
 from drafters.files import read_config, weight_files
 
-TRAINED_DEPTH = "trained_draft_positions"
 HEAD = "lm_head.weight"
 
 
@@ -37,16 +36,7 @@ FAMILIES = {
 """Families that can be trained and served, by model_type."""
 
 
-@dataclass(frozen=True)
-class DraftModelShape(Shape):
-    """All of `sizes` are the draft model's own; a head is tied with its own embedding."""
-
-    @property
-    def num_layers(self) -> int:
-        return self.sizes.num_layers
-
-
-def shape_of(config: DraftModelConfig, target: TargetSpec) -> DraftModelShape:
+def shape_of(config: DraftModelConfig, target: TargetSpec) -> Shape:
     """Return the shape of a model cut from the target. Raises ValueError naming the field that does not fit."""
     if problem := _unsupported(target):
         raise ValueError(f'drafter.model.type: {problem}; use type = "eagle3"')
@@ -55,7 +45,7 @@ def shape_of(config: DraftModelConfig, target: TargetSpec) -> DraftModelShape:
             f"drafter.model.num_layers: {config.num_layers} layers cannot be cut from the target's "
             f"{target.num_layers}; lower it"
         )
-    return DraftModelShape(replace(target, num_layers=config.num_layers), config.trained_depth)
+    return Shape(replace(target, num_layers=config.num_layers), config.trained_depth)
 
 
 def _unsupported(sizes: TargetSpec) -> str | None:
@@ -67,7 +57,7 @@ def _unsupported(sizes: TargetSpec) -> str | None:
     return None
 
 
-def to_config(shape: DraftModelShape) -> dict[str, object]:
+def to_config(shape: Shape) -> dict[str, object]:
     sizes = shape.sizes
     bias = FAMILIES[sizes.model_type].bias
     return {
@@ -87,7 +77,7 @@ def to_config(shape: DraftModelShape) -> dict[str, object]:
 
 def read_checkpoint(
     folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
-) -> tuple[DraftModelShape, dict[str, Tensor]]:
+) -> tuple[Shape, dict[str, Tensor]]:
     """Read shape and tensors of a folder.
 
     depth_if_unstated: draft positions trained, for a checkpoint that does not say (1 when None). Raises ValueError
@@ -95,16 +85,12 @@ def read_checkpoint(
     """
     config = read_config(folder)
     sizes = TargetSpec.from_config(config, folder)
-    for name in ("vocab_size", "hidden_size"):
-        if (theirs := getattr(sizes, name)) != (ours := getattr(target, name)):
-            raise ValueError(
-                f"{folder} is a draft model for another target: its {name} is {theirs}, this target's is {ours}"
-            )
+    sizes.check_made_for(target, ("vocab_size", "hidden_size"), folder)
     if problem := _unsupported(sizes):
         raise ValueError(f"{folder}/config.json: {problem}")
     sizes = replace(sizes, eos_token_ids=target.eos_token_ids)
     depth = config.get(TRAINED_DEPTH) or depth_if_unstated or 1
-    return DraftModelShape(sizes, depth), _own_tensors(read_tensors(folder), sizes)
+    return Shape(sizes, depth), _own_tensors(read_tensors(folder), sizes)
 
 
 def _own_tensors(tensors: dict[str, Tensor], sizes: TargetSpec) -> dict[str, Tensor]:
@@ -113,10 +99,10 @@ def _own_tensors(tensors: dict[str, Tensor], sizes: TargetSpec) -> dict[str, Ten
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(unused)}
 
 
-def cut(policy: str | Path, shape: DraftModelShape) -> dict[str, Tensor]:
+def cut(policy: str | Path, shape: Shape) -> dict[str, Tensor]:
     """Read from a policy's folder the tensors of a draft model: embedding, layers, final norm and head."""
     of_policy = TargetSpec.from_pretrained(policy).num_layers
-    numbers = {layer: number for number, layer in enumerate(evenly_spaced(of_policy, shape.num_layers))}
+    numbers = {layer: number for number, layer in enumerate(evenly_spaced(of_policy, shape.sizes.num_layers))}
     tensors = {}
     for path in weight_files(Path(policy)):
         with safe_open(path, framework="pt") as file:

@@ -12,9 +12,8 @@ from typing import cast
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch, every_row
-from drafters.base import Drafter, ServingSpec, TargetSpec, TargetWeights
-from drafters.config import DraftModelConfig
-from drafters.draft_model.checkpoint import FAMILIES, DraftModelShape, cut, read_checkpoint, shape_of, to_config
+from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights
+from drafters.draft_model.checkpoint import FAMILIES, cut, read_checkpoint, shape_of, to_config
 from drafters.unroll import MLP, Attention, DraftLayer, run_layer
 
 
@@ -50,20 +49,16 @@ class Decoder(nn.Module):
 class DraftModel(Drafter):
     """A language model over the target's whole vocabulary, whose head is tied with its embedding as the target's is."""
 
-    shape: DraftModelShape
+    shape_of = staticmethod(shape_of)
     read = staticmethod(read_checkpoint)
     to_config = staticmethod(to_config)
 
-    def __init__(self, shape: DraftModelShape) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         sizes = shape.sizes
         self.model = Decoder(sizes)
         if not sizes.tie_word_embeddings:
             self.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
-
-    @classmethod
-    def shape_of(cls, config: DraftModelConfig, target: TargetSpec) -> DraftModelShape:
-        return shape_of(config, target)
 
     def start_from(self, policy: str | Path) -> None:
         tensors = cut(policy, self.shape)

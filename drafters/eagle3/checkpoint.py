@@ -72,8 +72,11 @@ def read_checkpoint(
     """
     config = read_config(folder)
     sizes = TargetSpec.from_config(config, folder)
-    if problems := "; ".join(_problems(config, sizes, target)):
+    if problems := "; ".join(_problems(config, sizes)):
         raise ValueError(f"{folder}/config.json: {problems}")
+    sizes.check_made_for(target, ("vocab_size", "hidden_size"), folder)
+    of_target = replace(sizes, hidden_size=config.get("target_hidden_size", sizes.hidden_size))
+    of_target.check_made_for(target, ("hidden_size",), folder)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     depth = methods[0].get("speculative_tokens") or depth_if_unstated
     if depth is None:
@@ -95,20 +98,13 @@ def read_checkpoint(
     return shape, tensors
 
 
-def _problems(config: dict[str, Any], sizes: TargetSpec, target: TargetSpec) -> Iterator[str]:
-    """Yield what keeps this drafter from computing what an engine would, or from fitting the target."""
+def _problems(config: dict[str, Any], sizes: TargetSpec) -> Iterator[str]:
+    """Yield what keeps this drafter from computing what an engine would."""
     for flag in UNSUPPORTED_FLAGS:
         if config.get(flag):
             yield f"this is an EAGLE-3 variant with {flag}, which is not supported"
     if sizes.num_layers != 1:
         yield f"the drafter has {sizes.num_layers} layers; only one is supported"
-    for name, theirs, ours in (
-        ("vocabulary", sizes.vocab_size, target.vocab_size),
-        ("hidden size", sizes.hidden_size, target.hidden_size),
-        ("hidden size", config.get("target_hidden_size", sizes.hidden_size), target.hidden_size),
-    ):
-        if theirs != ours:
-            yield f"the drafter was made for another target: its {name} is {theirs}, this target's is {ours}"
     if sizes.rope_type != "default":
         yield f"rope_type {sizes.rope_type!r} is not supported; the drafter would be trained at other positions than it is served at"
 

@@ -62,8 +62,8 @@ class Eagle3Drafter(Drafter):
             self.register_buffer("d2t", d2t)
             self.register_buffer("t2d", t2d)
 
-    @classmethod
-    def shape_of(cls, config: Eagle3Config, target: TargetSpec) -> Eagle3Shape:
+    @staticmethod
+    def shape_of(config: Eagle3Config, target: TargetSpec) -> Eagle3Shape:
         if config.draft_vocab_size > target.vocab_size:
             raise ValueError(
                 f"drafter.model.draft_vocab_size: {config.draft_vocab_size} is above the target's vocabulary of "
@@ -111,7 +111,8 @@ class Eagle3Drafter(Drafter):
         if self.has_map:
             self.d2t, self.t2d = (m.to(self.d2t.device) for m in to_maps(tokens, self.shape.sizes.vocab_size))
         self.lm_head.weight.copy_(target.head[tokens.to(target.head.device)])
-        return coverage(token_counts, tokens)
+        total = token_counts.sum()
+        return float(token_counts[tokens].sum() / total) if total > 0 else 1.0
 
     def state_for_serving(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.state_dict().items() if name != "t2d"}
@@ -158,9 +159,3 @@ def to_maps(draft_to_target: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 def to_tokens(d2t: Tensor) -> Tensor:
     """Return target ids [V_draft] from offsets [V_draft]."""
     return d2t + torch.arange(len(d2t), device=d2t.device)
-
-
-def coverage(counts: Tensor, draft_to_target: Tensor) -> float:
-    """Return the share of the counted tokens [V] that the draft vocabulary holds; 1.0 when nothing was counted."""
-    total = counts.sum()
-    return float(counts[draft_to_target].sum() / total) if total > 0 else 1.0

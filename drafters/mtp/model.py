@@ -17,13 +17,17 @@ from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
 from drafters.base import Drafter, Experts, ServingSpec, Shape, TargetSpec, TargetWeights
-from drafters.checkpoint import read_tensors
+from drafters.checkpoint import TRAINED_DEPTH, read_tensors
 from drafters.config import MtpConfig
 from drafters.files import read_config
 from drafters.mtp.formats import NUM_HEADS, TARGETS, HeadFormat, head_sizes
 from drafters.unroll import MLP, Attention, DraftLayer, ZeroCentredRMSNorm, unroll
 
-TRAINED_DEPTH = "trained_draft_positions"
+OF_TARGET = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+    "rope_theta", "partial_rotary_factor",
+)  # fmt: skip
+"""Sizes of a head that vLLM reads from the target's configuration."""
 
 
 def to_config(shape: Shape) -> dict[str, object]:
@@ -64,15 +68,7 @@ def read_checkpoint(
         )
     stated = {name: value for name, value in config.items() if value is not None}
     theirs = TargetSpec.from_config({"max_position_embeddings": target.max_position_embeddings} | stated, folder)
-    for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
-        "rope_theta", "partial_rotary_factor",
-    ):  # fmt: skip
-        if getattr(theirs, name) != getattr(target, name):
-            raise ValueError(
-                f"{folder} is the MTP head of another model: its {name} is {getattr(theirs, name)}, this target's is "
-                f"{getattr(target, name)}"
-            )
+    theirs.check_made_for(target, OF_TARGET, folder)
     shape = Shape(
         sizes=replace(sizes, max_position_embeddings=theirs.max_position_embeddings),
         trained_depth=config.get(TRAINED_DEPTH) or depth_if_unstated or 1,
@@ -153,8 +149,8 @@ class MtpDrafter(Drafter):
                 parent = parent.get_submodule(step)
             parent.add_module(last, module)
 
-    @classmethod
-    def shape_of(cls, config: MtpConfig, target: TargetSpec) -> Shape:
+    @staticmethod
+    def shape_of(config: MtpConfig, target: TargetSpec) -> Shape:
         return Shape(head_sizes(target), config.trained_depth)
 
     @property

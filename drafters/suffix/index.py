@@ -90,10 +90,6 @@ class SuffixIndex:
         """Bytes in use."""
         return 3 * 4 * self._used
 
-    def knows(self, key: bytes) -> bool:
-        """Is there a text of this prompt?"""
-        return key in self._segments
-
     def weigh_by(self, policy_version: int, half_life: float | None) -> None:
         """Let texts count by their age at this version of the policy, half after half_life versions; None: all alike."""
         self.policy_version, self.half_life = policy_version, half_life
@@ -162,16 +158,16 @@ class SuffixIndex:
         newest_first = np.cumsum((sizes * kept)[::-1])[::-1]
         kept &= newest_first <= FULL * self.max_tokens
         kept[-1] = True  # it is being added
-        self._used, self._segments, number = 0, {EVERY_PROMPT: []}, np.cumsum(kept, dtype=np.int32) - 1
+        self._used, self._segments = 0, {EVERY_PROMPT: []}
         for start, scope in places:
-            moved = self._move(segment_at[start], kept, number)
+            moved = self._move(segment_at[start], kept)
             if moved.num_positions:
                 self._segments.setdefault(scope, []).append(moved)
         for segments in self._segments.values():
             segments.sort(key=lambda segment: -segment.size)
         self._versions, self._weights = self._versions[kept], self._weights[kept]
 
-    def _move(self, segment: Segment, kept: NDArray[np.bool_], number: Tokens) -> Segment:
+    def _move(self, segment: Segment, kept: NDArray[np.bool_]) -> Segment:
         """Put what is kept of a segment, with the new number of each text, at the end of what was moved before it."""
         text, order, owners = self._views(segment)
         stays = kept[owners]

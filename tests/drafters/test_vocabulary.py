@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from drafters.eagle3.model import choose_tokens, coverage, to_maps, to_tokens
+from drafters.eagle3.model import choose_tokens, to_maps, to_tokens
 
 
 def test_most_frequent_tokens_ascending():
     counts = torch.tensor([0, 5, 1, 0, 9, 2])
     tokens = choose_tokens(counts, 3)
     assert tokens.tolist() == [1, 4, 5]
-    assert coverage(counts, tokens) == pytest.approx(16 / 17)
 
 
 def test_ties_and_leftover_rows_go_to_the_lowest_ids():
@@ -28,10 +27,6 @@ def test_maps_go_both_ways():
     assert d2t.tolist() == [1, 3, 3]
     assert t2d.nonzero().flatten().tolist() == [1, 4, 5]
     assert torch.equal(to_tokens(d2t), tokens)
-
-
-def test_nothing_counted_is_covered():
-    assert coverage(torch.zeros(5), torch.tensor([0, 1])) == 1.0
 
 
 def test_sizes_that_cannot_work():

@@ -160,8 +160,8 @@ def test_drafter_of_this_target_passes(build, drafter: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": 64}, "drafter.init: .* made for another target: its hidden size is 32, this target's is 64"),
-        ({"vocab_size": 96}, "drafter.init: .* made for another target: its vocabulary is 64, this target's is 96"),
+        ({"hidden_size": 64}, "drafter.init: .* made for another target: its hidden_size is 32, this target's is 64"),
+        ({"vocab_size": 96}, "drafter.init: .* made for another target: its vocab_size is 64, this target's is 96"),
         ({"num_hidden_layers": 5}, r"drafter.init: .* aux layers \[1, 3, 5\] are not ascending ids between 1 and 4"),
     ],
     ids=["hidden size", "vocabulary", "layers"],

@@ -93,12 +93,12 @@ def test_several_heads_are_refused(kind, folder):
 def test_the_head_of_another_model_is_refused(kind, folder, change):
     ((name, value),) = change.items()
     mine = getattr(kind.target, name)
-    message = re.escape(f"the MTP head of another model: its {name} is {mine}, this target's is {value}")
+    message = re.escape(f"made for another target: its {name} is {mine}, this target's is {value}")
     with pytest.raises(ValueError, match=message):
         load_drafter(folder, dataclasses.replace(kind.target, **change))
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
     edit_config(folder, **({"rope_parameters": rope | change} if name == "rope_theta" else change))
-    message = re.escape(f"the MTP head of another model: its {name} is {value}, this target's is {mine}")
+    message = re.escape(f"made for another target: its {name} is {value}, this target's is {mine}")
     with pytest.raises(ValueError, match=message):
         load_drafter(folder, kind.target)
 
