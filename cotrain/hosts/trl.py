@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from transformers import TrainerCallback
+
 from cotrain.process.scratch import scratch_folder
 from cotrain.sidecar.launch import host_environment, start_trainer, stop_trainer
 from cotrain.sidecar.spool import VARIABLE, Spool, read_json
