@@ -19,7 +19,7 @@ from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.config.schema import MIN_ROLLOUTS, RunConfig
-from cotrain.models.loading import native_head, resolve_model, serving_problems
+from cotrain.models.loading import has_linear_attention, native_head, resolve_model, serving_problems
 from cotrain.process.cluster import device_of, place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
 from cotrain.run.mlflow_store import check_uri, tracking_uri
@@ -189,7 +189,10 @@ def _check_model(config: RunConfig, model: Path) -> list[str]:
     """Prompt, response and draft tokens fit the model's positions, and linear attention can be trained and served."""
     longest, rollout = read_config(model).get("max_position_embeddings"), config.rollout
     on_cpu = config.cluster.device == "cpu" or not machine()["gpus"]
-    problems = serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm)
+    problems: list[str] = []
+    if config.policy.batching == "packed" and has_linear_attention(model):
+        problems += ['policy.batching: linear attention reads on from one packed rollout into the next; set "padded"']
+    problems += serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm)
     if longest is not None and rollout.num_positions > longest:
         problems.append(
             f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with "

@@ -96,8 +96,11 @@ class PolicyConfig(Section):
     """Optimizer steps taken on each batch of rollouts."""
 
     micro_batch_tokens: PositiveInt = 4096
-    """Tokens in one forward-backward of rollouts of like length, padding included; gradients accumulate over as many
-    as are needed."""
+    """Tokens in one forward-backward; gradients accumulate over as many as are needed."""
+
+    batching: Literal["padded", "packed"] = "padded"
+    """padded: rollouts sorted by length and right-padded. packed: several rollouts share a row, kept apart by
+    position ids and a block-diagonal mask."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""

@@ -8,13 +8,16 @@ trained on) and positions 1 2 3 predict 4 5 6:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from cotrain.records import ScoredRollout
+
+Batching = Literal["padded", "packed"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class MicroBatch:
 
     rollouts: list[ScoredRollout]
     token_ids: Tensor  # [B, L] int64
+    position_ids: Tensor | None  # [B, L] int64, starting at 0 with each packed rollout; None: 0..L-1 in every row
     predictors: Tensor  # [N] int64, index into the B*L positions of the one that predicts each response token
     targets: Tensor  # [N] int64, the response tokens
     sequence_ids: Tensor  # [N] int64, which of the S rollouts
@@ -51,20 +55,25 @@ def num_input_tokens(scored: ScoredRollout) -> int:
     return len(scored.rollout.prompt_token_ids) + len(scored.rollout.token_ids) - 1
 
 
-def micro_batches(rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, device: torch.device) -> list[MicroBatch]:
+def micro_batches(
+    rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, batching: Batching, device: torch.device
+) -> list[MicroBatch]:
     """Sort rollouts by length into micro-batches of at most micro_batch_tokens positions, padding included.
 
     A rollout longer than that gets a micro-batch of its own.
     """
     batches: list[list[ScoredRollout]] = []
-    row_length = 0
+    positions = 0
     for scored in sorted(rollouts, key=num_input_tokens, reverse=True):
-        # Longest first: the row length of a batch is that of its first rollout.
-        if not batches or row_length * (len(batches[-1]) + 1) > micro_batch_tokens:
+        length = num_input_tokens(scored)
+        # Longest first: the row length of a padded batch is that of its first rollout.
+        added = num_input_tokens(batches[-1][0]) if batches and batching == "padded" else length
+        if not batches or positions + added > micro_batch_tokens:
             batches.append([])
-            row_length = num_input_tokens(scored)
+            positions, added = 0, length
         batches[-1].append(scored)
-    return [_micro_batch(batch, device) for batch in batches]
+        positions += added
+    return [_micro_batch(batch, batching, device) for batch in batches]
 
 
 def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
@@ -78,24 +87,34 @@ def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
         batch,
         rollouts=[],
         token_ids=batch.token_ids[:1, :1],
+        position_ids=None if batch.position_ids is None else batch.position_ids[:, :1],
         old_log_probs=None if batch.old_log_probs is None else batch.old_log_probs[:0],
         has_advantage=has_advantage,
         **{name: getattr(batch, name)[:0] for name in tokens},
     )
 
 
-def _micro_batch(rollouts: list[ScoredRollout], device: torch.device) -> MicroBatch:
+def _micro_batch(rollouts: list[ScoredRollout], batching: Batching, device: torch.device) -> MicroBatch:
     rows = [torch.tensor(s.rollout.prompt_token_ids + s.rollout.token_ids[:-1]) for s in rollouts]
-    # Under causal attention no token sees the padding on its right, so that no mask is needed.
-    token_ids = pad_sequence(rows, batch_first=True)
+    position_ids = None
+    if batching == "padded":
+        # Under causal attention no token sees the padding on its right, so that no mask is needed.
+        token_ids = pad_sequence(rows, batch_first=True)
+        starts = list(range(0, token_ids.numel(), token_ids.shape[1]))
+    else:
+        # transformers sees position ids start again and keeps attention within each rollout.
+        token_ids = torch.cat(rows)[None]
+        position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None].to(device)
+        starts = list(accumulate(map(len, rows[:-1]), initial=0))
     lengths = torch.tensor([len(scored.rollout.token_ids) for scored in rollouts])
-    ends = [index * token_ids.shape[1] + len(row) for index, row in enumerate(rows)]
+    ends = [start + len(row) for start, row in zip(starts, rows, strict=True)]
     predictors = [torch.arange(end - length, end) for end, length in zip(ends, lengths.tolist(), strict=True)]
     advantages = torch.tensor([scored.advantage for scored in rollouts], dtype=torch.float32)
     behaviour = torch.tensor([log_prob for scored in rollouts for log_prob in scored.rollout.log_probs]).to(device)
     return MicroBatch(
         rollouts=rollouts,
         token_ids=token_ids.to(device),
+        position_ids=position_ids,
         predictors=torch.cat(predictors).to(device),
         targets=torch.tensor([token for scored in rollouts for token in scored.rollout.token_ids]).to(device),
         sequence_ids=torch.arange(len(rollouts)).repeat_interleave(lengths).to(device),

@@ -34,16 +34,19 @@ def test_head_equals_autograd_for_any_chunk(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [24, 70, 10_000])
-def test_batched_log_probs_equal_those_of_each_rollout_alone(tiny_model: str, micro_batch_tokens: int) -> None:
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+def test_batched_log_probs_equal_those_of_each_rollout_alone(
+    tiny_model: str, batching: str, micro_batch_tokens: int
+) -> None:
     rollouts = make_rollouts(tiny_model)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     policy = ResponseLogProbs(model, 0.8, torch.float32)
-    batches = micro_batches(rollouts, micro_batch_tokens, CPU)
+    batches = micro_batches(rollouts, micro_batch_tokens, batching, CPU)
 
     assert sorted(id(scored) for batch in batches for scored in batch.rollouts) == sorted(map(id, rollouts))
     for batch in batches:
         assert batch.token_ids.numel() <= micro_batch_tokens
-        log_probs, _ = policy(batch.token_ids, batch.predictors, batch.targets)
+        log_probs, _ = policy(batch.token_ids, batch.position_ids, batch.predictors, batch.targets)
         alone = [
             token_log_probs(tiny_model, scored.rollout.prompt_token_ids, scored.rollout.token_ids, 0.8)
             for scored in batch.rollouts
