@@ -7,15 +7,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
 
-LEAST_SPECULATED = 100
-"""Fewest speculated tokens of a check. So many find a total variation distance of 0.26 in the first check of a run with
-probability 0.9 (family.detectable_distance); with fewer, only the grossest faults could fail."""
-
 MIN_ROLLOUTS = 16
 """The gate needs this many rollouts of a step: below that, ratios of their sums are biased by a few long responses."""
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""Names of runs, which name a folder as well."""
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, and of its folder
 
 MIN_PROMPTS = 4
 """Noise is estimated from this many prompts or more. With two or three, the degrees of freedom of Student's t are a
@@ -491,15 +486,13 @@ class RunConfig(Section):
 
     @property
     def model(self) -> str:
-        """The policy, as in policy.model."""
         return self.policy.model
 
     @property
     def sampling(self) -> str:
         """How rollouts are sampled, in words."""
-        rollout = self.rollout
-        law = f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k}"
-        return f"{law}, {rollout.draft_sample_method} drafts"
+        r = self.rollout
+        return f"temperature {r.temperature:g}, top_p {r.top_p:g}, top_k {r.top_k}, {r.draft_sample_method} drafts"
 
     @property
     def speculates(self) -> bool:

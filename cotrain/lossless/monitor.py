@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cotrain.config.schema import LEAST_SPECULATED, MonitorConfig
+from cotrain.config.schema import MonitorConfig
 from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
 from cotrain.lossless.emitted import Draws
-from cotrain.lossless.family import Verdict, judge
+from cotrain.lossless.family import LEAST_SPECULATED, Verdict, judge
 from cotrain.lossless.setting import describe
 from cotrain.records import Rollout
 from drafters.base import SamplingParams

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cotrain.config.schema import LEAST_SPECULATED
+from cotrain.lossless.family import LEAST_SPECULATED
 from cotrain.run.console import duration
 from pipelines.page.figures import timeline_figure
 from pipelines.page.page import Fact, Page, Plot, Section, line_plot, write_page

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cotrain.config.schema import LEAST_SPECULATED, MonitorConfig
+from cotrain.config.schema import MonitorConfig
 from cotrain.lossless import monitor as monitor_module
 from cotrain.lossless.checks import LOGIT_ERROR
 from cotrain.lossless.emitted import Draws, response_draws
-from cotrain.lossless.family import Verdict, detectable_distance
+from cotrain.lossless.family import LEAST_SPECULATED, Verdict, detectable_distance
 from cotrain.lossless.monitor import FALSE_ALARM_RATE, Chosen, LosslessMonitor, alpha_share
 from cotrain.lossless.setting import PLAIN
 from cotrain.records import Rollout, RolloutRequest

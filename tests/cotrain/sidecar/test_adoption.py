@@ -150,6 +150,9 @@ def test_every_other_engine_starts_as_its_host_asked(
         "hook": lambda: monkeypatch.setattr(adoption, "check_config", broken),
     }
     args = arguments()
+    caplog.set_level("INFO", adoption.log.name)
+    monkeypatch.setattr(adoption.log, "handlers", [caplog.handler])  # vLLM's own logger may not hand lines on
+    monkeypatch.setattr(adoption.log, "propagate", False)
     faults[fault]()
     config = configured(CREATE, args)
     assert not is_adopted(config) and config.speculative_config is None and args.speculative_config is None
