@@ -48,9 +48,8 @@ class CotrainCallback(TrainerCallback):
             return
         logs.update(numbers)
         state.log_history[-1].update(numbers)
-        if "mlflow" in args.report_to:  # the callback of transformers has sent the log before this one is called
-            import mlflow
-
+        # The callback of transformers has sent the log before this one is called, to a run that it has begun.
+        if "mlflow" in args.report_to and (mlflow := sys.modules.get("mlflow")) and mlflow.active_run():
             mlflow.set_tag("cotrain.sidecar", str(self._spool.folder))
             mlflow.log_metrics(numbers, step=state.global_step)
 

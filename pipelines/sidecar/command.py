@@ -61,9 +61,7 @@ none asked for a drafter. Usual causes:
 def run(arguments: Sequence[str]) -> int:
     """`cotrain run`: the trainer's process and the host's command. Returns the host's exit status."""
     usage = "cotrain run --model M [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
-    own, host = _split(arguments)
-    options = _parser("run", usage, RUN).parse_args(own)
-    _check_host(host, usage)
+    options, host = _parsed(_parser("run", usage, RUN), arguments)
     config, overrides = _configured(options)
     command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--with-parent", f"--share={config.share}"]
     command += [f"--config={file}" for file in options.config] + [f"--resume={options.resume}"] * bool(options.resume)
@@ -71,8 +69,8 @@ def run(arguments: Sequence[str]) -> int:
 
     def watch() -> None:
         if not ended and trainer.poll() is not None:
-            ended.append("the drafter's trainer has ended, see above; your command goes on with the drafter it has")
-            print(f"cotrain: {ended[0]}", file=sys.stderr)
+            ended.append("cotrain: the trainer has ended, see above; the engines go on with the drafter that they have")
+            print(ended[0], file=sys.stderr)
 
     try:
         return run_host(host, host_environment(config.spool_folder), watch)
@@ -86,13 +84,11 @@ def sidecar(arguments: Sequence[str]) -> int:
         return check(arguments[1:])
     usage = "cotrain sidecar --model M --spool DIR --share S [--drafter D] [--config FILE] [key=value ...]"
     parser = _parser("sidecar", usage, SIDECAR)
-    parser.add_argument(
-        "--spool", metavar="DIR", help="folder for the exchange with the engines; in /dev/shm it is memory"
-    )
+    parser.add_argument("--spool", metavar="DIR", help="folder that trainer and engines share; /dev/shm is memory")
     text = "share of the requests that are trained on, above 0 and up to 1; it must be given, here or in FILE"
     parser.add_argument("--share", type=float, metavar="S", help=text)
     parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     config, _ = _configured(options)
     if options.share is None and "share" not in config.model_fields_set:
         raise ValueError("--share: say which share of the requests may be trained on, for example --share 0.1")
@@ -110,10 +106,8 @@ def sidecar(arguments: Sequence[str]) -> int:
 
 def check(arguments: Sequence[str]) -> int:
     """`cotrain sidecar check`. Returns 0 where the first engine would be adopted, else 1."""
-    own, host = _split(arguments)
     usage = "cotrain sidecar check [--model M] [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
-    options = _parser("sidecar check", usage, CHECK).parse_args(own)
-    _check_host(host, usage)
+    options, host = _parsed(_parser("sidecar check", usage, CHECK), arguments)
 
     def verdicts(spool: Path) -> list[dict[str, Any]]:
         run_host(host, host_environment(spool) | {CHECK_VARIABLE: "1"}, lambda: None)
@@ -140,7 +134,7 @@ def summary(run: Path, verdicts: Sequence[dict[str, Any]]) -> str:
     from pipelines.train.report import progress, run_facts, write_run_report
 
     lines, done = {"engines": engines_text(verdicts).replace("\n", "\n" + " " * 14)}, "no round of training"
-    if list((run / "metrics.jsonl").read_text()):
+    if (run / "metrics.jsonl").read_text():
         record = read_run(run)
         done = progress(record)
         lines |= {fact.label: fact.text for fact in run_facts(record)} | {"report": str(write_run_report(run))}
@@ -165,7 +159,7 @@ class Stop:
     def __init__(self, asked: Callable[[], bool], parent: int | None, spool: Path):
         self._asked, self._parent, self._spool = asked, parent, spool
         self.verdicts: list[dict[str, Any]] = []
-        """On the engines that have looked for the trainer. The spool, which has them, is gone at the end."""
+        """Of `read_verdicts`, since the spool is gone at the end."""
 
     def is_set(self) -> bool:
         is_set = self._asked() or (self._parent is not None and os.getppid() != self._parent)
@@ -177,15 +171,13 @@ class Stop:
         time.sleep(timeout)
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments before the first --, and those after it."""
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options before the first --, and the command after it. Raises ValueError where there is none."""
     at = [*arguments, "--"].index("--")
-    return list(arguments[:at]), list(arguments[at + 1 :])
-
-
-def _check_host(host: Sequence[str], usage: str) -> None:
+    options, host = parser.parse_intermixed_args(arguments[:at]), list(arguments[at + 1 :])
     if not host:
-        raise ValueError(f"the command of your trainer or server is missing; write it after --, as in: {usage}")
+        raise ValueError(f"the command of your trainer or server is missing; write it after --, as in: {parser.usage}")
+    return options, host
 
 
 def _parser(command: str, usage: str, description: str) -> argparse.ArgumentParser:
@@ -195,9 +187,7 @@ def _parser(command: str, usage: str, description: str) -> argparse.ArgumentPars
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--model", metavar="M", help="the policy, as your trainer or server names it")
-    text = (
-        f"{', '.join(KINDS)}, or the first weights: a folder or models:/NAME@serving (default eagle3, random weights)"
-    )
+    text = f"{', '.join(KINDS)}, or first weights: a folder or models:/NAME@serving (default eagle3, random weights)"
     parser.add_argument("--drafter", metavar="D", help=text)
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="TOML file; may be repeated")
     parser.add_argument("--resume", metavar="NAME", help="continue this one, with its drafter")

@@ -1,4 +1,7 @@
-"""A user's TRL script, which knows of no drafter: python trl_script.py MODEL STEPS OUT. Prints the log's rows as JSON."""
+"""A user's TRL script: python sidecar_trl_script.py MODEL STEPS OUT [ARGUMENT OF CotrainCallback ...].
+
+It prints the rows of the host's log as JSON. Without arguments of the callback it knows of no drafter.
+"""
 
 import json
 import random
@@ -38,4 +41,9 @@ def train(model: str, steps: int, out: str, callbacks: list | None = None, repor
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    if len(sys.argv) == 4:
+        train(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    else:
+        from cotrain.hosts.trl import CotrainCallback
+
+        train(sys.argv[1], int(sys.argv[2]), sys.argv[3], [CotrainCallback(*sys.argv[4:])], "mlflow")

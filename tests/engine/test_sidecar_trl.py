@@ -1,0 +1,103 @@
+"""TRL's GRPOTrainer with the engine in its own process: the script is unchanged, and the drafter is trained beside it."""
+
+import json
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from cotrain.sidecar.spool import Spool, read_json
+from tests.sidecar_parts import host_environment
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(find_spec("trl") is None, reason="TRL comes with the dev extra; run `make setup` again"),
+]
+
+SCRIPT = str(Path(__file__).with_name("sidecar_trl_script.py"))
+COTRAIN = (sys.executable, "-m", "pipelines.cli")
+STEPS = 8
+FEW_DRAFTS = 300
+# Rounds of a fraction of TRL's step, so that a drafter is there after few of them.
+DRAFTER = (
+    "drafter.model.draft_vocab_size=128",
+    "drafter.batch_tokens=512",
+    "drafter.updates_per_step=40",
+    "adaptive=false",
+)
+
+
+class States:
+    """What the engines of a host have reported, read while the host runs, since the spool is gone afterwards."""
+
+    def __init__(self, spool: Path):
+        self._spool, self.rows = Spool(spool), list[dict[str, Any]]()
+
+    def follow(self, host: subprocess.Popen, seconds: float) -> int:
+        """Read until the host has ended. Returns its exit status."""
+        deadline = time.monotonic() + seconds
+        while host.poll() is None and time.monotonic() < deadline:
+            states = [read_json(engine.state) for engine in self._spool.engines()]
+            self.rows += [state for state in states if state and state not in self.rows[-1:]]
+            time.sleep(0.1)
+        host.kill()
+        return host.wait()
+
+    def last_served(self) -> float:
+        """Acceptance length of the last drafts, at least FEW_DRAFTS of them."""
+        last = self.rows[-1]
+        first = next(row for row in reversed(self.rows) if row["drafts"] <= last["drafts"] - FEW_DRAFTS)
+        return 1 + (last["accepted_tokens"] - first["accepted_tokens"]) / (last["drafts"] - first["drafts"])
+
+
+def host_log(output: str) -> list[dict[str, Any]]:
+    return json.loads(next(line for line in output.splitlines() if line.startswith("LOG ")).removeprefix("LOG "))
+
+
+def started(folder: Path, command: list[str]) -> subprocess.Popen:
+    """Start a command whose output goes to a file in `folder`, and whose MLflow is that of the run root."""
+    environment = host_environment(folder, None) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment |= {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/runs/mlflow.db", "MLFLOW_EXPERIMENT_NAME": "host"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=(folder / "output").open("w"), stderr=subprocess.STDOUT
+    )
+
+
+def test_an_unchanged_script_gets_a_drafter_that_learns(target_folder: Path, mlflow_database: Path) -> None:
+    folder = mlflow_database.parents[1]
+    command = [*COTRAIN, "run", "--model", "tiny:llama", "name=trl", f"spool={folder}/spool", *DRAFTER]
+    states = States(folder / "spool")
+    script = [sys.executable, SCRIPT, str(target_folder), str(STEPS), str(folder / "out")]
+    host = started(folder, [*command, "--", *script])
+    status, output = states.follow(host, 900), (folder / "output").read_text()
+    assert status == 0, output[-3000:]
+    assert "engines     1 adopted" in output
+    gaps = [row["sampling/sampling_logp_difference/mean"] for row in host_log(output) if "reward" in row]
+    assert len(gaps) == STEPS and max(gaps) < 0.02  # the engine samples from the weights that TRL has sent
+    assert states.rows[-1]["policy_version"] == STEPS
+    assert not states.rows[-1]["hooks_off"] and not states.rows[-1]["refused"]
+    assert states.last_served() >= 1.8
+    assert (folder / "runs" / "trl" / "report" / "report.html").is_file()
+    assert not (folder / "spool").exists()
+
+
+def test_the_callback_starts_a_trainer_and_logs_what_is_accepted(target_folder: Path, mlflow_database: Path) -> None:
+    folder = mlflow_database.parents[1]
+    arguments = ["tiny:llama", "eagle3", "name=trl", *DRAFTER]
+    host = started(folder, [sys.executable, SCRIPT, str(target_folder), "2", str(folder / "out"), *arguments])
+    status, output = host.wait(600), (folder / "output").read_text()
+    assert status == 0, output[-3000:]
+    rows = [row for row in host_log(output) if "reward" in row]
+    assert [row["cotrain/policy_version"] for row in rows] == [1.0, 2.0]
+    assert all(1 <= row["cotrain/acceptance_length"] <= 4 and row["cotrain/draft_length"] > 2 for row in rows)
+    client = MlflowClient(f"sqlite:///{mlflow_database}")
+    runs = client.search_runs([client.get_experiment_by_name("host").experiment_id])
+    (run,) = (run for run in runs if "cotrain.sidecar" in run.data.tags)  # the sidecar's own run is another
+    assert run.data.metrics["cotrain/acceptance_length"] == pytest.approx(rows[-1]["cotrain/acceptance_length"])
+    assert run.data.tags["cotrain.sidecar"].endswith("/spool")
+    assert "Done: " in output and "engines     1 adopted" in output  # the trainer has ended, and says what came of it

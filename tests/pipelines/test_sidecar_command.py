@@ -1,0 +1,149 @@
+"""`cotrain run` and `cotrain sidecar` as a user types them: help, mistakes, and what is printed at the end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain.sidecar.adoption import CHECK_VARIABLE
+from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE
+from pipelines.sidecar import command
+from pipelines.sidecar.command import Stop, engines_text, read_verdicts
+from tests.pipelines.test_cli import cotrain
+
+QUICK = ["drafter.model.draft_vocab_size=64", "name=first"]
+ADOPTED = {"model": "m", "pid": 1, "reason": None}
+
+HOST = """
+import json, os, sys
+json.dump(dict(os.environ), open(sys.argv[1], "w"))
+sys.exit(int(sys.argv[2]))
+"""
+ENGINE = """
+import json, os, pathlib
+folder = pathlib.Path(os.environ["COTRAIN_SIDECAR"], "verdicts")
+folder.mkdir(exist_ok=True)
+wanted = json.loads((folder.parent / "settings.json").read_text())["model"]
+reason = None if wanted == "tiny:llama" else "of another model"
+(folder / "1.json").write_text(json.dumps({"model": "tiny:llama", "pid": os.getpid(), "reason": reason}))
+"""
+"""Stands for an engine that leaves its verdict; tests/engine/test_sidecar_check.py has a real one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("run", ["-- accelerate launch", "cotrain-engine", "num_speculative_tokens", "exit status"]),
+        ("sidecar", ["COTRAIN_SIDECAR=", "--share", "vllm_xargs", "cotrain sidecar check"]),
+    ],
+)
+def test_help_shows_the_command_to_type_without_torch(name: str, texts: list[str]) -> None:
+    result = cotrain(name, "--help", without_torch=True)
+    assert result.returncode == 0 and all(text in result.stdout for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--model", "m"], "write it after --"),
+        (["run", "--", "true"], "model: missing"),
+        (["run", "--model", "m", "adaptiv=false", "--", "true"], "did you mean adaptive?"),
+        (["run", "--model", "m", "share=2", "--", "true"], "share: "),
+        (["run", "--model", "m", "--", "true"], "before it was ready"),
+        (["sidecar", "--model", "m"], "--share: say which share"),
+        (["sidecar", "check", "--model", "m"], "write it after --"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_messages(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = cotrain(*arguments, folder=tmp_path)
+    assert result.returncode in (1, 2) and message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_host_without_an_engine_is_told_the_usual_causes(mlflow_database: Path) -> None:
+    folder = mlflow_database.parents[1]
+    options = ["--model", "tiny:llama", *QUICK, f"spool={folder}/spool"]
+    result = cotrain("run", *options, "--", sys.executable, "-c", HOST, f"{folder}/seen", "7", folder=folder)
+    assert result.returncode == 7  # the host's
+    seen = json.loads((folder / "seen").read_text())
+    assert seen[VARIABLE] == f"{folder}/spool" and seen[HOST_VARIABLE]
+    assert "none asked for a drafter" in result.stdout and "VLLM_PLUGINS" in result.stdout
+    assert "runs/first" in result.stdout
+    assert not (folder / "spool").exists()
+
+
+def test_a_trainer_whose_parent_is_gone_ends(mlflow_database: Path) -> None:
+    """`kill -9` of `cotrain run` or of a script with the callback leaves nothing behind."""
+    folder = mlflow_database.parents[1]
+    options = ["--model", "tiny:llama", "--with-parent", "--share", "1", "--spool", f"{folder}/spool", *QUICK]
+    parent = (
+        "import subprocess, sys, time; from cotrain.sidecar.launch import start_trainer\n"
+        "print(start_trainer(sys.argv[2:], sys.argv[1]).pid, flush=True); time.sleep(600)"
+    )
+    trainer = [sys.executable, "-m", "pipelines.cli", "sidecar", *options]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    started = subprocess.Popen(
+        [sys.executable, "-c", parent, f"{folder}/spool", *trainer],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert started.stdout is not None
+    lines = iter(started.stdout)
+    next(line for line in lines if line.strip().isdigit())
+    started.send_signal(signal.SIGKILL)
+    assert any("Done: no round of training" in line for line in lines)  # the pipe ends with the trainer
+    assert not (folder / "spool").exists()
+
+
+def test_the_check_asks_the_first_engine_for_its_model(tmp_path: Path) -> None:
+    result = cotrain("sidecar", "check", *QUICK, "--", sys.executable, "-c", ENGINE, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("engines: 1 adopted\n")
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_check_says_why_not(tmp_path: Path) -> None:
+    code = ENGINE.replace('"tiny:llama" else', '"other" else')
+    result = cotrain(
+        "sidecar", "check", "--model", "tiny:llama", *QUICK, "--", sys.executable, "-c", code, folder=tmp_path
+    )
+    assert result.returncode == 1
+    assert "not adopted, tiny:llama: of another model" in result.stdout
+
+
+def test_the_check_sets_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(command, "run_host", lambda host, environment, watch: given.append(environment))
+    assert command.sidecar(["check", "--", "true"]) == 1
+    assert [environment[CHECK_VARIABLE] for environment in given] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "text"),
+    [
+        ([ADOPTED, ADOPTED], "1 adopted"),
+        ([ADOPTED, ADOPTED | {"pid": 2}], "2 adopted"),
+        ([ADOPTED, {"model": "judge", "pid": 1, "reason": "no"}], "1 adopted\nnot adopted, judge: no"),
+        ([], command.CAUSES),
+    ],
+    ids=["one asked twice", "two", "one of two", "none"],
+)
+def test_engines_in_words(verdicts: list[dict[str, Any]], text: str) -> None:
+    assert engines_text(verdicts) == text
+
+
+def test_verdicts_are_read_when_the_end_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "verdicts").mkdir()
+    (tmp_path / "verdicts" / "1.json").write_text(json.dumps(ADOPTED))
+    assert read_verdicts(tmp_path) == [ADOPTED]
+    asked = [False]
+    stop = Stop(lambda: asked[0], os.getppid(), tmp_path)
+    assert not stop.is_set() and stop.verdicts == []
+    asked[0] = True
+    assert stop.is_set() and stop.verdicts == [ADOPTED]
+    assert Stop(lambda: False, -1, tmp_path).is_set()  # the parent is another one
