@@ -14,7 +14,8 @@ from mlflow import MlflowClient
 from cotrain.sidecar.spool import Spool, read_json
 from tests.sidecar_parts import host_environment
 
-pytestmark = [pytest.mark.engine, pytest.mark.cluster]  # minutes
+pytestmark = [
+    pytest.mark.cluster,  # minutes
     pytest.mark.engine,
     pytest.mark.skipif(find_spec("trl") is None, reason="TRL comes with the dev extra; run `make setup` again"),
 ]
