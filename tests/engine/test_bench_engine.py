@@ -1,4 +1,4 @@
-"""`cotrain bench` as a user runs it: three real engines on the tiny Llama, all kinds of arms."""
+"""`cotrain bench` as a user runs it: five real engines on the tiny Llama, all kinds of arms."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 TOKENS, ROUNDS, GROUPS = 12, 2, 2
 ARMS = [
     "no speculation",
-    *(f"{method} k={k}" for method in ("ngram", "probabilistic") for k in (1, 2)),
+    *(f"{method} k={k}" for method in ("ngram", "greedy", "probabilistic", "mixed") for k in (1, 2)),
 ]
 
 
@@ -20,7 +20,7 @@ def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "bench"
     command = [
         *(sys.executable, "-m", "pipelines.cli", "bench", "--model", "tiny:llama", "--drafter", str(drafter_folder)),
-        *("--methods", "ngram", "probabilistic", "adaptive-mixed"),
+        *("--methods", "ngram", "greedy", "probabilistic", "mixed", "adaptive-mixed"),
         *("--k", "1", "2", "--batch", "1", "3"),
         *("--tokens", str(TOKENS), "--rounds", str(ROUNDS), "--groups", str(GROUPS)),
         *("--dtype", "float32", "--same-prompts", "--out", str(out)),
@@ -41,7 +41,7 @@ def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
         assert turn["tokens_per_second"] > 0
         if turn["arm"] == "no speculation":
             assert turn["num_drafts"] == 0
-        elif turn["arm"].startswith("probabilistic"):
+        elif turn["arm"].startswith(("greedy", "probabilistic")):
             assert turn["num_drafts"] > 0
             assert len(turn["accepted_per_position"]) == int(turn["arm"][-1])
         elif turn["arm"].startswith("ngram"):

@@ -85,6 +85,25 @@ def test_what_a_run_recorded_is_the_base_of_a_simulation(straight: str, root: Pa
     assert predicted == pytest.approx(measured, rel=0.25), "steps of milliseconds, on a machine that others use"
 
 
+def test_a_used_name_is_refused(straight: str, root: Path) -> None:
+    done = subprocess.run(
+        command(root, "configs/smoke.toml", "name=straight"), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 2
+    assert "name: run 'straight' is already in" in done.stderr and "--resume straight" in done.stderr
+
+
+def test_resuming_with_another_model_is_refused(straight: str, root: Path) -> None:
+    done = subprocess.run(
+        command(root, "--resume", "straight", "policy.model=tiny:qwen3"),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 2
+    assert "policy.model" in done.stderr
+
+
 def test_a_pulled_drafter_serves_in_stock_vllm(
     straight: str, root: Path, tmp_path: Path, target_folder: Path, target_model: Any
 ) -> None:

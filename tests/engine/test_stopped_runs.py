@@ -1,4 +1,4 @@
-"""A run that is stopped by Ctrl-C, and what it leaves behind. test_stream_runs.py has one that is killed, and goes on."""
+"""Runs that are killed or stopped: what they leave behind, and that they go on."""
 
 import os
 import signal
@@ -53,10 +53,17 @@ def wait_for_rows(run: Path, num_rows: int, process: subprocess.Popen) -> None:
     raise AssertionError(f"no {num_rows} steps in {TIMEOUT_S} s")
 
 
-def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path) -> None:
+def test_kill_9_in_mid_step_then_resume_then_ctrl_c(tmp_path: Path) -> None:
     run = tmp_path / "smoke"
-    process = start(tmp_path, "stopped-run", "configs/smoke.toml", "steps=500", "checkpoint.every=1000")
-    wait_for_rows(run, 2, process)
+    process = start(tmp_path, "killed-run", "configs/smoke.toml", "steps=500", "checkpoint.every=2")
+    wait_for_rows(run, 3, process)
+    process.kill()
+    process.wait()
+    assert_nothing_left("COTRAIN_TEST_MARKER=killed-run")
+
+    before = len(metrics_of(tmp_path, "smoke"))
+    process = start(tmp_path, "stopped-run", "--resume", "smoke", "checkpoint.every=1000")
+    wait_for_rows(run, before + 1, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output

@@ -1,4 +1,4 @@
-"""`cotrain verify` as a command."""
+"""`cotrain verify` as a command: with a drafter's folder, and with the head that a policy brings."""
 
 import json
 import subprocess
@@ -28,3 +28,9 @@ def test_the_command_verifies_and_says_so(drafter_folder: Path, tmp_path: Path) 
     assert "lossless: " in printed and " left" in printed
     assert {"identity", "support", "returned log-probs", "uniformity by probability"} < checks
     assert "swaps in mid-generation" in (tmp_path / "verify" / "verify.md").read_text()
+
+
+def test_speculation_with_a_native_head_is_lossless(qwen3_next_folder: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(qwen3_next_folder), "--drafter", "native", "--dtype", "bfloat16"]
+    _, checks = verify(tmp_path / "verify", *arguments, "--distance", "0.3")
+    assert {"identity", "support", "returned log-probs"} < checks
