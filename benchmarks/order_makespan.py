@@ -59,15 +59,14 @@ def main() -> None:
 
 
 def simulated(share: float, seed: int, epochs: int) -> list[float]:
-    """The ratio for each of ENGINES, and the median absolute log error of the newest responses."""
+    """The ratio for each of ENGINES, and what `quality` tells."""
     history = LengthHistory()
     *known, step = islice(epochs_of_lengths(share, seed), epochs + 1)
     for epoch in known:
         learn(history, epoch, CAP)
     found = ratios(history, step, ENGINES)
     learn(history, step, CAP)
-    assert history.error is not None
-    return [*found, history.error]
+    return found + quality(history)
 
 
 def epochs_of_lengths(share: float, seed: int) -> Iterator[Step]:
@@ -93,9 +92,9 @@ def recorded(folder: Path) -> str:
         seen |= step.keys()
     compared = f"{len(found)} of {len(steps)}"
     if not found:
-        return f"{compared} | {'no prompt came twice' if steps else 'no lengths are recorded'}" + " |" * 4
+        return f"{compared} | {'no prompt came twice' if steps else 'no lengths are recorded'}" + " |" * 5
     share = between([lengths for step in steps for lengths in step.values()])
-    return f"{compared} | {share:.2f} | {means(found)} | {history.error:.2f}"
+    return f"{compared} | {share:.2f} | {means(found)} | " + " | ".join(f"{value:.2f}" for value in quality(history))
 
 
 def measured(study: Path) -> None:
@@ -139,6 +138,12 @@ def ratios(history: LengthHistory, step: Step, sizes: Sequence[tuple[int, int]])
     return [order_speedup(lengths, chosen, *size) or 1.0 for size in sizes]
 
 
+def quality(history: LengthHistory) -> list[float]:
+    """Median absolute log error of the newest responses, and the share of them in the range that was expected."""
+    found = history.metrics()
+    return [found["rollout/length_error"], found["rollout/length_in_range"]]
+
+
 def between(groups: list[list[int]]) -> float:
     """Share of the log-variance that is between groups, by analysis of variance."""
     logs = [np.log(np.maximum(1, group)) for group in groups]
@@ -148,7 +153,7 @@ def between(groups: list[list[int]]) -> float:
 
 
 def head(columns: list[str]) -> None:
-    names = [*columns, "length error"]
+    names = [*columns, "length error", "in the range of 0.8"]
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
 
 

@@ -4,14 +4,17 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
+
+import numpy as np
 
 NEWEST_WEIGHT = 0.5
 """Weight of a prompt's newest samples in its moving average: the policy that wrote the older ones has moved."""
 
 KEPT = 1024
 """Newest responses whose lengths are compared with what had been expected of them."""
+
+QUANTILES = (0.1, 0.5, 0.9)
 
 
 class LengthHistory:
@@ -23,19 +26,40 @@ class LengthHistory:
     def __init__(self) -> None:
         self._logs: dict[str, float] = {}
         self._overall = 0.0
-        self._errors = deque[float](maxlen=KEPT)  # absolute, of responses to prompts seen before
+        # Log of length over expected length and whether it was truncated, of prompts not seen before (0) and seen (1).
+        self._errors = [deque[tuple[float, bool]](maxlen=KEPT) for _ in range(2)]
+        self._inside = deque[bool](maxlen=KEPT)
 
     def expected(self, prompt_id: str) -> float:
         """Tokens of a response to this prompt; of one to any prompt where this one has not been seen. 1 before all."""
         return math.exp(self._logs.get(prompt_id, self._overall))
 
+    def remaining(self, prompt_id: str, generated: int) -> tuple[float, ...] | None:
+        """QUANTILES of the tokens still to come of a response that has so many, as if none were ever truncated.
+
+        Past responses tell how lengths scatter around what is expected: where some of them were truncated, their quantiles are
+        those of Kaplan and Meier, and where too many were, the result is a lower bound. None where no response was that long.
+        """
+        kept = self._errors[prompt_id in self._logs] or self._errors[prompt_id not in self._logs]
+        expected = self.expected(prompt_id)
+        longer = sorted((n, cut) for error, cut in kept if (n := expected * math.exp(error)) > generated)
+        if not longer:
+            return None
+        lengths, cut = np.array(longer).T
+        survive = np.cumprod(1 - (1 - cut) / np.arange(len(longer), 0, -1))
+        first = [np.argmax(np.append(survive, 0) < 1 - q + 1e-9) for q in QUANTILES]
+        return tuple(float(lengths[min(i, len(longer) - 1)]) - generated for i in first)
+
     def observe(self, prompt_id: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
         """Learn the lengths of a prompt's samples. With half of them truncated, the expected length is at least the longest."""
-        known = self._logs.get(prompt_id)
+        known, usual = self._logs.get(prompt_id), self.remaining(prompt_id, 0)
+        expected = math.log(self.expected(prompt_id))
         logs = [math.log(max(1, length)) for length in lengths]
-        if known is not None:  # a truncated response that was expected to be longer is no error
-            off = [log - known for log in logs]
-            self._errors += [max(0.0, e) if cut else abs(e) for e, cut in zip(off, truncated, strict=True)]
+        if self._logs:
+            self._errors[known is not None] += [(log - expected, cut) for log, cut in zip(logs, truncated, strict=True)]
+        if known is not None and usual is not None:
+            low, *_, high = usual
+            self._inside += [n <= high and (cut or n >= low) for n, cut in zip(lengths, truncated, strict=True)]
         newest = sum(logs) / len(logs)
         average = newest if known is None else known + NEWEST_WEIGHT * (newest - known)
         self._logs[prompt_id] = max(average, max(logs)) if 2 * sum(truncated) >= len(logs) else average
@@ -43,18 +67,30 @@ class LengthHistory:
 
     @property
     def error(self) -> float | None:
-        """Median absolute log error of what was expected of responses to prompts seen before; None where none came."""
-        return median(self._errors) if self._errors else None
+        """Median absolute log error of what was expected of responses to prompts seen before; None where none came.
+
+        A truncated response that was expected to be longer is no error.
+        """
+        errors = [max(0.0, error) if cut else abs(error) for error, cut in self._errors[True]]
+        return float(np.median(errors)) if errors else None
+
+    def metrics(self) -> dict[str, float]:
+        """The error, and the share of responses between the lowest and the highest of QUANTILES, of which 0.8 should be."""
+        found = {"rollout/length_error": self.error}
+        found["rollout/length_in_range"] = sum(self._inside) / len(self._inside) if self._inside else None
+        return {name: value for name, value in found.items() if value is not None}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"logs": dict(self._logs), "errors": list(self._errors)}
+        errors = [[[error, cut] for error, cut in kept] for kept in self._errors]
+        return {"logs": dict(self._logs), "errors": errors, "inside": list(self._inside)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a `state`."""
         self._logs = dict(state["logs"])
         self._overall = sum(self._logs.values()) / max(1, len(self._logs))
-        self._errors = deque(state["errors"], maxlen=KEPT)
+        self._errors = [deque([(error, cut) for error, cut in kept], maxlen=KEPT) for kept in state["errors"]]
+        self._inside = deque(state["inside"], maxlen=KEPT)
 
 
 def order_speedup(lengths: dict[int, list[int]], begun: Sequence[int], num_engines: int, slots: int) -> float | None:

@@ -166,14 +166,13 @@ class Producer:
 
     def order_metrics(self) -> dict[str, float]:
         """How well lengths are expected, and what the order was worth for the groups that are taken."""
-        rollout, error = self._config.rollout, self._lengths.error
+        rollout, metrics = self._config.rollout, self._lengths.metrics()
         taken = [number for number, group in self.ledger.groups.items() if group.state == "taken"]
         lengths = {n: [len(rollout.token_ids) for rollout in self._results[n].rollouts] for n in taken}
         begun = [number for number in dict.fromkeys(self._begun) if number in lengths]
         self._begun = [number for number in self._begun if number not in lengths]
         speedup = order_speedup(lengths, begun, rollout.num_engines, rollout.max_num_seqs)
-        metrics = {"rollout/length_error": error, "rollout/order_speedup": speedup}
-        return {name: value for name, value in metrics.items() if value is not None}
+        return metrics if speedup is None else metrics | {"rollout/order_speedup": speedup}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the groups that are scored and not trained on, and what was lost.
