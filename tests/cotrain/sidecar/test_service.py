@@ -173,8 +173,8 @@ def test_a_stopped_sidecar_goes_on_where_it_was_and_has_kept_no_text(config, tin
     again = play(resumed, host, 2, first_seed=20)
     host.new_policy(1)  # the same head: still the trainer's first version
     again += play(resumed, host, 1, first_seed=22)
-    host.wave(23, temperature=0.0)
-    host.wave(24, temperature=0.7)
+    host.wave(23, prompts=8)
+    host.wave(24, prompts=8, top_k=512)  # requests of another sampler, which is of the same law: the vocabulary has 512
     resumed.until(lambda: len(resumed.rows()) > rounds + 3)
     resumed.end()
     assert min(again) > lengths[0] + 0.1
