@@ -59,8 +59,7 @@ class WorkerSidecar:
         self._versions, self._refused = str(Versions(0, 0)), dict[int, str]()
         self._live: dict[str, list[tuple[str, int]]] = {}  # of tapped requests: (versions, response tokens before them)
         self._finished: dict[SamplingParams, list[tuple[FeatureRecord, dict[str, Any]]]] = defaultdict(list)
-        self._windows: list[dict[str, Any]] = []
-        self._dropped, self._seconds = Counter[str](), defaultdict[str, float](float)
+        self._dropped, self._seconds, self._windows = Counter[str](), defaultdict[str, float](float), list[Any]()
         self._written = self._reported = 0.0
 
     def hook_in(self) -> None:
@@ -111,7 +110,7 @@ class WorkerSidecar:
         for done in stamp.finished:
             self._take_one(*done)
         if stamp.window is not None:
-            self._windows.append(stamp.window)
+            self._windows = [*self._windows[-60:], stamp.window]  # nobody may be reading
         num, late = sum(map(len, self._finished.values())), time.perf_counter() - self._written > REPORT_SECONDS
         idle = not scheduler_output.total_num_scheduled_tokens
         if num >= SHARD_ROLLOUTS or (num and (idle or late or self._policy.is_dirty)):
@@ -153,7 +152,8 @@ class WorkerSidecar:
         self._policy.version += 1
         self._hook.tap.policy_version = self._policy.version
         self._begin_segments()
-        self._serve(self._weights.restore)
+        if self._engine.facts.exists():  # else the trainer is gone, and has taken what could be served again with it
+            self._serve(self._weights.restore)
         started = time.perf_counter()
         with suppress(OSError):  # the disk is full: nothing is tapped until the next version
             self._policy.write()

