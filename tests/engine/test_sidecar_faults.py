@@ -1,0 +1,73 @@
+"""An error in any hook of the sidecar leaves the host's engine as it would be without: same text, no drafts, no error."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafters.base import Drafter
+from tests.cotrain.sidecar.test_packaging import ENGINE
+from tests.sidecar_parts import ROOT, host_environment, make_spool
+
+pytestmark = pytest.mark.engine
+
+NOT_ADOPTED = [f"cotrain.sidecar.adoption.{name}" for name in ("check_arguments", "check_config", "_claim")]
+NOT_ATTACHED = [
+    "cotrain.sidecar.scheduling.HostScheduling",
+    "cotrain.sidecar.scheduling.Decisions.__init__",
+    "cotrain.sidecar.worker.attach_to",
+    "cotrain.sidecar.worker.WorkerSidecar.hook_in",
+    "cotrain.sidecar.policy_watch.PolicyWatch.write",
+    "cotrain.rollout.vllm.cpu.correct",
+]
+SWITCHED_OFF = [
+    *(f"cotrain.sidecar.scheduling.Decisions.{name}" for name in ("draft_lengths", "stamp", "observe", "finish")),
+    *(f"cotrain.sidecar.worker.WorkerSidecar.{name}" for name in ("_take", "_follow_policy", "_report")),
+    "cotrain.rollout.vllm.hooks.DraftingHook.record",
+    "cotrain.rollout.vllm.hooks.DraftingHook.propose",
+]
+FAULTS = NOT_ADOPTED + NOT_ATTACHED + SWITCHED_OFF
+
+
+@pytest.fixture(scope="module")
+def engines(
+    target_folder: Path, untrained_drafter: Drafter, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What each engine did, by its fault."""
+    folder = tmp_path_factory.mktemp("faults")
+    spool = make_spool(folder / "spool", target_folder, untrained_drafter)
+    environment = host_environment(folder / "plugin", spool) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, str(ROOT / "tests/engine/sidecar_faults.py"), str(target_folder), *FAULTS]
+    host = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert host.returncode == 0
+    lines = [json.loads(line) for line in host.stdout.splitlines() if line.startswith('{"fault"')]
+    return {line.pop("fault"): line for line in lines}
+
+
+def test_an_engine_without_a_fault_drafts_and_generates_the_same(engines: dict[str, dict[str, Any]]) -> None:
+    assert not engines["no sidecar"]["has_drafter"]
+    assert engines["none"]["has_drafter"] and engines["none"]["drafted"][0] > 300
+    assert engines["none"]["drafted"][1] == pytest.approx(2 * engines["none"]["drafted"][0], rel=0.2)
+    assert engines["none"]["tokens"] == engines["no sidecar"]["tokens"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_leaves_the_host_its_text_and_switches_drafting_off(
+    fault: str, engines: dict[str, dict[str, Any]]
+) -> None:
+    found = engines[fault]
+    assert found["tokens"] == engines["no sidecar"]["tokens"]
+    assert found["num_drawn"] == engines["no sidecar"]["num_drawn"]
+    assert found["has_drafter"] is (fault not in NOT_ADOPTED)
+    first, second = found["drafted"]
+    assert first == second < (engines["none"]["drafted"][0] if fault in SWITCHED_OFF else 1)
+
+
+def test_the_wheel_for_hosts_holds_all_that_an_engine_has_imported(engines: dict[str, dict[str, Any]]) -> None:
+    files = {
+        path.removeprefix("../../") for path in ENGINE["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    }
+    assert {path.removeprefix(f"{ROOT}/") for path in engines["modules"]["files"]} <= files
