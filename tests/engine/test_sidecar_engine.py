@@ -28,7 +28,7 @@ from tests.engine.sidecar_host import RunningHost, running_host
 from tests.engine.test_sampling import NUM_SAMPLES, PROMPT, K, Laws, laws, p_values  # noqa: F401
 from tests.sidecar_parts import host_environment, make_spool
 
-pytestmark = [pytest.mark.engine, pytest.mark.cluster]  # minutes
+pytestmark = pytest.mark.engine
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 TOKENS = 48
