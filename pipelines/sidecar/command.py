@@ -159,7 +159,7 @@ class Stop:
     def __init__(self, asked: Callable[[], bool], parent: int | None, spool: Path):
         self._asked, self._parent, self._spool = asked, parent, spool
         self.verdicts: list[dict[str, Any]] = []
-        """Of `read_verdicts`, since the spool is gone at the end."""
+        """What `read_verdicts` found last, since the spool is gone at the end."""
 
     def is_set(self) -> bool:
         is_set = self._asked() or (self._parent is not None and os.getppid() != self._parent)
