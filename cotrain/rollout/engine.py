@@ -95,13 +95,15 @@ class RolloutEngine:
         room = min(room_for(rollout.num_speculative_tokens), rollout.max_model_len - max(map(len, timed)))
         sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
         await self._reads_prompts(True)
-        proposers = ["drafter"] * (self.spec.drafter_folder is not None) + ["history"] * (rollout.history is not None)
+        kinds = ["all"] + ["verification"] * (self.spec.drafter_folder is not None) + ["one"]
+        if rollout.history is None:
+            kinds = kinds[:1]
         tables: list[list[list[float]]] = []
-        for proposer in proposers:
+        for kind in kinds:
             if rollout.history is not None:
-                await self._call("cotrain_history", "measure", proposer)
-            await self._speculation("begin_measuring", bool(tables))
-            deadline = time.perf_counter() + rollout.speculation.measure_seconds / len(proposers)
+                await self._call("cotrain_history", "measure", kind)
+            await self._speculation("begin_measuring", kind)
+            deadline = time.perf_counter() + rollout.speculation.measure_seconds / len(kinds)
             rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(rollout.max_num_seqs)}
             while (size := next_size(rounds, deadline - time.perf_counter())) is not None:
                 started = time.perf_counter()

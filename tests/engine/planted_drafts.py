@@ -48,7 +48,7 @@ class PlantingWorker(CotrainWorker):
 def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> Any:
     if scheduler_output.cotrain_prices is not None:
         prices = [1 + k / 3 for k in range(len(scheduler_output.cotrain_prices[0]))]
-        scheduler_output.cotrain_prices = prices, prices
+        scheduler_output.cotrain_prices = prices, prices, 0.0
     return propose(scheduler_output, *rest)
 
 

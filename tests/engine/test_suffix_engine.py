@@ -35,7 +35,8 @@ def historian(
     speculation = SpeculationConfig.model_validate({"proposers": PROPOSERS[request.param], "measure_seconds": 12.0})
     changes = {"prompts_per_step": 256, "synchronous_batches": True, "speculation": speculation}
     config = rollout_config.model_copy(update=changes)
-    config = config.model_copy(update={"vllm": config.vllm | {"worker_extension_cls": PLANTING}})
+    vllm = config.vllm | {"worker_extension_cls": PLANTING, "max_num_seqs": 32}
+    config = config.model_copy(update={"vllm": vllm})
     drafter = (str(drafter_folder), SERVING) if request.param == "mixed" else (None, None)
     with scratch_folder("test-suffix") as scratch:
         live = LiveEngine(EngineSpec(config, str(target_folder), *drafter, 0, str(scratch)))
@@ -181,7 +182,7 @@ def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngin
     requests = make_requests(8, seed=41)
     engine = historian.engine
     assert historian.run(engine.time_draft_lengths([requests[0].prompt_token_ids]))
-    of_history, of_drafter = historian.run(engine._speculation("prices", 1))
+    of_history, of_drafter, _ = historian.run(engine._speculation("prices", 1))
     assert of_history[3] < of_drafter[3], "three passes of the drafter are left out"
     for _ in range(2):
         historian.greedy(requests, tap=False)

@@ -60,7 +60,7 @@ class SpeculationController:
         self._costs: StepCosts | None = None
         # Seconds by (draft length, batch size), while measuring.
         self._measured: dict[tuple[int, int], list[float]] | None = None
-        self._verification = False  # do the measured steps leave the drafter out?
+        self._measured_kind = "all"  # see begin_measuring
         self._live = False  # are the measured batches somebody else's, of whatever size?
         self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
@@ -105,13 +105,13 @@ class SpeculationController:
         self._per_request = on
         self._decide()
 
-    def begin_measuring(self, verification: bool = False, live: bool = False) -> None:
+    def begin_measuring(self, kind: str = "all", live: bool = False) -> None:
         """Time the engine steps that follow, at all draft lengths.
 
-        verification: after steps with the drafter, those in which it does not run, as when all drafts come from history.
-        live: batches of every size, until `has_measured`, instead of `measured_sizes`.
+        kind: "all", and afterwards "verification", steps in which the drafter does not run, as when all drafts come from
+        history, and "one", steps of which one request alone has drafts. live: batches of every size, until `has_measured`, instead of `measured_sizes`.
         """
-        self._measured, self._num_steps, self._verification, self._live = {}, 0, verification, live
+        self._measured, self._num_steps, self._measured_kind, self._live = {}, 0, kind, live
 
     @property
     def has_measured(self) -> bool:
@@ -128,13 +128,15 @@ class SpeculationController:
             measured = {cell: seconds for cell, seconds in measured.items() if len(seconds) >= LIVE_STEPS}
         self.begin(self._learns)
         try:
-            costs = StepCosts(self.max_speculative_tokens, self.max_batch, measured)
+            costs = StepCosts(self._longest_measured, self.max_batch, measured)
         except ValueError:
             return []
-        if not self._verification:
+        if self._measured_kind == "all":
             self._costs, self._fixed = costs, None
-        elif self._costs is not None:
+        elif self._costs is not None and self._measured_kind == "verification":
             self._costs.set_verification(costs)
+        elif self._costs is not None:
+            self._costs.set_first_draft(costs)
         self._decide()
         rows = (
             (*cell, np.quantile(s, QUANTILE), np.log(s).std() / len(s) ** 0.5, len(s)) for cell, s in measured.items()
@@ -170,12 +172,17 @@ class SpeculationController:
         self._started = now
         length = self._trials.num_speculative_tokens if self._fixed is None else self._fixed
         if self._measured is not None:
-            length = measured_length(self._num_steps, self.max_speculative_tokens)
+            length = measured_length(self._num_steps, self._longest_measured)
         return [0, *map(int, self._chosen)] if length is None else [length] * (self.max_batch + 1)
 
-    def prices(self, batch: int) -> tuple[list[float], list[float]] | None:
+    @property
+    def _longest_measured(self) -> int:
+        return 1 if self._measured_kind == "one" else self.max_speculative_tokens
+
+    def prices(self, batch: int) -> tuple[list[float], list[float], float] | None:
         """[K+1] each: tokens that a request of a batch would get without speculation in the time of a step of each length,
-        when its drafts come from history, and when the drafter computes them.
+        when its drafts come from history, and when the drafter computes them; and the part of them, at all lengths but 0,
+        that the first draft of the batch costs, whatever the other requests do.
 
         None where all requests have the same length: by choice, or while a length is fixed, measured or tried.
         """
@@ -183,7 +190,7 @@ class SpeculationController:
         if not chooses or self._costs is None or self._trials.num_speculative_tokens is not None:
             return None
         of_history, of_drafter = (self._costs.ratios(has_passes)[:, batch - 1].tolist() for has_passes in (False, True))
-        return of_history, of_drafter
+        return of_history, of_drafter, self._costs.first_draft(batch)
 
     def observe(self, step: Step) -> None:
         """What became of it. It ends when the next begins, or with `idle`."""
@@ -210,7 +217,7 @@ class SpeculationController:
             return
         seconds, before, self._before = now - self._started, self._before, step
         chooses = self._fixed is None and self._measured is None
-        of_drafter = self._measured is not None and not (self._drafts_are_free or self._verification)
+        of_drafter = self._measured is not None and self._measured_kind == "all" and not self._drafts_are_free
         if self._learns and (chooses or of_drafter):
             self._acceptance.observe(step.drafts)
         kind = "prompts" if step.computes_prompts else "steady" if step.steady else "mixed"
@@ -220,7 +227,8 @@ class SpeculationController:
             return
         if self._measured is not None:
             self._num_steps += 1
-            if kind == "steady" and (self._live or step.batch in measured_sizes(self.max_batch)):
+            one = self._measured_kind == "one" and len(step.drafts) == step.num_speculative_tokens
+            if (kind == "steady" or one) and (self._live or step.batch in measured_sizes(self.max_batch)):
                 self._measured.setdefault((step.num_speculative_tokens, step.batch), []).append(seconds)
         elif chooses and self._costs is not None:
             self._count(self._costs, step, before, seconds)

@@ -55,15 +55,17 @@ class ServedAcceptance:
             weight = DEEPER_DRAFTS
         return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(rates))])
 
-    def best(self, prices: Sequence[float] | None, longest: int) -> tuple[int, float]:
+    def best(self, prices: Sequence[float] | None, longest: int, first: float = 0.0) -> tuple[int, float]:
         """The draft length up to `longest` that is worth the most, and the tokens of a step at it above their price.
 
         prices [K+1]: tokens that the time of a step of each length would yield without speculation. What is above them
         is gained, and a sharper price, by what a second yields with speculation, gains no more
-        (benchmarks/request_lengths.py). None: `longest` it is, and tokens alone count.
+        (benchmarks/request_lengths.py). None: `longest` it is, and tokens alone count. first: part of the prices of
+        lengths above 0 that the batch pays once, and not this request.
         """
         tokens = self.tokens_per_step()[: longest + 1]
         if prices is None:
             return longest, float(tokens[longest])
         worth = tokens - np.array(prices[: longest + 1])
+        worth[1:] += first
         return int(worth.argmax()), float(worth.max())

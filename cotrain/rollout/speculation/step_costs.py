@@ -55,11 +55,25 @@ class StepCosts:
         rows = ([np.log(np.quantile(measured[k, batch], QUANTILE)) for batch in sizes] for k in lengths)
         self._log_seconds = np.stack([np.interp(self._log_batches, np.log2(sizes), row) for row in rows])
         self._log_passes = np.zeros_like(self._log_seconds)
+        self._first_draft = np.zeros(max_batch)
         self._recent: deque[float] = deque([0.0], maxlen=PACE_STEPS)
 
     def set_verification(self, verification: "StepCosts") -> None:
         """Tell apart steps in which the drafter does not run, by their own measured ratios."""
         self._log_passes = np.maximum(0.0, np.log(self.ratios() / verification.ratios()))
+
+    def set_first_draft(self, of_one: "StepCosts") -> None:
+        """Learn what a batch pays as soon as any of its requests drafts, from steps in which only one of them drafts a token.
+
+        A step takes 1 + f + x (t_1 / t_0 - 1 - f) times as long when a share x drafts one token; f is 0 to t_1 / t_0 - 1.
+        """
+        share, most = 1 / np.arange(1, self._first_draft.size + 1), self.ratios(False)[1] - 1
+        found = (of_one.ratios()[1] - 1 - share * most)[1:] / (1 - share[1:])
+        self._first_draft[1:] = np.clip(found, 0.0, np.maximum(0.0, most[1:]))
+
+    def first_draft(self, batch: int) -> float:
+        """What the first draft of a batch adds to the time of its step, in steps without speculation."""
+        return float(self._first_draft[batch - 1])
 
     def ratios(self, has_passes: bool = True) -> Array:
         """[K+1, max_batch]: t_k / t_0, of steps with the drafter's passes or without."""
@@ -73,7 +87,12 @@ class StepCosts:
     def _of_table(self, num_speculative_tokens: float, batch: int, has_passes: bool) -> float:
         passes = 0.0 if has_passes else self._log_passes[:, batch - 1]
         column = self._log_seconds[:, batch - 1] - passes
-        return float(np.interp(num_speculative_tokens, np.arange(len(column)), column))
+        if not 0 < num_speculative_tokens < 1:
+            return float(np.interp(num_speculative_tokens, np.arange(len(column)), column))
+        most = np.exp(column[1] - column[0]) - 1
+        of_passes = most + 1 - np.exp(column[1] - column[0] + (passes - self._log_passes[:, batch - 1])[1])
+        least = of_passes + self.first_draft(batch)
+        return float(column[0] + np.log1p(least + num_speculative_tokens * (most - least)))
 
     @property
     def knows_pace(self) -> bool:

@@ -21,7 +21,8 @@ MATCHES = (2, 4, 8, 16)
 """Longest matches with an acceptance of their own: up to 1 token, 2 or 3, and so on."""
 
 EXPLORED = 1 / 32
-"""Share of the steps that take the worse proposer, so that both stay known; one token of it where steps have prices."""
+"""Requests of a step that on average take the worse proposer, so that both stay known; all of a step do, or none. Where steps
+have prices, they draft one token of it."""
 
 
 class Asked(NamedTuple):
@@ -54,7 +55,7 @@ class HistoryDrafting:
     def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
         """is_alone: there is no drafter, and vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft."""
         self.index = index
-        self._fit, self._measured_proposer = HalfLifeFit(), ""
+        self._fit, self._measured_kind = HalfLifeFit(), ""
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
         self._take, self._has_passes = model_runner.take_draft_token_ids, True
         self._is_alone, self._draws = is_alone, draws
@@ -95,10 +96,11 @@ class HistoryDrafting:
         """See SuffixIndex."""
         self.index.load(path)
 
-    def measure(self, proposer: str) -> None:
-        """Let every request draft the full length, to time steps with: the tokens of the "drafter", or any tokens in the
-        place of those of the "history". An empty name ends it."""
-        self._measured_proposer = proposer
+    def measure(self, kind: str) -> None:
+        """Let requests draft the full length, to time steps with, see SpeculationController.begin_measuring: "all" of them
+        the drafter's tokens, if there is a drafter, or else any tokens; and any tokens at "verification", and for "one" of
+        them. An empty name ends it."""
+        self._measured_kind = kind
 
     def set_draws(self, on: bool) -> None:
         """Draw tokens from now on, or propose the likeliest."""
@@ -123,8 +125,9 @@ class HistoryDrafting:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
         # Of each class of matches, and last of the drafter; all requests have the same batch, and so the same prices.
         prices = scheduler_output.cotrain_prices
-        verified, with_passes = prices or (None, None)
-        self._best = [*(kind.best(verified, k) for kind in self._of_match), self._of_drafter.best(with_passes, k)]
+        verified, with_passes, first = prices or (None, None, 0.0)
+        self._best = [kind.best(verified, k, first) for kind in self._of_match]
+        self._best.append(self._of_drafter.best(with_passes, k, first))
         taken, lengths = self._propose_from_history(request_ids, texts, greedy, k, prices)
         asking = [length for draft, length in zip(taken, lengths, strict=True) if draft is None]
         of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, max(asking, default=0))
@@ -147,18 +150,22 @@ class HistoryDrafting:
         self, request_ids: list[str], texts: list[Text], greedy: list[bool], k: int, prices: Any
     ) -> tuple[list[Draft | None], list[int]]:
         """Each request's draft from history, or None where the drafter is to propose, and how many tokens it drafts."""
-        if self._measured_proposer:
-            fills = self._measured_proposer == "history"
-            return [filler(text, k) if fills and k else None for text in texts], [k] * len(texts)
+        if self._measured_kind:
+            num_requests = 1 if self._measured_kind == "one" else len(texts)
+            fills = k and (self._is_alone or self._measured_kind != "all")
+            lengths = [k if i < num_requests else 0 for i in range(len(texts))]
+            return [filler(text, n) if fills and n else None for text, n in zip(texts, lengths, strict=True)], lengths
         drafts = [
             self._draft(request, text, k, not likeliest) if text.num_new and k else None
             for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
         ]
-        explored = 0 if uniform(self._coin) >= EXPLORED else k if prices is None else min(k, 1)
-        choices = [self._choose(draft, k, explored) for draft in drafts]
-        share = sum(draft is None and length > 0 for draft, length in choices) / max(1, len(choices))
-        if share and prices is not None and not explored and not self._passes_pay(prices, share):
-            choices = [(draft, 0 if draft is None else length) for draft, length in choices]
+        explores = uniform(self._coin) * len(texts) < EXPLORED
+        explored = 0 if not explores else k if prices is None else min(k, 1)
+        choices = [self._choose(draft, k, explored, not self._is_alone) for draft in drafts]
+        if prices is not None and not explored:
+            alone = [self._choose(draft, k, 0, False) for draft in drafts]
+            none: list[tuple[Draft | None, int]] = [(None, 0) for _ in drafts]
+            choices = max(none, alone, choices, key=lambda plan: self._gain(plan, prices))
         return [draft for draft, _ in choices], [length for _, length in choices]
 
     def _texts(self, sampled: Any, num_requests: int) -> list[Text]:
@@ -187,7 +194,7 @@ class HistoryDrafting:
         verified = scheduler_output.scheduled_spec_decode_tokens
         for request, text in texts.items():
             asked, drafted = self._asked.pop(request, None), len(verified.get(request, ()))
-            if asked is None or not (drafted and text.num_new) or self._measured_proposer:
+            if asked is None or not (drafted and text.num_new) or self._measured_kind:
                 continue  # vLLM drops drafts of requests that it computes again
             accepted = min(text.num_new - 1, drafted)
             name = "drafter" if asked.match is None else "history"
@@ -204,26 +211,30 @@ class HistoryDrafting:
         draft = self.index.draft(key, text.tokens, text.prompt_length, k, draws)
         return draft if len(draft.tokens) else None
 
-    def _choose(self, draft: Draft | None, k: int, explored: int) -> tuple[Draft | None, int]:
+    def _choose(self, draft: Draft | None, k: int, explored: int, has_drafter: bool) -> tuple[Draft | None, int]:
         """Who proposes, the index with a draft or else the drafter, and how many tokens; looks at the match alone.
 
         explored: tokens to take from the worse of the two; 0 takes the better.
         """
-        of_drafter = (0, 0.0) if self._is_alone else self._best[-1]
+        of_drafter = self._best[-1] if has_drafter else (0, 0.0)
         if draft is None or not k:
             return None, of_drafter[0]
         of_match = self._best[match_class(draft.match)]
-        takes = self._is_alone or (of_match[1] > of_drafter[1]) != bool(explored)
+        takes = not has_drafter or (of_match[1] > of_drafter[1]) != bool(explored)
         return draft if takes else None, explored or (of_match if takes else of_drafter)[0]
 
-    def _passes_pay(self, prices: tuple[list[float], list[float]], share: float) -> bool:
-        """Is the drafter worth its passes, which run for all requests, when this share of them asks for it?
+    def _gain(self, choices: list[tuple[Draft | None, int]], prices: tuple[list[float], list[float], float]) -> float:
+        """Tokens of a step above what its time would yield without speculation.
 
-        They gain share (L - 1) tokens, and a step takes longer by the passes and by their share of the verification.
-        prices: see SpeculationController.prices, whose difference is what the passes take.
+        A request gains what its draft is worth above its own price. All others of the batch wait for the drafter's passes
+        too, and all of them for the first draft. prices: see SpeculationController.prices.
         """
-        (length, worth), (verified, with_passes) = self._best[-1], prices
-        return worth > (with_passes[length] - verified[length]) * (1 / share - 1)
+        of_drafter, (verified, with_passes, first) = self._best[-1], prices
+        drafting = [of_drafter if draft is None else self._best[match_class(draft.match)] for draft, n in choices if n]
+        asking = sum(draft is None and length > 0 for draft, length in choices)
+        passes = with_passes[of_drafter[0]] - verified[of_drafter[0]]
+        waiting = passes * (len(choices) - asking) if asking else 0.0
+        return sum(worth for _, worth in drafting) - waiting - (first * len(choices) if drafting else 0.0)
 
     def _take_draft_token_ids(self) -> Any:
         taken = self._take()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cotrain.rollout.vllm.history import Asked, HistoryDrafting, Text
-from drafters.suffix.index import SuffixIndex
+from drafters.suffix.index import Draft, SuffixIndex
 
 K = 3
 
@@ -49,7 +49,22 @@ def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> Non
 
 
 def test_the_drafter_runs_for_a_few_requests_only_where_they_gain_what_all_pay(history: HistoryDrafting) -> None:
-    prices = [1.0, 1.2, 1.3, 1.4], [1.0, 1.4, 1.6, 1.8]
+    prices = [1.0, 1.2, 1.3, 1.4], [1.0, 1.4, 1.6, 1.8], 0.0
     history._best = [(2, 0.3)]  # two tokens, 0.3 more than a step of 1.6 would yield without speculation
-    assert history._passes_pay(prices, 1.0) and history._passes_pay(prices, 0.6)
-    assert not history._passes_pay(prices, 0.4)
+    for asking, pays in ((5, True), (3, True), (2, False)):
+        choices = [(None, 2)] * asking + [(None, 0)] * (5 - asking)
+        assert (history._gain(choices, prices) > 0) == pays
+
+
+def test_the_first_draft_of_a_batch_has_to_be_paid_by_all_that_draft(history: HistoryDrafting) -> None:
+    prices = [1.0, 1.4, 1.6, 1.8], [1.0, 1.4, 1.6, 1.8], 0.2
+    for _ in range(100):
+        history._of_match[0].observe([(1, 1)])
+    length, worth = history._of_match[0].best(prices[0], 1, prices[2])
+    history._best = [(length, worth)] * 2
+    assert (length, worth) == (1, pytest.approx(2 - 1.2, abs=0.05)), "the first draft is no price of one request"
+    draft = Draft(np.zeros(1, np.int32), np.zeros((1, 1)), np.ones((1, 1)), np.ones(1, np.int32), 0)
+    for drafting, pays in ((1, False), (3, False), (5, True)):
+        choices = [(draft, length)] * drafting + [(None, 0)] * (16 - drafting)
+        assert (history._gain(choices, prices) > 0) == pays
+    assert history._gain([(None, 0)] * 16, prices) == 0

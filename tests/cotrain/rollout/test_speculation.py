@@ -5,6 +5,7 @@ Speeds are against no speculation, without the noise: what the choices are worth
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -359,6 +360,25 @@ def test_requests_get_prices_by_what_a_step_costs() -> None:
     assert controller.prices(1) is None and set(engine.run(1, 20).lengths) == {2}
 
 
+def test_a_batch_pays_for_its_first_draft_whatever_is_drafted() -> None:
+    shape = replace(CPU, first_draft=0.2)
+    controller = SpeculationController(K, 16, drafts_are_free=True)
+    engine = SimulatedEngine(controller, shape, GOOD, QUIET)
+    engine.measure(16)
+    controller.choose_per_request(True)
+    assert controller.prices(16)[2] == 0, "it was not measured"
+    engine.measure(16, kind="one")
+    assert controller.prices(16)[2] == pytest.approx(0.2, abs=0.02)
+    assert controller.prices(1)[2] == 0, "one request pays its own price"
+    assert controller.prices(16)[0] == pytest.approx([1.0, 1.42, 1.90, 2.25], rel=0.05)
+    engine.looks_up = 0.05
+    engine.run(16, 20)
+    controller.report()
+    tally = engine.run(16, 600)
+    gain = controller.report()["gain"]
+    assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)
+
+
 def test_with_a_drafter_each_request_may_have_the_most_as_well() -> None:
     engine = engine_of(BAD, noise=QUIET)
     assert engine.run(32, 100).lengths[-1] == 0
@@ -372,10 +392,10 @@ def test_drafts_from_history_beside_a_drafter_cost_what_they_verify() -> None:
     controller = engine.rule
     before = controller._acceptance.tokens_per_step().tolist()
     engine.shape, engine.rates, engine.has_passes = GPU, (0.0, 0.0, 0.0), False  # any tokens, verified at another price
-    engine.measure(32, verification=True)
+    engine.measure(32, kind="verification")
     assert controller._acceptance.tokens_per_step().tolist() == before, "these were no drafts of the drafter"
     controller.choose_per_request(True)
-    for prices, shape in zip(controller.prices(4), (GPU, CPU), strict=True):
+    for prices, shape in zip(controller.prices(4)[:2], (GPU, CPU), strict=True):
         expected = [shape.seconds(k, k, 4) / shape.seconds(0, 0, 4) for k in range(K + 1)]
         assert prices == pytest.approx(expected, rel=0.05)
     controller.report()
