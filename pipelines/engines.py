@@ -90,7 +90,6 @@ class EngineSetup:
     """A model, prompts and perhaps a drafter, and the settings of an engine with room for all of them."""
 
     model: Path
-    target: TargetSpec
     prompts: list[list[int]]
     rollout: RolloutConfig
     drafter: Drafter | None
@@ -164,7 +163,7 @@ def prepare_engine(
             drafter = load_drafter(folder, target, positions)
         except ValueError as error:
             raise ValueError(f"--drafter: {error}") from error
-    setup = EngineSetup(model, target, prompts, config, drafter, folder)
+    setup = EngineSetup(model, prompts, config, drafter, folder)
     for note in setup.notes:
         print(f"note: {note}")
     return setup
