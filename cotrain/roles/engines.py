@@ -9,8 +9,9 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.children import Actor
-from cotrain.process.cluster import Cluster
+from cotrain.process.cluster import Cluster, free_port
 from cotrain.process.failures import RunFailure
+from cotrain.process.threads import engine_environment
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload, Window
 from cotrain.roles.learners import Learner
 from cotrain.rollout.acceptance_stats import total_counts
@@ -105,7 +106,7 @@ class RolloutEngines:
         return [actor.start.remote(spec) for actor, spec in zip(self._actors, specs, strict=True)]
 
     def _new_actor(self, engine: int) -> Any:
-        environment = self._nodes.call(self.node_of[engine], "environment", "engine", self._num_ranks)
+        environment = self._nodes.call(self.node_of[engine], engine_environment, None, self._num_ranks)
         if self._transfer == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory go to the workers pickled
         actor = self._cluster.start(EngineActor, self._roles[engine], environment, max_concurrency=MOST_CALLS)
@@ -263,7 +264,7 @@ class RolloutEngines:
         self._ask(dict.fromkeys(self.in_dispatch, ("hold", keep_kv)), UPDATE_SECONDS)
         actors = [self._actors[engine] for engine in self.in_dispatch]
         if actors != self._connected:
-            address, port = self._cluster.node_address(learner.node), self._nodes.call(learner.node, "free_port")
+            address, port = self._cluster.node_address(learner.node), self._nodes.call(learner.node, free_port)
             learner.call("connect_engines", actors, self._num_ranks, address, port)
             self._connected = actors
         return [engine for engine in returning if engine in self.in_dispatch], learner.call("send_weights")

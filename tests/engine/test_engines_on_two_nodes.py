@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,11 @@ def test_a_node_with_other_software_another_model_or_without_the_run_folder_is_r
     marker = tmp_path / "config.json"
     marker.write_text("{}")
 
-    def other(node: str, method: str, *args: Any) -> Any:
-        found = call(node, method, *args)
+    def other(node: str, function: Callable[..., Any], *args: Any) -> Any:
+        found = call(node, function, *args)
         if node == nodes.local:
             return found
-        return None if method == "read_text" else (found[0], {"model": "another"})
+        return None if args == (marker,) else (found[0], {"model": "another"})
 
     nodes.check(marker, "tiny:llama")
     [remote] = nodes.scratch.keys() - {nodes.local}
