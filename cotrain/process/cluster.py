@@ -6,7 +6,6 @@ import os
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,11 +168,8 @@ class Cluster:
         return results
 
     def wait_any(self, references: list[Any], timeout: float) -> list[Any]:
-        """References that have a result, after this many seconds at most; there may be none."""
-        if references:
-            return self._ray.wait(references, timeout=timeout)[0]
-        time.sleep(timeout)
-        return []
+        """Those of these references that have a result, after this many seconds at most; there may be none."""
+        return self._ray.wait(references, timeout=timeout)[0]
 
     def hung(self, references: list[Any], seconds: float) -> RunFailure:
         """The failure of those of the references that have no result after this many seconds."""

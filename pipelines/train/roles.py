@@ -5,7 +5,7 @@ from collections.abc import Callable
 from cotrain.config.schema import RunConfig
 from cotrain.controller import HISTORY, POLICY_FILE, Roles
 from cotrain.process.cluster import Cluster
-from cotrain.roles.engines import RolloutEngines, engine_specs
+from cotrain.roles.engines import RolloutEngines
 from cotrain.roles.learners import start_drafter, start_policy
 from cotrain.roles.publisher import DRAFTER_FILE, Publisher, publisher_spec
 from cotrain.roles.rewards import Rewards
@@ -25,7 +25,7 @@ def start_roles(
 
     The engines need the folder of the first drafter, so the drafter comes first, while the engines import vLLM.
     """
-    versions, drafter, served = state.versions, None, None
+    versions, drafter, serving = state.versions, None, None
     model_path = nodes.model_path
     engines, rewards = RolloutEngines(cluster, nodes, config), Rewards(cluster, nodes, config)
     if config.drafter is not None:
@@ -33,13 +33,11 @@ def start_roles(
         drafter = start_drafter(cluster, nodes, config, init)
         if state.step:
             drafter.call("load", run_dir.checkpoint(state.step) / "drafter")
-        served = run_dir.drafter(versions.drafter), drafter.call("serving")
+        serving = drafter.call("serving")
         # Written anew on a resume too: a run that was killed may have left half of it.
-        drafter.call("save_checkpoint", served[0], versions.drafter)
+        drafter.call("save_checkpoint", run_dir.drafter(versions.drafter), versions.drafter)
         ready("drafter")
-    folders = [nodes.scratch[node] for node in engines.node_of]
-    specs = engine_specs(config, model_path, served, folders, versions, state.step)
-    loading = engines.start(specs, run_dir.drafter)
+    loading = engines.start(serving, versions, state.step, run_dir.drafter)
     policy = start_policy(cluster, nodes, config)
     engines.receive_from(policy)
     from transformers import AutoTokenizer  # takes seconds to import, which pass while engines and policy load

@@ -15,7 +15,7 @@ from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
 from cotrain.process.failures import RunFailure
 from cotrain.records import Versions
-from cotrain.roles.engines import RolloutEngines, engine_specs
+from cotrain.roles.engines import RolloutEngines
 from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import WeightUpdateRefused, write_payload
 from drafters.base import Drafter
@@ -43,9 +43,7 @@ def together(
     (folder / "config.json").write_text("{}")
     nodes.check(folder / "config.json", "tiny:llama")
     engines = RolloutEngines(cluster, nodes, config)
-    folders = [nodes.scratch[node] for node in engines.node_of]
-    specs = engine_specs(config, nodes.model_path, (drafter_folder, SERVING), folders, Versions(0, 0), 0)
-    cluster.get(engines.start(specs, lambda version: folder / f"v{version}"))
+    cluster.get(engines.start(SERVING, Versions(0, 0), 0, lambda v: folder / f"v{v}" if v else drafter_folder))
     yield engines, nodes, cluster
     nodes.close()
     cluster.stop()
