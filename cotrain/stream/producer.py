@@ -24,7 +24,7 @@ from cotrain.stream.ledger import ENGINE_DIED, Group, Ledger
 from cotrain.stream.lengths import LengthHistory, order_speedup
 from cotrain.stream.reactor import Reactor
 from cotrain.tasks.base import Task
-from cotrain.tasks.prompts import PromptEncoder, PromptOrder
+from cotrain.tasks.prompts import PromptOrder, encode_prompt
 
 SAME_PROMPT_TRIES = 2
 """Times that a group is generated with its own prompt; another prompt then takes the place."""
@@ -36,11 +36,11 @@ empty. Others wait here: a request that starts late starts with newer weights, a
 
 @dataclass
 class Prompts:
-    """The task, the order in which its prompts are drawn, and their encoding."""
+    """The task, the order in which its prompts are drawn, and the policy's tokenizer."""
 
     task: Task
     order: PromptOrder
-    encoder: PromptEncoder
+    tokenizer: Any
 
 
 @dataclass
@@ -228,7 +228,7 @@ class Producer:
         index = self._index(group)
         prompt = self._prompts.task.prompt(index)
         self._results[group.number] = GroupResult(prompt, index, [], [])
-        token_ids = self._prompts.encoder.encode(prompt)
+        token_ids = encode_prompt(self._prompts.tokenizer, prompt, rollout.max_prompt_tokens)
         parts = [seed, group.number // rollout.prompts_per_step + 1, prompt.id]
         attempt = [group.attempt] if group.attempt else []
         seeded = rollout.draft_sample_method == "greedy"

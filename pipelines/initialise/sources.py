@@ -24,7 +24,7 @@ from cotrain.run.console import duration
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.tasks.base import build_task
 from cotrain.tasks.datasets import find_prompt_column, load_rows, split_question
-from cotrain.tasks.prompts import PromptEncoder, PromptOrder, apply_template, chat_messages
+from cotrain.tasks.prompts import PromptOrder, apply_template, chat_messages, encode_prompt
 
 FILE = "rollouts.jsonl"
 
@@ -165,11 +165,11 @@ def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) ->
     source = config.init.source
     if isinstance(source, PolicyRollouts):
         task = build_task(config.task, config.seed)
-        encoder = PromptEncoder(AutoTokenizer.from_pretrained(model), config.rollout.max_prompt_tokens)
+        tokenizer = AutoTokenizer.from_pretrained(model)
 
         def encode(index: int) -> tuple[str, list[int]]:
             prompt = task.prompt(index)
-            return prompt.id, encoder.encode(prompt)
+            return prompt.id, encode_prompt(tokenizer, prompt, config.rollout.max_prompt_tokens)
 
         return PromptStream(len(task), encode, config)
     try:

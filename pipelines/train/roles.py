@@ -1,6 +1,7 @@
 """Starts the roles of a run side by side and brings them to one version. Importing this module takes seconds."""
 
 from collections.abc import Callable
+from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.controller import HISTORY, POLICY_FILE, Roles
@@ -14,14 +15,13 @@ from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
 from cotrain.stream.reactor import Reactor
-from cotrain.tasks.prompts import PromptEncoder
 from cotrain.transport.nodes import Nodes
 
 
 def start_roles(
     config: RunConfig, cluster: Cluster, nodes: Nodes, run_dir: RunDir, state: RunState, ready: Callable[[str], None]
-) -> tuple[PromptEncoder, Roles]:
-    """Start the roles of a run after `state`. `ready` is told of each that is ready.
+) -> tuple[Any, Roles]:
+    """Start the roles of a run after `state`. Returns the policy's tokenizer too. `ready` is told of each that is ready.
 
     The engines need the folder of the first drafter, so the drafter comes first, while the engines import vLLM.
     """
@@ -42,7 +42,7 @@ def start_roles(
     engines.receive_from(policy)
     from transformers import AutoTokenizer  # takes seconds to import, which pass while engines and policy load
 
-    prompts = PromptEncoder(AutoTokenizer.from_pretrained(model_path), config.rollout.max_prompt_tokens)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
     ready("tokenizer")
     if state.step:
         policy.call("load", run_dir.checkpoint(state.step) / "policy")
@@ -63,4 +63,4 @@ def start_roles(
         sent = drafter.call("write_payload", scratch / DRAFTER_FILE, versions.drafter)
         publisher = Publisher(publisher_spec(config), drafter, engines, scratch, sent, versions)
     reactor = Reactor(cluster, config.cluster.hang_after_s)
-    return prompts, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes)
+    return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes)

@@ -177,12 +177,9 @@ class Tracker:
         self.events.append(event.kind)
 
 
-class Encoder:
-    def __init__(self) -> None:
-        self.tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda token_ids: "")
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        return [1, 2]
+TOKENIZER = SimpleNamespace(
+    eos_token_id=None, decode=lambda token_ids: "", apply_chat_template=lambda *_, **options: [1, 2]
+)
 
 
 @pytest.fixture
@@ -218,7 +215,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         roles: Any = Roles(Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path))  # type: ignore[arg-type]
         paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
         files = [RowFile(path, state.step) for path in paths]
-        prompts: Any = Prompts(task, order, Encoder())  # type: ignore[arg-type]
+        prompts: Any = Prompts(task, order, TOKENIZER)  # type: ignore[arg-type]
         records: Any = Records(*files, Tracker(), Console(io.StringIO()))  # type: ignore[arg-type]
         opened.append(run_dir)
         return Controller(config, run_dir, roles, prompts, records, state)
