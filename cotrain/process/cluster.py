@@ -12,7 +12,7 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
-from cotrain.process.placement import bundles_of, reserve, roles_of
+from cotrain.process.placement import reserve, roles_of
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -100,7 +100,6 @@ class Cluster:
         gpus = [int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]]
         self.device, self.gpus = place(config, gpus)
         self._group, self._places = reserve(config, self.gpus)
-        self._bundles = bundles_of(config, self.gpus)
         self.node_of = {role: node for role, (_, node) in self._places.items()}
         """Id of the node of each role."""
         self.local_node: str = self._ray.get_runtime_context().get_node_id()
@@ -116,7 +115,7 @@ class Cluster:
 
         index, _ = self._places[role]
         own: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}  # the place of a role has a CPU
-        own |= {"num_gpus": self._bundles[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
+        own |= {"num_gpus": self._group.bundle_specs[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
         own |= {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index)} | options
         return self._remember(self._ray.remote(actor_class).options(**own).remote(log_file), log_file)
 

@@ -1,7 +1,7 @@
 """The rollout engines as the controller sees them: plain calls, with Ray behind them. All but `start` wait."""
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -219,15 +219,11 @@ class RolloutEngines:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
-        """One response to each request, in the order given. A prompt's samples go to one engine, for its cache."""
-        prompts = list(dict.fromkeys(request.prompt_id for request in requests))
-        actors = [self._actors[engine] for engine in self.in_dispatch]
-        engine_of = {prompt: actors[i % len(actors)] for i, prompt in enumerate(prompts)}
-        shares = defaultdict(list)
-        for request in requests:
-            shares[engine_of[request.prompt_id]].append(request)
-        batches = [engine.call.remote("generate", share, tap, **overrides) for engine, share in shares.items()]
-        merged = merge(self._cluster.get(batches))
+        """One response to each request, in the order given, from all engines in turn."""
+        actors = [self._actors[engine] for engine in self.in_dispatch[: len(requests)]]
+        shares = [requests[i :: len(actors)] for i in range(len(actors))]
+        calls = [a.call.remote("generate", s, tap, **overrides) for a, s in zip(actors, shares, strict=True)]
+        merged = merge(self._cluster.get(calls))
         by_key = {(r.prompt_id, r.sample_index): r for r in merged.rollouts}
         return replace(merged, rollouts=[by_key[request.prompt_id, request.sample_index] for request in requests])
 

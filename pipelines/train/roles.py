@@ -61,6 +61,6 @@ def start_roles(
     if drafter is not None:
         scratch = nodes.scratch[drafter.node]
         sent = drafter.call("write_payload", scratch / DRAFTER_FILE, versions.drafter)
-        publisher = Publisher(publisher_spec(config), drafter, engines, scratch, sent, versions)
+        publisher = Publisher(publisher_spec(config), drafter.call, engines, scratch, sent, versions)
     reactor = Reactor(cluster, config.cluster.hang_after_s)
     return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes)

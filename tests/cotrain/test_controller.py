@@ -210,7 +210,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         order = PromptOrder(PROMPTS, PROMPTS, 0)
         state = state or RunState(0, Versions(0, 0), None, {}, {})
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None))
-        publisher = Publisher(publisher_spec(config), world, world, tmp_path, None, state.versions)
+        publisher = Publisher(publisher_spec(config), world.call, world, tmp_path, None, state.versions)
         learners: Any = (Policy(), Drafter(world), publisher)
         roles: Any = Roles(Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path))  # type: ignore[arg-type]
         paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
