@@ -146,7 +146,7 @@ class RolloutEngines:
             raise failure
         self._deaths[engine] += 1
         self._away[engine] = None
-        self.give_up(engine)
+        self._cluster.kill(self._actors[engine])
         if self._deaths[engine] > MOST_RESTARTS:
             return
         try:
@@ -161,8 +161,8 @@ class RolloutEngines:
         new, self._new = self._new, []
         return [(engine, self._away[engine]) for engine in new]
 
-    def give_up(self, engine: int) -> None:
-        """End what is left of an engine. It stays in quarantine unless it is started again."""
+    def give_up(self, engine: int, _: RunFailure) -> None:
+        """End what is left of an engine that was started again and has died. It stays in quarantine."""
         self._cluster.kill(self._actors[engine])
 
     def come_back(self, engine: int) -> None:

@@ -285,7 +285,7 @@ class Producer:
     def _watch_starts(self) -> None:
         """Engines that are started again come back when they have started."""
         for engine, starting in self._engines.take_starting():
-            self._reactor.add(starting, partial(self._came_back, engine), lambda _, e=engine: self._engines.give_up(e))
+            self._reactor.add(starting, partial(self._came_back, engine), partial(self._engines.give_up, engine))
 
     def _came_back(self, engine: int, _: None) -> None:
         self._engines.come_back(engine)
