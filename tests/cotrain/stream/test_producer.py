@@ -52,6 +52,8 @@ class Engines:
     def come_back(self, engine: int) -> None:
         self.in_dispatch.append(engine)
 
+    def give_up(self, engine: int, failure: RunFailure) -> None: ...
+
 
 class Rewards:
     def __init__(self) -> None:
