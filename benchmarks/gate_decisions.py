@@ -131,12 +131,14 @@ def requests_of(config: RunConfig, model: Path, seed: int, num_steps: int) -> It
     from transformers import AutoTokenizer
 
     from cotrain.tasks.base import build_task
-    from cotrain.tasks.prompts import PromptEncoder
+    from cotrain.tasks.prompts import encode_prompt
 
     task = build_task(config.task, seed)
-    encoder = PromptEncoder(AutoTokenizer.from_pretrained(model), config.rollout.max_prompt_tokens)
+    tokenizer, longest = AutoTokenizer.from_pretrained(model), config.rollout.max_prompt_tokens
     for step in range(num_steps):
-        prompts = [(i, encoder.encode(task.prompt(i))) for i in range(step * PROMPTS, (step + 1) * PROMPTS)]
+        prompts = [
+            (i, encode_prompt(tokenizer, task.prompt(i), longest)) for i in range(step * PROMPTS, (step + 1) * PROMPTS)
+        ]
         yield [RolloutRequest(f"prompt-{i}", s, ids, None) for i, ids in prompts for s in range(SAMPLES)]
 
 

@@ -26,7 +26,7 @@ def main() -> None:
     from cotrain.run.checkpoint import latest_checkpoint
     from cotrain.run.run_dir import RunDir
     from cotrain.tasks.base import build_task
-    from cotrain.tasks.prompts import PromptEncoder
+    from cotrain.tasks.prompts import apply_template
 
     torch.manual_seed(0)
     with RunDir(args.run.parent, args.run.name) as run_dir:
@@ -38,11 +38,11 @@ def main() -> None:
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
             for path in (folder, checkpoint / "policy")
         )
-        encoder = PromptEncoder(AutoTokenizer.from_pretrained(folder), config.rollout.max_prompt_tokens)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         task = build_task(config.task, config.seed)
         sums = [0.0, 0]
         for index in range(args.prompts):
-            prompt = torch.tensor([encoder.encode(task.prompt(index))])
+            prompt = torch.tensor([apply_template(tokenizer, task.prompt(index).messages)])
             for value in token_divergences(start, now, prompt, args.samples, config.rollout):
                 sums[0], sums[1] = sums[0] + value, sums[1] + 1
     print(f"{checkpoint}: KL(now || start) {sums[0] / sums[1]:.4f} nats a token, mean over {sums[1]:,} response tokens")

@@ -213,7 +213,7 @@ class Controller:
             shards = [self.roles.nodes.bring(shard, self.roles.nodes.local) for shard in batch.features]
             here, forward = replace(batch, features=shards), partial(self.roles.policy.call, "hidden_states")
             error = check_features(here, forward, rollout.dtype)
-            check_records(here, None if rollout.ignore_eos else self.prompts.encoder.tokenizer.eos_token_id)
+            check_records(here, None if rollout.ignore_eos else self.prompts.tokenizer.eos_token_id)
             self.roles.nodes.remove_all(set(shards).difference(batch.features))
         self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
@@ -342,7 +342,7 @@ class Controller:
         self._engine_steps = {}
         self.records.metrics.write(step, row)
         tracker.log_step(step, row)
-        write_samples(self.run_dir.samples_file(step), rollouts, prompts, self.prompts.encoder.tokenizer)
+        write_samples(self.run_dir.samples_file(step), rollouts, prompts, self.prompts.tokenizer)
         notes = [event.in_short() for event in events] + [self.mode or ""]
         console.step(step, self.config.steps, row, self.versions, tracker.missing_steps, [*filter(None, notes)])
         for advice in self._advice.look(row, self.config.stream.max_policy_lag) if self._lags else ():

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -23,7 +22,7 @@ from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.run.provenance import here_and_now, machine
 from cotrain.tasks.base import build_task
-from cotrain.tasks.prompts import PromptEncoder
+from cotrain.tasks.prompts import apply_template
 from drafters.base import Drafter, TargetSpec
 from drafters.build import kind_of, load_drafter
 from pipelines.plan import BYTES, GIB
@@ -90,7 +89,6 @@ class EngineSetup:
     """A model, prompts and perhaps a drafter, and the settings of an engine with room for all of them."""
 
     model: Path
-    target: TargetSpec
     prompts: list[list[int]]
     rollout: RolloutConfig
     drafter: Drafter | None
@@ -132,8 +130,7 @@ def prepare_engine(
 
     target = TargetSpec.from_pretrained(model)
     task, tokenizer = build_task(task_config, args.seed), AutoTokenizer.from_pretrained(model)
-    encoder = PromptEncoder(tokenizer, max_prompt_tokens=sys.maxsize)
-    prompts = [encoder.encode(task.prompt(index)) for index in range(min(num_prompts, len(task)))]
+    prompts = [apply_template(tokenizer, task.prompt(index).messages) for index in range(min(num_prompts, len(task)))]
     longest = max(map(len, prompts))
     # Near the last position vLLM stops drafting for the whole batch, so there are num_speculative_tokens + 1 more of them.
     positions = longest + args.tokens + 2 * (rollout["num_speculative_tokens"] + 1)
@@ -164,7 +161,7 @@ def prepare_engine(
             drafter = load_drafter(folder, target, positions)
         except ValueError as error:
             raise ValueError(f"--drafter: {error}") from error
-    setup = EngineSetup(model, target, prompts, config, drafter, folder)
+    setup = EngineSetup(model, prompts, config, drafter, folder)
     for note in setup.notes:
         print(f"note: {note}")
     return setup

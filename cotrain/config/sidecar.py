@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from cotrain.config.load import Schema, load
+from cotrain.config.load import load
 from cotrain.config.rules import depth_problems
 from cotrain.config.schema import NAME, CheckpointConfig, DrafterConfig, FeatureTapConfig, TrackingConfig
 from drafters.config import Section
@@ -67,4 +67,4 @@ def load_sidecar(
     files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None
 ) -> SidecarConfig:
     """As `load_config` for a run. Raises ConfigError listing all problems."""
-    return load(Schema(SidecarConfig, broken_rules), files, overrides, resume)
+    return load(SidecarConfig, broken_rules, files, overrides, resume)

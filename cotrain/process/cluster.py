@@ -6,14 +6,13 @@ import os
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
-from cotrain.process.placement import bundles_of, reserve, roles_of
+from cotrain.process.placement import reserve, roles_of
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -101,7 +100,6 @@ class Cluster:
         gpus = [int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]]
         self.device, self.gpus = place(config, gpus)
         self._group, self._places = reserve(config, self.gpus)
-        self._bundles = bundles_of(config, self.gpus)
         self.node_of = {role: node for role, (_, node) in self._places.items()}
         """Id of the node of each role."""
         self.local_node: str = self._ray.get_runtime_context().get_node_id()
@@ -117,7 +115,7 @@ class Cluster:
 
         index, _ = self._places[role]
         own: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}  # the place of a role has a CPU
-        own |= {"num_gpus": self._bundles[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
+        own |= {"num_gpus": self._group.bundle_specs[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
         own |= {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index)} | options
         return self._remember(self._ray.remote(actor_class).options(**own).remote(log_file), log_file)
 
@@ -169,11 +167,8 @@ class Cluster:
         return results
 
     def wait_any(self, references: list[Any], timeout: float) -> list[Any]:
-        """References that have a result, after this many seconds at most; there may be none."""
-        if references:
-            return self._ray.wait(references, timeout=timeout)[0]
-        time.sleep(timeout)
-        return []
+        """Those of these references that have a result, after this many seconds at most; there may be none."""
+        return self._ray.wait(references, timeout=timeout)[0]
 
     def hung(self, references: list[Any], seconds: float) -> RunFailure:
         """The failure of those of the references that have no result after this many seconds."""

@@ -70,8 +70,11 @@ def reserve(config: RunConfig, gpus: dict[str, float]) -> tuple[Any, dict[str, t
     if not group.wait(PLACEMENT_SECONDS):
         asked = ", ".join(f"{role} {_in_words(bundle)}" for role, bundle in zip(roles, bundles, strict=True))
         ray.util.remove_placement_group(group)
+        left, alive = available_resources_per_node(), [node for node in ray.nodes() if node["Alive"]]
+        nothing = {"CPU": 0.0, "GPU": 0.0}
+        free = (f"{n['NodeManagerAddress']} {_in_words(nothing | left.get(n['NodeID'], {}))}" for n in alive)
         raise RunFailure(
-            f"the cluster cannot place all roles at once. Asked for: {asked}. Free: {_free(ray)}. "
+            f"the cluster cannot place all roles at once. Asked for: {asked}. Free: {'; '.join(free)}. "
             "Add nodes, end what else runs there, or lower rollout.num_engines or policy.num_processes"
         )
     node_of = placement_group_table(group)["bundles_to_node_id"]
@@ -79,15 +82,4 @@ def reserve(config: RunConfig, gpus: dict[str, float]) -> tuple[Any, dict[str, t
 
 
 def _in_words(resources: dict[str, float]) -> str:
-    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
-
-
-def _free(ray: Any) -> str:
-    from ray._private.state import available_resources_per_node
-
-    names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    free = available_resources_per_node()
-    return "; ".join(
-        f"{name} {_in_words({kind: free.get(node, {}).get(kind, 0.0) for kind in ('CPU', 'GPU')})}"
-        for node, name in names.items()
-    )
+    return " and ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in resources)

@@ -15,10 +15,10 @@ def openmp_library() -> str | None:
     return next((str(path) for path in paths if path.exists()), None)
 
 
-def openmp_environment(num_threads: int) -> dict[str, str]:
-    """Environment of a process that computes on `num_threads` cores and sleeps while others compute."""
+def openmp_environment(num_threads: int | None = None) -> dict[str, str]:
+    """Environment of a process that computes on so many cores (None: all of them) and sleeps while others compute."""
     environment = {
-        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_NUM_THREADS": str(num_threads or num_cores()),
         "MALLOC_ARENA_MAX": "2",  # tensors of many sizes fragment glibc's default of eight arenas per core
     }
     library = openmp_library()
@@ -29,8 +29,9 @@ def openmp_environment(num_threads: int) -> dict[str, str]:
     return environment | {"LD_PRELOAD": ":".join([library, *preload]), "KMP_BLOCKTIME": "1"}
 
 
-def engine_environment(num_threads: int, num_ranks: int = 1) -> dict[str, str]:
+def engine_environment(num_threads: int | None = None, num_ranks: int = 1) -> dict[str, str]:
     """Environment of a vLLM engine and all the processes it starts; its tensor-parallel ranks share the threads."""
+    num_threads = num_threads or num_cores()
     return openmp_environment(max(1, num_threads // num_ranks)) | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the engine to one core of two
         # GiB. Unset, vLLM takes 92 % of the machine's memory. The engine argument kv_cache_memory_bytes wins over it.

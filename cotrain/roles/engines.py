@@ -1,7 +1,7 @@
 """The rollout engines as the controller sees them: plain calls, with Ray behind them. All but `start` wait."""
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +9,9 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.children import Actor
-from cotrain.process.cluster import Cluster
+from cotrain.process.cluster import Cluster, free_port
 from cotrain.process.failures import RunFailure
+from cotrain.process.threads import engine_environment
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload, Window
 from cotrain.roles.learners import Learner
 from cotrain.rollout.acceptance_stats import total_counts
@@ -75,10 +76,9 @@ class RolloutEngines:
 
     def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig):
         """Start the processes, which import vLLM meanwhile; `start` loads the models."""
-        self._cluster, self._nodes, self._min_engines = cluster, nodes, config.cluster.min_engines
+        self._cluster, self._nodes, self._config = cluster, nodes, config
         self._transfer = config.policy.weight_transfer
         self._drafts_from_history = config.rollout.history is not None
-        self._num_ranks = config.rollout.tensor_parallel_size
         self._roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
         self.node_of = [cluster.node_of[role] for role in self._roles]
         self._actors = [self._new_actor(i) for i in range(len(self._roles))]
@@ -96,16 +96,35 @@ class RolloutEngines:
         """Let this learner send the policy, unless it comes in files."""
         self._learner = learner if self._transfer != "files" else None
 
-    def start(self, specs: list[EngineSpec], drafter_folder: Callable[[int], Path]) -> list[Any]:
+    def start(
+        self, serving: ServingSpec | None, versions: Versions, first_step: int, drafter_folder: Callable[[int], Path]
+    ) -> list[Any]:
         """Begin to load the models. Cluster.get waits for what this returns; no other call may come before.
 
-        drafter_folder: where a published drafter version is.
+        serving: how the drafter is served; None without one. drafter_folder: where a drafter version is. first_step: steps
+        made before. Every engine of every run has a seed of its own for every step that a run is resumed after, so that a
+        resumed engine does not draw the first steps' noise again.
         """
-        self._specs, self._drafter_folder = specs, drafter_folder
-        return [actor.start.remote(spec) for actor, spec in zip(self._actors, specs, strict=True)]
+        self._drafter_folder = drafter_folder
+        self._specs = [
+            EngineSpec(
+                rollout=self._config.rollout,
+                model_path=str(self._nodes.model_path),
+                drafter_folder=None if serving is None else str(drafter_folder(versions.drafter)),
+                serving=serving,
+                seed=derived_seed("engine", self._config.seed, i, first_step),
+                scratch=str(self._nodes.scratch[node] / self._roles[i]),
+                versions=versions,
+                weight_transfer=self._config.policy.weight_transfer,
+            )
+            for i, node in enumerate(self.node_of)
+        ]
+        return [actor.start.remote(spec) for actor, spec in zip(self._actors, self._specs, strict=True)]
 
     def _new_actor(self, engine: int) -> Any:
-        environment = self._nodes.call(self.node_of[engine], "environment", "engine", self._num_ranks)
+        environment = self._nodes.call(
+            self.node_of[engine], engine_environment, None, self._config.rollout.tensor_parallel_size
+        )
         if self._transfer == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory go to the workers pickled
         actor = self._cluster.start(EngineActor, self._roles[engine], environment, max_concurrency=MOST_CALLS)
@@ -123,11 +142,11 @@ class RolloutEngines:
         """Quarantine an engine and begin to start it again. Raises the failure when too few engines are left."""
         if engine in self._away:
             return
-        if len(self.in_dispatch) - 1 < self._min_engines:
+        if len(self.in_dispatch) - 1 < self._config.cluster.min_engines:
             raise failure
         self._deaths[engine] += 1
         self._away[engine] = None
-        self.give_up(engine)
+        self._cluster.kill(self._actors[engine])
         if self._deaths[engine] > MOST_RESTARTS:
             return
         try:
@@ -142,8 +161,8 @@ class RolloutEngines:
         new, self._new = self._new, []
         return [(engine, self._away[engine]) for engine in new]
 
-    def give_up(self, engine: int) -> None:
-        """End what is left of an engine. It stays in quarantine unless it is started again."""
+    def give_up(self, engine: int, _: RunFailure) -> None:
+        """End what is left of an engine that was started again and has died. It stays in quarantine."""
         self._cluster.kill(self._actors[engine])
 
     def come_back(self, engine: int) -> None:
@@ -200,15 +219,11 @@ class RolloutEngines:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
-        """One response to each request, in the order given. A prompt's samples go to one engine, for its cache."""
-        prompts = list(dict.fromkeys(request.prompt_id for request in requests))
-        actors = [self._actors[engine] for engine in self.in_dispatch]
-        engine_of = {prompt: actors[i % len(actors)] for i, prompt in enumerate(prompts)}
-        shares = defaultdict(list)
-        for request in requests:
-            shares[engine_of[request.prompt_id]].append(request)
-        batches = [engine.call.remote("generate", share, tap, **overrides) for engine, share in shares.items()]
-        merged = merge(self._cluster.get(batches))
+        """One response to each request, in the order given, from all engines in turn."""
+        actors = [self._actors[engine] for engine in self.in_dispatch[: len(requests)]]
+        shares = [requests[i :: len(actors)] for i in range(len(actors))]
+        calls = [a.call.remote("generate", s, tap, **overrides) for a, s in zip(actors, shares, strict=True)]
+        merged = merge(self._cluster.get(calls))
         by_key = {(r.prompt_id, r.sample_index): r for r in merged.rollouts}
         return replace(merged, rollouts=[by_key[request.prompt_id, request.sample_index] for request in requests])
 
@@ -263,8 +278,8 @@ class RolloutEngines:
         self._ask(dict.fromkeys(self.in_dispatch, ("hold", keep_kv)), UPDATE_SECONDS)
         actors = [self._actors[engine] for engine in self.in_dispatch]
         if actors != self._connected:
-            address, port = self._cluster.node_address(learner.node), self._nodes.call(learner.node, "free_port")
-            learner.call("connect_engines", actors, self._num_ranks, address, port)
+            address, port = self._cluster.node_address(learner.node), self._nodes.call(learner.node, free_port)
+            learner.call("connect_engines", actors, self._config.rollout.tensor_parallel_size, address, port)
             self._connected = actors
         return [engine for engine in returning if engine in self.in_dispatch], learner.call("send_weights")
 
@@ -339,36 +354,6 @@ def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         num_generated_tokens=sum(batch.num_generated_tokens for batch in batches),
         feature_stats=dict(stats),
     )
-
-
-def engine_specs(
-    config: RunConfig,
-    model_path: Path,
-    drafter: tuple[Path, ServingSpec] | None,
-    scratch: Sequence[Path],
-    versions: Versions,
-    first_step: int,
-) -> list[EngineSpec]:
-    """One spec a replica.
-
-    scratch: for each, the folder in shared memory of its node. drafter: its folder and how it is served. first_step: steps made
-    before. Every engine of every run has a seed of its own for every step that a run is resumed after, so that a resumed engine
-    does not draw the first steps' noise again.
-    """
-    folder, serving = drafter or (None, None)
-    return [
-        EngineSpec(
-            rollout=config.rollout,
-            model_path=str(model_path),
-            drafter_folder=None if folder is None else str(folder),
-            serving=serving,
-            seed=derived_seed("engine", config.seed, i, first_step),
-            scratch=str(folder_of_node / f"rollout_{i}"),
-            versions=versions,
-            weight_transfer=config.policy.weight_transfer,
-        )
-        for i, folder_of_node in enumerate(scratch)
-    ]
 
 
 def derived_seed(*parts: object) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.children import Actor
-from cotrain.process.cluster import Cluster
+from cotrain.process.cluster import Cluster, free_port
 from cotrain.process.placement import roles_of
+from cotrain.process.threads import openmp_environment
 from cotrain.trainer.spec import trainer_spec
 from cotrain.transport.nodes import Nodes
 
@@ -71,9 +72,9 @@ def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Learner:
     roles = [role for role in roles_of(config) if role.startswith("policy")]
     node_of = [cluster.node_of[role] for role in roles]
     world, first, actors = len(roles), node_of[0], []
-    shared = {"MASTER_ADDR": cluster.node_address(first), "MASTER_PORT": nodes.call(first, "free_port")}
+    shared = {"MASTER_ADDR": cluster.node_address(first), "MASTER_PORT": nodes.call(first, free_port)}
     for rank, (role, node) in enumerate(zip(roles, node_of, strict=True)):
-        environment = nodes.call(node, "environment", "learner")
+        environment = nodes.call(node, openmp_environment)
         if world > 1 or config.policy.sharding:
             own = {"RANK": rank, "LOCAL_RANK": node_of[:rank].count(node)}
             own |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": node_of.count(node)}
@@ -98,7 +99,7 @@ def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Learner:
 def start_drafter(cluster: Cluster, nodes: Nodes, config: RunConfig, init_folder: Path | None) -> Learner:
     """Begin to start a DrafterTrainer."""
     node = cluster.node_of["drafter"]
-    actor = cluster.start(DrafterActor, "drafter", nodes.call(node, "environment", "learner"))
+    actor = cluster.start(DrafterActor, "drafter", nodes.call(node, openmp_environment))
     return Learner(
         cluster,
         [actor],

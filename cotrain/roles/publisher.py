@@ -5,7 +5,7 @@ serving drafter and the candidate, which is the trainer's drafter as the step be
 swap follows at once, while the policy learns, so that what is published is what was scored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,13 +50,6 @@ def publisher_spec(config: RunConfig) -> PublisherSpec:
     return PublisherSpec(config.drafter, config.steps, stream.max_policy_lag, stream.on_swap != "keep_kv")
 
 
-class Trainer(Protocol):
-    """A DrafterTrainer, in this process or in another."""
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of it."""
-
-
 class Engines(Protocol):
     """All engines that the drafter serves."""
 
@@ -75,13 +68,16 @@ class Publisher:
     def __init__(
         self,
         spec: PublisherSpec,
-        trainer: Trainer,
+        trainer: Callable[..., Any],
         engines: Engines,
         scratch: Path,
         sent: WeightPayload | None,
         versions: Versions,
     ):
-        """sent: the drafter that the engines were started with. versions: what they serve."""
+        """trainer: calls a method of the DrafterTrainer by its name. sent: the drafter that the engines were started with.
+
+        versions: what they serve.
+        """
         self._config, self._total_steps = spec.drafter, spec.total_steps
         self._trainer, self._engines, self._scratch = trainer, engines, scratch
         self._sent = {} if sent is None else sent.digests
@@ -107,7 +103,7 @@ class Publisher:
         self._known = {versions, *kept}
         batch = replace(batch, rollouts=[last_segment(rollout, self._recomputes) for rollout in batch.rollouts])
         keep = {serving.version, serving.last_good}
-        scores, metrics = self._trainer.call("take_in", batch.features, serving.version, keep)
+        scores, metrics = self._trainer("take_in", batch.features, serving.version, keep)
         # Acceptance was served by this drafter in these rollouts alone, so it is expected of these.
         expected = expected_of(scores.serving, scores.prompts, np.array(scores.served_by) == serving.version)
         reads_back = sent and step % DELIVERY_CHECK_STEPS == 0
@@ -142,8 +138,8 @@ class Publisher:
         """Freeze the weights under the next version and send them."""
         event, expected = outcome.events[-1], outcome.expected
         rolls_back = event.kind == "rolled back"
-        version = self._trainer.call("publish", self.serving.last_good if rolls_back else None)
-        payload = self._trainer.call("write_payload", self._scratch / DRAFTER_FILE, version)
+        version = self._trainer("publish", self.serving.last_good if rolls_back else None)
+        payload = self._trainer("write_payload", self._scratch / DRAFTER_FILE, version)
         rates = None if expected is None else expected.rates[-1].tolist()
         self._known.add(Versions(versions.policy, version))
         try:

@@ -5,6 +5,7 @@ from typing import Any
 from cotrain.config.schema import RunConfig
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
+from cotrain.process.threads import openmp_environment
 from cotrain.transport.nodes import Nodes
 
 
@@ -28,7 +29,7 @@ class Rewards:
 
     def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig):
         self._cluster, self._config = cluster, config
-        self._environment = nodes.call(cluster.node_of["rewards"], "environment", "rewards")
+        self._environment = nodes.call(cluster.node_of["rewards"], openmp_environment, 1)
         self._actor: Any = None
         self._first = [self.restart()]
 

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from cotrain.records import Versions
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
@@ -125,8 +127,7 @@ def find_defect(folder: Path) -> str | None:
 
 
 def load_state(folder: Path) -> RunState:
-    fields = json.loads((folder / "state.json").read_text())
-    return RunState(**fields | {"versions": Versions(**fields["versions"])})
+    return TypeAdapter(RunState).validate_json((folder / "state.json").read_bytes())
 
 
 def newest_state(run_dir: RunDir, config: Section, fingerprints: dict[str, str]) -> RunState:

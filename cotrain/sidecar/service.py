@@ -80,7 +80,7 @@ class DrafterService:
         drafter = self._config.drafter.model_copy(update={"on_drafter_failure": "continue"})
         spec = PublisherSpec(drafter, MOST_ROUNDS, sys.maxsize, recomputes=False)
         self._publisher = Publisher(
-            spec, self, self._engines, prepared.spool.current.parent, None, self._state.versions
+            spec, self._call, self._engines, prepared.spool.current.parent, None, self._state.versions
         )
         if self._state.drafting is not None:
             self._publisher.load_state(self._state.drafting)
@@ -88,7 +88,7 @@ class DrafterService:
         self._began = self._ended = time.monotonic()
         self._said: set[str] = set()
 
-    def call(self, method: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: Any) -> Any:
         """A method of the trainer, as the publisher calls it. Rollouts have been read already."""
         if method == "take_in":
             metrics = self._trainer.add_records(args[0])

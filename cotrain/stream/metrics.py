@@ -57,14 +57,10 @@ def recomputed_tokens(rollout: Rollout) -> int:
     return sum(starts) + len(starts) * len(rollout.prompt_token_ids)
 
 
-def token_lags(rollout: Rollout, policy_version: int) -> list[int]:
-    """For each response token, how many policy versions older than `policy_version` the one is that generated it."""
-    return [policy_version - s.versions.policy for s in rollout.segments for _ in range(s.start, s.end)]
-
-
 def lag_metrics(rollouts: Sequence[Rollout], policy_version: int) -> dict[str, float]:
     """Lag by token when a step trains on these rollouts, and by token how much of it was gained before the group ended."""
-    lags = np.array([lag for rollout in rollouts for lag in token_lags(rollout, policy_version)])
+    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    lags = np.array([policy_version - s.versions.policy for s in segments for _ in range(s.start, s.end)])
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     in_queue = np.repeat([policy_version - rollout.versions.policy for rollout in rollouts], lengths)
     metrics = {

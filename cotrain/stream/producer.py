@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
-from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, SpeculationCounts, Versions
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest
 from cotrain.roles.engines import RolloutEngines, derived_seed, merge
 from cotrain.roles.rewards import Rewards
 from cotrain.run.rows import RowFile
@@ -22,7 +24,7 @@ from cotrain.stream.ledger import ENGINE_DIED, Group, Ledger
 from cotrain.stream.lengths import LengthHistory, order_speedup
 from cotrain.stream.reactor import Reactor
 from cotrain.tasks.base import Task
-from cotrain.tasks.prompts import PromptEncoder, PromptOrder
+from cotrain.tasks.prompts import PromptOrder, encode_prompt
 
 SAME_PROMPT_TRIES = 2
 """Times that a group is generated with its own prompt; another prompt then takes the place."""
@@ -34,11 +36,11 @@ empty. Others wait here: a request that starts late starts with newer weights, a
 
 @dataclass
 class Prompts:
-    """The task, the order in which its prompts are drawn, and their encoding."""
+    """The task, the order in which its prompts are drawn, and the policy's tokenizer."""
 
     task: Task
     order: PromptOrder
-    encoder: PromptEncoder
+    tokenizer: Any
 
 
 @dataclass
@@ -226,7 +228,7 @@ class Producer:
         index = self._index(group)
         prompt = self._prompts.task.prompt(index)
         self._results[group.number] = GroupResult(prompt, index, [], [])
-        token_ids = self._prompts.encoder.encode(prompt)
+        token_ids = encode_prompt(self._prompts.tokenizer, prompt, rollout.max_prompt_tokens)
         parts = [seed, group.number // rollout.prompts_per_step + 1, prompt.id]
         attempt = [group.attempt] if group.attempt else []
         seeded = rollout.draft_sample_method == "greedy"
@@ -283,14 +285,11 @@ class Producer:
     def _watch_starts(self) -> None:
         """Engines that are started again come back when they have started."""
         for engine, starting in self._engines.take_starting():
-            self._reactor.add(starting, partial(self._came_back, engine), partial(self._stays_away, engine))
+            self._reactor.add(starting, partial(self._came_back, engine), partial(self._engines.give_up, engine))
 
     def _came_back(self, engine: int, _: None) -> None:
         self._engines.come_back(engine)
         self._dispatch()
-
-    def _stays_away(self, engine: int, _: RunFailure) -> None:
-        self._engines.give_up(engine)
 
     # -- rewards ------------------------------------------------------------------------------------------------------
 
@@ -332,7 +331,7 @@ class Producer:
     def _restore(self, row: dict[str, Any]) -> None:
         """A group that was scored before a resume is ready to be taken."""
         prompt = self._prompts.task.prompt(row["index"])
-        rollouts = [_rollout_of(fields) for fields in row["rollouts"]]
+        rollouts = TypeAdapter(list[Rollout]).validate_python(row["rollouts"])
         self._results[row["number"]] = GroupResult(prompt, row["index"], rollouts, row["rewards"])
         self.ledger.restore(row["number"])
         self._event("restored", row["number"])
@@ -340,15 +339,3 @@ class Producer:
     def _event(self, event: str, number: int, **fields: Any) -> None:
         step = number // self._config.rollout.prompts_per_step + 1
         self._events.write(step, {"time": time.time(), "event": event, "group": number} | fields)
-
-
-def _rollout_of(fields: dict[str, Any]) -> Rollout:
-    """A rollout out of its fields, as a checkpoint keeps them."""
-    counts = fields["speculation"]
-    return replace(
-        Rollout(**fields),
-        versions=Versions(**fields["versions"]),
-        speculation=counts and SpeculationCounts(tuple(counts["steps"]), tuple(map(tuple, counts["accepted"]))),
-        verification_steps=tuple(map(tuple, fields["verification_steps"])),
-        earlier=tuple(Segment(Versions(**versions), start, end) for versions, start, end in fields["earlier"]),
-    )

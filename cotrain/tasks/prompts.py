@@ -27,22 +27,15 @@ def chat_messages(question: str | Messages, instruction: str, system_prompt: str
     return [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
 
 
-class PromptEncoder:
-    """Applies the policy's chat template."""
-
-    def __init__(self, tokenizer: Any, max_prompt_tokens: int):
-        self.tokenizer = tokenizer
-        self._max_prompt_tokens = max_prompt_tokens
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return token ids with the assistant's turn opened. Raises ValueError for a prompt over the limit."""
-        token_ids = apply_template(self.tokenizer, prompt.messages)
-        if len(token_ids) > self._max_prompt_tokens:
-            raise ValueError(
-                f"prompt {prompt.id} has {len(token_ids)} tokens, rollout.max_prompt_tokens is "
-                f"{self._max_prompt_tokens}: raise it, or leave such prompts out of the task"
-            )
-        return token_ids
+def encode_prompt(tokenizer: Any, prompt: Prompt, max_prompt_tokens: int) -> list[int]:
+    """Return token ids with the assistant's turn opened. Raises ValueError for a prompt over the limit."""
+    token_ids = apply_template(tokenizer, prompt.messages)
+    if len(token_ids) > max_prompt_tokens:
+        raise ValueError(
+            f"prompt {prompt.id} has {len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}: raise it, "
+            "or leave such prompts out of the task"
+        )
+    return token_ids
 
 
 def apply_template(tokenizer: Any, messages: Messages) -> list[int]:

@@ -37,7 +37,6 @@ from cotrain.trainer.distiller import EXPECTED, Distiller
 from cotrain.trainer.spec import trainer_spec
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
-from drafters.base import TargetSpec
 from drafters.files import write_json
 from pipelines.engines import EngineSetup, one_engine, send
 from pipelines.initialise import sources
@@ -94,8 +93,7 @@ class Initialisation:
             untrained = Path(stack.enter_context(TemporaryDirectory())) / "untrained"
             trainer = self._trainer(total_updates=1)
             trainer.drafter.save(untrained, trainer.serving_dtype)
-            target = TargetSpec.from_pretrained(self.model)
-            setup = EngineSetup(self.model, target, [], self.config.rollout, trainer.drafter, untrained)
+            setup = EngineSetup(self.model, [], self.config.rollout, trainer.drafter, untrained)
             with self.console.phase("rollout engine"):
                 engine = await stack.enter_async_context(one_engine(setup, self.config.seed, threads.num_cores()))
             await engine.set_num_speculative_tokens(0)

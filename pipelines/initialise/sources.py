@@ -24,7 +24,7 @@ from cotrain.run.console import duration
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.tasks.base import build_task
 from cotrain.tasks.datasets import find_prompt_column, load_rows, split_question
-from cotrain.tasks.prompts import PromptEncoder, PromptOrder, apply_template, chat_messages
+from cotrain.tasks.prompts import PromptOrder, apply_template, chat_messages, encode_prompt
 
 FILE = "rollouts.jsonl"
 
@@ -146,18 +146,8 @@ class PromptStream:
         return requests
 
 
-@dataclass(frozen=True)
-class GivenRollouts:
-    """Rollouts that an earlier `cotrain init` has collected."""
-
-    rollouts: list[StoredRollout]
-
-    async def next_part(self, engine: RolloutEngine, done: int, count: int) -> list[StoredRollout]:
-        """As PromptStream's; empty when there are no more."""
-        return self.rollouts[done : done + count]
-
-
-Source = PromptStream | GivenRollouts
+Source = PromptStream | list[StoredRollout]
+"""Prompts that the policy answers, or rollouts that an earlier `cotrain init` has collected."""
 
 
 def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) -> Source:
@@ -165,11 +155,11 @@ def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) ->
     source = config.init.source
     if isinstance(source, PolicyRollouts):
         task = build_task(config.task, config.seed)
-        encoder = PromptEncoder(AutoTokenizer.from_pretrained(model), config.rollout.max_prompt_tokens)
+        tokenizer = AutoTokenizer.from_pretrained(model)
 
         def encode(index: int) -> tuple[str, list[int]]:
             prompt = task.prompt(index)
-            return prompt.id, encoder.encode(prompt)
+            return prompt.id, encode_prompt(tokenizer, prompt, config.rollout.max_prompt_tokens)
 
         return PromptStream(len(task), encode, config)
     try:
@@ -178,7 +168,7 @@ def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) ->
         rollouts, about = read_recorded(source.path, fingerprints)
         if about["sampling"] != sampling(config):
             print(f"note: the rollouts were sampled with {about['sampling']}, [rollout] has {sampling(config)}")
-        return GivenRollouts(_fitting(rollouts, config, source.path))
+        return _fitting(rollouts, config, source.path)
     except ValueError as error:
         raise ValueError(str(error).replace("task.", "init.source.")) from error
 
@@ -206,7 +196,11 @@ async def collect(
         if have >= wanted:
             return True
         mean_length = have / done if done else config.rollout.max_new_tokens
-        part = await source.next_part(engine, done, min(PART_ROLLOUTS, ceil((wanted - have) / mean_length)))
+        count = min(PART_ROLLOUTS, ceil((wanted - have) / mean_length))
+        if isinstance(source, list):
+            part = source[done : done + count]
+        else:
+            part = await source.next_part(engine, done, count)
         if not part:
             say(f"note: init.source has no more than {have:,} response tokens; init.tokens asks for {wanted:,}")
             return True

@@ -28,7 +28,7 @@ from cotrain.run.provenance import write_provenance
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import build_task
-from cotrain.tasks.prompts import PromptOrder
+from cotrain.tasks.prompts import PromptOrder, encode_prompt
 from drafters.files import write_json
 
 if TYPE_CHECKING:
@@ -79,18 +79,19 @@ def train(config: RunConfig, resume: bool) -> int:
             from cotrain.stream.producer import Prompts
             from pipelines.train.roles import start_roles
 
-            encoder, roles = start_roles(config, cluster, nodes, run_dir, state, ready)
+            tokenizer, roles = start_roles(config, cluster, nodes, run_dir, state, ready)
             tracker = tracking.result()
             ready("MLflow")
         if config.speculates and config.rollout.speculation.adaptive:
             with console.phase("timing of draft lengths"):
-                timed = [encoder.encode(task.prompt(i)) for i in range(min(len(task), config.rollout.max_num_seqs))]
+                prompts = (task.prompt(i) for i in range(min(len(task), config.rollout.max_num_seqs)))
+                timed = [encode_prompt(tokenizer, prompt, config.rollout.max_prompt_tokens) for prompt in prompts]
                 steps.write(state.step, {"measured": roles.engines.call("time_draft_lengths", timed)})
         write_json(run_dir.logs / "startup.json", ready_s)
         console.say("ready after: " + ", ".join(f"{part} {seconds:.1f}s" for part, seconds in ready_s.items()))
         console.banner(config, run_dir, _notes(config, model_path, cluster, len(task)))
         records = Records(metrics, decisions, events, steps, tracker, console)
-        controller = Controller(config, run_dir, roles, Prompts(task, order, encoder), records, state)
+        controller = Controller(config, run_dir, roles, Prompts(task, order, tokenizer), records, state)
         controller.stop_requested = stop
         finished = _run(controller, run_dir)
         check = _final_check(controller) if finished else None

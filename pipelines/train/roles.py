@@ -1,11 +1,12 @@
 """Starts the roles of a run side by side and brings them to one version. Importing this module takes seconds."""
 
 from collections.abc import Callable
+from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.controller import HISTORY, POLICY_FILE, Roles
 from cotrain.process.cluster import Cluster
-from cotrain.roles.engines import RolloutEngines, engine_specs
+from cotrain.roles.engines import RolloutEngines
 from cotrain.roles.learners import start_drafter, start_policy
 from cotrain.roles.publisher import DRAFTER_FILE, Publisher, publisher_spec
 from cotrain.roles.rewards import Rewards
@@ -14,18 +15,17 @@ from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
 from cotrain.stream.reactor import Reactor
-from cotrain.tasks.prompts import PromptEncoder
 from cotrain.transport.nodes import Nodes
 
 
 def start_roles(
     config: RunConfig, cluster: Cluster, nodes: Nodes, run_dir: RunDir, state: RunState, ready: Callable[[str], None]
-) -> tuple[PromptEncoder, Roles]:
-    """Start the roles of a run after `state`. `ready` is told of each that is ready.
+) -> tuple[Any, Roles]:
+    """Start the roles of a run after `state`. Returns the policy's tokenizer too. `ready` is told of each that is ready.
 
     The engines need the folder of the first drafter, so the drafter comes first, while the engines import vLLM.
     """
-    versions, drafter, served = state.versions, None, None
+    versions, drafter, serving = state.versions, None, None
     model_path = nodes.model_path
     engines, rewards = RolloutEngines(cluster, nodes, config), Rewards(cluster, nodes, config)
     if config.drafter is not None:
@@ -33,18 +33,16 @@ def start_roles(
         drafter = start_drafter(cluster, nodes, config, init)
         if state.step:
             drafter.call("load", run_dir.checkpoint(state.step) / "drafter")
-        served = run_dir.drafter(versions.drafter), drafter.call("serving")
+        serving = drafter.call("serving")
         # Written anew on a resume too: a run that was killed may have left half of it.
-        drafter.call("save_checkpoint", served[0], versions.drafter)
+        drafter.call("save_checkpoint", run_dir.drafter(versions.drafter), versions.drafter)
         ready("drafter")
-    folders = [nodes.scratch[node] for node in engines.node_of]
-    specs = engine_specs(config, model_path, served, folders, versions, state.step)
-    loading = engines.start(specs, run_dir.drafter)
+    loading = engines.start(serving, versions, state.step, run_dir.drafter)
     policy = start_policy(cluster, nodes, config)
     engines.receive_from(policy)
     from transformers import AutoTokenizer  # takes seconds to import, which pass while engines and policy load
 
-    prompts = PromptEncoder(AutoTokenizer.from_pretrained(model_path), config.rollout.max_prompt_tokens)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
     ready("tokenizer")
     if state.step:
         policy.call("load", run_dir.checkpoint(state.step) / "policy")
@@ -63,6 +61,6 @@ def start_roles(
     if drafter is not None:
         scratch = nodes.scratch[drafter.node]
         sent = drafter.call("write_payload", scratch / DRAFTER_FILE, versions.drafter)
-        publisher = Publisher(publisher_spec(config), drafter, engines, scratch, sent, versions)
+        publisher = Publisher(publisher_spec(config), drafter.call, engines, scratch, sent, versions)
     reactor = Reactor(cluster, config.cluster.hang_after_s)
-    return prompts, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes)
+    return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes)

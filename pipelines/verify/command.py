@@ -86,7 +86,7 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
     setup = engines.prepare_engine(args, task, NUM_PROMPTS, args.batch, pulled, **rollout)
     setup = setup.with_history() if args.history or asked.history else setup
     assert setup.drafter is not None
-    num_orders = 2 if len(setup.drafter.draft_to_target) < setup.target.vocab_size else 1
+    num_orders = 2 if len(setup.drafter.draft_to_target) < setup.drafter.shape.sizes.vocab_size else 1
     settings = standard_settings(args.k, samplings)
     num_checks = args.k + 1 + sum(setting.num_checks(num_orders) for setting in settings)
     size = tokens_for_distance(args.distance, args.alpha / num_checks)

@@ -177,12 +177,9 @@ class Tracker:
         self.events.append(event.kind)
 
 
-class Encoder:
-    def __init__(self) -> None:
-        self.tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda token_ids: "")
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        return [1, 2]
+TOKENIZER = SimpleNamespace(
+    eos_token_id=None, decode=lambda token_ids: "", apply_chat_template=lambda *_, **options: [1, 2]
+)
 
 
 @pytest.fixture
@@ -213,12 +210,12 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         order = PromptOrder(PROMPTS, PROMPTS, 0)
         state = state or RunState(0, Versions(0, 0), None, {}, {})
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None))
-        publisher = Publisher(publisher_spec(config), world, world, tmp_path, None, state.versions)
+        publisher = Publisher(publisher_spec(config), world.call, world, tmp_path, None, state.versions)
         learners: Any = (Policy(), Drafter(world), publisher)
         roles: Any = Roles(Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path))  # type: ignore[arg-type]
         paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
         files = [RowFile(path, state.step) for path in paths]
-        prompts: Any = Prompts(task, order, Encoder())  # type: ignore[arg-type]
+        prompts: Any = Prompts(task, order, TOKENIZER)  # type: ignore[arg-type]
         records: Any = Records(*files, Tracker(), Console(io.StringIO()))  # type: ignore[arg-type]
         opened.append(run_dir)
         return Controller(config, run_dir, roles, prompts, records, state)

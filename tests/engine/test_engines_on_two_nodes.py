@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
 from cotrain.process.failures import RunFailure
 from cotrain.records import Versions
-from cotrain.roles.engines import RolloutEngines, engine_specs
+from cotrain.roles.engines import RolloutEngines
 from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import WeightUpdateRefused, write_payload
 from drafters.base import Drafter
@@ -43,9 +43,7 @@ def together(
     (folder / "config.json").write_text("{}")
     nodes.check(folder / "config.json", "tiny:llama")
     engines = RolloutEngines(cluster, nodes, config)
-    folders = [nodes.scratch[node] for node in engines.node_of]
-    specs = engine_specs(config, nodes.model_path, (drafter_folder, SERVING), folders, Versions(0, 0), 0)
-    cluster.get(engines.start(specs, lambda version: folder / f"v{version}"))
+    cluster.get(engines.start(SERVING, Versions(0, 0), 0, lambda v: folder / f"v{v}" if v else drafter_folder))
     yield engines, nodes, cluster
     nodes.close()
     cluster.stop()
@@ -131,11 +129,11 @@ def test_a_node_with_other_software_another_model_or_without_the_run_folder_is_r
     marker = tmp_path / "config.json"
     marker.write_text("{}")
 
-    def other(node: str, method: str, *args: Any) -> Any:
-        found = call(node, method, *args)
+    def other(node: str, function: Callable[..., Any], *args: Any) -> Any:
+        found = call(node, function, *args)
         if node == nodes.local:
             return found
-        return None if method == "read_text" else (found[0], {"model": "another"})
+        return None if args == (marker,) else (found[0], {"model": "another"})
 
     nodes.check(marker, "tiny:llama")
     [remote] = nodes.scratch.keys() - {nodes.local}

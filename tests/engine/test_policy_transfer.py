@@ -19,7 +19,7 @@ import cotrain.roles.learners
 from cotrain.config.schema import PolicyConfig, RolloutConfig, RunConfig
 from cotrain.process.failures import RunFailure
 from cotrain.records import Versions, WeightPayload
-from cotrain.roles.engines import RolloutEngines, engine_specs
+from cotrain.roles.engines import RolloutEngines
 from cotrain.roles.learners import Learner, PolicyActor, start_policy
 from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import write_payload
@@ -66,9 +66,7 @@ def roles(
         (folder / "config.json").write_text("{}")
         nodes.check(folder / "config.json", "tiny:llama")
         engines = RolloutEngines(cluster, nodes, config)
-        folders = [nodes.scratch[node] for node in engines.node_of]
-        specs = engine_specs(config, nodes.model_path, (drafter_folder, SERVING), folders, Versions(0, 0), 0)
-        starting = engines.start(specs, lambda version: folder / f"v{version}")
+        starting = engines.start(SERVING, Versions(0, 0), 0, lambda v: folder / f"v{v}" if v else drafter_folder)
         learner = start_policy(cluster, nodes, config)
         engines.receive_from(learner)
         cluster.get(starting)

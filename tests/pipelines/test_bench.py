@@ -41,8 +41,7 @@ def options(*arguments: str) -> argparse.Namespace:
 
 def small_bench(arms: list[Arm], *arguments: str) -> Bench:
     given = options("--batch", "2", "--rounds", "3", "--k", "2", "--tokens", "10", *arguments)
-    target = TargetSpec.from_pretrained(resolve_model("tiny:llama"))
-    setup = EngineSetup(Path("model"), target, [[i] for i in range(6)], RolloutConfig(), None, None)
+    setup = EngineSetup(Path("model"), [[i] for i in range(6)], RolloutConfig(), None, None)
     return Bench(given, arms, setup)
 
 

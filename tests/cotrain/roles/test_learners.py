@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cotrain.process.cluster import free_port
 from cotrain.roles.learners import Learner, start_policy
 
 
@@ -44,7 +45,7 @@ class Actor:
 def started(run_config: Any, *nodes: str, **policy: Any) -> tuple[Cluster, Learner]:
     cluster = Cluster(nodes or ("a", "a"))
     config = run_config(policy={"model": "tiny:llama", **policy})
-    agents = SimpleNamespace(model_path=Path("model"), call=lambda node, what, *_: 1234 if what == "free_port" else {})
+    agents = SimpleNamespace(model_path=Path("model"), call=lambda node, what, *_: 1234 if what is free_port else {})
     return cluster, start_policy(cluster, agents, config)  # type: ignore[arg-type]
 
 

@@ -30,7 +30,7 @@ def new_publisher(run_config: Any, tmp_path: Path) -> Any:
             drafter={"model": {"type": "eagle3"}, **drafter},
         )
         served = WeightPayload("", 0, {"fc.weight": str(world.serving)})
-        return Publisher(publisher_spec(config), world, world, tmp_path, served, Versions(0, world.serving))
+        return Publisher(publisher_spec(config), world.call, world, tmp_path, served, Versions(0, world.serving))
 
     return build
 

@@ -8,9 +8,9 @@ import pytest
 
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, StepTotal, SwapReport, Versions, WeightPayload, Window
-from cotrain.roles.engines import MOST_RESTARTS, RolloutEngines, engine_specs
-from cotrain.rollout.vllm.arguments import EngineSpec
+from cotrain.roles.engines import MOST_RESTARTS, RolloutEngines
 from cotrain.transport.payload import WeightUpdateRefused
+from drafters.base import ServingSpec
 
 PAYLOAD = WeightPayload("drafter.safetensors", 10, {"fc.weight": "00"})
 
@@ -77,8 +77,8 @@ class Remote:
 
 
 class Cluster:
-    def __init__(self) -> None:
-        self.killed: list[Remote] = []
+    def __init__(self, node_of: dict[str, str]) -> None:
+        self.node_of, self.killed = node_of, list[Remote]()
 
     def kill(self, actor: Remote) -> None:
         self.killed.append(actor)
@@ -93,16 +93,20 @@ class Cluster:
 class Engines(RolloutEngines):
     """Engines on nodes of their own; one that is started again is a new stand-in."""
 
-    def __init__(self, *engines: Engine, min_engines: int = 1, history: bool | None = None):
+    def __init__(self, *engines: Engine, min_engines: int = 1, history: bool | None = None, seed: int = 0):
         rollout = SimpleNamespace(num_engines=len(engines), tensor_parallel_size=1, history=history)
         policy = SimpleNamespace(weight_transfer="files")
-        config = SimpleNamespace(cluster=SimpleNamespace(min_engines=min_engines), rollout=rollout, policy=policy)
+        cluster = SimpleNamespace(min_engines=min_engines)
+        config = SimpleNamespace(cluster=cluster, rollout=rollout, policy=policy, seed=seed)
         self.stand_ins = [*engines]
-        cluster, nodes = Cluster(), SimpleNamespace(bring=lambda path, node: f"{node}/{path}")
-        cluster.node_of = {f"rollout_{i}": f"node of rollout_{i}" for i in range(len(engines))}  # type: ignore[attr-defined]
-        super().__init__(cluster, nodes, config)  # type: ignore[arg-type]
-        specs = [EngineSpec(None, "m", "v0000", None, i, "s") for i in range(len(engines))]  # type: ignore[arg-type]
-        self.start(specs, lambda version: Path(f"v{version:04d}"))
+        node_of = {f"rollout_{i}": f"node of rollout_{i}" for i in range(len(engines))}
+        scratch = {node: Path("shm") / node for node in node_of.values()}
+        nodes = SimpleNamespace(bring=lambda path, node: f"{node}/{path}", model_path="m", scratch=scratch)
+        super().__init__(Cluster(node_of), nodes, config)  # type: ignore[arg-type]
+        self.start_after(0)
+
+    def start_after(self, step: int) -> list[Any]:
+        return self.start(ServingSpec("eagle3"), Versions(0, 0), step, lambda version: Path(f"v{version:04d}"))
 
     def _new_actor(self, engine: int) -> Any:
         if engine in getattr(self, "_away", ()):
@@ -198,8 +202,9 @@ def test_all_engines_know_the_same_history() -> None:
     assert engines.proposer_metrics() == {"history/drafts": 21, "history/tokens": 50}
     engines.lose(2, RunFailure("it died"))
     engines.come_back(2)
-    assert engines.stand_ins[0].log[-1] == "save s/history.safetensors"
-    assert engines.stand_ins[2].log == ["load node of rollout_2/s/history.safetensors"]
+    file = "shm/node of rollout_0/rollout_0/history.safetensors"
+    assert engines.stand_ins[0].log[-1] == f"save {file}"
+    assert engines.stand_ins[2].log == [f"load node of rollout_2/{file}"]
     engines.save_history(Path("checkpoint"))
     assert engines.stand_ins[0].log[-1] == "save checkpoint"
 
@@ -213,10 +218,9 @@ def test_what_an_engine_has_seen_is_known_by_its_number_whichever_are_away() -> 
     assert engines.take_windows() == {1: stand_ins[1].window, 2: stand_ins[2].window}
 
 
-def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise(run_config: Any) -> None:
+def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise() -> None:
     def seeds(seed: int, first_step: int) -> list[int]:
-        config = run_config(seed=seed, rollout={"num_engines": 4})
-        return [s.seed for s in engine_specs(config, Path(), None, [Path()] * 4, Versions(0, 0), first_step)]
+        return [spec.seed for _, spec in Engines(*[Engine()] * 4, seed=seed).start_after(first_step)]
 
     found = [seed for run in range(50) for first_step in (0, 1, 40) for seed in seeds(run, first_step)]
     assert len(set(found)) == len(found) == 600

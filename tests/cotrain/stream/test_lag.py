@@ -8,7 +8,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.records import Rollout, ScoredRollout, Segment, Versions
 from cotrain.rollout.acceptance_stats import counts_by_versions, counts_of_steps, last_segment, total_counts
 from cotrain.stream.ledger import check_lag
-from cotrain.stream.metrics import lag_metrics, rollout_metrics, token_lags
+from cotrain.stream.metrics import lag_metrics, rollout_metrics
 
 
 def rollout(length: int, versions: Versions, *earlier: tuple[Versions, int], steps=()) -> Rollout:
@@ -22,7 +22,6 @@ def rollout(length: int, versions: Versions, *earlier: tuple[Versions, int], ste
 
 def test_lag_is_counted_by_token() -> None:
     mixed = rollout(10, Versions(3, 1), (Versions(1, 0), 2), (Versions(2, 0), 6))
-    assert token_lags(mixed, 4) == [3, 3, 2, 2, 2, 2, 1, 1, 1, 1]
     found = lag_metrics([mixed, rollout(10, Versions(4, 1))], 4)
     assert found["stream/lag_mean"] == pytest.approx(18 / 20) and found["stream/lag_max"] == 3
     assert [found[f"stream/lag_tokens_{lag}"] for lag in range(4)] == [10, 4, 4, 2]

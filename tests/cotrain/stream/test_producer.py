@@ -52,6 +52,8 @@ class Engines:
     def come_back(self, engine: int) -> None:
         self.in_dispatch.append(engine)
 
+    def give_up(self, engine: int, failure: RunFailure) -> None: ...
+
 
 class Rewards:
     def __init__(self) -> None:
@@ -80,7 +82,9 @@ class Stream:
         stream = {"max_policy_lag": fields.pop("lag", 0), "reward_timeout_s": fields.pop("timeout", 60)}
         rollout = {"prompts_per_step": P, "samples_per_prompt": SAMPLES, "vllm": {"max_num_seqs": 4}} | fields
         self.config = run_config(steps=8, rollout=rollout, stream=stream)
-        prompts = Prompts(Task(), PromptOrder(NUM_PROMPTS, P, 0), SimpleNamespace(encode=lambda prompt: [1, 2]))  # type: ignore[arg-type]
+        prompts = Prompts(
+            Task(), PromptOrder(NUM_PROMPTS, P, 0), SimpleNamespace(apply_chat_template=lambda *_, **__: [1, 2])
+        )  # type: ignore[arg-type]
         self.cluster, self.engines, self.rewards = Cluster(), Engines(), Rewards()
         self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
         self.events = RowFile(folder / "stream.jsonl")

@@ -5,7 +5,7 @@ from transformers import AutoTokenizer
 
 from cotrain.models.loading import resolve_model
 from cotrain.records import Prompt
-from cotrain.tasks.prompts import PromptEncoder
+from cotrain.tasks.prompts import encode_prompt
 
 PROMPT = Prompt("sum-1", [{"role": "user", "content": "1+2=?"}], "3")
 
@@ -16,17 +16,16 @@ def tokenizer():
 
 
 def test_the_chat_template_is_applied_and_the_assistants_turn_opened(tokenizer):
-    encoder = PromptEncoder(tokenizer, max_prompt_tokens=64)
-    token_ids = encoder.encode(PROMPT)
+    token_ids = encode_prompt(tokenizer, PROMPT, max_prompt_tokens=64)
     assert tokenizer.decode(token_ids) == "<|im_start|>user\n1+2=?<|im_end|>\n<|im_start|>assistant\n"
     assert type(token_ids) is list
     assert {type(token) for token in token_ids} == {int}
 
 
 def test_a_prompt_over_the_limit_is_an_error_that_names_it(tokenizer):
-    length = len(PromptEncoder(tokenizer, 64).encode(PROMPT))
-    assert PromptEncoder(tokenizer, length).encode(PROMPT)
+    length = len(encode_prompt(tokenizer, PROMPT, 64))
+    assert encode_prompt(tokenizer, PROMPT, length)
     with pytest.raises(
         ValueError, match=rf"prompt sum-1 has {length} tokens, rollout\.max_prompt_tokens is {length - 1}"
     ):
-        PromptEncoder(tokenizer, length - 1).encode(PROMPT)
+        encode_prompt(tokenizer, PROMPT, length - 1)

@@ -10,7 +10,6 @@ from cotrain.run.rows import read_rows
 from pipelines.initialise.sources import (
     FILE,
     Corpus,
-    GivenRollouts,
     PromptStream,
     StoredRollout,
     collect,
@@ -129,11 +128,11 @@ def test_used_up_prompts_come_again_with_new_samples(run_collect, stream, tmp_pa
 
 
 def test_given_rollouts_end_when_they_end(run_collect, tmp_path):
-    given = GivenRollouts([stored(i) for i in range(200)])
+    given = [stored(i) for i in range(200)]
     corpus, done, said = run_collect(tmp_path / "some", given, tokens=100)
-    assert done and corpus.rollouts == given.rollouts[:20]
+    assert done and corpus.rollouts == given[:20]
     corpus, done, said = run_collect(tmp_path / "all", given, tokens=5000)
-    assert done and corpus.rollouts == given.rollouts
+    assert done and corpus.rollouts == given
     assert said[-1] == "note: init.source has no more than 1,000 response tokens; init.tokens asks for 5,000"
 
 
