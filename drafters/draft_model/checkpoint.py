@@ -10,8 +10,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from drafters.base import Shape, TargetSpec
-from drafters.checkpoint import TRAINED_DEPTH, read_tensors
+from drafters.base import TRAINED_DEPTH, Shape, TargetSpec, read_tensors
 from drafters.config import DraftModelConfig
 from drafters.files import read_config, weight_files
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drafters.base import Shape, TargetSpec
-from drafters.checkpoint import read_tensors
+from drafters.base import Shape, TargetSpec, read_tensors
 from drafters.files import read_config
 
 UNSUPPORTED_FLAGS = ("norm_before_fc", "norm_output", "attention_bias")
