@@ -97,7 +97,7 @@ class Drafter(nn.Module, ABC):
     def read(folder: str | Path, target: TargetSpec, depth_if_unstated: int | None) -> tuple[Shape, dict[str, Tensor]]:
         """Return shape and tensors of a checkpoint folder. Raises ValueError when it is broken or for another target.
 
-        depth_if_unstated: draft positions trained, for a checkpoint that does not say.
+        depth_if_unstated: draft positions trained, for a checkpoint that does not say; None where nobody knows.
         """
 
     @staticmethod
