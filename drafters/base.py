@@ -4,6 +4,7 @@ Shape letters: N packed tokens, A aux layers, H target hidden size, V target voc
 """
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafters.acceptance import StartAcceptance
 from drafters.alignment import Alignment, DraftBatch
-from drafters.checkpoint import read_tensors, write_folder
+from drafters.files import CONFIG, WEIGHTS, flush, write_json
 from drafters.target import Experts as Experts
 from drafters.target import TargetSpec as TargetSpec
 from drafters.unroll import ZeroCentredRMSNorm
@@ -25,6 +28,9 @@ LARGEST_WEIGHT = 1e4
 and spoil drafting under the next, sound drafter as well. The input of every projection has passed an RMSNorm of gain at
 most W, so that for hidden size H its outputs are at most H W^2, and those of an MLP of width I at most I H^2 W^5. With
 H = 16,384 and I = 65,536 that is 2e33: bfloat16 and float32, which end at 3e38, hold it whatever the drafter reads."""
+
+TRAINED_DEPTH = "trained_draft_positions"
+"""Field of config.json with the draft positions that a drafter was trained on."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class Drafter(nn.Module, ABC):
     def read(folder: str | Path, target: TargetSpec, depth_if_unstated: int | None) -> tuple[Shape, dict[str, Tensor]]:
         """Return shape and tensors of a checkpoint folder. Raises ValueError when it is broken or for another target.
 
-        depth_if_unstated: draft positions trained, for a checkpoint that does not say.
+        depth_if_unstated: draft positions trained, for a checkpoint that does not say; None where nobody knows.
         """
 
     @staticmethod
@@ -154,14 +160,28 @@ class Drafter(nn.Module, ABC):
     def save(self, folder: str | Path, dtype: torch.dtype) -> None:
         """Write config.json and model.safetensors; stock vLLM serves the folder as it is.
 
-        The folder is never half of a drafter, see `write_folder`. Raises OSError when the disk is full.
+        Whenever the process dies, the folder then holds this drafter, or the one it held before, or none that can be
+        loaded (no config.json). Raises OSError when the disk is full.
         """
+        folder = Path(folder)
         state = {
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
             for name, tensor in self.state_dict().items()
         }
-        config = self.to_config(self.shape) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-        write_folder(Path(folder), state, config)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{WEIGHTS}.partial"
+        try:
+            save_file(state, partial, metadata={"format": "pt"})
+            flush(partial)
+            (folder / CONFIG).unlink(missing_ok=True)
+            os.replace(partial, folder / WEIGHTS)
+        except SafetensorError as error:  # safetensors' own type for a full disk too
+            raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+        write_json(folder / CONFIG, self.to_config(self.shape) | {"torch_dtype": str(dtype).removeprefix("torch.")})
+        flush(folder)
+        flush(folder.parent)
 
     def load(self, folder: str | Path) -> None:
         """Replace the weights by those of a folder written by `save`; dtype and device stay.
@@ -184,3 +204,14 @@ class Drafter(nn.Module, ABC):
         ]
         if problems:
             raise ValueError(f"{source} does not fit this drafter: " + "; ".join(problems))
+
+
+def read_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """Read all tensors of model.safetensors. Raises ValueError when it is missing, truncated or corrupt."""
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; drafter weights are read from {WEIGHTS}")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or corrupt: {error}") from error

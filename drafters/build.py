@@ -6,8 +6,7 @@ import torch
 
 from drafters.base import Drafter, TargetSpec
 from drafters.config import DraftModelConfig, Eagle3Config, MtpConfig
-from drafters.draft_model.checkpoint import FAMILIES
-from drafters.draft_model.model import DraftModel
+from drafters.draft_model.model import FAMILIES, DraftModel
 from drafters.eagle3.model import Eagle3Drafter
 from drafters.files import read_config
 from drafters.mtp.formats import MIMO, QWEN3_NEXT

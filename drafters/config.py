@@ -11,14 +11,20 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-class Eagle3Config(Section):
-    """EAGLE-3: one Llama-style layer over hidden states of three target layers."""
+class ModelSection(Section):
+    """Base of the configuration of each kind of drafter."""
 
-    num_aux_layers: ClassVar[int] = 3
+    num_aux_layers: ClassVar[int] = 0
     """Target layers that are read beside the final hidden state."""
 
     first_weights: ClassVar[str] = "random init"
-    """What a new one starts with."""
+    """What a new one starts with, unless the policy brings a head."""
+
+
+class Eagle3Config(ModelSection):
+    """EAGLE-3: one Llama-style layer over hidden states of three target layers."""
+
+    num_aux_layers: ClassVar[int] = 3
 
     type: Literal["eagle3"]
     """Kind of drafter."""
@@ -34,15 +40,9 @@ class Eagle3Config(Section):
     """Draft positions unrolled in training (training-time test). Serve no more draft tokens than this."""
 
 
-class MtpConfig(Section):
+class MtpConfig(ModelSection):
     """MTP: one decoder layer over the target's final hidden state; embedding and head are always the target's.
     A policy that brings such a head of its own starts with that one; all others start from random weights."""
-
-    num_aux_layers: ClassVar[int] = 0
-    """Target layers that are read beside the final hidden state."""
-
-    first_weights: ClassVar[str] = "random init"
-    """What a new one starts with, unless the policy brings a head."""
 
     type: Literal["mtp"]
     """Kind of drafter."""
@@ -51,15 +51,11 @@ class MtpConfig(Section):
     """Draft positions unrolled in training, each through the same layer. Serve no more draft tokens than this."""
 
 
-class DraftModelConfig(Section):
+class DraftModelConfig(ModelSection):
     """A small draft model: a language model of the policy's own kind with few layers, which reads tokens alone.
     It starts as layers of the policy, evenly spaced from the first to the last, with its embedding and head."""
 
-    num_aux_layers: ClassVar[int] = 0
-    """Target layers that are read beside the final hidden state, which only teaches it."""
-
     first_weights: ClassVar[str] = "layers of the policy"
-    """What a new one starts with."""
 
     type: Literal["draft_model"]
     """Kind of drafter."""

@@ -9,15 +9,12 @@ trained on) and positions 1 2 3 predict 4 5 6:
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from cotrain.records import ScoredRollout
-
-Batching = Literal["padded", "packed"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +53,11 @@ def num_input_tokens(scored: ScoredRollout) -> int:
 
 
 def micro_batches(
-    rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, batching: Batching, device: torch.device
+    rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, batching: str, device: torch.device
 ) -> list[MicroBatch]:
     """Sort rollouts by length into micro-batches of at most micro_batch_tokens positions, padding included.
 
-    A rollout longer than that gets a micro-batch of its own.
+    A rollout longer than that gets a micro-batch of its own. batching: as in policy.batching.
     """
     batches: list[list[ScoredRollout]] = []
     positions = 0
@@ -94,7 +91,7 @@ def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
     )
 
 
-def _micro_batch(rollouts: list[ScoredRollout], batching: Batching, device: torch.device) -> MicroBatch:
+def _micro_batch(rollouts: list[ScoredRollout], batching: str, device: torch.device) -> MicroBatch:
     rows = [torch.tensor(s.rollout.prompt_token_ids + s.rollout.token_ids[:-1]) for s in rollouts]
     position_ids = None
     if batching == "padded":

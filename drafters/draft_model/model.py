@@ -4,17 +4,44 @@ It reads tokens only; the target's hidden states teach it through the loss. At d
 rollout's tokens up to x_{t+1+k}, so that with the true tokens fed at every position one causal pass over a rollout holds all
 draft positions of all starts: position k of start t is the state of row t + 1 + k. The engine reads the same, prompts without
 features included, since it computes them itself. In shapes, N counts packed rows and H is the hidden size.
+
+Its folder is a stock Hugging Face causal language model. Its first weights are layers of the policy, which a policy's folder
+gives under the same names.
 """
 
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch, every_row
-from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights
-from drafters.draft_model.checkpoint import FAMILIES, cut, read_checkpoint, shape_of, to_config
+from drafters.base import TRAINED_DEPTH, Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
+from drafters.config import DraftModelConfig
+from drafters.files import read_config, weight_files
 from drafters.unroll import MLP, Attention, DraftLayer, run_layer
+
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models states how its attention differs from Llama's."""
+
+    architecture: str  # in config.json
+    bias: bool = False  # queries, keys and values have biases
+    head_norms: bool = False  # each head's query and key is normed
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", head_norms=True),
+}
+"""Families that can be trained and served, by model_type."""
 
 
 class DecoderLayer(DraftLayer):
@@ -49,16 +76,51 @@ class Decoder(nn.Module):
 class DraftModel(Drafter):
     """A language model over the target's whole vocabulary, whose head is tied with its embedding as the target's is."""
 
-    shape_of = staticmethod(shape_of)
-    read = staticmethod(read_checkpoint)
-    to_config = staticmethod(to_config)
-
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         sizes = shape.sizes
         self.model = Decoder(sizes)
         if not sizes.tie_word_embeddings:
             self.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
+
+    @staticmethod
+    def shape_of(config: DraftModelConfig, target: TargetSpec) -> Shape:
+        if problem := _unsupported(target):
+            raise ValueError(f'drafter.model.type: {problem}; use type = "eagle3"')
+        if config.num_layers > target.num_layers:
+            raise ValueError(
+                f"drafter.model.num_layers: {config.num_layers} layers cannot be cut from the target's "
+                f"{target.num_layers}; lower it"
+            )
+        return Shape(replace(target, num_layers=config.num_layers), config.trained_depth)
+
+    @staticmethod
+    def read(folder: str | Path, target: TargetSpec, depth_if_unstated: int | None) -> tuple[Shape, dict[str, Tensor]]:
+        config = read_config(folder)
+        sizes = TargetSpec.from_config(config, folder)
+        sizes.check_made_for(target, ("vocab_size", "hidden_size"), folder)
+        if problem := _unsupported(sizes):
+            raise ValueError(f"{folder}/config.json: {problem}")
+        sizes = replace(sizes, eos_token_ids=target.eos_token_ids)
+        depth = config.get(TRAINED_DEPTH) or depth_if_unstated or 1
+        return Shape(sizes, depth), _own_tensors(read_tensors(folder), sizes)
+
+    @staticmethod
+    def to_config(shape: Shape) -> dict[str, object]:
+        sizes = shape.sizes
+        return {
+            **sizes.layer_config(),
+            "architectures": [FAMILIES[sizes.model_type].architecture],
+            "model_type": sizes.model_type,
+            "num_hidden_layers": sizes.num_layers,
+            "tie_word_embeddings": sizes.tie_word_embeddings,
+            "attention_bias": FAMILIES[sizes.model_type].bias,
+            # Some families would otherwise attend to a window of the text alone.
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "eos_token_id": list(sizes.eos_token_ids) or None,
+            TRAINED_DEPTH: shape.trained_depth,
+        }
 
     def start_from(self, policy: str | Path) -> None:
         tensors = cut(policy, self.shape)
@@ -73,3 +135,39 @@ class DraftModel(Drafter):
         states = self.model(batch)
         head = self.model.embed_tokens if self.shape.sizes.tie_word_embeddings else self.lm_head
         return [states[alignment.input_rows(k)] for k in range(len(alignment.supervised))], head.weight
+
+
+def _unsupported(sizes: TargetSpec) -> str | None:
+    """Say why a model of these sizes cannot be trained as a draft model; None when it can."""
+    if sizes.model_type not in FAMILIES:
+        return f"a draft model of model_type {sizes.model_type} cannot be trained ({', '.join(FAMILIES)} can)"
+    if sizes.rope_type != "default" or sizes.partial_rotary_factor != 1:
+        return f'only rope_type "default" over whole heads can be trained, not {sizes.rope_type!r}'
+    return None
+
+
+def _own_tensors(tensors: dict[str, Tensor], sizes: TargetSpec) -> dict[str, Tensor]:
+    """Leave out what no model is loaded from: the head of a tied one, and rotary frequencies of old checkpoints."""
+    unused = ("rotary_emb.inv_freq", *([HEAD] if sizes.tie_word_embeddings else []))
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(unused)}
+
+
+def cut(policy: str | Path, shape: Shape) -> dict[str, Tensor]:
+    """Read from a policy's folder the tensors of a draft model: embedding, layers, final norm and head."""
+    of_policy = TargetSpec.from_pretrained(policy).num_layers
+    numbers = {layer: number for number, layer in enumerate(evenly_spaced(of_policy, shape.sizes.num_layers))}
+    tensors = {}
+    for path in weight_files(Path(policy)):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+                if layer is None:
+                    tensors[name] = file.get_tensor(name)
+                elif int(layer[1]) in numbers:
+                    tensors[f"model.layers.{numbers[int(layer[1])]}.{layer[2]}"] = file.get_tensor(name)
+    return _own_tensors(tensors, shape.sizes)
+
+
+def evenly_spaced(num_layers: int, num_chosen: int) -> list[int]:
+    """Choose two or more layers of a model, the first and the last among them."""
+    return [round(number * (num_layers - 1) / (num_chosen - 1)) for number in range(num_chosen)]

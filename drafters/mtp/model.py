@@ -16,8 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.base import Drafter, Experts, ServingSpec, Shape, TargetSpec, TargetWeights
-from drafters.checkpoint import TRAINED_DEPTH, read_tensors
+from drafters.base import (
+    TRAINED_DEPTH,
+    Drafter,
+    Experts,
+    ServingSpec,
+    Shape,
+    TargetSpec,
+    TargetWeights,
+    read_tensors,
+)
 from drafters.config import MtpConfig
 from drafters.files import read_config
 from drafters.mtp.formats import NUM_HEADS, TARGETS, HeadFormat, head_sizes
@@ -28,52 +36,6 @@ OF_TARGET = (
     "rope_theta", "partial_rotary_factor",
 )  # fmt: skip
 """Sizes of a head that vLLM reads from the target's configuration."""
-
-
-def to_config(shape: Shape) -> dict[str, object]:
-    sizes, head_format = shape.sizes, TARGETS[shape.sizes.model_type]
-    rope = {"rope_theta": sizes.rope_theta, "partial_rotary_factor": sizes.partial_rotary_factor}
-    return {
-        "architectures": [head_format.architecture],
-        "model_type": head_format.model_type,
-        NUM_HEADS: 1,
-        TRAINED_DEPTH: shape.trained_depth,
-        **sizes.layer_config(),
-        "num_hidden_layers": sizes.num_layers,
-        "rope_parameters": {"rope_type": "default", **rope},
-        "eos_token_id": list(sizes.eos_token_ids) or None,
-        "num_experts": sizes.experts.number if sizes.experts else 0,
-    }
-
-
-def read_checkpoint(
-    folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
-) -> tuple[Shape, dict[str, Tensor]]:
-    """Read shape and tensors of a folder. Raises ValueError when it is broken, for another target, or of several heads.
-
-    depth_if_unstated: draft positions trained, for a head that does not say (1 when None).
-    """
-    config = read_config(folder)
-    num_heads = config.get(NUM_HEADS) or 1
-    if num_heads != 1:
-        raise ValueError(
-            f"{folder} has {num_heads} MTP heads ({NUM_HEADS}), one for each draft position; vLLM runs the first "
-            "again for every position, so only a single head is trained and served"
-        )
-    sizes, wanted = head_sizes(target), TARGETS[target.model_type].architecture
-    if config["architectures"][0] != wanted:
-        raise ValueError(
-            f"{folder} is an MTP head of format {config['architectures'][0]}; a target of model_type "
-            f"{target.model_type} is served with one of format {wanted}"
-        )
-    stated = {name: value for name, value in config.items() if value is not None}
-    theirs = TargetSpec.from_config({"max_position_embeddings": target.max_position_embeddings} | stated, folder)
-    theirs.check_made_for(target, OF_TARGET, folder)
-    shape = Shape(
-        sizes=replace(sizes, max_position_embeddings=theirs.max_position_embeddings),
-        trained_depth=config.get(TRAINED_DEPTH) or depth_if_unstated or 1,
-    )
-    return shape, read_tensors(folder)
 
 
 class SparseMLP(nn.Module):
@@ -132,8 +94,6 @@ class MtpDrafter(Drafter):
     """One MTP head, trained and served over several draft positions, with the target's whole vocabulary."""
 
     head: MtpHead
-    read = staticmethod(read_checkpoint)
-    to_config = staticmethod(to_config)
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -152,6 +112,46 @@ class MtpDrafter(Drafter):
     @staticmethod
     def shape_of(config: MtpConfig, target: TargetSpec) -> Shape:
         return Shape(head_sizes(target), config.trained_depth)
+
+    @staticmethod
+    def read(folder: str | Path, target: TargetSpec, depth_if_unstated: int | None) -> tuple[Shape, dict[str, Tensor]]:
+        config = read_config(folder)
+        num_heads = config.get(NUM_HEADS) or 1
+        if num_heads != 1:
+            raise ValueError(
+                f"{folder} has {num_heads} MTP heads ({NUM_HEADS}), one for each draft position; vLLM runs the first "
+                "again for every position, so only a single head is trained and served"
+            )
+        sizes, wanted = head_sizes(target), TARGETS[target.model_type].architecture
+        if config["architectures"][0] != wanted:
+            raise ValueError(
+                f"{folder} is an MTP head of format {config['architectures'][0]}; a target of model_type "
+                f"{target.model_type} is served with one of format {wanted}"
+            )
+        stated = {name: value for name, value in config.items() if value is not None}
+        theirs = TargetSpec.from_config({"max_position_embeddings": target.max_position_embeddings} | stated, folder)
+        theirs.check_made_for(target, OF_TARGET, folder)
+        shape = Shape(
+            sizes=replace(sizes, max_position_embeddings=theirs.max_position_embeddings),
+            trained_depth=config.get(TRAINED_DEPTH) or depth_if_unstated or 1,
+        )
+        return shape, read_tensors(folder)
+
+    @staticmethod
+    def to_config(shape: Shape) -> dict[str, object]:
+        sizes, head_format = shape.sizes, TARGETS[shape.sizes.model_type]
+        rope = {"rope_theta": sizes.rope_theta, "partial_rotary_factor": sizes.partial_rotary_factor}
+        return {
+            "architectures": [head_format.architecture],
+            "model_type": head_format.model_type,
+            NUM_HEADS: 1,
+            TRAINED_DEPTH: shape.trained_depth,
+            **sizes.layer_config(),
+            "num_hidden_layers": sizes.num_layers,
+            "rope_parameters": {"rope_type": "default", **rope},
+            "eos_token_id": list(sizes.eos_token_ids) or None,
+            "num_experts": sizes.experts.number if sizes.experts else 0,
+        }
 
     @property
     def serving(self) -> ServingSpec:

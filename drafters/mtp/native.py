@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.checkpoint import read_tensors
+from drafters.base import read_tensors
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
 from drafters.files import CONFIG, INDEX, WEIGHTS, read_config, safetensors_header, weight_files, write_json
 from drafters.mtp.formats import NATIVE_ARCHITECTURES, NUM_HEADS

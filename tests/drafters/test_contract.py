@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -133,13 +134,8 @@ class Killed(BaseException):
 def test_a_kill_at_any_moment_leaves_a_whole_drafter_or_none(kind, drafter, tmp_path, monkeypatch, in_use):
     folder, moments = tmp_path / "v1", 0
     newer = kind.make(seed=7, trained_depth=5).float()
-    monkeypatch.setattr("drafters.checkpoint.shutil.rmtree", lambda *_, **__: None)  # a dead process tidies nothing up
     for moment in range(20):
-        for path in (folder, tmp_path / ".v1.partial"):
-            for file in path.glob("*"):
-                file.unlink()
-            if path.exists():
-                path.rmdir()
+        shutil.rmtree(folder, ignore_errors=True)
         if in_use:
             drafter.save(folder, torch.float32)
         if not kill_while_saving(newer, folder, moment, monkeypatch):
@@ -172,12 +168,12 @@ def kill_while_saving(drafter, folder, moment, monkeypatch):
         return call
 
     with monkeypatch.context() as patch:
-        for name in ("drafters.checkpoint.save_file", "drafters.checkpoint.os.replace", "drafters.checkpoint.os.fsync"):
+        for name in ("drafters.base.save_file", "drafters.base.os.replace", "drafters.base.os.fsync"):
             module, _, attribute = name.rpartition(".")
             patch.setattr(
                 name, dying(getattr(importlib.import_module("os" if module.endswith("os") else module), attribute))
             )
-        patch.setattr("drafters.checkpoint.Path.unlink", dying(Path.unlink))
+        patch.setattr("drafters.base.Path.unlink", dying(Path.unlink))
         try:
             drafter.save(folder, torch.float32)
         except Killed:
@@ -189,7 +185,7 @@ def test_a_full_disk_leaves_the_drafter_that_was_there(kind, drafter, folder, mo
     def full(*_, **__):
         raise SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr("drafters.checkpoint.save_file", full)
+    monkeypatch.setattr("drafters.base.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         kind.make(seed=7).save(folder, torch.float32)
     assert_same_state(load_drafter(folder, kind.target), drafter)

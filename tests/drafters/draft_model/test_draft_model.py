@@ -12,7 +12,7 @@ from drafters.alignment import align
 from drafters.base import TargetSpec
 from drafters.build import build_drafter, load_drafter, shape_problems
 from drafters.config import DraftModelConfig
-from drafters.draft_model.checkpoint import FAMILIES, evenly_spaced
+from drafters.draft_model.model import FAMILIES, evenly_spaced
 from tests.drafters.conftest import DRAFT_MODEL, TARGET, TIED_DRAFT_MODEL, assert_same_state, edit_config, make_batch
 
 ROLLOUTS = (9, 7, 6), (4, 5, 0), (5, 6, 8)

@@ -10,8 +10,7 @@ from transformers import AutoConfig
 
 from drafters.build import build_drafter, load_drafter, shape_problems
 from drafters.config import Eagle3Config
-from drafters.eagle3.checkpoint import check_aux_layers
-from drafters.eagle3.model import Eagle3Drafter
+from drafters.eagle3.model import Eagle3Drafter, check_aux_layers
 from tests.drafters.conftest import TARGET, assert_same_state, edit_config, make_drafter
 
 
