@@ -4,7 +4,6 @@ All others start exactly as the host asked for, and one line says why, and what 
 """
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Any
 
 from cotrain.rollout.vllm.interface import SIDECAR, SIDECAR_VERSIONS, moved_in
 from cotrain.sidecar.breaker import log
-from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool, write_json
+from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool
 
 CHECK_VARIABLE = "COTRAIN_SIDECAR_CHECK"
 """With this variable, a host ends before its first engine loads a model; what became of the engine is in the spool."""
-VERDICTS = "verdicts"
-"""Folder of the spool with a JSON file {"model", "pid", "reason"} for each engine; reason is null where it was adopted."""
 
 MARK = "cotrain_adopted"
 """Attribute of the SchedulerConfig of an adopted engine. It goes along to the engine core and the workers."""
@@ -71,11 +68,9 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
 
 def _tell(host_args: dict[str, Any], reason: str | None) -> None:
     """Leave the verdict on an engine in the spool. Ends the process in a check of the host's command."""
-    folder = Path(os.environ[VARIABLE]) / VERDICTS
     with suppress(OSError):
-        folder.mkdir(exist_ok=True)
         verdict = {"model": host_args.get("model"), "pid": os.getpid(), "reason": reason}
-        write_json(folder / f"{time.time_ns()}.json", verdict)
+        Spool(os.environ[VARIABLE]).add_verdict(verdict)
     if CHECK_VARIABLE in os.environ:
         raise SystemExit("cotrain: the check ends here, before a model is loaded")
 

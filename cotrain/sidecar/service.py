@@ -7,9 +7,10 @@ publication counts when every engine that works has it.
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,18 +39,8 @@ LARGE_ROUND = (
 )
 
 
-class Stop(Protocol):
-    """A threading.Event, or something like it."""
-
-    def is_set(self) -> bool:
-        """Is the service to end?"""
-
-    def wait(self, timeout: float) -> object:
-        """Wait until it is, or for so many seconds."""
-
-
-def serve(config: SidecarConfig, resume: bool, stop: Stop) -> int:
-    """Train beside the engines that find the spool, until `stop` is set. Returns the exit status.
+def serve(config: SidecarConfig, resume: bool, stop: Callable[[], bool]) -> list[dict[str, Any]]:
+    """Train beside the engines that find the spool, until `stop` says so. Returns Spool.verdicts.
 
     Raises ValueError as `prepare`, and RunFailure when training fails. Engines go on with the drafter that they have.
     """
@@ -62,7 +53,7 @@ def serve(config: SidecarConfig, resume: bool, stop: Stop) -> int:
         )
         tracker = Tracker(config, run_id=run_id, history=read_rows(run_dir.metrics), say=console.say)
         DrafterService(prepared, stack.enter_context(tracker), console).run(stop)
-    return 0
+        return prepared.spool.verdicts()
 
 
 class DrafterService:
@@ -95,14 +86,14 @@ class DrafterService:
             return self._trainer.score_fresh(*args[1:]), metrics
         return getattr(self._trainer, method)(*args)
 
-    def run(self, stop: Stop) -> None:
-        """Rounds until `stop` is set, and then a checkpoint."""
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Rounds until `stop` says so, and then a checkpoint."""
         saved = self._state.step
-        while not stop.is_set():
+        while not stop():
             self._intake.poll()
             self._greet()
             if not (self._settle() and self._is_due()):
-                stop.wait(POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
                 continue
             self._round()
             if self._state.step % self._config.checkpoint.every == 0:

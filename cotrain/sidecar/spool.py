@@ -89,6 +89,16 @@ class Spool:
         finally:
             mine.unlink()
 
+    def add_verdict(self, verdict: dict[str, Any]) -> None:
+        """Say what became of an engine, as `verdicts` returns it. Raises OSError where that cannot be written."""
+        folder = self.folder / "verdicts"
+        folder.mkdir(exist_ok=True)
+        write_json(folder / f"{time.time_ns()}.json", verdict)
+
+    def verdicts(self) -> list[dict[str, Any]]:
+        """A {"model", "pid", "reason"} of each engine that found the trainer; the reason is None if it was adopted."""
+        return [read_json(path) for path in sorted(self.folder.glob("verdicts/*.json"))]
+
     def engine(self, instance_id: str) -> "EngineFolder":
         """Make the part of the spool that one engine writes."""
         engine = EngineFolder(self.folder / "engines" / instance_id)

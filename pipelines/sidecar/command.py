@@ -10,7 +10,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import reduce
 from pathlib import Path
@@ -21,9 +21,9 @@ from cotrain.config.load import Table, merge, read_tables
 from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.process.children import two_stage_stop
 from cotrain.run.console import aligned
-from cotrain.sidecar.adoption import CHECK_VARIABLE, VERDICTS
+from cotrain.sidecar.adoption import CHECK_VARIABLE
 from cotrain.sidecar.launch import host_environment, run_host, start_trainer, stop_trainer
-from cotrain.sidecar.spool import VARIABLE, Settings, Spool, read_json
+from cotrain.sidecar.spool import VARIABLE, Settings, Spool
 
 KINDS = ("eagle3", "mtp", "draft_model")
 RUN = """\
@@ -97,11 +97,12 @@ def sidecar(arguments: Sequence[str]) -> int:
     if not options.with_parent:
         line = f"{VARIABLE}={shlex.quote(str(config.spool_folder))} vllm serve {shlex.quote(config.model)}"
         print(f"When the trainer is ready, start the engine in another terminal:\n  {line}", flush=True)
+    parent = os.getppid()  # a trainer that it has started ends with it
     with two_stage_stop(print, "round") as asked:
-        stop = Stop(asked, os.getppid() if options.with_parent else None, config.spool_folder)
-        status = serve(config, options.resume is not None, stop)
-    print(summary(config.run_root / config.name, stop.verdicts), flush=True)
-    return status
+        stop = (lambda: asked() or os.getppid() != parent) if options.with_parent else asked
+        verdicts = serve(config, options.resume is not None, stop)
+    print(summary(config.run_root / config.name, verdicts), flush=True)
+    return 0
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -111,7 +112,7 @@ def check(arguments: Sequence[str]) -> int:
 
     def verdicts(spool: Path) -> list[dict[str, Any]]:
         run_host(host, host_environment(spool) | {CHECK_VARIABLE: "1"}, lambda: None)
-        return read_verdicts(spool)
+        return Spool(spool).verdicts()
 
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cotrain-check-")))
@@ -141,34 +142,11 @@ def summary(run: Path, verdicts: Sequence[dict[str, Any]]) -> str:
     return f"\nDone: {done}\n{aligned(lines | {'run folder': str(run)})}"
 
 
-def read_verdicts(spool: Path) -> list[dict[str, Any]]:
-    """A {"model", "pid", "reason"} of each engine that found the trainer; the reason is None if it was adopted."""
-    return [read_json(path) for path in sorted((spool / VERDICTS).glob("*.json"))]
-
-
 def engines_text(verdicts: Sequence[dict[str, Any]]) -> str:
-    """Which engines were adopted, and why others were not, from what `read_verdicts` returns."""
+    """Which engines were adopted, and why others were not, from what Spool.verdicts returns."""
     adopted = {verdict["pid"] for verdict in verdicts if verdict["reason"] is None}
     others = dict.fromkeys(f"not adopted, {v['model']}: {v['reason']}" for v in verdicts if v["reason"] is not None)
     return "\n".join([f"{len(adopted)} adopted"] * bool(adopted) + [*others]) or CAUSES
-
-
-class Stop:
-    """Set when a signal has asked for it, or when the process is gone that has started the trainer."""
-
-    def __init__(self, asked: Callable[[], bool], parent: int | None, spool: Path):
-        self._asked, self._parent, self._spool = asked, parent, spool
-        self.verdicts: list[dict[str, Any]] = []
-        """What `read_verdicts` found last, since the spool is gone at the end."""
-
-    def is_set(self) -> bool:
-        is_set = self._asked() or (self._parent is not None and os.getppid() != self._parent)
-        if is_set:
-            self.verdicts = read_verdicts(self._spool)
-        return is_set
-
-    def wait(self, timeout: float) -> None:
-        time.sleep(timeout)
 
 
 def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -98,3 +98,11 @@ def test_only_attached_engines_are_listed(spool: Spool) -> None:
     spool.engine("1")
     write_json(spool.engine("2").facts, {"attached": True})
     assert [engine.facts.parent.name for engine in spool.engines()] == ["2"]
+
+
+def test_verdicts_are_read_in_the_order_in_which_they_came(spool: Spool) -> None:
+    assert spool.verdicts() == []
+    given = [{"model": name, "pid": 1, "reason": None} for name in ("b", "a")]
+    for verdict in given:
+        spool.add_verdict(verdict)
+    assert spool.verdicts() == given
