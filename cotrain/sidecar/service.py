@@ -157,7 +157,7 @@ class DrafterService:
     def _is_due(self) -> bool:
         if self._publisher.mode is not None:
             self._intake.waiting.clear()
-            self._prepared.heart.set()  # engines tap nothing any more
+            self._prepared.spool.abandon()  # engines tap nothing any more
         rollouts = [rollout for rollout, _ in self._intake.waiting]
         ratio = sum(record.num_tokens for _, record in self._intake.waiting) / self._config.drafter.batch_tokens
         enough = len(rollouts) >= MIN_ROLLOUTS and len({rollout.prompt_id for rollout in rollouts}) >= MIN_PROMPTS

@@ -2,6 +2,7 @@
 Every file takes its name when it is complete. Processes of a host read it, so only the standard library is imported.
 """
 
+import fcntl
 import json
 import os
 import time
@@ -14,7 +15,6 @@ from typing import Any
 
 VARIABLE, HOST_VARIABLE = "COTRAIN_SIDECAR", "COTRAIN_HOST"
 """Environment variables with the spool's folder and the host's name. Without the first, cotrain does nothing in an engine."""
-HEARTBEAT_SECONDS = 10.0  # a trainer whose last heartbeat is older counts as dead
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Spool:
         self.folder = Path(folder)
         self.initial, self.current = self.folder / "initial", self.folder / "drafter" / "current.json"
         self._settings, self._owner = self.folder / "settings.json", self.folder / "owner"
-        self._heartbeat = self.folder / "heartbeat"
 
     def create(self, settings: Settings) -> None:
-        """Make the folder, which nobody else may read, and write the settings."""
+        """Make the folder, which nobody else may read, and write the settings. This object is then the trainer's."""
         self.current.parent.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        self.beat()
+        self._lock = (self.folder / "trainer").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         write_json(self._settings, asdict(settings))
 
     def settings(self) -> Settings:
@@ -65,13 +65,17 @@ class Spool:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{self._settings} cannot be read: {error}") from error
 
-    def beat(self) -> None:
-        self._heartbeat.touch()
+    def abandon(self) -> None:
+        """Let engines take the trainer for dead, as they do once its process is gone. What is tapped ends here."""
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def is_alive(self) -> bool:
-        """Has the trainer said lately that it lives?"""
-        with suppress(OSError):
-            return time.time() - self._heartbeat.stat().st_mtime < HEARTBEAT_SECONDS
+        """Does the trainer live? It holds a lock, which the system takes from a process that is gone."""
+        with suppress(OSError), (self.folder / "trainer").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
         return False
 
     def other_owner(self, host: str) -> dict[str, Any] | None:

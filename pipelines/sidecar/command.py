@@ -9,15 +9,12 @@ import os
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.errors import help_text
-from cotrain.config.load import Table, merge, read_tables
 from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.process.children import two_stage_stop
 from cotrain.run.console import aligned
@@ -62,10 +59,10 @@ def run(arguments: Sequence[str]) -> int:
     """`cotrain run`: the trainer's process and the host's command. Returns the host's exit status."""
     usage = "cotrain run --model M [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
     options, host = _parsed(_parser("run", usage, RUN), arguments)
-    config, overrides = _configured(options)
+    config = _configured(options)
     command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--with-parent", f"--share={config.share}"]
-    command += [f"--config={file}" for file in options.config] + [f"--resume={options.resume}"] * bool(options.resume)
-    trainer, ended = start_trainer([*command, *overrides], config.spool_folder), list[str]()
+    command += [*arguments[: arguments.index("--")], f"name={config.name}"]  # by which both have the same default
+    trainer, ended = start_trainer(command, config.spool_folder), list[str]()
 
     def watch() -> None:
         if not ended and trainer.poll() is not None:
@@ -89,7 +86,7 @@ def sidecar(arguments: Sequence[str]) -> int:
     parser.add_argument("--share", type=float, metavar="S", help=text)
     parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
-    config, _ = _configured(options)
+    config = _configured(options)
     if options.share is None and "share" not in config.model_fields_set:
         raise ValueError("--share: say which share of the requests may be trained on, for example --share 0.1")
     from cotrain.sidecar.service import serve
@@ -124,7 +121,7 @@ def check(arguments: Sequence[str]) -> int:
             from cotrain.sidecar.prepare import prepare
 
             options.overrides += [f"run_root={scratch}", f"spool={scratch}/spool"]
-            found = verdicts(prepare(_configured(options)[0], False, stack).spool.folder)
+            found = verdicts(prepare(_configured(options), False, stack).spool.folder)
         print(f"\nengines: {engines_text(found)}")
     return 0 if any(verdict["reason"] is None for verdict in found) else 1
 
@@ -173,19 +170,12 @@ def _parser(command: str, usage: str, description: str) -> argparse.ArgumentPars
     return parser
 
 
-def _configured(options: argparse.Namespace) -> tuple[SidecarConfig, list[str]]:
-    """The configuration, and the overrides that make it of the same files. Raises ConfigError listing all problems."""
+def _configured(options: argparse.Namespace) -> SidecarConfig:
+    """The configuration. Raises ConfigError listing all problems."""
     given = {name: getattr(options, name, None) for name in ("model", "spool", "share")}
     overrides = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
     if options.drafter in KINDS:
         overrides.append(f"drafter.model.type={options.drafter}")
     elif options.drafter:
         overrides.append(f"drafter.init={json.dumps(options.drafter)}")
-    overrides += options.overrides
-    if options.resume is None:
-        known: Table = reduce(merge, read_tables(options.config, overrides), Table())
-        if "type" not in known.get("drafter", {}).get("model", {}):
-            overrides.insert(0, "drafter.model.type=eagle3")  # a later type would replace the section
-        if "name" not in known:
-            overrides.append(f"name=sidecar-{time.strftime('%Y%m%d-%H%M%S')}")
-    return load_sidecar(options.config, overrides, options.resume), overrides
+    return load_sidecar(options.config, overrides + options.overrides, options.resume)

@@ -3,7 +3,6 @@
 import inspect
 import os
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +77,7 @@ def test_what_a_host_has_set_keeps_an_engine_from_being_adopted(
 
 
 def test_without_a_living_trainer_no_engine_is_adopted(spool: Spool) -> None:
-    os.utime(spool.folder / "heartbeat", (time.time() - 60,) * 2)
+    spool.abandon()
     with pytest.raises(NotAdopted, match=r"no sign of life: start it again"):
         check_arguments(arguments(), spool)
     (spool.folder / "settings.json").unlink()
@@ -145,7 +144,7 @@ def test_every_other_engine_starts_as_its_host_asked(
     faults: dict[str, Callable[[], None]] = {
         "variable": lambda: monkeypatch.delenv(VARIABLE),
         "drafter": lambda: (spool.initial / "config.json").unlink(),
-        "refused": lambda: (spool.folder / "heartbeat").unlink(),
+        "refused": lambda: spool.abandon(),
         "owner": lambda: write_json(spool.folder / "owner", {"host": "other", "pid": os.getppid()}),
         "hook": lambda: monkeypatch.setattr(adoption, "check_config", broken),
     }
