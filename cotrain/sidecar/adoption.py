@@ -48,8 +48,9 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
         args.speculative_config, args.async_scheduling = dict(settings.speculative_config), False
         config = original(args, *rest, **options)
         check_config(config)
-        _claim(spool, settings)
         setattr(config.scheduler_config, MARK, True)
+        config.scheduler_config.get_scheduler_cls()  # the plugin's: where it fails, no engine is adopted
+        _claim(spool, settings)
         # A host that calls this again for the same engine gets the same answer.
         args.speculative_config, args.async_scheduling = None, host_args["async_scheduling"]
         log.info("cotrain: this engine of %s drafts with what the trainer of %s trains", args.model, spool.folder)
@@ -75,10 +76,6 @@ def _tell(host_args: dict[str, Any], reason: str | None) -> None:
         raise SystemExit("cotrain: the check ends here, before a model is loaded")
 
 
-def is_adopted(vllm_config: Any) -> bool:
-    return getattr(vllm_config.scheduler_config, MARK, False)
-
-
 def check_arguments(args: Any, spool: Spool) -> Settings:
     """Look at vLLM's EngineArgs before an engine is configured. Raises NotAdopted."""
     try:
@@ -94,9 +91,6 @@ def check_arguments(args: Any, spool: Spool) -> Settings:
     for name, reason in HOST_HAS_SET.items():
         if getattr(args, name):
             raise NotAdopted(f"the host has set {name}, and {reason}")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if getattr(args, name) != 1:
-            raise NotAdopted(f"{name} is {getattr(args, name)}: only an engine on a single device can be adopted")
     _check_vllm()
     return settings
 
@@ -113,14 +107,14 @@ def _check_vllm() -> None:
 
 def check_config(vllm_config: Any) -> None:
     """Look at the VllmConfig that was made with our drafter. Raises NotAdopted."""
-    model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.world_size
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if vllm_config.use_v2_model_runner:
         raise NotAdopted("it uses vLLM's model runner V2: export VLLM_USE_V2_MODEL_RUNNER=0")
     if model.quantization is not None:
         raise NotAdopted(f"its weights are quantized ({model.quantization}): take a checkpoint with plain weights")
     if model.runner_type != "generate":
         raise NotAdopted(f"it does not generate text but is for {model.runner_type}")
-    if num_ranks != 1:
+    if (num_ranks := parallel.world_size * parallel.data_parallel_size) != 1:
         raise NotAdopted(f"it has {num_ranks} ranks: only an engine on a single device can be adopted")
 
 
