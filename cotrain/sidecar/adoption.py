@@ -56,12 +56,11 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
         log.info("cotrain: this engine of %s drafts with what the trainer of %s trains", args.model, spool.folder)
         _tell(host_args, None)
         return config
-    except NotAdopted as reason:
-        log.warning("cotrain: this engine of %s gets no drafter: %s", host_args.get("model"), reason)
-        _tell(host_args, str(reason))
     except Exception as error:
-        log.exception("cotrain: this engine gets no drafter, and starts as the host asked for")
-        _tell(host_args, f"{type(error).__name__}: {error}")
+        is_known = isinstance(error, NotAdopted)
+        reason = str(error) if is_known else f"{type(error).__name__}: {error}"
+        log.warning("cotrain: this engine of %s gets no drafter: %s", args.model, reason, exc_info=not is_known)
+        _tell(host_args, reason)
     vars(args).clear()
     vars(args).update(host_args)
     return original(args, *rest, **options)

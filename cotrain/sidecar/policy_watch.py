@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from cotrain.rollout.vllm import weights
 from cotrain.transport.payload import digest, write_payload
@@ -43,8 +46,6 @@ class PolicyWatch:
             setattr(self._worker, name, self._wrapped_update(getattr(self._worker, name)))
 
     def _wrapped_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        from vllm.config import set_current_vllm_config
-
         @functools.wraps(load)
         def load_weights(*args: Any, **kwargs: Any) -> Any:
             self.is_dirty = True
@@ -74,16 +75,12 @@ class PolicyWatch:
         in_session = self._in_update or getattr(self._worker, "_weight_update_active", False)
         if self._worker.device.type != "cpu" or in_session or any(p.is_meta for p in self._model.parameters()):
             return
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
         initialize_layerwise_reload(self._model)
         self._opened = True
 
     def finish(self) -> None:
         """End a load that has been let in."""
         if self._opened:
-            from vllm.config import set_current_vllm_config
-
             self._opened = False
             with set_current_vllm_config(self._worker.vllm_config):
                 weights.finish_reload(self._model, self._worker.model_config)
@@ -110,8 +107,6 @@ class PolicyWatch:
 
         Raises ValueError for a model with several embeddings.
         """
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
         found = [module for module in self._model.modules() if isinstance(module, VocabParallelEmbedding)]
         embeddings = [module for module in found if not isinstance(module, ParallelLMHead)]
         heads = [m for m in found if isinstance(m, ParallelLMHead) and m.weight is not embeddings[0].weight]

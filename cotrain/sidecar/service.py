@@ -24,15 +24,12 @@ from cotrain.run.console import Console
 from cotrain.run.rows import DrafterEvent, RowFile, read_rows
 from cotrain.run.tracking import Tracker
 from cotrain.sidecar.intake import Engines, Intake
+from cotrain.sidecar.launch import CAUSES
 from cotrain.sidecar.prepare import Prepared, prepare
 from cotrain.sidecar.spool import read_json
 from cotrain.stream.metrics import rollout_metrics
 
 POLL_SECONDS, SILENT_SECONDS = 0.05, 60.0
-NO_ENGINE = (
-    "no engine of this model has appeared yet: is cotrain-engine installed where the host's vLLM is, does VLLM_PLUGINS leave it "
-    "out, does the variable reach the engine's process? `cotrain sidecar check -- COMMAND` finds out"
-)
 MOST_ROUNDS = 10_000  # over which the chance of a false alarm is shared out, since a sidecar has no planned end
 LARGE_ROUND = (
     8  # times drafter.batch_tokens, after which a round does not wait for more prompts to judge a candidate on
@@ -106,7 +103,9 @@ class DrafterService:
 
     def _greet(self) -> None:
         """Say which engines have come, in whose number format drafters are sent from then on."""
-        said = [NO_ENGINE] if not self._intake.engines and time.monotonic() - self._began > SILENT_SECONDS else []
+        said: list[str] = []
+        if not self._intake.engines and time.monotonic() - self._began > SILENT_SECONDS:
+            said.append(f"engines so far: {CAUSES}\n`cotrain sidecar check -- COMMAND` finds out")
         for name, engine in self._intake.engines.items():
             facts = engine.facts
             if not facts["attached"]:

@@ -19,7 +19,7 @@ from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.process.children import two_stage_stop
 from cotrain.run.console import aligned
 from cotrain.sidecar.adoption import CHECK_VARIABLE
-from cotrain.sidecar.launch import host_environment, run_host, start_trainer, stop_trainer
+from cotrain.sidecar.launch import CAUSES, host_environment, run_host, start_trainer, stop_trainer
 from cotrain.sidecar.spool import VARIABLE, Settings, Spool
 
 KINDS = ("eagle3", "mtp", "draft_model")
@@ -47,12 +47,6 @@ CHECK = """\
 Would the first vLLM engine that COMMAND makes get a drafter, and if not, why? COMMAND is started, and the process that makes
 the engine ends before a model is loaded. A command that makes no engine runs on. Exit status 0: it would, 1: it would not.
 """
-CAUSES = """\
-none asked for a drafter. Usual causes:
-- cotrain-engine is not installed where the host's vLLM is: install it there
-- the host sets VLLM_PLUGINS, the list of what vLLM may load: add cotrain to it
-- the variable COTRAIN_SIDECAR did not reach the engine, which is an actor of Ray or on another machine: docs/sidecar.md
-- the host made no engine of vLLM, or ended before"""
 
 
 def run(arguments: Sequence[str]) -> int:
