@@ -80,18 +80,13 @@ class Spool:
 
     def other_owner(self, host: str) -> dict[str, Any] | None:
         """Make `host` the owner of the spool. Return the owner, {"host", "pid"}, where another host is it and lives."""
-        mine = self._owner.with_name(f"owner.{os.getpid()}")
-        write_json(mine, {"host": host, "pid": os.getpid()})
-        try:
+        with (self.folder / "claims").open("w") as one_at_a_time:
+            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
             owner: dict[str, Any] | None = read_json(self._owner)
-            if owner and not Path(f"/proc/{owner['pid']}").exists():
-                self._owner.unlink(missing_ok=True)
-            with suppress(FileExistsError):
-                os.link(mine, self._owner)
-            owner = read_json(self._owner)
-            return owner if owner and owner["host"] != host else None
-        finally:
-            mine.unlink()
+            if owner is not None and Path(f"/proc/{owner['pid']}").exists():
+                return owner if owner["host"] != host else None
+            write_json(self._owner, {"host": host, "pid": os.getpid()})
+            return None
 
     def add_verdict(self, verdict: dict[str, Any]) -> None:
         """Say what became of an engine, as `verdicts` returns it. Raises OSError where that cannot be written."""
