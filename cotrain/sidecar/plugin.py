@@ -30,14 +30,14 @@ def _wrap_all() -> None:
 
     from cotrain.sidecar.adoption import configured
 
-    _wrap(EngineArgs, "create_engine_config", configured)
-    _wrap(SchedulerConfig, "get_scheduler_cls", _scheduler_class)
+    wrap(EngineArgs, "create_engine_config", configured)
+    wrap(SchedulerConfig, "get_scheduler_cls", _scheduler_class)
     # Workers of their own load this plugin in init_worker, so what comes after that is wrapped.
-    _wrap(WorkerWrapperBase, "init_device", _init_device)
+    wrap(WorkerWrapperBase, "init_device", _init_device)
 
 
-def _wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
-    """Let `hook` stand in for a method; it gets the method as its first argument."""
+def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Let `hook` stand in for a method of a class or of one object; it gets the method as its first argument."""
     original = getattr(owner, name)
     if not hasattr(original, "cotrain_hook"):
         wrapped: Any = functools.wraps(original)(lambda *args, **options: hook(original, *args, **options))
@@ -64,7 +64,7 @@ def _init_device(original: Callable[..., Any], wrapper: Any) -> Any:
 
     worker = wrapper.worker
     if getattr(wrapper.vllm_config.scheduler_config, MARK, False):
-        worker.load_model = functools.partial(_load_and_attach, worker, worker.load_model)
+        wrap(worker, "load_model", functools.partial(_load_and_attach, worker))
     return original(wrapper)
 
 

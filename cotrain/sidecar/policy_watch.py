@@ -4,7 +4,6 @@ Hosts load weights in many ways. Every way that vLLM knows is wrapped; one that 
 few hundred of their elements, compared whenever the engine begins to work.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from cotrain.rollout.vllm import weights
+from cotrain.sidecar.plugin import wrap
 from cotrain.transport.payload import digest, write_payload
 
 KEPT_VERSIONS = 4
@@ -40,31 +40,22 @@ class PolicyWatch:
 
     def hook_in(self) -> None:
         """Notice updates from now on."""
-        model: Any = self._model
-        model.load_weights = self._wrapped_load(model.load_weights)
+        wrap(self._model, "load_weights", self._load)
         for name in UPDATES:
-            setattr(self._worker, name, self._wrapped_update(getattr(self._worker, name)))
+            wrap(self._worker, name, self._update)
 
-    def _wrapped_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load)
-        def load_weights(*args: Any, **kwargs: Any) -> Any:
-            self.is_dirty = True
-            self._open()
-            with set_current_vllm_config(self._worker.vllm_config):
-                return load(*args, **kwargs)
+    def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.is_dirty = True
+        self._open()
+        with set_current_vllm_config(self._worker.vllm_config):
+            return load(*args, **kwargs)
 
-        return load_weights
-
-    def _wrapped_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(update)
-        def updated(*args: Any, **kwargs: Any) -> Any:
-            self._in_update = True
-            try:
-                return update(*args, **kwargs)
-            finally:
-                self._in_update, self.is_dirty = False, True
-
-        return updated
+    def _update(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._in_update = True
+        try:
+            return update(*args, **kwargs)
+        finally:
+            self._in_update, self.is_dirty = False, True
 
     def _open(self) -> None:
         """Let a host load weights into a CPU build outside of vLLM's own update, one parameter at a time if it likes.
