@@ -1,7 +1,6 @@
 """What tests of the sidecar share: a trainer's spool without its trainer, and the environment of a host's processes."""
 
 import os
-import time
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -37,7 +36,7 @@ def host_environment(folder: Path, spool: Spool | None, num_threads: int = 1) ->
 
 
 def make_spool(folder: Path, model: Path, drafter: Drafter, **changes: Any) -> Spool:
-    """A spool as the trainer makes it, whose heartbeat counts as fresh for an hour. changes: to its Settings."""
+    """A spool as the trainer makes it, which lives as long as the object that is returned. changes: to its Settings."""
     spool = Spool(folder)
     drafter.save(spool.initial, torch.float32)
     speculation = {"method": drafter.serving.method, "model": str(spool.initial), "num_speculative_tokens": 3}
@@ -46,5 +45,4 @@ def make_spool(folder: Path, model: Path, drafter: Drafter, **changes: Any) -> S
         speculative_config=speculation | {"draft_sample_method": "probabilistic"}, adaptive=False, replicas=False,
     )  # fmt: skip
     spool.create(replace(settings, **changes))
-    os.utime(spool.folder / "heartbeat", (time.time() + 3600,) * 2)
     return spool

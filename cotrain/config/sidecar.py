@@ -1,12 +1,13 @@
 """SidecarConfig: what a user sets of a drafter that is trained beside engines of somebody else. Imports no torch."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from cotrain.config.load import load
+from cotrain.config.load import load, merge
 from cotrain.config.rules import depth_problems
 from cotrain.config.schema import NAME, CheckpointConfig, DrafterConfig, FeatureTapConfig, TrackingConfig
 from drafters.config import Section
@@ -15,12 +16,14 @@ from drafters.config import Section
 class SidecarConfig(Section):
     """A drafter that is trained beside a host's engines. Its steps are rounds of drafter.batch_tokens tokens or more."""
 
-    name: Annotated[str, Field(pattern=NAME)]
+    name: Annotated[str, Field(pattern=NAME, json_schema_extra={"default": "sidecar-TIME"})] = Field(
+        default_factory=lambda: time.strftime("sidecar-%Y%m%d-%H%M%S")
+    )
     """Name of the sidecar: its folder below run_root and its MLflow run. Letters, digits, '.', '_' and '-'."""
     model: Annotated[str, Field(min_length=1)]
     """The host's policy: local folder or hub id, as the host names it."""
     drafter: DrafterConfig
-    """The drafter. An alarm switches speculation and training off, and never ends a host, whatever on_drafter_failure says."""
+    """The drafter, eagle3 where no type is given. An alarm switches speculation and training off, and never ends a host, whatever on_drafter_failure says."""
     num_speculative_tokens: PositiveInt = 3
     """Draft tokens per verification step (k)."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
@@ -42,6 +45,11 @@ class SidecarConfig(Section):
     """Where the drafter is trained. The host's engines have the GPUs unless one is spare."""
     tracking: TrackingConfig = TrackingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_type(cls, fields: Any) -> Any:
+        return merge({"drafter": {"model": {"type": "eagle3"}}}, fields)  # another type replaces the section
 
     @property
     def spool_folder(self) -> Path:

@@ -146,10 +146,8 @@ class RolloutEngine:
 
     async def _speculation(self, method: str, *args: Any) -> Any:
         """Call a method of the speculation controller, which lives in vLLM's scheduler."""
-        from cotrain.rollout.vllm.scheduling import call_controller
-
         async with death_in_words(self._engine):
-            return await call_controller(self._engine, method, *args)
+            return await self._engine.engine_core.call_utility_async("cotrain_speculation", method, list(args))
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ All others start exactly as the host asked for, and one line says why, and what 
 """
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Any
 
 from cotrain.rollout.vllm.interface import SIDECAR, SIDECAR_VERSIONS, moved_in
 from cotrain.sidecar.breaker import log
-from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool, write_json
+from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool
 
 CHECK_VARIABLE = "COTRAIN_SIDECAR_CHECK"
 """With this variable, a host ends before its first engine loads a model; what became of the engine is in the spool."""
-VERDICTS = "verdicts"
-"""Folder of the spool with a JSON file {"model", "pid", "reason"} for each engine; reason is null where it was adopted."""
 
 MARK = "cotrain_adopted"
 """Attribute of the SchedulerConfig of an adopted engine. It goes along to the engine core and the workers."""
@@ -51,19 +48,19 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
         args.speculative_config, args.async_scheduling = dict(settings.speculative_config), False
         config = original(args, *rest, **options)
         check_config(config)
-        _claim(spool, settings)
         setattr(config.scheduler_config, MARK, True)
+        config.scheduler_config.get_scheduler_cls()  # the plugin's: where it fails, no engine is adopted
+        _claim(spool, settings)
         # A host that calls this again for the same engine gets the same answer.
         args.speculative_config, args.async_scheduling = None, host_args["async_scheduling"]
         log.info("cotrain: this engine of %s drafts with what the trainer of %s trains", args.model, spool.folder)
         _tell(host_args, None)
         return config
-    except NotAdopted as reason:
-        log.warning("cotrain: this engine of %s gets no drafter: %s", host_args.get("model"), reason)
-        _tell(host_args, str(reason))
     except Exception as error:
-        log.exception("cotrain: this engine gets no drafter, and starts as the host asked for")
-        _tell(host_args, f"{type(error).__name__}: {error}")
+        is_known = isinstance(error, NotAdopted)
+        reason = str(error) if is_known else f"{type(error).__name__}: {error}"
+        log.warning("cotrain: this engine of %s gets no drafter: %s", args.model, reason, exc_info=not is_known)
+        _tell(host_args, reason)
     vars(args).clear()
     vars(args).update(host_args)
     return original(args, *rest, **options)
@@ -71,17 +68,11 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
 
 def _tell(host_args: dict[str, Any], reason: str | None) -> None:
     """Leave the verdict on an engine in the spool. Ends the process in a check of the host's command."""
-    folder = Path(os.environ[VARIABLE]) / VERDICTS
     with suppress(OSError):
-        folder.mkdir(exist_ok=True)
         verdict = {"model": host_args.get("model"), "pid": os.getpid(), "reason": reason}
-        write_json(folder / f"{time.time_ns()}.json", verdict)
+        Spool(os.environ[VARIABLE]).add_verdict(verdict)
     if CHECK_VARIABLE in os.environ:
         raise SystemExit("cotrain: the check ends here, before a model is loaded")
-
-
-def is_adopted(vllm_config: Any) -> bool:
-    return getattr(vllm_config.scheduler_config, MARK, False)
 
 
 def check_arguments(args: Any, spool: Spool) -> Settings:
@@ -99,9 +90,6 @@ def check_arguments(args: Any, spool: Spool) -> Settings:
     for name, reason in HOST_HAS_SET.items():
         if getattr(args, name):
             raise NotAdopted(f"the host has set {name}, and {reason}")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if getattr(args, name) != 1:
-            raise NotAdopted(f"{name} is {getattr(args, name)}: only an engine on a single device can be adopted")
     _check_vllm()
     return settings
 
@@ -118,14 +106,14 @@ def _check_vllm() -> None:
 
 def check_config(vllm_config: Any) -> None:
     """Look at the VllmConfig that was made with our drafter. Raises NotAdopted."""
-    model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.world_size
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if vllm_config.use_v2_model_runner:
         raise NotAdopted("it uses vLLM's model runner V2: export VLLM_USE_V2_MODEL_RUNNER=0")
     if model.quantization is not None:
         raise NotAdopted(f"its weights are quantized ({model.quantization}): take a checkpoint with plain weights")
     if model.runner_type != "generate":
         raise NotAdopted(f"it does not generate text but is for {model.runner_type}")
-    if num_ranks != 1:
+    if (num_ranks := parallel.world_size * parallel.data_parallel_size) != 1:
         raise NotAdopted(f"it has {num_ranks} ranks: only an engine on a single device can be adopted")
 
 

@@ -21,6 +21,12 @@ READY_SECONDS = 1800.0
 """A first drafter may have to be fetched, and a model's weights to be read from a slow disk."""
 STOP_SECONDS = 120.0
 """A trainer that is asked to stop finishes its round of training, and stores the drafter."""
+CAUSES = """\
+none asked for a drafter. Usual causes:
+- cotrain-engine is not installed where the host's vLLM is: install it there
+- the host sets VLLM_PLUGINS, the list of what vLLM may load: add cotrain to it
+- the variable COTRAIN_SIDECAR did not reach the engine, which is an actor of Ray or on another machine: docs/sidecar.md
+- the host made no engine of vLLM, or ended before"""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

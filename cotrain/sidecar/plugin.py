@@ -7,6 +7,7 @@ run before an engine is configured, its scheduler made, its model loaded. None o
 import functools
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 
@@ -29,14 +30,14 @@ def _wrap_all() -> None:
 
     from cotrain.sidecar.adoption import configured
 
-    _wrap(EngineArgs, "create_engine_config", configured)
-    _wrap(SchedulerConfig, "get_scheduler_cls", _scheduler_class)
+    wrap(EngineArgs, "create_engine_config", configured)
+    wrap(SchedulerConfig, "get_scheduler_cls", _scheduler_class)
     # Workers of their own load this plugin in init_worker, so what comes after that is wrapped.
-    _wrap(WorkerWrapperBase, "init_device", _init_device)
+    wrap(WorkerWrapperBase, "init_device", _init_device)
 
 
-def _wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
-    """Let `hook` stand in for a method; it gets the method as its first argument."""
+def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Let `hook` stand in for a method of a class or of one object; it gets the method as its first argument."""
     original = getattr(owner, name)
     if not hasattr(original, "cotrain_hook"):
         wrapped: Any = functools.wraps(original)(lambda *args, **options: hook(original, *args, **options))
@@ -45,42 +46,40 @@ def _wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
 
 
 def _scheduler_class(original: Callable[..., Any], scheduler_config: Any) -> Any:
-    """The host's scheduler, in an adopted engine with ours mixed in."""
+    """The host's scheduler, in an adopted engine with ours mixed in. `configured` tries it out before it adopts one."""
     from cotrain.sidecar.adoption import MARK
-    from cotrain.sidecar.breaker import log
 
     host = original(scheduler_config)
     if not getattr(scheduler_config, MARK, False):
         return host
-    try:
-        from cotrain.sidecar.scheduling import HostScheduling
-        from cotrain.sidecar.spool import Spool
+    from cotrain.sidecar.scheduling import HostScheduling
+    from cotrain.sidecar.spool import Spool
 
-        return type(host.__name__, (HostScheduling, host), {"cotrain_spool": Spool(os.environ["COTRAIN_SIDECAR"])})
-    except Exception:
-        log.exception("cotrain: the scheduler cannot be watched; the engine does not speculate")
-        return _without_drafts(host)
-
-
-def _without_drafts(host: Any) -> Any:
-    def schedule(self: Any, *args: Any, **options: Any) -> Any:
-        self.dynamic_sd_lookup = [0] * (self.scheduler_config.max_num_seqs + 1)
-        return host.schedule(self, *args, **options)
-
-    return type(host.__name__, (host,), {"schedule": schedule})
+    return type(host.__name__, (HostScheduling, host), {"cotrain_spool": Spool(os.environ["COTRAIN_SIDECAR"])})
 
 
 def _init_device(original: Callable[..., Any], wrapper: Any) -> Any:
-    """Attach to a worker before its model is loaded."""
-    from cotrain.sidecar.adoption import is_adopted
-    from cotrain.sidecar.breaker import log
+    """Attach to a worker of an adopted engine, once it has loaded its model."""
+    from cotrain.sidecar.adoption import MARK
 
-    if is_adopted(wrapper.vllm_config):
-        try:
-            from cotrain.sidecar.spool import Spool
-            from cotrain.sidecar.worker import attach_to
-
-            attach_to(wrapper.worker, Spool(os.environ["COTRAIN_SIDECAR"]))
-        except Exception:
-            log.exception("cotrain: the worker cannot be watched; the engine does not speculate")
+    worker = wrapper.worker
+    if getattr(wrapper.vllm_config.scheduler_config, MARK, False):
+        wrap(worker, "load_model", functools.partial(_load_and_attach, worker))
     return original(wrapper)
+
+
+def _load_and_attach(worker: Any, load_model: Callable[..., None], *args: Any, **options: Any) -> None:
+    """When the sidecar cannot attach, the engine drafts nothing and says why."""
+    from cotrain.sidecar.breaker import log
+    from cotrain.sidecar.spool import Spool, write_json
+
+    load_model(*args, **options)
+    spool, name = Spool(os.environ["COTRAIN_SIDECAR"]), worker.vllm_config.instance_id
+    try:
+        from cotrain.sidecar.worker import WorkerSidecar
+
+        WorkerSidecar(worker, spool.engine(name), spool.settings()).hook_in()
+    except Exception as error:
+        log.exception("cotrain: the sidecar cannot attach, and the engine works without a drafter")
+        with suppress(OSError):
+            write_json(spool.engine(name).facts, {"attached": False, "reason": f"{type(error).__name__}: {error}"})

@@ -4,7 +4,6 @@ Hosts load weights in many ways. Every way that vLLM knows is wrapped; one that 
 few hundred of their elements, compared whenever the engine begins to work.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from cotrain.rollout.vllm import weights
+from cotrain.sidecar.plugin import wrap
 from cotrain.transport.payload import digest, write_payload
 
 KEPT_VERSIONS = 4
@@ -37,33 +40,22 @@ class PolicyWatch:
 
     def hook_in(self) -> None:
         """Notice updates from now on."""
-        model: Any = self._model
-        model.load_weights = self._wrapped_load(model.load_weights)
+        wrap(self._model, "load_weights", self._load)
         for name in UPDATES:
-            setattr(self._worker, name, self._wrapped_update(getattr(self._worker, name)))
+            wrap(self._worker, name, self._update)
 
-    def _wrapped_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        from vllm.config import set_current_vllm_config
+    def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.is_dirty = True
+        self._open()
+        with set_current_vllm_config(self._worker.vllm_config):
+            return load(*args, **kwargs)
 
-        @functools.wraps(load)
-        def load_weights(*args: Any, **kwargs: Any) -> Any:
-            self.is_dirty = True
-            self._open()
-            with set_current_vllm_config(self._worker.vllm_config):
-                return load(*args, **kwargs)
-
-        return load_weights
-
-    def _wrapped_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(update)
-        def updated(*args: Any, **kwargs: Any) -> Any:
-            self._in_update = True
-            try:
-                return update(*args, **kwargs)
-            finally:
-                self._in_update, self.is_dirty = False, True
-
-        return updated
+    def _update(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._in_update = True
+        try:
+            return update(*args, **kwargs)
+        finally:
+            self._in_update, self.is_dirty = False, True
 
     def _open(self) -> None:
         """Let a host load weights into a CPU build outside of vLLM's own update, one parameter at a time if it likes.
@@ -74,16 +66,12 @@ class PolicyWatch:
         in_session = self._in_update or getattr(self._worker, "_weight_update_active", False)
         if self._worker.device.type != "cpu" or in_session or any(p.is_meta for p in self._model.parameters()):
             return
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
         initialize_layerwise_reload(self._model)
         self._opened = True
 
     def finish(self) -> None:
         """End a load that has been let in."""
         if self._opened:
-            from vllm.config import set_current_vllm_config
-
             self._opened = False
             with set_current_vllm_config(self._worker.vllm_config):
                 weights.finish_reload(self._model, self._worker.model_config)
@@ -110,8 +98,6 @@ class PolicyWatch:
 
         Raises ValueError for a model with several embeddings.
         """
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
         found = [module for module in self._model.modules() if isinstance(module, VocabParallelEmbedding)]
         embeddings = [module for module in found if not isinstance(module, ParallelLMHead)]
         heads = [m for m in found if isinstance(m, ParallelLMHead) and m.weight is not embeddings[0].weight]

@@ -1,9 +1,8 @@
 """Everything that must be there before a host's engines start: the run folder, the first drafter, and the spool."""
 
 import shutil
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from drafters.files import read_config
 
 HEADS_KEPT = 4
 """Policy versions whose head is kept without features of them; engines keep as many in the spool."""
-HEARTBEAT_SECONDS = 1.0
 
 
 class Prepared(NamedTuple):
@@ -36,8 +34,6 @@ class Prepared(NamedTuple):
     state: RunState
     trainer: DrafterTrainer
     spool: Spool
-    heart: threading.Event
-    """Set, it ends the heartbeat."""
 
 
 def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
@@ -71,11 +67,8 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     for name in ("num_speculative_tokens", "draft_sample_method"):
         speculation[name] = getattr(config, name)
     bounds = config.share, config.features.max_bytes, config.adaptive, config.replicas
-    heart = threading.Event()
-    stack.callback(heart.set)
     spool.create(Settings(config.model, str(model), speculation, serving.aux_layers, *bounds))
-    threading.Thread(target=_beat, args=(spool, heart), daemon=True).start()
-    return Prepared(config, run_dir, state, trainer, spool, heart)
+    return Prepared(config, run_dir, state, trainer, spool)
 
 
 def _trainer(config: SidecarConfig, model: Path, run_dir: RunDir) -> DrafterTrainer:
@@ -122,9 +115,3 @@ def _checked_model(config: SidecarConfig, resume: bool) -> Path:
     if problems:
         raise ConfigError(problems)
     return Path(model)
-
-
-def _beat(spool: Spool, heart: threading.Event) -> None:
-    while not heart.wait(HEARTBEAT_SECONDS):
-        with suppress(OSError):
-            spool.beat()

@@ -7,9 +7,10 @@ publication counts when every engine that works has it.
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,33 +24,20 @@ from cotrain.run.console import Console
 from cotrain.run.rows import DrafterEvent, RowFile, read_rows
 from cotrain.run.tracking import Tracker
 from cotrain.sidecar.intake import Engines, Intake
+from cotrain.sidecar.launch import CAUSES
 from cotrain.sidecar.prepare import Prepared, prepare
 from cotrain.sidecar.spool import read_json
 from cotrain.stream.metrics import rollout_metrics
 
 POLL_SECONDS, SILENT_SECONDS = 0.05, 60.0
-NO_ENGINE = (
-    "no engine of this model has appeared yet: is cotrain-engine installed where the host's vLLM is, does VLLM_PLUGINS leave it "
-    "out, does the variable reach the engine's process? `cotrain sidecar check -- COMMAND` finds out"
-)
 MOST_ROUNDS = 10_000  # over which the chance of a false alarm is shared out, since a sidecar has no planned end
 LARGE_ROUND = (
     8  # times drafter.batch_tokens, after which a round does not wait for more prompts to judge a candidate on
 )
 
 
-class Stop(Protocol):
-    """A threading.Event, or something like it."""
-
-    def is_set(self) -> bool:
-        """Is the service to end?"""
-
-    def wait(self, timeout: float) -> object:
-        """Wait until it is, or for so many seconds."""
-
-
-def serve(config: SidecarConfig, resume: bool, stop: Stop) -> int:
-    """Train beside the engines that find the spool, until `stop` is set. Returns the exit status.
+def serve(config: SidecarConfig, resume: bool, stop: Callable[[], bool]) -> list[dict[str, Any]]:
+    """Train beside the engines that find the spool, until `stop` says so. Returns Spool.verdicts.
 
     Raises ValueError as `prepare`, and RunFailure when training fails. Engines go on with the drafter that they have.
     """
@@ -62,7 +50,7 @@ def serve(config: SidecarConfig, resume: bool, stop: Stop) -> int:
         )
         tracker = Tracker(config, run_id=run_id, history=read_rows(run_dir.metrics), say=console.say)
         DrafterService(prepared, stack.enter_context(tracker), console).run(stop)
-    return 0
+        return prepared.spool.verdicts()
 
 
 class DrafterService:
@@ -95,14 +83,14 @@ class DrafterService:
             return self._trainer.score_fresh(*args[1:]), metrics
         return getattr(self._trainer, method)(*args)
 
-    def run(self, stop: Stop) -> None:
-        """Rounds until `stop` is set, and then a checkpoint."""
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Rounds until `stop` says so, and then a checkpoint."""
         saved = self._state.step
-        while not stop.is_set():
+        while not stop():
             self._intake.poll()
             self._greet()
             if not (self._settle() and self._is_due()):
-                stop.wait(POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
                 continue
             self._round()
             if self._state.step % self._config.checkpoint.every == 0:
@@ -115,7 +103,9 @@ class DrafterService:
 
     def _greet(self) -> None:
         """Say which engines have come, in whose number format drafters are sent from then on."""
-        said = [NO_ENGINE] if not self._intake.engines and time.monotonic() - self._began > SILENT_SECONDS else []
+        said: list[str] = []
+        if not self._intake.engines and time.monotonic() - self._began > SILENT_SECONDS:
+            said.append(f"engines so far: {CAUSES}\n`cotrain sidecar check -- COMMAND` finds out")
         for name, engine in self._intake.engines.items():
             facts = engine.facts
             if not facts["attached"]:
@@ -166,7 +156,7 @@ class DrafterService:
     def _is_due(self) -> bool:
         if self._publisher.mode is not None:
             self._intake.waiting.clear()
-            self._prepared.heart.set()  # engines tap nothing any more
+            self._prepared.spool.abandon()  # engines tap nothing any more
         rollouts = [rollout for rollout, _ in self._intake.waiting]
         ratio = sum(record.num_tokens for _, record in self._intake.waiting) / self._config.drafter.batch_tokens
         enough = len(rollouts) >= MIN_ROLLOUTS and len({rollout.prompt_id for rollout in rollouts}) >= MIN_PROMPTS

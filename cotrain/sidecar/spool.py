@@ -2,6 +2,7 @@
 Every file takes its name when it is complete. Processes of a host read it, so only the standard library is imported.
 """
 
+import fcntl
 import json
 import os
 import time
@@ -14,7 +15,6 @@ from typing import Any
 
 VARIABLE, HOST_VARIABLE = "COTRAIN_SIDECAR", "COTRAIN_HOST"
 """Environment variables with the spool's folder and the host's name. Without the first, cotrain does nothing in an engine."""
-HEARTBEAT_SECONDS = 10.0  # a trainer whose last heartbeat is older counts as dead
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Spool:
         self.folder = Path(folder)
         self.initial, self.current = self.folder / "initial", self.folder / "drafter" / "current.json"
         self._settings, self._owner = self.folder / "settings.json", self.folder / "owner"
-        self._heartbeat = self.folder / "heartbeat"
 
     def create(self, settings: Settings) -> None:
-        """Make the folder, which nobody else may read, and write the settings."""
+        """Make the folder, which nobody else may read, and write the settings. This object is then the trainer's."""
         self.current.parent.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        self.beat()
+        self._lock = (self.folder / "trainer").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         write_json(self._settings, asdict(settings))
 
     def settings(self) -> Settings:
@@ -65,29 +65,38 @@ class Spool:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{self._settings} cannot be read: {error}") from error
 
-    def beat(self) -> None:
-        self._heartbeat.touch()
+    def abandon(self) -> None:
+        """Let engines take the trainer for dead, as they do once its process is gone. What is tapped ends here."""
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def is_alive(self) -> bool:
-        """Has the trainer said lately that it lives?"""
-        with suppress(OSError):
-            return time.time() - self._heartbeat.stat().st_mtime < HEARTBEAT_SECONDS
+        """Does the trainer live? It holds a lock, which the system takes from a process that is gone."""
+        with suppress(OSError), (self.folder / "trainer").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
         return False
 
     def other_owner(self, host: str) -> dict[str, Any] | None:
         """Make `host` the owner of the spool. Return the owner, {"host", "pid"}, where another host is it and lives."""
-        mine = self._owner.with_name(f"owner.{os.getpid()}")
-        write_json(mine, {"host": host, "pid": os.getpid()})
-        try:
+        with (self.folder / "claims").open("w") as one_at_a_time:
+            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
             owner: dict[str, Any] | None = read_json(self._owner)
-            if owner and not Path(f"/proc/{owner['pid']}").exists():
-                self._owner.unlink(missing_ok=True)
-            with suppress(FileExistsError):
-                os.link(mine, self._owner)
-            owner = read_json(self._owner)
-            return owner if owner and owner["host"] != host else None
-        finally:
-            mine.unlink()
+            if owner is not None and Path(f"/proc/{owner['pid']}").exists():
+                return owner if owner["host"] != host else None
+            write_json(self._owner, {"host": host, "pid": os.getpid()})
+            return None
+
+    def add_verdict(self, verdict: dict[str, Any]) -> None:
+        """Say what became of an engine, as `verdicts` returns it. Raises OSError where that cannot be written."""
+        folder = self.folder / "verdicts"
+        folder.mkdir(exist_ok=True)
+        write_json(folder / f"{time.time_ns()}.json", verdict)
+
+    def verdicts(self) -> list[dict[str, Any]]:
+        """A {"model", "pid", "reason"} of each engine that found the trainer; the reason is None if it was adopted."""
+        return [read_json(path) for path in sorted(self.folder.glob("verdicts/*.json"))]
 
     def engine(self, instance_id: str) -> "EngineFolder":
         """Make the part of the spool that one engine writes."""

@@ -18,35 +18,16 @@ from cotrain.records import Versions
 from cotrain.rollout.vllm import cpu
 from cotrain.rollout.vllm.hooks import DraftingHook, no_drafts, sample_plainly_without_drafts
 from cotrain.rollout.vllm.weight_transfer import ServedWeights
-from cotrain.sidecar.breaker import Breaker, log
+from cotrain.sidecar.breaker import Breaker
 from cotrain.sidecar.policy_watch import PolicyWatch
 from cotrain.sidecar.scheduling import REPORT_SECONDS, Stamp
-from cotrain.sidecar.spool import EngineFolder, Settings, Spool, write_json
+from cotrain.sidecar.spool import EngineFolder, Settings, write_json
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import SamplingParams
 
 SHARD_ROLLOUTS = 32
 """Finished rollouts that make a shard; after a second, or when the engine has nothing to do, fewer do."""
-
-
-def attach_to(worker: Any, spool: Spool) -> None:
-    """Attach to a worker of vLLM once it has loaded its model. When that fails, the engine drafts nothing and says why."""
-    load_model = worker.load_model
-
-    @functools.wraps(load_model)
-    def load_and_attach(*args: Any, **kwargs: Any) -> None:
-        load_model(*args, **kwargs)
-        try:
-            engine = spool.engine(worker.vllm_config.instance_id)
-            WorkerSidecar(worker, engine, spool.settings()).hook_in()
-        except Exception as error:
-            log.exception("cotrain: the sidecar cannot attach, and the engine works without a drafter")
-            with suppress(OSError):
-                engine = spool.engine(worker.vllm_config.instance_id)
-                write_json(engine.facts, {"attached": False, "reason": f"{type(error).__name__}: {error}"})
-
-    worker.load_model = load_and_attach
 
 
 class WorkerSidecar:
@@ -81,10 +62,8 @@ class WorkerSidecar:
     def _write_facts(self, reason: str | None = None) -> None:
         from vllm import __version__
 
-        model, runner = self._worker.model_config, type(self._worker.model_runner).__qualname__
-        facts = {"pid": os.getpid(), "vllm": __version__, "runner": runner, "corrections": self._corrections}
-        facts |= {"dtype": str(model.dtype).removeprefix("torch."), "hidden_size": model.get_hidden_size()}
-        facts |= {"vocab_size": model.get_vocab_size(), "max_model_len": model.max_model_len}
+        dtype = str(self._worker.model_config.dtype).removeprefix("torch.")
+        facts = {"pid": os.getpid(), "vllm": __version__, "dtype": dtype, "corrections": self._corrections}
         write_json(self._engine.facts, facts | {"attached": reason is None, "reason": reason})
 
     def _propose(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Any:

@@ -9,21 +9,18 @@ import os
 import shlex
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.errors import help_text
-from cotrain.config.load import Table, merge, read_tables
 from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.process.children import two_stage_stop
 from cotrain.run.console import aligned
-from cotrain.sidecar.adoption import CHECK_VARIABLE, VERDICTS
-from cotrain.sidecar.launch import host_environment, run_host, start_trainer, stop_trainer
-from cotrain.sidecar.spool import VARIABLE, Settings, Spool, read_json
+from cotrain.sidecar.adoption import CHECK_VARIABLE
+from cotrain.sidecar.launch import CAUSES, host_environment, run_host, start_trainer, stop_trainer
+from cotrain.sidecar.spool import VARIABLE, Settings, Spool
 
 KINDS = ("eagle3", "mtp", "draft_model")
 RUN = """\
@@ -50,22 +47,16 @@ CHECK = """\
 Would the first vLLM engine that COMMAND makes get a drafter, and if not, why? COMMAND is started, and the process that makes
 the engine ends before a model is loaded. A command that makes no engine runs on. Exit status 0: it would, 1: it would not.
 """
-CAUSES = """\
-none asked for a drafter. Usual causes:
-- cotrain-engine is not installed where the host's vLLM is: install it there
-- the host sets VLLM_PLUGINS, the list of what vLLM may load: add cotrain to it
-- the variable COTRAIN_SIDECAR did not reach the engine, which is an actor of Ray or on another machine: docs/sidecar.md
-- the host made no engine of vLLM, or ended before"""
 
 
 def run(arguments: Sequence[str]) -> int:
     """`cotrain run`: the trainer's process and the host's command. Returns the host's exit status."""
     usage = "cotrain run --model M [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
     options, host = _parsed(_parser("run", usage, RUN), arguments)
-    config, overrides = _configured(options)
+    config = _configured(options)
     command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--with-parent", f"--share={config.share}"]
-    command += [f"--config={file}" for file in options.config] + [f"--resume={options.resume}"] * bool(options.resume)
-    trainer, ended = start_trainer([*command, *overrides], config.spool_folder), list[str]()
+    command += [*arguments[: arguments.index("--")], f"name={config.name}"]  # by which both have the same default
+    trainer, ended = start_trainer(command, config.spool_folder), list[str]()
 
     def watch() -> None:
         if not ended and trainer.poll() is not None:
@@ -89,7 +80,7 @@ def sidecar(arguments: Sequence[str]) -> int:
     parser.add_argument("--share", type=float, metavar="S", help=text)
     parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
-    config, _ = _configured(options)
+    config = _configured(options)
     if options.share is None and "share" not in config.model_fields_set:
         raise ValueError("--share: say which share of the requests may be trained on, for example --share 0.1")
     from cotrain.sidecar.service import serve
@@ -97,11 +88,12 @@ def sidecar(arguments: Sequence[str]) -> int:
     if not options.with_parent:
         line = f"{VARIABLE}={shlex.quote(str(config.spool_folder))} vllm serve {shlex.quote(config.model)}"
         print(f"When the trainer is ready, start the engine in another terminal:\n  {line}", flush=True)
+    parent = os.getppid()  # a trainer that it has started ends with it
     with two_stage_stop(print, "round") as asked:
-        stop = Stop(asked, os.getppid() if options.with_parent else None, config.spool_folder)
-        status = serve(config, options.resume is not None, stop)
-    print(summary(config.run_root / config.name, stop.verdicts), flush=True)
-    return status
+        stop = (lambda: asked() or os.getppid() != parent) if options.with_parent else asked
+        verdicts = serve(config, options.resume is not None, stop)
+    print(summary(config.run_root / config.name, verdicts), flush=True)
+    return 0
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -111,7 +103,7 @@ def check(arguments: Sequence[str]) -> int:
 
     def verdicts(spool: Path) -> list[dict[str, Any]]:
         run_host(host, host_environment(spool) | {CHECK_VARIABLE: "1"}, lambda: None)
-        return read_verdicts(spool)
+        return Spool(spool).verdicts()
 
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cotrain-check-")))
@@ -123,7 +115,7 @@ def check(arguments: Sequence[str]) -> int:
             from cotrain.sidecar.prepare import prepare
 
             options.overrides += [f"run_root={scratch}", f"spool={scratch}/spool"]
-            found = verdicts(prepare(_configured(options)[0], False, stack).spool.folder)
+            found = verdicts(prepare(_configured(options), False, stack).spool.folder)
         print(f"\nengines: {engines_text(found)}")
     return 0 if any(verdict["reason"] is None for verdict in found) else 1
 
@@ -141,34 +133,11 @@ def summary(run: Path, verdicts: Sequence[dict[str, Any]]) -> str:
     return f"\nDone: {done}\n{aligned(lines | {'run folder': str(run)})}"
 
 
-def read_verdicts(spool: Path) -> list[dict[str, Any]]:
-    """A {"model", "pid", "reason"} of each engine that found the trainer; the reason is None if it was adopted."""
-    return [read_json(path) for path in sorted((spool / VERDICTS).glob("*.json"))]
-
-
 def engines_text(verdicts: Sequence[dict[str, Any]]) -> str:
-    """Which engines were adopted, and why others were not, from what `read_verdicts` returns."""
+    """Which engines were adopted, and why others were not, from what Spool.verdicts returns."""
     adopted = {verdict["pid"] for verdict in verdicts if verdict["reason"] is None}
     others = dict.fromkeys(f"not adopted, {v['model']}: {v['reason']}" for v in verdicts if v["reason"] is not None)
     return "\n".join([f"{len(adopted)} adopted"] * bool(adopted) + [*others]) or CAUSES
-
-
-class Stop:
-    """Set when a signal has asked for it, or when the process is gone that has started the trainer."""
-
-    def __init__(self, asked: Callable[[], bool], parent: int | None, spool: Path):
-        self._asked, self._parent, self._spool = asked, parent, spool
-        self.verdicts: list[dict[str, Any]] = []
-        """What `read_verdicts` found last, since the spool is gone at the end."""
-
-    def is_set(self) -> bool:
-        is_set = self._asked() or (self._parent is not None and os.getppid() != self._parent)
-        if is_set:
-            self.verdicts = read_verdicts(self._spool)
-        return is_set
-
-    def wait(self, timeout: float) -> None:
-        time.sleep(timeout)
 
 
 def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -195,19 +164,12 @@ def _parser(command: str, usage: str, description: str) -> argparse.ArgumentPars
     return parser
 
 
-def _configured(options: argparse.Namespace) -> tuple[SidecarConfig, list[str]]:
-    """The configuration, and the overrides that make it of the same files. Raises ConfigError listing all problems."""
+def _configured(options: argparse.Namespace) -> SidecarConfig:
+    """The configuration. Raises ConfigError listing all problems."""
     given = {name: getattr(options, name, None) for name in ("model", "spool", "share")}
     overrides = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
     if options.drafter in KINDS:
         overrides.append(f"drafter.model.type={options.drafter}")
     elif options.drafter:
         overrides.append(f"drafter.init={json.dumps(options.drafter)}")
-    overrides += options.overrides
-    if options.resume is None:
-        known: Table = reduce(merge, read_tables(options.config, overrides), Table())
-        if "type" not in known.get("drafter", {}).get("model", {}):
-            overrides.insert(0, "drafter.model.type=eagle3")  # a later type would replace the section
-        if "name" not in known:
-            overrides.append(f"name=sidecar-{time.strftime('%Y%m%d-%H%M%S')}")
-    return load_sidecar(options.config, overrides, options.resume), overrides
+    return load_sidecar(options.config, overrides + options.overrides, options.resume)

@@ -34,12 +34,11 @@ IN_HOSTS_TOO = (
 """Beginnings of the names in USED that the sidecar uses as well; the others belong to engines of cotrain's own runs."""
 
 READ = {
-    "vllm.engine.arg_utils:EngineArgs": " ".join(HOST_HAS_SET) + " model worker_extension_cls tensor_parallel_size "
-    "pipeline_parallel_size data_parallel_size",
+    "vllm.engine.arg_utils:EngineArgs": " ".join(HOST_HAS_SET) + " model worker_extension_cls",
     "vllm.config.vllm:VllmConfig": "instance_id use_v2_model_runner scheduler_config model_config parallel_config "
     "speculative_config load_config",
-    "vllm.config.model:ModelConfig": "quantization runner_type hf_config get_hidden_size get_vocab_size max_model_len",
-    "vllm.config.parallel:ParallelConfig": "world_size",
+    "vllm.config.model:ModelConfig": "quantization runner_type hf_config get_hidden_size",
+    "vllm.config.parallel:ParallelConfig": "world_size data_parallel_size",
     "vllm.config.scheduler:SchedulerConfig": "max_num_seqs async_scheduling",
     "vllm.v1.request:Request": "request_id sampling_params all_token_ids num_prompt_tokens num_tokens arrival_time "
     "get_finished_reason",

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import os
 import random
 import shutil
 import sys
@@ -18,7 +17,7 @@ from transformers import AutoTokenizer
 
 from cotrain.run.rows import read_rows
 from cotrain.sidecar.launch import start_trainer, stop_trainer
-from cotrain.sidecar.spool import HEARTBEAT_SECONDS, Spool, read_json, write_json
+from cotrain.sidecar.spool import Spool, read_json, write_json
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
@@ -326,13 +325,13 @@ def test_a_host_outlives_its_trainer_and_the_spool(sidecar: Sidecar) -> None:
             break
     assert sidecar.state["dropped"]["spool full"] and sum(s.stat().st_size for s in sidecar.engine.shards()) <= room
     sidecar.take()
-    tapped, old = sidecar.state["tapped"], time.time() - 2 * HEARTBEAT_SECONDS
-    os.utime(sidecar.spool.folder / "heartbeat", (old, old))
+    tapped = sidecar.state["tapped"]
+    sidecar.spool.abandon()
     assert sidecar.greedy() == texts
     length = sidecar.acceptance_length(5)
     sidecar.settle()
     assert length > 1.3 and sidecar.state["tapped"] - tapped <= 16, "drafts go on, and nothing is tapped"
-    os.utime(sidecar.spool.folder / "heartbeat", (time.time() + 3600,) * 2)
+    sidecar.spool.create(sidecar.spool.settings())
     for folder in (sidecar.engine.features, sidecar.engine.policies):
         shutil.rmtree(folder)  # as on a full disk, nothing can be written into it
     sidecar.wave(61)

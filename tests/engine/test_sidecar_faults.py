@@ -15,10 +15,10 @@ from tests.sidecar_parts import ROOT, host_environment, make_spool
 pytestmark = pytest.mark.engine
 
 NOT_ADOPTED = [f"cotrain.sidecar.adoption.{name}" for name in ("check_arguments", "check_config", "_claim")]
+NOT_ADOPTED += ["cotrain.sidecar.scheduling.HostScheduling"]
 NOT_ATTACHED = [
-    "cotrain.sidecar.scheduling.HostScheduling",
     "cotrain.sidecar.scheduling.Decisions.__init__",
-    "cotrain.sidecar.worker.attach_to",
+    "cotrain.sidecar.worker.WorkerSidecar",
     "cotrain.sidecar.worker.WorkerSidecar.hook_in",
     "cotrain.sidecar.policy_watch.PolicyWatch.write",
     "cotrain.rollout.vllm.cpu.correct",

@@ -13,7 +13,7 @@ import pytest
 from cotrain.sidecar.adoption import CHECK_VARIABLE
 from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE
 from pipelines.sidecar import command
-from pipelines.sidecar.command import Stop, engines_text, read_verdicts
+from pipelines.sidecar.command import engines_text
 from tests.pipelines.test_cli import cotrain
 
 QUICK = ["drafter.model.draft_vocab_size=64", "name=first"]
@@ -135,15 +135,3 @@ def test_the_check_sets_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 )
 def test_engines_in_words(verdicts: list[dict[str, Any]], text: str) -> None:
     assert engines_text(verdicts) == text
-
-
-def test_verdicts_are_read_when_the_end_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "verdicts").mkdir()
-    (tmp_path / "verdicts" / "1.json").write_text(json.dumps(ADOPTED))
-    assert read_verdicts(tmp_path) == [ADOPTED]
-    asked = [False]
-    stop = Stop(lambda: asked[0], os.getppid(), tmp_path)
-    assert not stop.is_set() and stop.verdicts == []
-    asked[0] = True
-    assert stop.is_set() and stop.verdicts == [ADOPTED]
-    assert Stop(lambda: False, -1, tmp_path).is_set()  # the parent is another one

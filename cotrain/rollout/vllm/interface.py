@@ -116,7 +116,6 @@ USED = {
 """Classes and functions, and what we read or set of a class, or pass to a function."""
 
 USED_ON_CPU = {
-    RUNNER: "discard_request_mask",
     f"{PROPOSER}._sample_from_logits": "logits sampling_metadata",
     "vllm.v1.engine.utils:get_mp_context": "",
     "vllm.v1.executor.multiproc_executor:get_mp_context": "",

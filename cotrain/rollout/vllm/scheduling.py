@@ -93,11 +93,6 @@ def _call_controller(core: Any, method: str, args: list[Any]) -> Any:
 EngineCore.cotrain_speculation = _call_controller
 
 
-async def call_controller(engine: Any, method: str, *args: Any) -> Any:
-    """Call a method of the speculation controller of an AsyncLLM."""
-    return await engine.engine_core.call_utility_async("cotrain_speculation", method, list(args))
-
-
 def computes_prompts(output: Any) -> bool:
     """Does a step compute more of a request than its last token and the drafts behind it?
 

@@ -118,13 +118,13 @@ def test_states_of_linear_attention_are_not_cached_unless_asked_for(tmp_path: Pa
     assert engine_arguments(spec_of(tmp_path, vllm={"enable_prefix_caching": True}))["enable_prefix_caching"]
 
 
-def test_the_owner_reaches_the_controller_in_vllms_engine_core() -> None:
+def test_the_owner_reaches_the_controller_in_vllms_engine_core(tmp_path: Path) -> None:
     """By vLLM's own dispatch and serialisation, without an engine."""
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from cotrain.rollout.vllm.scheduling import call_controller
+    import cotrain.rollout.vllm.scheduling  # noqa: F401  it adds the call to vLLM's engine core
 
     core = object.__new__(EngineCoreProc)
     core.shutdown_state, core.output_queue = EngineShutdownState.RUNNING, queue.Queue()
@@ -137,12 +137,13 @@ def test_the_owner_reaches_the_controller_in_vllms_engine_core() -> None:
         assert decoded.utility_output.failure_message is None
         return decoded.utility_output.result.result
 
-    engine = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call_utility_async))
-    assert asyncio.run(call_controller(engine, "fix_num_speculative_tokens", 1)) is False
-    assert asyncio.run(call_controller(engine, "describe")) == "k=1 at every batch size (fixed)"
+    engine = RolloutEngine(spec_of(tmp_path))
+    engine._engine = SimpleNamespace(errored=False, engine_core=SimpleNamespace(call_utility_async=call_utility_async))
+    assert asyncio.run(engine._speculation("fix_num_speculative_tokens", 1)) is False
+    assert asyncio.run(engine._speculation("describe")) == "k=1 at every batch size (fixed)"
     core.scheduler.controller.observe(Step(1, 2, False, [], 2))
     core.scheduler.controller.idle(0.5)
-    report = asyncio.run(call_controller(engine, "report"))
+    report = asyncio.run(engine._speculation("report"))
     assert report["steps"] == [[1, 2, "mixed", 1, 2, 0.5]] and GainReport(**report["gain"]) == GainReport()
-    assert asyncio.run(call_controller(engine, "new_drafter", [0.5, 0.3])) is None
-    assert asyncio.run(call_controller(engine, "begin", False)) is None
+    assert asyncio.run(engine._speculation("new_drafter", [0.5, 0.3])) is None
+    assert asyncio.run(engine._speculation("begin", False)) is None

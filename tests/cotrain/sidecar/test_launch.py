@@ -36,7 +36,8 @@ TRAINER = """
 import signal, sys, time
 from cotrain.sidecar.spool import Settings, Spool
 signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(3))
-Spool(sys.argv[1]).create(Settings("m", "/m", {}, (1,), 1.0, 1, False, False))
+spool = Spool(sys.argv[1])
+spool.create(Settings("m", "/m", {}, (1,), 1.0, 1, False, False))
 time.sleep(60)
 """
 

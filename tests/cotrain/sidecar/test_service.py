@@ -41,14 +41,14 @@ class Service:
     """`serve` in a thread of its own."""
 
     def __init__(self, config: SidecarConfig, resume: bool = False):
-        self.config, self.stop, self.status = config, threading.Event(), None
+        self.config, self.stop, self.verdicts = config, threading.Event(), None
         self.spool, self.folder = Spool(config.spool_folder), config.run_root / config.name
         self._thread = threading.Thread(target=self._serve, args=(resume,), daemon=True)
         self._thread.start()
         self.until(lambda: self.spool.is_alive() and read_json(self.spool.folder / "settings.json") is not None)
 
     def _serve(self, resume: bool) -> None:
-        self.status = serve(self.config, resume, self.stop)
+        self.verdicts = serve(self.config, resume, self.stop.is_set)
 
     def rows(self) -> list[dict]:
         return read_rows(self.folder / "metrics.jsonl")
@@ -65,7 +65,7 @@ class Service:
     def end(self) -> None:
         self.stop.set()
         self._thread.join(60)
-        assert self.status == 0
+        assert self.verdicts is not None
 
 
 def play(service: Service, host: Host, waves: int, first_seed: int = 0) -> list[float]:
@@ -81,8 +81,10 @@ def play(service: Service, host: Host, waves: int, first_seed: int = 0) -> list[
 def test_a_host_gets_better_drafters_and_everything_is_recorded(config, tiny, mlflow_database, capsys):
     service = Service(config)
     host = Host(service.spool, tiny)
+    service.spool.add_verdict({"model": TINY_MODEL, "pid": 1, "reason": None})
     lengths = play(service, host, 8)
     service.end()
+    assert service.verdicts == [{"model": TINY_MODEL, "pid": 1, "reason": None}]
     print(lengths)
     assert min(lengths[-3:]) > lengths[0] + 0.25
     published = [event for event in service.decisions() if event["kind"] == "published"]
@@ -206,7 +208,7 @@ def test_everything_that_is_wrong_is_said_before_anything_is_loaded(config):
     wrong = config.model_copy(update={"model": "/nowhere/at/all", "device": "cuda"})
     wrong = wrong.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": "ftp://x"})})
     with pytest.raises(ConfigError) as raised:
-        serve(wrong, False, threading.Event())
+        serve(wrong, False, lambda: True)
     text = str(raised.value)
     for line in ("name:", "model:", "spool:", "device:", "tracking.uri:"):
         assert f"\n  {line}" in text

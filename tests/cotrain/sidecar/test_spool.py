@@ -5,12 +5,12 @@ import os
 import shutil
 import stat
 import subprocess
-import time
+import sys
 from pathlib import Path
 
 import pytest
 
-from cotrain.sidecar.spool import HEARTBEAT_SECONDS, EngineFolder, Settings, Spool, read_json, write_json
+from cotrain.sidecar.spool import EngineFolder, Settings, Spool, read_json, write_json
 
 SETTINGS = Settings(
     model="tiny:llama", model_path="/models/tiny", speculative_config={"method": "eagle3"}, aux_layers=(2, 4, 5), share=0.5,
@@ -42,11 +42,18 @@ def test_settings_of_nobody_or_of_another_version_are_an_error(spool: Spool, tex
         spool.settings()
 
 
-def test_a_trainer_lives_while_it_beats(spool: Spool) -> None:
-    assert spool.is_alive()
-    os.utime(spool.folder / "heartbeat", (time.time() - HEARTBEAT_SECONDS - 1,) * 2)
+def test_a_trainer_lives_until_it_says_otherwise_or_is_gone(spool: Spool) -> None:
+    assert spool.is_alive() and Spool(spool.folder).is_alive()
+    spool.abandon()
+    assert not spool.is_alive() and not spool.is_alive(), "whoever asks does not take the lock"
+    code = "import sys, time; from tests.cotrain.sidecar.test_spool import *; s = Spool(sys.argv[1]); s.create(SETTINGS); print(flush=True)"
+    command = [sys.executable, "-c", f"{code}; time.sleep(60)", str(spool.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline()
+        assert spool.is_alive()
+        trainer.kill()
     assert not spool.is_alive()
-    spool.beat()
+    spool.create(SETTINGS)
     assert spool.is_alive()
     shutil.rmtree(spool.folder)
     assert not spool.is_alive()
@@ -98,3 +105,11 @@ def test_only_attached_engines_are_listed(spool: Spool) -> None:
     spool.engine("1")
     write_json(spool.engine("2").facts, {"attached": True})
     assert [engine.facts.parent.name for engine in spool.engines()] == ["2"]
+
+
+def test_verdicts_are_read_in_the_order_in_which_they_came(spool: Spool) -> None:
+    assert spool.verdicts() == []
+    given = [{"model": name, "pid": 1, "reason": None} for name in ("b", "a")]
+    for verdict in given:
+        spool.add_verdict(verdict)
+    assert spool.verdicts() == given
