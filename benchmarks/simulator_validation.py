@@ -15,12 +15,10 @@ import numpy as np
 from benchmarks.simulator_calibration import fit_host, solve
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.hardware import DrafterShape, hardware, model, tables
-from cotrain.simulation.lengths import lognormal_lengths
-from cotrain.simulation.rollout import Engines, generate
 from cotrain.simulation.roofline import Roofline
-from cotrain.simulation.scenario import Scenario, generation_seconds
-from cotrain.simulation.schedule import schedule
+from cotrain.simulation.scenario import Engines, Scenario, generate, schedule
 from cotrain.simulation.step_time import FittedLaw, MeasuredCells, StepTime
+from cotrain.simulation.system import lognormal_lengths
 
 FITTED_TO, LEFT_GRAPHS = ("zero", 0), ("zero", 4)
 """Rows that constants are fitted to: k = 3 and k = 5 of the same drafter."""
@@ -90,7 +88,7 @@ class Published:
         a = self._assumed
         engines = Engines(a["engines"], a["prompts"] * a["samples"])
         arms = (Scenario(cost, engines, draw, a["prompt_tokens"], acceptance, k) for draw in draws)
-        return fmean(map(generation_seconds, arms))
+        return fmean(generate(arm).seconds for arm in arms)
 
     def _mean_length(self, run: str) -> float:
         measured = tables("paper")["stages"][run]["plain"]["generation"]
@@ -236,7 +234,7 @@ def own_projection() -> dict[str, list[tuple[float, float]]]:
 
         def seconds(k: int = 0, length: float = 1.0, cost: Roofline = cost) -> float:
             acceptance = Acceptance.from_length(length, k) if k else None
-            return generation_seconds(Scenario(cost, engines, lengths, a["prompt_tokens"], acceptance, k))
+            return generate(Scenario(cost, engines, lengths, a["prompt_tokens"], acceptance, k)).seconds
 
         plain = seconds()
         speedups = [plain / seconds(k, length) for k, length, *_ in p["cells"]]
@@ -301,18 +299,17 @@ class Drain:
 
 
 @cache
-def drains(seeds: int = 24) -> list[Drain]:
-    """Speed of a batch that drains from 16 requests to 1, predicted from full batches: the event loop, mean over seeds."""
-    found, engines, lengths = [], Engines(1, 16), [4 * i for i in range(1, 17)]
-    data = tables("cpu")
+def drains() -> list[Drain]:
+    """Speed of a batch that drains from 16 requests to 1, predicted from full batches: the speed-up of its generation."""
+    found, data = [], tables("cpu")
     for session in ("earlier", "later"):
         for drafter, measured in data[session]["drain"].items():
             cost = MeasuredCells(cpu_cells(session, drafter))
-            plain = generate(cost, lengths, 0, engines, 0, None).seconds
             for k, (speed, error) in enumerate(zip(measured, data[session]["drain_error"][drafter], strict=True), 1):
                 acceptance = Acceptance.from_length(data["acceptance"][drafter][k - 1], k)
-                runs = [generate(cost, lengths, 0, engines, k, acceptance, seed).seconds for seed in range(seeds)]
-                found.append(Drain(session, drafter, k, fmean(plain / run for run in runs), speed, error))
+                batch = Scenario(cost, Engines(1, 16), [[4 * i] for i in range(1, 17)], 0, acceptance, k)
+                predicted = generate(batch.without_speculation()).seconds / generate(batch).seconds
+                found.append(Drain(session, drafter, k, predicted, speed, error))
     return found
 
 

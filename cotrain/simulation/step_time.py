@@ -81,20 +81,6 @@ class MeasuredCells:
         return len(around) == 2 and all(min(self._cells[n]) <= batch <= max(self._cells[n]) for n in around)
 
 
-class Paced:
-    """Step times of which those with drafts take `pace` times as long."""
-
-    def __init__(self, cost: StepTime, pace: float):
-        self._cost, self._pace, self.origin = cost, pace, cost.origin
-        self.prefill, self.covers = cost.prefill, cost.covers
-
-    def base(self, k: int, batch: Array) -> Array:
-        return self._cost.base(k, batch) * (self._pace if k else 1.0)
-
-    def slope(self, k: int) -> float:
-        return self._cost.slope(k) * (self._pace if k else 1.0)
-
-
 @dataclass(frozen=True)
 class FittedLaw:
     """(m^p + (f T)^p)^(1/p) + k (d0 + d1 B) seconds of a step of B requests, which computes T = B (k + 1) rows.

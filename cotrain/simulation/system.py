@@ -15,10 +15,8 @@ from cotrain.config.load import Table, merge, read_tables
 from cotrain.run.provenance import flatten
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.hardware import DrafterShape, Hardware, Model, hardware, model
-from cotrain.simulation.lengths import lognormal_lengths
-from cotrain.simulation.rollout import Engines
 from cotrain.simulation.roofline import Roofline
-from cotrain.simulation.scenario import Scenario
+from cotrain.simulation.scenario import Engines, Ints, Scenario
 from cotrain.simulation.step_time import Array, FittedLaw, MeasuredCells, StepTime
 from drafters.config import Section
 
@@ -331,6 +329,20 @@ class System:
         forward = self._model.forward_flops(sequences) / self.config.workload.steps
         seconds = forward / (self._hardware.flops["bf16"] * n.gpus)
         return {"logprob": seconds / n.logprob_mfu, "train": 3 * seconds / n.train_mfu} | n.seconds
+
+
+def lognormal_lengths(
+    prompts: int, samples: int, mean: float, sigma: float, group_share: float, limit: int, seed: int
+) -> Ints:
+    """[prompts, samples] tokens, 1 to limit.
+
+    mean: before the limit cuts. sigma: standard deviation of log length; group_share: part of its square that is the same for
+    all samples of a prompt, 0 to 1.
+    """
+    rng = np.random.default_rng(seed)
+    shared, own = rng.standard_normal((prompts, 1)), rng.standard_normal((prompts, samples))
+    logs = np.sqrt(group_share) * shared + np.sqrt(1 - group_share) * own
+    return np.clip(np.rint(mean * np.exp(sigma * logs - sigma**2 / 2)), 1, limit).astype(np.int64)
 
 
 def load_system(path: str | Path, overrides: Sequence[str] = ()) -> System:
