@@ -14,8 +14,7 @@ import numpy as np
 
 from benchmarks.simulator_calibration import fit_host, solve
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.hardware import DrafterShape, hardware, model, tables
-from cotrain.simulation.roofline import Roofline
+from cotrain.simulation.roofline import Roofline, hardware, model, tables
 from cotrain.simulation.scenario import Engines, Scenario, generate, schedule
 from cotrain.simulation.step_time import FittedLaw, MeasuredCells, StepTime
 from cotrain.simulation.system import lognormal_lengths
@@ -73,7 +72,7 @@ class Published:
         self._assumed = {**tables("paper")["workload"], "step_s": hardware("h100-sxm").host.step_s} | changes
         policy, gpu = model("Qwen3-8B"), hardware("gb200")
         host = replace(hardware("h100-sxm").host, step_s=self._assumed["step_s"], eager_layer_s=gpu.host.eager_layer_s)
-        self.undrafted = Roofline(gpu, policy, 1, DrafterShape(policy), host)
+        self.undrafted = Roofline(replace(gpu, host=host), policy, 1, policy.drafter())
         self.mean_lengths = {run: self._mean_length(run) for run in ("zero", "think")}
         self._draws = {run: self._drawn(mean) for run, mean in self.mean_lengths.items()}
         self._plain = {run: self._seconds(self.undrafted, draws) for run, draws in self._draws.items()}
@@ -105,7 +104,7 @@ class Published:
         """The speed-up of generation."""
         if isinstance(cost, Roofline) and not row.is_eagle:
             host = replace(cost.host, non_uniform=cost.host.graph_tokens is not None)
-            cost = Roofline(cost.hardware, cost.model, host=host)
+            cost = replace(cost, hardware=replace(cost.hardware, host=host), drafter=None)
         return self._plain[row.run] / self._seconds(cost, self._draws[row.run], row.k, row.length)
 
     def fitted(self, cost: Roofline, constant: str, row: Row) -> Roofline:
@@ -118,7 +117,7 @@ class Published:
             costs.append(self.fitted(self.undrafted, "draft_s", rows()[FITTED_TO]))
         if most > 2:
             captured = replace(costs[1].host, graph_tokens=self._assumed["graph_tokens"])
-            costs.append(costs[1].changed(host=captured))
+            costs.append(replace(costs[1], hardware=replace(costs[1].hardware, host=captured)))
             costs.append(self.fitted(costs[2], "eager_layer_s", rows()[LEFT_GRAPHS]))
         return costs
 
@@ -229,7 +228,7 @@ def own_projection() -> dict[str, list[tuple[float, float]]]:
     found = {}
     for name, (step_s, draft_s) in HOSTS.items():
         host = replace(gpu.host, step_s=step_s, draft_s=draft_s)
-        cost = Roofline(gpu, policy, a["tensor_parallel"], DrafterShape(policy), host)
+        cost = Roofline(replace(gpu, host=host), policy, a["tensor_parallel"], policy.drafter())
         cost.kv_tokens(a["prompt_tokens"] + a["limit"])
 
         def seconds(k: int = 0, length: float = 1.0, cost: Roofline = cost) -> float:
@@ -247,7 +246,7 @@ def surface_errors() -> tuple[np.ndarray, np.ndarray]:
     data = tables("h100_surface")
     law, batch = data["law"], np.array(data["compared"]["batch"], float)
     policy = model(law["model"])
-    cost = Roofline(hardware(law["gpu"]), policy, 1, DrafterShape(policy))
+    cost = Roofline(hardware(law["gpu"]), policy, 1, policy.drafter())
 
     def measured(k: int, tokens: np.ndarray) -> np.ndarray:
         seconds = law["fixed"] + law["step_overhead"] + law["row"] * batch * (k + 1) + law["context"] * tokens

@@ -42,10 +42,10 @@ class MeasuredCells:
 
     origin: Origin = "measured"
 
-    def __init__(self, cells: Cells, prefill_tokens_per_s: float | None = None, slope: float = 0.0):
-        """cells: without what context costs, slope seconds a token. Raises ValueError for none or for impossible ones."""
+    def __init__(self, cells: Cells, prefill_tokens_per_s: float | None = None):
+        """Raises ValueError for no cells or for impossible ones."""
         _check(cells)
-        self._prefill_tokens_per_s, self._slope = prefill_tokens_per_s, slope
+        self._prefill_tokens_per_s = prefill_tokens_per_s
         self._cells: dict[int, dict[int, float]] = {}
         for (k, batch), seconds in sorted(cells.items()):
             self._cells.setdefault(k, {})[batch] = seconds
@@ -71,7 +71,7 @@ class MeasuredCells:
         return seconds
 
     def slope(self, k: int) -> float:
-        return self._slope
+        return 0.0
 
     def prefill(self, num_tokens: float) -> float:
         return num_tokens / self._prefill_tokens_per_s if self._prefill_tokens_per_s else 0.0

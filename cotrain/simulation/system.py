@@ -14,8 +14,7 @@ from cotrain.config.errors import ConfigError, validated
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.run.provenance import flatten
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.hardware import DrafterShape, Hardware, Model, hardware, model
-from cotrain.simulation.roofline import Roofline
+from cotrain.simulation.roofline import Hardware, Model, Roofline, hardware, model
 from cotrain.simulation.scenario import Engines, Ints, Scenario
 from cotrain.simulation.step_time import Array, FittedLaw, MeasuredCells, StepTime
 from drafters.config import Section
@@ -316,8 +315,8 @@ class System:
             given["eager_layer_s"] /= self._model.layers
         history = d is not None and d.kind == "history"
         host = replace(self._hardware.host, graph_tokens=c.system.graph_tokens, non_uniform=history, **given)
-        shape = None if d is None or d.kind == "history" else DrafterShape(self._model, d.kind)
-        roofline = Roofline(self._hardware, self._model, c.system.tensor_parallel, shape, host)
+        shape = None if d is None or d.kind == "history" else self._model.drafter(d.kind)
+        roofline = Roofline(replace(self._hardware, host=host), self._model, c.system.tensor_parallel, shape)
         if (held := roofline.kv_tokens(longest)) < (room or 0):
             raise ValueError(f"system.kv_tokens {room} are more than the {held} that an engine's GPUs hold; lower it")
         return roofline, room or held

@@ -194,12 +194,16 @@ def tornado(scenario: Scenario) -> dict[str, tuple[float, float]]:
         ),
     }
     if isinstance(cost, Roofline):
-        h, host, of = cost.hardware, cost.host, lambda *changes: replace(s, cost=cost.changed(*changes))
+        h, host = cost.hardware, cost.host
+
+        def of(**constants: Any) -> Scenario:
+            return replace(s, cost=replace(cost, hardware=replace(h, **constants)))
+
         inputs |= {
-            "bandwidth of memory": lambda f: of(replace(h, memory_bandwidth=f * h.memory_bandwidth)),
-            "operations a second": lambda f: of(replace(h, flops={p: f * n for p, n in h.flops.items()})),
-            "host time of a draft token": lambda f: of(None, replace(host, draft_s=f * host.draft_s)),
-            "host time of a step": lambda f: of(None, replace(host, step_s=f * host.step_s)),
+            "bandwidth of memory": lambda f: of(memory_bandwidth=f * h.memory_bandwidth),
+            "operations a second": lambda f: of(flops={p: f * n for p, n in h.flops.items()}),
+            "host time of a draft token": lambda f: of(host=replace(host, draft_s=f * host.draft_s)),
+            "host time of a step": lambda f: of(host=replace(host, step_s=f * host.step_s)),
         }
     found = {f"{name} x0.5, x2": (speedup(change(0.5)), speedup(change(2.0))) for name, change in inputs.items()}
     if k:

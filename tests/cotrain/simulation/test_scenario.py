@@ -10,8 +10,7 @@ import pytest
 from benchmarks.simulator_validation import fitted_law_errors, prediction
 from cotrain.config.errors import ConfigError
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.hardware import hardware
-from cotrain.simulation.roofline import Roofline
+from cotrain.simulation.roofline import Roofline, hardware
 from cotrain.simulation.scenario import Engines, Scenario, answer, generate
 from cotrain.simulation.step_time import MeasuredCells
 from cotrain.simulation.system import STEP_TIME_ERRORS, System, load_system, parse_system
@@ -178,7 +177,7 @@ def test_another_system_leaves_out_what_was_fitted_to_this_one() -> None:
 
 def test_what_drafts_is_changed_without_the_rest_of_the_section() -> None:
     found = load_system(CONFIGS / "h100_node.toml", ["drafter.kind=mtp", "drafter.k=2"]).build()
-    assert isinstance(found.cost, Roofline) and found.cost.drafter and found.cost.drafter.kind == "mtp"
+    assert isinstance(found.cost, Roofline) and found.cost.drafter and found.cost.drafter.name == "mtp"
     assert found.length(3) == pytest.approx(2.4) and found.k == 2
 
 

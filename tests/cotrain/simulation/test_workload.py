@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cotrain.simulation.hardware import model
+from cotrain.simulation.roofline import model
 from cotrain.simulation.system import lognormal_lengths
 
 
