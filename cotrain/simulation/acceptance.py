@@ -31,13 +31,12 @@ class Acceptance:
         """
         if k < 1 or not 1 <= length <= k + 1:
             raise ValueError(f"acceptance length {length} with k = {k}: it lies between 1 and k + 1, with k at least 1")
-        powers = decay ** np.arange(k)
-        low, high = 0.0, 1 / powers[-1]
-        for _ in range(100):
-            middle = (low + high) / 2
-            too_low = 1 + np.cumprod(np.minimum(1.0, middle * powers)).sum() < length
-            low, high = (middle, high) if too_low else (low, middle)
-        return cls(np.cumprod(np.minimum(1.0, high * powers)).tolist())
+        from scipy.optimize import brentq
+
+        def survival(a: float) -> Array:
+            return np.cumprod(np.minimum(1.0, a * decay ** np.arange(k)))
+
+        return cls(survival(brentq(lambda a: 1 + survival(a).sum() - length, 0.0, 2 * decay ** (1 - k))).tolist())
 
     def survival(self, k: int) -> Array:
         """[k]; beyond the known positions each token is accepted after those before it as often as the last known one."""

@@ -178,6 +178,10 @@ class Scenario:
         learning, lag = np.full(len(generation), self.learning - self.sync_seconds), self.lag if lag is None else lag
         return schedule(generation + self.generation_overhead, learning, lag, self.sync_seconds)
 
+    def step_at(self, generation: float, lag: int | None = None) -> float:
+        """Seconds of a step whose engines always take so many."""
+        return self.scheduled(np.array([generation]), lag).step_seconds
+
 
 def schedule(generation: Array, learning: Array, lag: int, sync: float = 0.0) -> Schedule:
     """Means over a run that goes through these steps over and over.

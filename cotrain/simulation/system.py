@@ -187,16 +187,14 @@ class System:
     origins: dict[str, str]
     """Where each given field comes from."""
 
-    def constants(self, built: Scenario | None = None) -> dict[str, Any]:
-        """Every constant with its origin, as plain data; with what was not given as it came out in the scenario built of it."""
+    def constants(self, built: Scenario) -> dict[str, Any]:
+        """Every constant with its origin, as plain data; what was not given as it came out in the scenario built of it."""
         fields = flatten(self.config.model_dump(mode="json", exclude={"origins"}))
         found: dict[str, Any] = {n: {"value": v, "origin": self.origins.get(n, "default")} for n, v in fields.items()}
-        if isinstance(self.config.cost, RooflineCost):
-            found |= {"hardware": asdict(self._hardware), "model": asdict(self._model)}
-        if built:
-            found["cost.error"]["value"] = built.step_time_error
-            found["system.kv_tokens"]["value"] = built.engines.kv_tokens
-            found |= {"host": asdict(built.cost.host)} if isinstance(built.cost, Roofline) else {}
+        found["cost.error"]["value"] = built.step_time_error
+        found["system.kv_tokens"]["value"] = built.engines.kv_tokens
+        if isinstance(built.cost, Roofline):
+            found |= {"hardware": asdict(built.cost.hardware), "model": asdict(built.cost.model)}
         return found
 
     def build(self) -> Scenario:
@@ -218,9 +216,7 @@ class System:
         if problems or groups is None:
             raise ConfigError(problems)
         sequences = np.concatenate(groups).astype(float) + c.workload.prompt_tokens
-        seconds = tried("learner", lambda: self._learner_seconds(sequences))
-        built = tried("cost", lambda: self._cost(int(sequences.max())))
-        if seconds is None or built is None:
+        if (built := tried("cost", lambda: self._cost(int(sequences.max())))) is None:
             raise ConfigError(problems)
         (cost, room), training = built, c.cotraining if acceptance else None
         scenario = Scenario(
@@ -233,7 +229,7 @@ class System:
             steps=c.workload.steps,
             acceptance_error=c.drafter.error if c.drafter else 0.0,
             order=c.workload.order,
-            learner_seconds=seconds,
+            learner_seconds=self._learner_seconds(sequences),
             generation_overhead=c.system.overhead_seconds,
             lag=c.learner.lag,
             sync_seconds=c.learner.sync_seconds,

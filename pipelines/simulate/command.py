@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         rows = sweep(system, options.sweep)
         print(tabulate(rows, headers="keys", floatfmt=".3g"))
         if options.out is not None:
-            write_json(options.out / "sweep.json", {"base": system.constants(), "cells": rows})
+            write_json(options.out / "sweep.json", {"base": system.constants(system.build()), "cells": rows})
         return 0
     scenario = system.build()
     found = answer(scenario)

@@ -16,8 +16,6 @@ from cotrain.simulation.roofline import Roofline
 from cotrain.simulation.scenario import Answer, Scenario, generate
 from cotrain.simulation.system import LEFT_OUT, System, parse_system
 
-MOST_LAG = 4
-
 
 def report(system: System, s: Scenario, found: Answer) -> str:
     mode, engines = f"lag {s.lag}" if s.lag else "synchronous", s.engines
@@ -46,15 +44,6 @@ def arms(s: Scenario, found: Answer) -> list[dict[str, Any]]:
         row |= {"exposed s": times.exposed_generation, "mean batch": g.mean_batch, "drafted": g.drafted}
         rows.append(row | {"accepted": g.accepted, "engines busy": g.busy})
     return rows
-
-
-def over_lag(s: Scenario, found: Answer) -> dict[str, list[float]]:
-    """Seconds of a step at lag 0 and on, by arm."""
-    arms = {"no speculation": (s.without_speculation(), found.plain), arm_name(s): (s, found.arm)}
-    return {
-        name: [each.scheduled(np.array([arm.generation.seconds]), lag).step_seconds for lag in range(MOST_LAG + 1)]
-        for name, (each, arm) in arms.items()
-    }
 
 
 def arm_name(scenario: Scenario) -> str:
@@ -100,13 +89,11 @@ def _speculation(system: System, s: Scenario, found: Answer) -> Iterator[tuple[s
 
 def _acceptance(system: System, s: Scenario) -> str:
     """What more acceptance, and training of the drafter, are worth in seconds of a step."""
-
-    def step(changed: Scenario) -> float:
-        return changed.scheduled(np.array([generate(changed).seconds])).step_seconds
-
-    said = f"+0.1 saves {abs(round(step(s) - step(s.longer(0.1, s.most_drafted)), 6)):.2g} s a step"
+    more, untrained = s.longer(0.1, s.most_drafted), replace(s, drafter_seconds=0.0)
+    own, longer = (each.step_at(generate(each).seconds) for each in (s, more))
+    said = f"+0.1 saves {abs(round(own - longer, 6)):.2g} s a step"
     if training := system.config.cotraining:
-        saved = round(step(replace(s.longer(-training.gain), drafter_seconds=0.0)) - step(s), 6)
+        saved = round(untrained.step_at(generate(s.longer(-training.gain)).seconds) - own, 6)
         spent = f"{training.seconds_per_step:.2g} s {'the step waits for' if training.exposed else 'are hidden'}"
         change = "shorter: it pays" if saved > 0 else "longer: it does not pay"
         said += f"; co-training, whose {spent}, makes a step {abs(saved):.2g} s {change}"
@@ -121,7 +108,10 @@ def _step(s: Scenario, found: Answer) -> Iterator[tuple[str, str]]:
     rest = learning + s.generation_overhead
     share, bound = 1 - learning / (generation + rest), ratio(1 + generation / rest, s)
     yield "whole step", f"generation is {share:.0%} of it without lag, so that no drafter gives more than {bound}x"
-    times = [", ".join(f"{rounded(t, s):g}" for t in each[:3]) for each in over_lag(s, found).values()]
+    times = [
+        ", ".join(f"{rounded(each.step_at(arm.generation.seconds, lag), s):g}" for lag in range(3))
+        for each, arm in ((s.without_speculation(), found.plain), (s, found.arm))
+    ]
     left = s.learning - s.generation_overhead
     limit = f"from a speed-up of {ratio(generation / left, s)} on" if left > 0 else "at no speed"
     limit = limit if generation > left else "at any speed"
@@ -139,7 +129,7 @@ def sweep(system: System, asked: Sequence[str]) -> list[dict[str, Any]]:
             raise ConfigError([f"--sweep {' '.join(overrides)}: {line}" for line in error.problems]) from None
         arms = (scenario.without_speculation(), scenario)
         generation = [generate(arm).seconds for arm in arms]
-        steps = [arm.scheduled(np.array([t])).step_seconds for arm, t in zip(arms, generation, strict=True)]
+        steps = [arm.step_at(seconds) for arm, seconds in zip(arms, generation, strict=True)]
         numbers = {"generation s": generation[1], "generation x": generation[0] / generation[1]}
         numbers |= {"step s": steps[1], "step x": steps[0] / steps[1]}
         row: dict[str, Any] = dict(override.split("=", 1) for override in overrides)
@@ -215,7 +205,7 @@ def tornado(scenario: Scenario) -> dict[str, tuple[float, float]]:
 
 
 def write_plots(out: Path, s: Scenario, found: Answer) -> None:
-    """PNGs in this folder: the batch over time, speed-up by draft length and batch, the step over lag, what decides."""
+    """PNGs in this folder: the batch over time, speed-up by draft length and batch, what decides."""
     import pandas as pd
 
     from pipelines.page.figures import line_figure, range_figure
@@ -235,8 +225,6 @@ def write_plots(out: Path, s: Scenario, found: Answer) -> None:
     if speed:
         lines = {f"k={k}": values for k, values in speed.items()}
         figures["speedup"] = line_figure(lines, "decoding, x no speculation", "requests at once", floor="break-even")
-    steps = {name: pd.Series(times) for name, times in over_lag(s, found).items()}
-    figures["lag"] = line_figure(steps, "seconds a step", "lag of the policy, steps")
     value, digits = found.generation_speedup.value, 1 if s.envelope else 2
     rows = {name: {"mean": value, "min": min(ends), "max": max(ends)} for name, ends in tornado(s).items()}
     ranges = pd.DataFrame.from_dict(rows, orient="index")

@@ -210,7 +210,10 @@ def test_constants_that_were_not_given_are_told_as_they_came_out() -> None:
     constants = system.constants(system.build())
     assert constants["cost.error"] == {"value": STEP_TIME_ERRORS["roofline"], "origin": "default"}
     assert 300_000 < constants["system.kv_tokens"]["value"] < 500_000
-    assert constants["host"]["draft_s"] == hardware("h100-sxm").host.draft_s and constants["host"]["source"]
+    assert (
+        constants["hardware"]["host"]["draft_s"] == hardware("h100-sxm").host.draft_s
+        and constants["hardware"]["host"]["source"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_files_hold_figures_and_every_constant(tmp_path: Path, capsys: pytest.Ca
     assert about["speedups"]["generation"]["low"] < about["speedups"]["generation"]["value"]
     assert [arm["arm"] for arm in about["arms"]] == ["no speculation", "k=2"] and not about["envelope"]
     assert (tmp_path / "new" / "simulation.md").read_text().strip() in text
-    for name in ("batch", "speedup", "lag", "tornado"):
+    for name in ("batch", "speedup", "tornado"):
         assert (tmp_path / "new" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
