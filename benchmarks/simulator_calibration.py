@@ -35,6 +35,6 @@ def fit_host(cost: Roofline, constant: str, speedup: Callable[[Roofline], float]
 
     def changed(value: float) -> Roofline:
         constants: dict[str, Any] = {constant: value, "source": "fitted to a drafted row"}
-        return cost.changed(host=replace(cost.host, **constants))
+        return replace(cost, hardware=replace(cost.hardware, host=replace(cost.host, **constants)))
 
     return changed(solve(f"host.{constant}", lambda value: speedup(changed(value)), measured, 0.0, 20e-3))

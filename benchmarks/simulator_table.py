@@ -28,7 +28,7 @@ from benchmarks.simulator_validation import (
     surface_errors,
     workloads,
 )
-from cotrain.simulation.hardware import tables
+from cotrain.simulation.roofline import tables
 
 PAGE = Path(__file__).parent.parent / "docs" / "simulator.md"
 BEGIN, END = "<!-- table: python -m benchmarks.simulator_table -->", "<!-- end of table -->"

@@ -14,13 +14,10 @@ import numpy as np
 
 from benchmarks.simulator_calibration import fit_host, solve
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.hardware import DrafterShape, hardware, model, tables
-from cotrain.simulation.lengths import lognormal_lengths
-from cotrain.simulation.rollout import Engines, generate
-from cotrain.simulation.roofline import Roofline
-from cotrain.simulation.scenario import Scenario, generation_seconds
-from cotrain.simulation.schedule import schedule
+from cotrain.simulation.roofline import Roofline, hardware, model, tables
+from cotrain.simulation.scenario import Engines, Scenario, generate, schedule
 from cotrain.simulation.step_time import FittedLaw, MeasuredCells, StepTime
+from cotrain.simulation.system import lognormal_lengths
 
 FITTED_TO, LEFT_GRAPHS = ("zero", 0), ("zero", 4)
 """Rows that constants are fitted to: k = 3 and k = 5 of the same drafter."""
@@ -75,7 +72,7 @@ class Published:
         self._assumed = {**tables("paper")["workload"], "step_s": hardware("h100-sxm").host.step_s} | changes
         policy, gpu = model("Qwen3-8B"), hardware("gb200")
         host = replace(hardware("h100-sxm").host, step_s=self._assumed["step_s"], eager_layer_s=gpu.host.eager_layer_s)
-        self.undrafted = Roofline(gpu, policy, 1, DrafterShape(policy), host)
+        self.undrafted = Roofline(replace(gpu, host=host), policy, 1, policy.drafter())
         self.mean_lengths = {run: self._mean_length(run) for run in ("zero", "think")}
         self._draws = {run: self._drawn(mean) for run, mean in self.mean_lengths.items()}
         self._plain = {run: self._seconds(self.undrafted, draws) for run, draws in self._draws.items()}
@@ -90,7 +87,7 @@ class Published:
         a = self._assumed
         engines = Engines(a["engines"], a["prompts"] * a["samples"])
         arms = (Scenario(cost, engines, draw, a["prompt_tokens"], acceptance, k) for draw in draws)
-        return fmean(map(generation_seconds, arms))
+        return fmean(generate(arm).seconds for arm in arms)
 
     def _mean_length(self, run: str) -> float:
         measured = tables("paper")["stages"][run]["plain"]["generation"]
@@ -107,7 +104,7 @@ class Published:
         """The speed-up of generation."""
         if isinstance(cost, Roofline) and not row.is_eagle:
             host = replace(cost.host, non_uniform=cost.host.graph_tokens is not None)
-            cost = Roofline(cost.hardware, cost.model, host=host)
+            cost = replace(cost, hardware=replace(cost.hardware, host=host), drafter=None)
         return self._plain[row.run] / self._seconds(cost, self._draws[row.run], row.k, row.length)
 
     def fitted(self, cost: Roofline, constant: str, row: Row) -> Roofline:
@@ -120,7 +117,7 @@ class Published:
             costs.append(self.fitted(self.undrafted, "draft_s", rows()[FITTED_TO]))
         if most > 2:
             captured = replace(costs[1].host, graph_tokens=self._assumed["graph_tokens"])
-            costs.append(costs[1].changed(host=captured))
+            costs.append(replace(costs[1], hardware=replace(costs[1].hardware, host=captured)))
             costs.append(self.fitted(costs[2], "eager_layer_s", rows()[LEFT_GRAPHS]))
         return costs
 
@@ -231,12 +228,12 @@ def own_projection() -> dict[str, list[tuple[float, float]]]:
     found = {}
     for name, (step_s, draft_s) in HOSTS.items():
         host = replace(gpu.host, step_s=step_s, draft_s=draft_s)
-        cost = Roofline(gpu, policy, a["tensor_parallel"], DrafterShape(policy), host)
+        cost = Roofline(replace(gpu, host=host), policy, a["tensor_parallel"], policy.drafter())
         cost.kv_tokens(a["prompt_tokens"] + a["limit"])
 
         def seconds(k: int = 0, length: float = 1.0, cost: Roofline = cost) -> float:
             acceptance = Acceptance.from_length(length, k) if k else None
-            return generation_seconds(Scenario(cost, engines, lengths, a["prompt_tokens"], acceptance, k))
+            return generate(Scenario(cost, engines, lengths, a["prompt_tokens"], acceptance, k)).seconds
 
         plain = seconds()
         speedups = [plain / seconds(k, length) for k, length, *_ in p["cells"]]
@@ -249,7 +246,7 @@ def surface_errors() -> tuple[np.ndarray, np.ndarray]:
     data = tables("h100_surface")
     law, batch = data["law"], np.array(data["compared"]["batch"], float)
     policy = model(law["model"])
-    cost = Roofline(hardware(law["gpu"]), policy, 1, DrafterShape(policy))
+    cost = Roofline(hardware(law["gpu"]), policy, 1, policy.drafter())
 
     def measured(k: int, tokens: np.ndarray) -> np.ndarray:
         seconds = law["fixed"] + law["step_overhead"] + law["row"] * batch * (k + 1) + law["context"] * tokens
@@ -301,18 +298,17 @@ class Drain:
 
 
 @cache
-def drains(seeds: int = 24) -> list[Drain]:
-    """Speed of a batch that drains from 16 requests to 1, predicted from full batches: the event loop, mean over seeds."""
-    found, engines, lengths = [], Engines(1, 16), [4 * i for i in range(1, 17)]
-    data = tables("cpu")
+def drains() -> list[Drain]:
+    """Speed of a batch that drains from 16 requests to 1, predicted from full batches: the speed-up of its generation."""
+    found, data = [], tables("cpu")
     for session in ("earlier", "later"):
         for drafter, measured in data[session]["drain"].items():
             cost = MeasuredCells(cpu_cells(session, drafter))
-            plain = generate(cost, lengths, 0, engines, 0, None).seconds
             for k, (speed, error) in enumerate(zip(measured, data[session]["drain_error"][drafter], strict=True), 1):
                 acceptance = Acceptance.from_length(data["acceptance"][drafter][k - 1], k)
-                runs = [generate(cost, lengths, 0, engines, k, acceptance, seed).seconds for seed in range(seeds)]
-                found.append(Drain(session, drafter, k, fmean(plain / run for run in runs), speed, error))
+                batch = Scenario(cost, Engines(1, 16), [[4 * i] for i in range(1, 17)], 0, acceptance, k)
+                predicted = generate(batch.without_speculation()).seconds / generate(batch).seconds
+                found.append(Drain(session, drafter, k, predicted, speed, error))
     return found
 
 

@@ -31,13 +31,12 @@ class Acceptance:
         """
         if k < 1 or not 1 <= length <= k + 1:
             raise ValueError(f"acceptance length {length} with k = {k}: it lies between 1 and k + 1, with k at least 1")
-        powers = decay ** np.arange(k)
-        low, high = 0.0, 1 / powers[-1]
-        for _ in range(100):
-            middle = (low + high) / 2
-            too_low = 1 + np.cumprod(np.minimum(1.0, middle * powers)).sum() < length
-            low, high = (middle, high) if too_low else (low, middle)
-        return cls(np.cumprod(np.minimum(1.0, high * powers)).tolist())
+        from scipy.optimize import brentq
+
+        def survival(a: float) -> Array:
+            return np.cumprod(np.minimum(1.0, a * decay ** np.arange(k)))
+
+        return cls(survival(brentq(lambda a: 1 + survival(a).sum() - length, 0.0, 2 * decay ** (1 - k))).tolist())
 
     def survival(self, k: int) -> Array:
         """[k]; beyond the known positions each token is accepted after those before it as often as the last known one."""
@@ -63,10 +62,19 @@ class Acceptance:
 
         return Acceptance(changed(self.survival(k)), [(n, changed(_extended(curve, k))) for n, curve in self._by_depth])
 
-    def at_depth(self, k: int) -> tuple[Array, Array]:
-        """[d] first response tokens, the first of them 0, and [d, k] the survival from each of them on."""
+    def progress(self, most: int) -> tuple[Array, Array, Array, Array]:
+        """[d] first response tokens of a depth, the first of them 0; and three arrays [most + 1, d] by number of draft tokens:
+
+        tokens that a step emits there on average, their variance over that mean, and tokens by which the last step of a
+        response goes beyond its end, as in a renewal process.
+        """
         starts = np.array([start for start, _ in self._by_depth], float)
-        return starts, np.stack([_extended(curve, k) for _, curve in self._by_depth])
+        curves = np.stack([_extended(curve, most) for _, curve in self._by_depth], axis=1)
+        none, positions = np.zeros((1, len(starts))), np.arange(1, most + 1)[:, None]
+        accepted = np.vstack([none, curves.cumsum(0)])
+        weighted = np.vstack([none, (positions * curves).cumsum(0)])
+        emitted = 1 + accepted
+        return starts, emitted, np.maximum(2 * weighted - accepted * emitted, 0.0) / emitted, weighted / emitted
 
 
 def _checked(survival: Sequence[float], name: str) -> Array:

@@ -1,13 +1,24 @@
 """Seconds of a step on a GPU: data sheets, shapes of model and drafter, and constants fitted to measured operators.
 
 A step of B requests with k draft tokens computes B (k + 1) rows: the layers and the head over all of them, the sampler,
-k passes of the drafter, and what the host adds. Only the terms of the host are fitted to measured steps.
+k passes of the drafter, and what the host adds. Only the terms of the host are fitted to measured steps. GPUs are those of
+data/hardware.toml, models those of data/models.toml.
 """
 
-import numpy as np
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from cotrain.simulation.hardware import BYTES, DrafterShape, Hardware, Host, Kernel, Model, Precision
+import numpy as np
+from pydantic import TypeAdapter
+
 from cotrain.simulation.step_time import Array, Origin
+
+Precision = Literal["bf16", "fp8"]
+BYTES: dict[Precision, float] = {"bf16": 2.0, "fp8": 1.0}
 
 SMALL_KERNELS_S, SMALL_PASSES = 10e-6, 6
 """Norms, rotary embedding, activation, residual sums, cache writes: five kernels a layer, that move a row six times."""
@@ -15,42 +26,203 @@ SMALL_KERNELS_S, SMALL_PASSES = 10e-6, 6
 SAMPLER_PASSES, MOST_ROWS = 6, 2048
 """Passes of the sampler over float32 logits; and rows of the largest matrix products that constants were fitted to."""
 
+DRAFT_VOCABULARY = 32_000
+"""Tokens that EAGLE-3 can draft."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """launch_s + request_s * requests + (moving^sharpness + computing^sharpness)^(1 / sharpness) seconds of an operation.
+
+    Moving bytes and computing take what the data sheet promises over the efficiency.
+    """
+
+    bandwidth_efficiency: float
+    launch_s: float
+    error: Mapping[str, float]
+    """Relative error of the fit: mean and 90 % quantile (p90) over so many cells."""
+    source: str
+    flops_efficiency: float = 1.0
+    sharpness: float = 1.0
+    request_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds that the host adds to every step, and which steps run outside CUDA graphs."""
+
+    step_s: float
+    draft_s: float
+    """For each pass of the drafter. No measurement without speculation tells it."""
+    eager_layer_s: float
+    """Least seconds of a layer outside graphs, where the host starts ten operations one by one."""
+    graph_tokens: int | None = None
+    """Rows up to which steps were captured; None: all. vLLM's default was min(2 max_num_seqs, 512) until its pull request
+    50488 of 2026-07-30, which counts requests instead."""
+    non_uniform: bool = False
+    """Do requests have different numbers of draft tokens (n-gram)? Such steps run outside graphs."""
+    source: str = "given"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU: first what the vendor states. Bytes, bytes a second (of the link one way), dense operations a second."""
+
+    name: str
+    memory_bytes: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    flops: Mapping[Precision, float]
+    source: str
+    gemm: Mapping[Precision, Kernel]
+    experts: Mapping[Precision, Kernel]
+    attention: Mapping[Precision, Kernel]
+    all_reduce: Mapping[int, Kernel]
+    """In CUDA graphs, by the number of GPUs."""
+    host: Host
+    """Where nothing was measured on the system itself."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder of gated layers. With experts, intermediate is that of one."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    parameters: float
+    """Billions, by the model's card."""
+    source: str
+    experts: int = 0
+    experts_per_token: int = 0
+    tied_embeddings: bool = False
+    weights: Precision = "bf16"
+    """Number format of the layers. Embedding and head are in bf16."""
+    kv_cache: Precision = "bf16"
+    read: int = 0
+    """Width that attention reads where it is not hidden (a drafter's)."""
+    fused: int = 0
+    """Width that a first matrix fuses to hidden (a drafter's)."""
+    fuses_always: bool = False
+    """Does that in each pass, not in the first alone."""
+
+    def drafter(self, kind: Literal["eagle3", "mtp"] = "eagle3") -> "Model":
+        """A layer in bf16 with these heads, which runs once for each draft token; the embedding is the model's own.
+
+        MTP fuses embedding and hidden state, and drafts all tokens. EAGLE-3 fuses hidden states of three layers in the first
+        pass, and feeds later ones its own. Beside experts, it is three hidden sizes wide.
+        """
+        mtp, hidden = kind == "mtp", self.hidden
+        return replace(
+            self,
+            name=kind,
+            layers=1,
+            intermediate=3 * hidden if self.experts else self.intermediate,
+            vocabulary=self.vocabulary if mtp else DRAFT_VOCABULARY,
+            experts=0,
+            tied_embeddings=True,
+            weights="bf16",
+            kv_cache="bf16",
+            read=hidden if mtp else 2 * hidden,
+            fused=2 * hidden if mtp else 3 * hidden,
+            fuses_always=mtp,
+        )
+
+    def _count(self, experts: int, vocabularies: int) -> tuple[float, float]:
+        """Parameters of the layers, and of embedding and head."""
+        attention = (self.read or self.hidden) * (self.heads + 2 * self.kv_heads) + self.hidden * self.heads
+        others = self.fused + 3.0 * self.intermediate * max(experts, 1) + self.experts
+        return self.layers * (self.head_dim * attention + self.hidden * others), float(
+            vocabularies * self.vocabulary * self.hidden
+        )
+
+    @property
+    def total_parameters(self) -> float:
+        return sum(self._count(self.experts, 1 if self.tied_embeddings else 2))
+
+    @property
+    def active_parameters(self) -> float:
+        """Those that a token is multiplied with: of the experts those that it is sent to, no embedding."""
+        return sum(self._count(self.experts_per_token, 1))
+
+    def forward_flops(self, sequences: Array) -> float:
+        """Operations of a forward pass over [n] sequences of so many tokens; a backward pass is two of them.
+
+        2 for each active parameter and token, and 4 for each unit of attention width and pair of tokens, of which a causal
+        model computes half (Megatron-LM, arXiv 2104.04473).
+        """
+        width = self.layers * self.heads * self.head_dim
+        return float((2 * self.active_parameters * sequences + 2 * width * sequences**2).sum())
+
+    @property
+    def weight_bytes(self) -> float:
+        layers, ends = self._count(self.experts, 1 if self.tied_embeddings else 2)
+        return layers * BYTES[self.weights] + ends * BYTES["bf16"]
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of a token of context, over all layers."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * BYTES[self.kv_cache]
+
+
+@cache
+def tables(name: str) -> dict[str, Any]:
+    """The tables of data/<name>.toml."""
+    return tomllib.loads((Path(__file__).parent / "data" / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def _entry(file: str, kind: str, name: str) -> dict[str, Any]:
+    if name not in tables(file):
+        raise ValueError(f"no {kind} {name!r}: cotrain/simulation/data/{file}.toml has {', '.join(tables(file))}")
+    return {"name": name} | tables(file)[name]
+
+
+@cache
+def hardware(name: str) -> Hardware:
+    """Raises ValueError that names the known GPUs."""
+    return TypeAdapter(Hardware).validate_python(_entry("hardware", "GPU", name))
+
+
+def model(name: str) -> Model:
+    """Raises ValueError that names the known models."""
+    return Model(**_entry("models", "model", name))
+
 
 def experts_read(tokens: Array, experts: int, per_token: int) -> Array:
     """Experts that at least one token is sent to, E (1 - (1 - K/E)^T), as if each token chose at random."""
     return experts * (1 - (1 - per_token / experts) ** tokens)
 
 
+@dataclass(frozen=True)
 class Roofline:
     """Operators are added up as in AIConfigurator (arXiv 2601.06288), with rounded rooflines in place of its tables.
 
     The cache is read once for all rows of a request. Expert and tensor parallelism cost alike. A drafter is split over the
-    GPUs as its target is, which is vLLM's default.
+    GPUs as its target is, which is vLLM's default. Raises ValueError when the weights do not fit, or the heads cannot be split.
     """
 
-    origin: Origin = "roofline"
+    hardware: Hardware
+    model: Model
+    tensor_parallel: int = 1
+    drafter: Model | None = None
+    """Without one, draft tokens cost their verification alone."""
 
-    def __init__(
-        self,
-        hardware: Hardware,
-        model: Model,
-        tensor_parallel: int = 1,
-        drafter: DrafterShape | None = None,
-        host: Host | None = None,
-    ):
-        """Without a drafter, draft tokens cost their verification alone. Without a host, it is that of the hardware.
+    origin: ClassVar[Origin] = "roofline"
 
-        Raises ValueError when the weights do not fit, or the heads cannot be split.
-        """
-        if tensor_parallel < 1 or model.heads % tensor_parallel:
-            raise ValueError(f"system.tensor_parallel {tensor_parallel} must divide {model.name}'s {model.heads} heads")
-        self.hardware, self.model, self.drafter, self.host = hardware, model, drafter, host or hardware.host
-        self.tensor_parallel, self._kv_shards = tensor_parallel, min(tensor_parallel, model.kv_heads)
-        self._streaming = hardware.memory_bandwidth * hardware.gemm["bf16"].bandwidth_efficiency
+    def __post_init__(self) -> None:
+        if self.model.heads % self.tensor_parallel:
+            line = f"must divide {self.model.name}'s {self.model.heads} heads"
+            raise ValueError(f"system.tensor_parallel {self.tensor_parallel} {line}")
         self.kv_tokens()
 
-    def changed(self, hardware: Hardware | None = None, host: Host | None = None) -> "Roofline":
-        return Roofline(hardware or self.hardware, self.model, self.tensor_parallel, self.drafter, host or self.host)
+    @property
+    def host(self) -> Host:
+        return self.hardware.host
 
     def kv_tokens(self, request_tokens: int = 1, memory_share: float = 0.9) -> int:
         """Tokens of context that an engine holds in this share of its memory (`gpu_memory_utilization` of vLLM).
@@ -59,7 +231,7 @@ class Roofline:
         """
         weights, cache = self.model.weight_bytes, self.model.kv_bytes
         if self.drafter:
-            weights, cache = weights + self.drafter.parameters * BYTES["bf16"], cache + self.drafter.kv_bytes
+            weights, cache = weights + self.drafter.weight_bytes, cache + self.drafter.kv_bytes
         usable, weights = self.hardware.memory_bytes * memory_share, weights / self.tensor_parallel
         tokens = int((usable - weights) / (cache / self._kv_shards))
         if tokens < request_tokens:
@@ -75,28 +247,32 @@ class Roofline:
         rows = batch * (k + 1)
         most = np.inf if self.host.graph_tokens is None else self.host.graph_tokens
         eager = (rows > most) | bool(self.host.non_uniform and k)
-        seconds = self._forward(rows, batch, rows)
+        seconds = self._target(rows, batch, rows)
         seconds = np.where(eager, np.maximum(seconds, self.model.layers * self.host.eager_layer_s), seconds)
         if k and self.drafter:
-            drafting = self._draft(rows, batch, first=True) + (k - 1) * self._draft(batch, batch, first=False)
+            later = self._pass(self.drafter, batch, batch, batch, self.drafter.fuses_always)
+            drafting = self._pass(self.drafter, rows, batch, batch, True) + (k - 1) * later
             least = 2 * k * self.host.eager_layer_s  # the head and what is around the layer take as long as it
             drafting = np.where(eager, np.maximum(drafting, least), drafting)
             seconds = seconds + drafting + k * self.host.draft_s
         return seconds + self.host.step_s
 
     def slope(self, k: int) -> float:
+        reads = [(1, self.model), (k, self.drafter)] if self.drafter else [(1, self.model)]
         attention = self.hardware.attention
-        moved = self.model.kv_bytes / attention[self.model.kv_cache].bandwidth_efficiency
-        if k and self.drafter:
-            moved += k * self.drafter.kv_bytes / attention["bf16"].bandwidth_efficiency
+        moved = sum(times * m.kv_bytes / attention[m.kv_cache].bandwidth_efficiency for times, m in reads)
         return moved / self._kv_shards / self.hardware.memory_bandwidth
 
     def prefill(self, num_tokens: float) -> float:
         """Without attention between the tokens of a prompt, which matters from some ten thousand of them on."""
-        return float(self._forward(np.array([num_tokens]), np.ones(1), np.ones(1))[0]) if num_tokens else 0.0
+        return float(self._target(np.array([num_tokens]), np.ones(1), np.ones(1))[0]) if num_tokens else 0.0
 
     def covers(self, k: int, batch: int) -> bool:
         return batch * (k + 1) <= MOST_ROWS
+
+    @property
+    def _kv_shards(self) -> int:
+        return min(self.tensor_parallel, self.model.kv_heads)
 
     def _time(self, kernel: Kernel, moved: Array, flops: Array, precision: Precision) -> Array:
         moving = moved / (self.hardware.memory_bandwidth * kernel.bandwidth_efficiency)
@@ -107,46 +283,42 @@ class Roofline:
         moved = inputs * (outputs + rows) * BYTES[precision] + rows * outputs * 2
         return self._time(self.hardware.gemm[precision], moved, 2 * rows * inputs * outputs, precision)
 
-    def _attention(self, rows: Array, batch: Array, width: float, precision: Precision) -> Array:
+    def _moving(self, num_bytes: Array) -> Array:
+        return num_bytes / (self.hardware.memory_bandwidth * self.hardware.gemm["bf16"].bandwidth_efficiency)
+
+    def _attention(self, m: Model, rows: Array, batch: Array) -> Array:
         """A layer up to its feed-forward, with its small kernels and both all-reduces, without reading the cache."""
-        m, known = self.model, self.hardware.all_reduce
-        heads, kv_heads = m.heads / self.tensor_parallel, m.kv_heads / self._kv_shards
+        known, gpus = self.hardware.all_reduce, self.tensor_parallel
+        heads, kv_heads = m.heads / gpus, m.kv_heads / self._kv_shards
         kernel = self.hardware.attention[m.kv_cache]
         seconds = kernel.launch_s + kernel.request_s * batch
-        seconds += self._product(rows, width, (heads + 2 * kv_heads) * m.head_dim, precision)
-        seconds += self._product(rows, heads * m.head_dim, m.hidden, precision)
-        seconds += SMALL_KERNELS_S + SMALL_PASSES * rows * m.hidden * 2 / self._streaming
-        if self.tensor_parallel > 1:  # more GPUs than were measured take what the most take
-            fit = known[max(gpus for gpus in known if gpus <= self.tensor_parallel)]
+        seconds += self._product(rows, m.read or m.hidden, (heads + 2 * kv_heads) * m.head_dim, m.weights)
+        seconds += self._product(rows, heads * m.head_dim, m.hidden, m.weights)
+        seconds += SMALL_KERNELS_S + self._moving(SMALL_PASSES * rows * m.hidden * 2)
+        if gpus > 1:  # more GPUs than were measured take what the most take
+            fit = known[max(n for n in known if n <= gpus)]
             moving = rows * m.hidden * 2 / (self.hardware.link_bandwidth * fit.bandwidth_efficiency)
             seconds += 2 * (fit.launch_s + moving)
         return seconds
 
-    def _dense(self, rows: Array, intermediate: int, precision: Precision) -> Array:
-        hidden, width = self.model.hidden, intermediate / self.tensor_parallel
-        return self._product(rows, hidden, 2 * width, precision) + self._product(rows, width, hidden, precision)
-
-    def _experts(self, rows: Array) -> Array:
-        """The router, and the experts that are read. Bytes and operations are added, which fits the tables best."""
-        m = self.model
+    def _feed_forward(self, m: Model, rows: Array) -> Array:
+        """Of experts the router, and those that are read: bytes and operations are added, which fits the tables best."""
+        gpus = self.tensor_parallel
+        if not m.experts:
+            width = m.intermediate / gpus
+            return self._product(rows, m.hidden, 2 * width, m.weights) + self._product(rows, width, m.hidden, m.weights)
         weights = experts_read(rows, m.experts, m.experts_per_token) * 3 * m.hidden * m.intermediate * BYTES[m.weights]
         moved = weights + rows * m.experts_per_token * (2 * m.hidden + 3 * m.intermediate) * 2
         flops = 6 * rows * m.experts_per_token * m.hidden * m.intermediate
         router, kernel = self._product(rows, m.hidden, m.experts), self.hardware.experts[m.weights]
-        return router + self._time(kernel, moved / self.tensor_parallel, flops / self.tensor_parallel, m.weights)
+        return router + self._time(kernel, moved / gpus, flops / gpus, m.weights)
 
-    def _forward(self, rows: Array, batch: Array, logit_rows: Array) -> Array:
-        m = self.model
-        layer = self._attention(rows, batch, m.hidden, m.weights)
-        layer += self._experts(rows) if m.experts else self._dense(rows, m.intermediate, m.weights)
-        head = self._product(logit_rows, m.hidden, m.vocabulary / self.tensor_parallel)
-        return m.layers * layer + head + SAMPLER_PASSES * logit_rows * m.vocabulary * 4 / self._streaming
+    def _pass(self, m: Model, rows: Array, batch: Array, head_rows: Array, fuses: bool = False) -> Array:
+        """All layers and the head."""
+        layer = self._attention(m, rows, batch) + self._feed_forward(m, rows)
+        fusing = self._product(rows, m.fused, m.hidden) if fuses else 0.0
+        return m.layers * layer + fusing + self._product(head_rows, m.hidden, m.vocabulary / self.tensor_parallel)
 
-    def _draft(self, rows: Array, batch: Array, first: bool) -> Array:
-        """A pass of the drafter: the first over the rows that were verified, later ones over a row a request."""
-        assert self.drafter is not None
-        d, hidden, (fused, read, head_rows) = self.drafter, self.model.hidden, self.drafter.widths
-        seconds = self._attention(rows, batch, read, "bf16") + self._dense(rows, d.intermediate, "bf16")
-        if first or d.kind == "mtp":  # EAGLE-3 feeds later passes its own hidden states
-            seconds += self._product(rows, fused, hidden)
-        return seconds + self._product(batch, hidden, head_rows / self.tensor_parallel)
+    def _target(self, rows: Array, batch: Array, head_rows: Array) -> Array:
+        sampler = self._moving(SAMPLER_PASSES * head_rows * self.model.vocabulary * 4)
+        return self._pass(self.model, rows, batch, head_rows) + sampler

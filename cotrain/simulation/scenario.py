@@ -1,25 +1,49 @@
 """A system and its work as numbers, and what speculation makes of a step: the arm beside its twin without speculation."""
 
-import heapq
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import chain, zip_longest
 from statistics import NormalDist, fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.rollout import DraftLengths, Engines, Generation, Ints, Order, Prices, deal, generate
-from cotrain.simulation.schedule import Schedule, schedule
-from cotrain.simulation.step_time import Array, Paced, StepTime
+from cotrain.simulation.step_time import Array, StepTime
+
+Ints = NDArray[np.int64]
+DraftLengths = int | Sequence[int]
+"""Draft tokens of each request and step: a number, or numbers by batch size, of which the one at 0 is not used."""
+
+Order = Literal["drawn", "longest_first"]
 
 DRAWS = 32
 """Draws that an interval rests on. They spread evenly over the errors, so that more of them move its ends by little."""
 
 MOST_COMPARED = 7
 """Longest draft that is compared with a scenario's own, unless that is longer."""
+
+REPEATS, FEW_TOKENS = 16, 100_000
+"""A scenario of so few tokens is simulated so many times, so that how chance spreads its responses counts."""
+
+WARM_UP = 3
+"""Passes through a series of steps before the one that counts, so that the start of the run does not."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    count: int
+    max_num_seqs: int
+    kv_tokens: int | None = None
+    """Most tokens of context that an engine holds. A request begins when the whole of its own, at its end, fits."""
+
+
+class Schedule(NamedTuple):
+    step_seconds: float
+    exposed_generation: float
+    """Seconds a step in which the learner waits for responses."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +52,7 @@ class Scenario:
     engines: Engines
     lengths: list[list[int]]
     """Response tokens of each prompt's samples, step after step."""
-    prompt_tokens: int
+    prompt_tokens: float
     acceptance: Acceptance | None
     k: DraftLengths
     steps: int = 1
@@ -38,6 +62,9 @@ class Scenario:
     acceptance_error: float = 0.0
     """Relative standard error of the acceptance length."""
     order: Order = "drawn"
+    """Prompts begin as they come, or those with the longest responses first, as if these were known before."""
+    draft_pace: float | Array = 1.0
+    """Engine steps with drafts take so many times as long as `cost` says; [steps] when each step has its own."""
     learner_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each stage of a step but generation."""
     generation_overhead: float = 0.0
@@ -62,31 +89,40 @@ class Scenario:
         return self.cost.origin == "roofline" and self.speculates and max(self.most_drafted, 1) > known
 
     @cached_property
-    def each(self) -> list["Scenario"]:
-        """Its steps one by one."""
-        cuts = [step * len(self.lengths) // self.steps for step in range(self.steps + 1)]
-        return [replace(self, lengths=self.lengths[a:b], steps=1) for a, b in pairwise(cuts)]
-
-    @cached_property
     def flat(self) -> Ints:
         return np.concatenate([np.asarray(group, np.int64) for group in self.lengths])
 
+    @cached_property
+    def requests(self) -> Ints:
+        """[steps times engines, most of an engine] response tokens in the order in which they begin, then zeros.
+
+        Prompts go to the engines in turn, with all their samples; where prompts differ in how many they have, responses do.
+        """
+        alike, count = len({len(group) for group in self.lengths}) == 1, len(self.lengths)
+        shares: list[Sequence[int]] = []
+        for step in range(self.steps):
+            groups = self.lengths[step * count // self.steps : (step + 1) * count // self.steps]
+            groups = groups if alike else [[length] for group in groups for length in group]
+            groups = sorted(groups, key=fmean, reverse=True) if self.order == "longest_first" else groups
+            shares += ([*chain(*groups[engine :: self.engines.count])] for engine in range(self.engines.count))
+        return np.array([*zip_longest(*shares, fillvalue=0)], np.int64).T
+
     @property
-    def samples(self) -> int:
-        """Samples of each prompt. It is 1 where prompts differ in it: their responses are then dealt out one by one."""
-        sizes = {len(group) for group in self.lengths}
-        return sizes.pop() if len(sizes) == 1 else 1
-
-    @cached_property
-    def shares(self) -> list[Ints]:
-        """Response tokens of each engine's requests in a scenario of one step, in the order in which they begin."""
-        return [self.flat[share] for share in deal(self.flat, self.engines.count, self.samples, self.order)]
-
-    @cached_property
     def batches(self) -> Ints:
         """Batch sizes that an engine goes through."""
-        most = max(len(share) for step in self.each for share in step.shares)
-        return np.arange(min(self.engines.max_num_seqs, most)) + 1
+        return np.arange(min(self.engines.max_num_seqs, self.requests.shape[1])) + 1
+
+    @property
+    def prices(self) -> tuple[Ints, Array, Array]:
+        """[batch sizes from 0 on, which costs nothing] draft length, seconds of a step, and those of each token of context."""
+        sizes = np.append(0, self.batches)
+        k = [self.k_at(max(size, 1)) for size in sizes.tolist()]
+        base = {n: self.cost.base(n, np.maximum(sizes, 1.0)) for n in set(k)}
+        return (
+            np.array(k),
+            np.array([base[n][size] for size, n in enumerate(k)]) * (sizes > 0),
+            np.array([self.cost.slope(n) for n in k]),
+        )
 
     @cached_property
     def mean_context(self) -> float:
@@ -142,6 +178,102 @@ class Scenario:
         learning, lag = np.full(len(generation), self.learning - self.sync_seconds), self.lag if lag is None else lag
         return schedule(generation + self.generation_overhead, learning, lag, self.sync_seconds)
 
+    def step_at(self, generation: float, lag: int | None = None) -> float:
+        """Seconds of a step whose engines always take so many."""
+        return self.scheduled(np.array([generation]), lag).step_seconds
+
+
+def schedule(generation: Array, learning: Array, lag: int, sync: float = 0.0) -> Schedule:
+    """Means over a run that goes through these steps over and over.
+
+    generation, learning: [n] seconds of each step; sync: of sending the weights. Step i generates once step i - 1 is
+    generated and the weights of step i - 1 - lag have arrived; it is learnt from once it is generated and step i - 1 is learnt
+    from. Lag 0 is the synchronous case.
+    """
+    count = len(generation)
+    before = count * max(WARM_UP, -(-(lag + 1) // count))
+    generated, exposed = 0.0, 0.0
+    arrived = [0.0] * (lag + 1)
+    for i in range(before + count):
+        generated = max(generated, arrived[i]) + float(generation[i % count])
+        wait = max(0.0, generated - arrived[-1])
+        exposed += wait if i >= before else 0.0
+        arrived.append(arrived[-1] + wait + float(learning[i % count]) + sync)
+    return Schedule((arrived[-1] - arrived[-1 - count]) / count, exposed / count)
+
+
+class Generation(NamedTuple):
+    """What the responses of a step take. Counts are those of all engines together, and means over steps."""
+
+    seconds: float
+    """Until the last engine has ended."""
+    mean_batch: float
+    """Requests that an engine runs at once while it has any."""
+    busy: float
+    """Share of the time in which an engine has work, mean over engines."""
+    drafted: float
+    accepted: float
+    """With draft tokens past the end of a response, which are verified and then dropped."""
+    acceptance_length: float
+    """Tokens that a verification step emits on average; 1 without any."""
+    step_seconds: Array
+    """[steps]"""
+    timeline: tuple[Array, Array]
+    """[spans, engines] of the first step: seconds at which spans end, and requests that run until then."""
+
+
+def generate(s: Scenario) -> Generation:
+    """Simulate each step from the end of one response to the next. Between them all running requests advance at each engine step
+    by what one emits on average at their depth, and by chance a response takes more steps or fewer.
+
+    A freed slot takes the next request, whose prompt is computed first. Without drafts nothing is approximate.
+    """
+    repeats, (k, base, slope) = REPEATS if s.flat.sum() <= FEW_TOKENS else 1, s.prices
+    starts, emitted, spread, beyond = (s.acceptance or Acceptance([0.0])).progress(s.most_drafted)
+    lengths, levels = np.tile(s.requests, (repeats, 1)), _normal(repeats)
+    chance = np.random.default_rng(0).permuted(np.tile(levels, (s.requests.size, 1)).T, axis=0).reshape(lengths.shape)
+    held = np.where(lengths > 0, lengths + s.prompt_tokens, 0.0)
+    room, prefill = s.engines.kv_tokens or np.inf, cache(lambda prompts: s.cost.prefill(prompts * s.prompt_tokens))
+    pace = np.tile(np.repeat(np.broadcast_to(s.draft_pace, s.steps), s.engines.count), repeats)
+    running, queued, done = np.zeros_like(lengths, bool), lengths > 0, np.zeros(lengths.shape)
+    clock, spans = np.zeros(len(lengths)), list[tuple[Array, ...]]()
+    while queued.any() or running.any():
+        taken = (held * running).sum(1, keepdims=True) + (held * queued).cumsum(1)
+        fits = running.sum(1, keepdims=True) + queued.cumsum(1) < len(k)
+        admitted = queued & fits & (taken <= room)
+        clock = clock + [prefill(prompts) for prompts in admitted.sum(1).tolist()]
+        running, queued = running | admitted, queued & ~admitted
+        batch = running.sum(1)
+        at = k[batch][:, None], np.searchsorted(starts, done, side="right") - 1
+        ends = lengths + beyond[at] + np.sqrt(spread[at] * lengths) * chance
+        stops = np.minimum(ends, np.append(starts[1:], np.inf)[at[1]])
+        needed = np.where(running, np.maximum(stops - done, 0.0) / emitted[at], np.inf)
+        steps = np.where(batch > 0, needed.min(1), 0.0)
+        advance = np.where(running, emitted[at] * steps[:, None], 0.0)
+        read = steps * (running * (s.prompt_tokens + done)).sum(1) + advance.sum(1) * (steps - 1) / 2
+        clock = clock + (steps * base[batch] + read * slope[batch]) * np.where(k[batch] > 0, pace, 1.0)
+        done = np.where(needed <= steps[:, None], stops, done + advance)
+        running = running & (done < ends)
+        spans.append((clock, batch, k[batch], batch * steps, advance.sum(1)))
+    return _summary(s, *np.array(spans).swapaxes(0, 1))
+
+
+def _summary(s: Scenario, clock: Array, batch: Array, k: Array, verified: Array, emitted: Array) -> Generation:
+    """All [spans, repeats times steps times engines]; verified, emitted: those of all requests."""
+    seconds = clock[-1].reshape(-1, s.steps, s.engines.count)
+    share = (k > 0) * s.engines.count / clock.shape[1]
+    drafted, accepted, drafts = ((x * share).sum() for x in (k * verified, emitted - verified, verified))
+    return Generation(
+        seconds=float(seconds.max(2).mean()),
+        mean_batch=float((np.diff(clock, axis=0, prepend=0.0) * batch).sum() / seconds.sum()),
+        busy=float((seconds.mean(2) / seconds.max(2)).mean()),
+        drafted=float(drafted),
+        accepted=float(accepted),
+        acceptance_length=float(1.0 + accepted / max(drafts, 1.0)),
+        step_seconds=seconds.max(2).mean(0),
+        timeline=(clock[:, : s.engines.count], batch[:, : s.engines.count]),
+    )
+
 
 class Estimate(NamedTuple):
     """A value with the ends of its 80 % interval."""
@@ -163,10 +295,10 @@ class Answer(NamedTuple):
     step_speedup: Estimate
 
 
-def answer(scenario: Scenario, seeds: int = 1) -> Answer:
-    """Simulate the arm and its twin without speculation, means over seeds, with intervals by draws of what is uncertain."""
+def answer(scenario: Scenario) -> Answer:
+    """Simulate the arm and its twin without speculation, with intervals by draws of what is uncertain."""
     arms = (scenario.without_speculation(), scenario)
-    runs = [simulate(arm, seeds) for arm in arms]
+    runs = [generate(arm) for arm in arms]
     plain, speculating = (run.seconds for run in runs)
     varied, gains = _draws(scenario)
     times = [arm.scheduled(run.seconds * varied) for arm, run in zip(arms, runs, strict=True)]
@@ -178,75 +310,18 @@ def answer(scenario: Scenario, seeds: int = 1) -> Answer:
     return Answer(without, with_, Estimate(generation, *ends[0]), Estimate(before / after, *ends[1]))
 
 
-def simulate(scenario: Scenario, seeds: int = 1) -> Generation:
-    """A step's generation by the event loop: means over steps and seeds, and the timeline of the first."""
-    runs = [
-        generate(s.cost, s.flat.tolist(), s.prompt_tokens, s.engines, s.k, s.acceptance, seed, s.order, s.samples)
-        for seed in range(seeds)
-        for s in scenario.each
-    ]
-    names = [f.name for f in fields(Generation) if f.name != "timeline"]
-    return replace(runs[0], **{name: np.mean([getattr(run, name) for run in runs], axis=0) for name in names})
-
-
-def generation_seconds(scenario: Scenario) -> float:
-    """Seconds of generation without drawing, as a mean over the scenario's steps."""
-    return fmean(map(_step_seconds, scenario.each))
-
-
-def _step_seconds(s: Scenario) -> float:
-    """Until the last engine has ended, when each step advances all its requests by the acceptance length: by that at their depth
-    where they begin together, and by the mean where some wait for a slot or for room.
-
-    Without drafts it is exact. With them `simulate` tends to it for long responses, and takes longer on average, since last
-    steps are not used to the full.
-    """
-    shares, room, slots = s.shares, s.engines.kv_tokens or np.inf, s.engines.max_num_seqs
-    prices = Prices.of(s.cost, s.k, min(slots, max(map(len, shares))), s.acceptance)
-    starts, emitted = [0.0], {k: [s.length(k)] for k in (0, *prices.survival)}
-    if all(len(share) <= slots and (share + s.prompt_tokens).sum() <= room for share in shares):
-        for k, (depths, survival) in prices.survival.items():
-            starts, emitted[k] = depths.tolist(), (1 + survival.sum(1)).tolist()
-        emitted[0] = [1.0] * len(starts)
-    return max(_engine_seconds(share.tolist(), s, room, prices, starts, emitted) for share in shares)
-
-
-def _engine_seconds(
-    requests: list[int], s: Scenario, room: float, prices: Prices, starts: list[float], emitted: dict[int, list[float]]
-) -> float:
-    """starts, emitted: first tokens of the depths, and by k the tokens that a step emits for a request at each of them."""
-    waiting, running = requests[::-1], list[tuple[float, int]]()
-    by_k, base, slope = prices.k.tolist(), prices.base.tolist(), prices.slope.tolist()
-    clock = progress = context = held = 0.0
-    prefill, depth, ends = cache(s.cost.prefill), 0, [*starts[1:], np.inf]
-    while waiting or running:
-        begun = 0
-        while waiting and len(running) < len(base) - 1 and held + waiting[-1] + s.prompt_tokens <= room:
-            heapq.heappush(running, (progress + waiting[-1], waiting[-1]))
-            held += waiting.pop() + s.prompt_tokens
-            begun += s.prompt_tokens
-        clock, context, batch = clock + prefill(begun), context + begun, len(running)
-        end = min(running[0][0], ends[depth])
-        tokens, step = end - progress, emitted[by_k[batch]][depth]
-        clock += tokens / step * (base[batch] + slope[batch] * (context + batch * (tokens - step) / 2))
-        context, progress, depth = context + batch * tokens, end, depth + (end == ends[depth])
-        while running and running[0][0] <= progress:
-            _, length = heapq.heappop(running)
-            context -= length + s.prompt_tokens
-            held -= length + s.prompt_tokens
-    return clock
-
-
 def _draws(s: Scenario) -> tuple[Array, Array]:
     """[DRAWS] generation times of other prompts, and [DRAWS] speed-ups of them at other prices and acceptance lengths, both
     over their mean. Steps with drafts take longer by the error of both: speed goes with acceptance length over step time."""
     prompts, error = -(-len(s.lengths) // s.steps), float(np.hypot(s.step_time_error, s.acceptance_error))
-    draws = [np.random.default_rng(i).integers(len(s.lengths), size=prompts) for i in range(DRAWS)]
-    levels = [NormalDist().inv_cdf((i + 0.5) / DRAWS) for i in range(DRAWS)]
-    costs = [Paced(s.cost, pace) for pace in np.exp(-error * np.random.default_rng(0).permutation(levels)).tolist()]
-    lengths = [[s.lengths[j] for j in chosen] for chosen in draws]
-    drawn = [replace(s, lengths=drawn, steps=1, cost=cost) for drawn, cost in zip(lengths, costs, strict=True)]
-    seconds = [[generation_seconds(each.without_speculation()), generation_seconds(each)] for each in drawn]
-    plain, speculating = np.array(seconds).T
+    chosen = np.stack([np.random.default_rng(i).integers(len(s.lengths), size=prompts) for i in range(DRAWS)])
+    paces = np.exp(-error * np.random.default_rng(0).permutation(_normal(DRAWS)))
+    drawn = replace(s, lengths=[s.lengths[i] for i in chosen.flat], steps=DRAWS, draft_pace=paces)
+    plain, speculating = (generate(arm).step_seconds for arm in (drawn.without_speculation(), drawn))
     gains = plain / speculating
     return plain / plain.mean(), gains / gains.mean()
+
+
+def _normal(count: int) -> Array:
+    """Normal deviates that spread evenly."""
+    return np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])

@@ -42,10 +42,10 @@ class MeasuredCells:
 
     origin: Origin = "measured"
 
-    def __init__(self, cells: Cells, prefill_tokens_per_s: float | None = None, slope: float = 0.0):
-        """cells: without what context costs, slope seconds a token. Raises ValueError for none or for impossible ones."""
+    def __init__(self, cells: Cells, prefill_tokens_per_s: float | None = None):
+        """Raises ValueError for no cells or for impossible ones."""
         _check(cells)
-        self._prefill_tokens_per_s, self._slope = prefill_tokens_per_s, slope
+        self._prefill_tokens_per_s = prefill_tokens_per_s
         self._cells: dict[int, dict[int, float]] = {}
         for (k, batch), seconds in sorted(cells.items()):
             self._cells.setdefault(k, {})[batch] = seconds
@@ -71,7 +71,7 @@ class MeasuredCells:
         return seconds
 
     def slope(self, k: int) -> float:
-        return self._slope
+        return 0.0
 
     def prefill(self, num_tokens: float) -> float:
         return num_tokens / self._prefill_tokens_per_s if self._prefill_tokens_per_s else 0.0
@@ -79,20 +79,6 @@ class MeasuredCells:
     def covers(self, k: int, batch: int) -> bool:
         around = [n for n in self._cells if n <= k][-1:] + [n for n in self._cells if n >= k][:1]
         return len(around) == 2 and all(min(self._cells[n]) <= batch <= max(self._cells[n]) for n in around)
-
-
-class Paced:
-    """Step times of which those with drafts take `pace` times as long."""
-
-    def __init__(self, cost: StepTime, pace: float):
-        self._cost, self._pace, self.origin = cost, pace, cost.origin
-        self.prefill, self.covers = cost.prefill, cost.covers
-
-    def base(self, k: int, batch: Array) -> Array:
-        return self._cost.base(k, batch) * (self._pace if k else 1.0)
-
-    def slope(self, k: int) -> float:
-        return self._cost.slope(k) * (self._pace if k else 1.0)
 
 
 @dataclass(frozen=True)

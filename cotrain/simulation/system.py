@@ -14,11 +14,8 @@ from cotrain.config.errors import ConfigError, validated
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.run.provenance import flatten
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.hardware import DrafterShape, Hardware, Model, hardware, model
-from cotrain.simulation.lengths import lognormal_lengths
-from cotrain.simulation.rollout import Engines
-from cotrain.simulation.roofline import Roofline
-from cotrain.simulation.scenario import Scenario
+from cotrain.simulation.roofline import Hardware, Model, Roofline, hardware, model
+from cotrain.simulation.scenario import Engines, Ints, Scenario
 from cotrain.simulation.step_time import Array, FittedLaw, MeasuredCells, StepTime
 from drafters.config import Section
 
@@ -190,16 +187,14 @@ class System:
     origins: dict[str, str]
     """Where each given field comes from."""
 
-    def constants(self, built: Scenario | None = None) -> dict[str, Any]:
-        """Every constant with its origin, as plain data; with what was not given as it came out in the scenario built of it."""
+    def constants(self, built: Scenario) -> dict[str, Any]:
+        """Every constant with its origin, as plain data; what was not given as it came out in the scenario built of it."""
         fields = flatten(self.config.model_dump(mode="json", exclude={"origins"}))
         found: dict[str, Any] = {n: {"value": v, "origin": self.origins.get(n, "default")} for n, v in fields.items()}
-        if isinstance(self.config.cost, RooflineCost):
-            found |= {"hardware": asdict(self._hardware), "model": asdict(self._model)}
-        if built:
-            found["cost.error"]["value"] = built.step_time_error
-            found["system.kv_tokens"]["value"] = built.engines.kv_tokens
-            found |= {"host": asdict(built.cost.host)} if isinstance(built.cost, Roofline) else {}
+        found["cost.error"]["value"] = built.step_time_error
+        found["system.kv_tokens"]["value"] = built.engines.kv_tokens
+        if isinstance(built.cost, Roofline):
+            found |= {"hardware": asdict(built.cost.hardware), "model": asdict(built.cost.model)}
         return found
 
     def build(self) -> Scenario:
@@ -221,9 +216,7 @@ class System:
         if problems or groups is None:
             raise ConfigError(problems)
         sequences = np.concatenate(groups).astype(float) + c.workload.prompt_tokens
-        seconds = tried("learner", lambda: self._learner_seconds(sequences))
-        built = tried("cost", lambda: self._cost(int(sequences.max())))
-        if seconds is None or built is None:
+        if (built := tried("cost", lambda: self._cost(int(sequences.max())))) is None:
             raise ConfigError(problems)
         (cost, room), training = built, c.cotraining if acceptance else None
         scenario = Scenario(
@@ -236,7 +229,7 @@ class System:
             steps=c.workload.steps,
             acceptance_error=c.drafter.error if c.drafter else 0.0,
             order=c.workload.order,
-            learner_seconds=seconds,
+            learner_seconds=self._learner_seconds(sequences),
             generation_overhead=c.system.overhead_seconds,
             lag=c.learner.lag,
             sync_seconds=c.learner.sync_seconds,
@@ -318,8 +311,8 @@ class System:
             given["eager_layer_s"] /= self._model.layers
         history = d is not None and d.kind == "history"
         host = replace(self._hardware.host, graph_tokens=c.system.graph_tokens, non_uniform=history, **given)
-        shape = None if d is None or d.kind == "history" else DrafterShape(self._model, d.kind)
-        roofline = Roofline(self._hardware, self._model, c.system.tensor_parallel, shape, host)
+        shape = None if d is None or d.kind == "history" else self._model.drafter(d.kind)
+        roofline = Roofline(replace(self._hardware, host=host), self._model, c.system.tensor_parallel, shape)
         if (held := roofline.kv_tokens(longest)) < (room or 0):
             raise ValueError(f"system.kv_tokens {room} are more than the {held} that an engine's GPUs hold; lower it")
         return roofline, room or held
@@ -331,6 +324,20 @@ class System:
         forward = self._model.forward_flops(sequences) / self.config.workload.steps
         seconds = forward / (self._hardware.flops["bf16"] * n.gpus)
         return {"logprob": seconds / n.logprob_mfu, "train": 3 * seconds / n.train_mfu} | n.seconds
+
+
+def lognormal_lengths(
+    prompts: int, samples: int, mean: float, sigma: float, group_share: float, limit: int, seed: int
+) -> Ints:
+    """[prompts, samples] tokens, 1 to limit.
+
+    mean: before the limit cuts. sigma: standard deviation of log length; group_share: part of its square that is the same for
+    all samples of a prompt, 0 to 1.
+    """
+    rng = np.random.default_rng(seed)
+    shared, own = rng.standard_normal((prompts, 1)), rng.standard_normal((prompts, samples))
+    logs = np.sqrt(group_share) * shared + np.sqrt(1 - group_share) * own
+    return np.clip(np.rint(mean * np.exp(sigma * logs - sigma**2 / 2)), 1, limit).astype(np.int64)
 
 
 def load_system(path: str | Path, overrides: Sequence[str] = ()) -> System:

@@ -15,8 +15,7 @@ from cotrain.simulation.step_time import FittedLaw
 from cotrain.simulation.system import System, SystemConfig, load_system
 from drafters.files import write_json
 from pipelines.page.folders import find
-from pipelines.simulate.report import arms, report
-from pipelines.simulate.sweep import sweep
+from pipelines.simulate.report import arms, report, sweep, write_plots
 
 EPILOG = """\
   cotrain simulate configs/simulate/h100_node.toml drafter.k=2           a system that is described, with another k
@@ -31,9 +30,6 @@ cost: a roofline that was adjusted to none gives an envelope, and says so. docs/
 Fields of a system
 ==================
 """
-
-SEEDS, FEW_TOKENS = 16, 100_000
-"""A step of so few tokens is simulated with that many seeds, so that what is drawn does not decide the answer."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.check:
         if options.run is None or beside:
             raise ConfigError(["--check: it predicts a run as it was; name the run with --run, and leave out the rest"])
-        from pipelines.simulate.check import check_run
+        from pipelines.simulate.run_base import check_run
 
         return check_run(find(options.run, options.run_root))
     system = _system(options)
@@ -64,15 +60,13 @@ def main(arguments: Sequence[str]) -> int:
         rows = sweep(system, options.sweep)
         print(tabulate(rows, headers="keys", floatfmt=".3g"))
         if options.out is not None:
-            write_json(options.out / "sweep.json", {"base": system.constants(), "cells": rows})
+            write_json(options.out / "sweep.json", {"base": system.constants(system.build()), "cells": rows})
         return 0
     scenario = system.build()
-    found = answer(scenario, SEEDS if scenario.flat.sum() <= FEW_TOKENS else 1)
+    found = answer(scenario)
     text = report(system, scenario, found)
     print(text)
     if options.out is not None:
-        from pipelines.simulate.plots import write_plots
-
         gains = {"generation": found.generation_speedup._asdict(), "step": found.step_speedup._asdict()}
         about = {"constants": system.constants(scenario), "envelope": scenario.envelope, "arms": arms(scenario, found)}
         write_json(options.out / "simulation.json", about | {"speedups": gains})

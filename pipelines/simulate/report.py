@@ -1,18 +1,20 @@
-"""The answer in words: a table of both arms, and a line for each question that one asks of a simulator."""
+"""The answer: a table of both arms, a line for each question that one asks of a simulator, figures, and cells of a sweep."""
 
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import numpy as np
 from tabulate import tabulate
 
-from cotrain.simulation.scenario import Answer, Scenario, generation_seconds
-from cotrain.simulation.system import LEFT_OUT, System
-from pipelines.simulate.sweep import extrapolated, how_known, rounded, speedup, tornado
-
-MOST_LAG = 4
+from cotrain.config.errors import ConfigError
+from cotrain.simulation.roofline import Roofline
+from cotrain.simulation.scenario import Answer, Scenario, generate
+from cotrain.simulation.system import LEFT_OUT, System, parse_system
 
 
 def report(system: System, s: Scenario, found: Answer) -> str:
@@ -44,15 +46,6 @@ def arms(s: Scenario, found: Answer) -> list[dict[str, Any]]:
     return rows
 
 
-def over_lag(s: Scenario, found: Answer) -> dict[str, list[float]]:
-    """Seconds of a step at lag 0 and on, by arm."""
-    arms = {"no speculation": (s.without_speculation(), found.plain), arm_name(s): (s, found.arm)}
-    return {
-        name: [each.scheduled(np.array([arm.generation.seconds]), lag).step_seconds for lag in range(MOST_LAG + 1)]
-        for name, (each, arm) in arms.items()
-    }
-
-
 def arm_name(scenario: Scenario) -> str:
     return f"k={scenario.k}" if isinstance(scenario.k, int) else f"k<={scenario.most_drafted} by batch"
 
@@ -80,30 +73,27 @@ def _speculation(system: System, s: Scenario, found: Answer) -> Iterator[tuple[s
     changes = [b for b in s.batches.tolist() if b == 1 or chosen.k_at(b) != chosen.k_at(b - 1)]
     by_batch = ", ".join(f"{chosen.k_at(b) or 'off'} from {b}" for b in changes) + f" ({ratio(speedup(chosen), s)}x)"
     best = max(by_length, key=by_length.__getitem__)
-    yield "which k?", f"{best} of fixed ones, without drawing ({fixed}); by batch size: {by_batch}"
+    yield "which k?", f"{best} of fixed ones ({fixed}); by batch size: {by_batch}"
     graphs, drafter = system.config.system.graph_tokens, system.config.drafter
     if graphs and drafter and drafter.kind != "history":  # whose unequal lengths leave the graphs at any batch
         bounds = ", ".join(f"{graphs // (k + 1)} (k={k})" for k in s.draft_lengths)
         yield "graphs", f"steps leave the captured CUDA graphs above batch {bounds}"
     if not k:
         return
-    yield "acceptance", _acceptance(system, s, found)
+    yield "acceptance", _acceptance(system, s)
     decisive = [f"{name}: {ratio(a, s)}, {ratio(b, s)}" for name, (a, b) in tornado(s).items()]
     yield "what decides", "; ".join(decisive[:4])
     errors = f"step times {s.step_time_error:.0%}, acceptance {s.acceptance_error:.0%}, and other prompts' lengths"
     yield "how sure?", f"80 % of cases within {ratio(gain.low, s)} to {ratio(gain.high, s)}, by errors of {errors}"
 
 
-def _acceptance(system: System, s: Scenario, found: Answer) -> str:
+def _acceptance(system: System, s: Scenario) -> str:
     """What more acceptance, and training of the drafter, are worth in seconds of a step."""
-    seconds, own = found.arm.generation.seconds, generation_seconds(s)
-
-    def step(changed: Scenario) -> float:
-        return changed.scheduled(np.array([seconds * generation_seconds(changed) / own])).step_seconds
-
-    said = f"+0.1 saves {abs(round(step(s) - step(s.longer(0.1, s.most_drafted)), 6)):.2g} s a step"
+    more, untrained = s.longer(0.1, s.most_drafted), replace(s, drafter_seconds=0.0)
+    own, longer = (each.step_at(generate(each).seconds) for each in (s, more))
+    said = f"+0.1 saves {abs(round(own - longer, 6)):.2g} s a step"
     if training := system.config.cotraining:
-        saved = round(step(replace(s.longer(-training.gain), drafter_seconds=0.0)) - step(s), 6)
+        saved = round(untrained.step_at(generate(s.longer(-training.gain)).seconds) - own, 6)
         spent = f"{training.seconds_per_step:.2g} s {'the step waits for' if training.exposed else 'are hidden'}"
         change = "shorter: it pays" if saved > 0 else "longer: it does not pay"
         said += f"; co-training, whose {spent}, makes a step {abs(saved):.2g} s {change}"
@@ -118,9 +108,126 @@ def _step(s: Scenario, found: Answer) -> Iterator[tuple[str, str]]:
     rest = learning + s.generation_overhead
     share, bound = 1 - learning / (generation + rest), ratio(1 + generation / rest, s)
     yield "whole step", f"generation is {share:.0%} of it without lag, so that no drafter gives more than {bound}x"
-    times = [", ".join(f"{rounded(t, s):g}" for t in each[:3]) for each in over_lag(s, found).values()]
+    times = [
+        ", ".join(f"{rounded(each.step_at(arm.generation.seconds, lag), s):g}" for lag in range(3))
+        for each, arm in ((s.without_speculation(), found.plain), (s, found.arm))
+    ]
     left = s.learning - s.generation_overhead
     limit = f"from a speed-up of {ratio(generation / left, s)} on" if left > 0 else "at no speed"
     limit = limit if generation > left else "at any speed"
     text = f"lag 0, 1, 2 on machines of their own: {times[0]} s a step without, {times[1]} s with speculation; "
     yield "with lag", f"{text}the learner is the limit {limit}"
+
+
+def sweep(system: System, asked: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each combination of the values of `key=0..7` or `key=1,2,4`. Raises ConfigError naming the cell."""
+    rows = []
+    for overrides in itertools.product(*map(_overrides, asked)):
+        try:
+            scenario = parse_system(system.table, overrides).build()
+        except ConfigError as error:
+            raise ConfigError([f"--sweep {' '.join(overrides)}: {line}" for line in error.problems]) from None
+        arms = (scenario.without_speculation(), scenario)
+        generation = [generate(arm).seconds for arm in arms]
+        steps = [arm.step_at(seconds) for arm, seconds in zip(arms, generation, strict=True)]
+        numbers = {"generation s": generation[1], "generation x": generation[0] / generation[1]}
+        numbers |= {"step s": steps[1], "step x": steps[0] / steps[1]}
+        row: dict[str, Any] = dict(override.split("=", 1) for override in overrides)
+        row |= {name: rounded(number, scenario) for name, number in numbers.items()}
+        rows.append(row | {"step times": how_known(scenario)})
+    return rows
+
+
+def rounded(number: float, scenario: Scenario) -> float:
+    """To four digits; to two in an envelope, which knows no more."""
+    return float(f"{number:.{2 if scenario.envelope else 4}g}")
+
+
+def _overrides(text: str) -> list[str]:
+    key, _, values = text.partition("=")
+    ends = re.fullmatch(r"(\d+)\.\.(\d+)", values)
+    chosen = [str(n) for n in range(int(ends[1]), int(ends[2]) + 1)] if ends else values.split(",")
+    if not key or not chosen or "" in chosen:
+        raise ConfigError([f"--sweep {text}: write key=values, for example drafter.k=0..7 or system.engines=8,16"])
+    return [f"{key}={value}" for value in chosen]
+
+
+def how_known(scenario: Scenario) -> str:
+    """Where step times come from, and at which batch sizes they are extrapolated."""
+    s, known = scenario, str(scenario.cost.origin)
+    if s.drafted_k:
+        known += f" adjusted to steps with k = {', '.join(map(str, s.drafted_k))}"
+    if s.envelope:
+        known += f", an envelope: no measured speculating step{' of such k' if s.drafted_k else ''}"
+    beyond = extrapolated(s)
+    return f"{known}, EXTRAPOLATED at batch {beyond[0]} to {beyond[-1]}" if beyond else known
+
+
+def extrapolated(s: Scenario) -> list[int]:
+    """Batch sizes beyond what was measured."""
+    return [b for b in s.batches.tolist() if not (s.cost.covers(s.k_at(b), b) and s.cost.covers(0, b))]
+
+
+def speedup(scenario: Scenario) -> float:
+    """The speed-up of generation."""
+    return generate(scenario.without_speculation()).seconds / generate(scenario).seconds
+
+
+def tornado(scenario: Scenario) -> dict[str, tuple[float, float]]:
+    """Speed-up of generation with each input so many times as large, the most decisive first."""
+    s, cost, engines, k = scenario, scenario.cost, scenario.engines, scenario.most_drafted
+    most = engines.kv_tokens - s.prompt_tokens if engines.kv_tokens else np.inf
+    inputs: dict[str, Callable[[float], Scenario]] = {
+        "engines": lambda f: replace(s, engines=replace(engines, count=max(1, round(f * engines.count)))),
+        "length of responses": lambda f: replace(
+            s, lengths=[[int(min(max(1, f * length), most)) for length in group] for group in s.lengths]
+        ),
+    }
+    if isinstance(cost, Roofline):
+        h, host = cost.hardware, cost.host
+
+        def of(**constants: Any) -> Scenario:
+            return replace(s, cost=replace(cost, hardware=replace(h, **constants)))
+
+        inputs |= {
+            "bandwidth of memory": lambda f: of(memory_bandwidth=f * h.memory_bandwidth),
+            "operations a second": lambda f: of(flops={p: f * n for p, n in h.flops.items()}),
+            "host time of a draft token": lambda f: of(host=replace(host, draft_s=f * host.draft_s)),
+            "host time of a step": lambda f: of(host=replace(host, step_s=f * host.step_s)),
+        }
+    found = {f"{name} x0.5, x2": (speedup(change(0.5)), speedup(change(2.0))) for name, change in inputs.items()}
+    if k:
+        shorter, longer = (speedup(s.longer(tokens, k)) for tokens in (-0.1 * s.length(k), 0.1 * s.length(k)))
+        found["acceptance length x0.9, x1.1"] = (shorter, longer)
+        faster, slower = (speedup(replace(s, draft_pace=pace)) for pace in (0.9, 1.1))
+        found["time of a speculating step x0.9, x1.1"] = (faster, slower)
+    return dict(sorted(found.items(), key=lambda item: -abs(np.log(item[1][0] / item[1][1]))))
+
+
+def write_plots(out: Path, s: Scenario, found: Answer) -> None:
+    """PNGs in this folder: the batch over time, speed-up by draft length and batch, what decides."""
+    import pandas as pd
+
+    from pipelines.page.figures import line_figure, range_figure
+
+    seconds = np.linspace(0, max(arm.generation.seconds for arm in (found.plain, found.arm)), 60)
+    running = {}
+    for name, arm in (("no speculation", found.plain), (arm_name(s), found.arm)):
+        ends, counts = arm.generation.timeline
+        each = [
+            np.append(n, 0)[np.searchsorted(end, seconds, side="right")]
+            for end, n in zip(ends.T, counts.T, strict=True)
+        ]
+        running[name] = pd.Series(sum(each), seconds)
+    figures = {"batch": line_figure(running, "requests running, all engines", "seconds of generation")}
+    sizes = s.batches.astype(float)
+    speed = {k: pd.Series(s.length(k) * s.step(0, sizes) / s.step(k, sizes), sizes) for k in s.draft_lengths if k}
+    if speed:
+        lines = {f"k={k}": values for k, values in speed.items()}
+        figures["speedup"] = line_figure(lines, "decoding, x no speculation", "requests at once", floor="break-even")
+    value, digits = found.generation_speedup.value, 1 if s.envelope else 2
+    rows = {name: {"mean": value, "min": min(ends), "max": max(ends)} for name, ends in tornado(s).items()}
+    ranges = pd.DataFrame.from_dict(rows, orient="index")
+    figures["tornado"] = range_figure(ranges, "speed-up of generation", digits)
+    for name, figure in figures.items():
+        figure.savefig(out / f"{name}.png", dpi=120)

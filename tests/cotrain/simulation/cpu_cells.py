@@ -4,9 +4,8 @@ compare with."""
 from collections.abc import Sequence
 
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.hardware import tables
-from cotrain.simulation.rollout import Engines
-from cotrain.simulation.scenario import Scenario
+from cotrain.simulation.roofline import tables
+from cotrain.simulation.scenario import Engines, Scenario
 from cotrain.simulation.step_time import MeasuredCells, StepTime
 
 _DATA = tables("cpu")

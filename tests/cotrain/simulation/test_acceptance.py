@@ -29,12 +29,24 @@ def test_beyond_the_known_positions_the_last_rate_goes_on() -> None:
 
 
 def test_by_depth_the_overall_curve_holds_where_none_is_given() -> None:
-    starts, survival = Acceptance([0.8, 0.4]).at_depth(2)
-    assert starts.tolist() == [0] and survival.tolist() == [[0.8, 0.4]]
-    starts, survival = Acceptance([0.8, 0.4], [(100, [0.5]), (900, [0.1])]).at_depth(2)
+    starts, emitted, _, _ = Acceptance([0.8, 0.4]).progress(2)
+    assert starts.tolist() == [0] and emitted == pytest.approx(np.array([[1.0], [1.8], [2.2]]))
+    starts, emitted, _, _ = Acceptance([0.8, 0.4], [(100, [0.5]), (900, [0.1])]).progress(2)
     assert starts.tolist() == [0, 100, 900]
-    assert survival == pytest.approx(np.array([[0.8, 0.4], [0.5, 0.25], [0.1, 0.01]]))
-    assert Acceptance([0.8], [(0, [0.5])]).at_depth(1)[1].tolist() == [[0.5]]
+    assert emitted == pytest.approx(np.array([[1, 1, 1], [1.8, 1.5, 1.1], [2.2, 1.75, 1.11]]))
+    assert Acceptance([0.8], [(0, [0.5])]).progress(1)[1].tolist() == [[1.0], [1.5]]
+
+
+def test_steps_spread_and_end_beyond_a_response_as_many_drawn_ones_do() -> None:
+    curve = np.array([0.7, 0.42, 0.3])
+    numbers = np.random.default_rng(0).random((20_000, 100))
+    tokens = 1 + sum((numbers < rate).astype(int) for rate in curve)
+    _, emitted, spread, beyond = Acceptance(curve.tolist()).progress(3)
+    assert tokens.mean() == pytest.approx(emitted[3, 0], rel=0.01)
+    assert tokens.var() / tokens.mean() == pytest.approx(spread[3, 0], rel=0.01)
+    reached = tokens.cumsum(1)
+    ends = np.take_along_axis(reached, (reached >= 100).argmax(1)[:, None], axis=1)
+    assert ends.mean() - 100 == pytest.approx(beyond[3, 0], rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +68,8 @@ def test_a_longer_acceptance_is_that_much_longer_within_bounds(
 ) -> None:
     changed = Acceptance(survival, [(100, survival)]).longer(tokens, k)
     assert changed.length(k or len(survival)) == pytest.approx(length)
-    _, curves = changed.at_depth(k or len(survival))
-    assert curves[1] == pytest.approx(curves[0])
+    _, emitted, _, _ = changed.progress(k or len(survival))
+    assert emitted[:, 1] == pytest.approx(emitted[:, 0])
 
 
 @pytest.mark.parametrize("survival", [[], [1.1], [0.5, 0.6], [0.5, -0.1], [float("nan")], [0.5, float("nan")]])

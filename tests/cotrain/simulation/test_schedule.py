@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cotrain.simulation.schedule import schedule
+from cotrain.simulation.scenario import schedule
 
 
 def noisy(mean: float, spread: float, seed: int, count: int = 200) -> np.ndarray:
@@ -48,9 +48,3 @@ def test_more_lag_is_never_slower_and_tends_to_the_slower_side(seed: int) -> Non
     steps = [schedule(generation, learning, lag).step_seconds for lag in range(40)]
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(steps))
     assert steps[1] > steps[-1] == pytest.approx(slower, rel=1e-3)
-
-
-@pytest.mark.parametrize(("generations", "learnings", "lag"), [(0, 0, 1), (2, 3, 1), (2, 2, -1)])
-def test_series_that_do_not_belong_together_are_refused(generations: int, learnings: int, lag: int) -> None:
-    with pytest.raises(ValueError, match="equally many, lag from 0"):
-        schedule(np.ones(generations), np.ones(learnings), lag)

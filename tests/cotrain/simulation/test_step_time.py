@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cotrain.rollout.speculation.step_costs import StepCosts
-from cotrain.simulation.step_time import FittedLaw, MeasuredCells, Paced
+from cotrain.simulation.step_time import FittedLaw, MeasuredCells
 from tests.cotrain.simulation.cpu_cells import ACCEPTANCE_LENGTH, PLAIN, SPEED, step_seconds
 
 
@@ -52,15 +52,6 @@ def test_the_engines_own_table_says_the_same_between_its_cells() -> None:
 def test_prompts_cost_what_the_rate_says_and_nothing_without_one() -> None:
     assert MeasuredCells(POWER, prefill_tokens_per_s=200).prefill(50) == pytest.approx(0.25)
     assert MeasuredCells(POWER).prefill(50) == 0
-
-
-def test_a_pace_is_that_of_steps_with_drafts_alone() -> None:
-    cost = MeasuredCells(POWER, prefill_tokens_per_s=200, slope=1e-3)
-    paced, batch = Paced(cost, 1.5), np.array([2.0, 8.0])
-    assert paced.base(0, batch) == pytest.approx(cost.base(0, batch)) and paced.slope(0) == cost.slope(0)
-    assert paced.base(2, batch) == pytest.approx(1.5 * cost.base(2, batch)) and paced.slope(2) == 1.5 * cost.slope(2)
-    assert (paced.origin, paced.prefill(50)) == ("measured", 0.25)
-    assert paced.covers(2, 8) and not paced.covers(2, 33)
 
 
 @pytest.mark.parametrize("cells", [{}, {(0, 1): 0.0}, {(0, 0): 1.0}, {(-1, 1): 1.0}, {(0, 1): float("nan")}])

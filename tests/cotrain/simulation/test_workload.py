@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cotrain.simulation.hardware import model
-from cotrain.simulation.lengths import lognormal_lengths
+from cotrain.simulation.roofline import model
+from cotrain.simulation.system import lognormal_lengths
 
 
 def test_lengths_have_the_stated_mean_spread_and_share_of_the_group() -> None:

@@ -14,9 +14,8 @@ import pytest
 
 from cotrain.config.errors import ConfigError
 from cotrain.run.rows import read_rows
-from cotrain.simulation.scenario import simulate
-from pipelines.simulate.check import check_run, compared
-from pipelines.simulate.run_base import cells_of, prefill_rate, recorded, renamed, run_system
+from cotrain.simulation.scenario import generate
+from pipelines.simulate.run_base import cells_of, check_run, compared, prefill_rate, recorded, renamed, run_system
 from tests.pipelines.simulate.planted_run import (
     AROUND,
     EARLY,
@@ -85,7 +84,7 @@ def test_what_training_of_the_drafter_brings_is_told_of_runs_that_train_it(
 )
 def test_other_settings_are_predicted(runs: dict[str, Path], name: str, changes: list[str]) -> None:
     """Against a run that was made with them."""
-    before, after = (simulate(run_system(runs["spec"], change).build()).seconds + AROUND for change in ([], changes))
+    before, after = (generate(run_system(runs["spec"], change).build()).seconds + AROUND for change in ([], changes))
     assert before / after == pytest.approx(
         measured_generation(runs["spec"]) / measured_generation(runs[name]), rel=0.03
     )
@@ -100,7 +99,7 @@ def test_settings_go_by_the_names_of_a_run_or_of_a_system(runs: dict[str, Path])
 
 
 def test_a_run_without_speculation_is_a_base_but_tells_nothing_of_drafts(runs: dict[str, Path]) -> None:
-    assert simulate(run_system(runs["plain"]).build()).seconds > 0
+    assert generate(run_system(runs["plain"]).build()).seconds > 0
     with pytest.raises(ValueError, match="measured with k = "):
         run_system(runs["plain"], ["k=2", "drafter.accept=[0.7, 0.5]"]).build().cost.base(2, np.array([1.0]))
 
@@ -119,7 +118,7 @@ def test_a_run_that_always_drafts_tells_nothing_of_steps_without_drafts(runs: di
 
 def test_acceptance_that_is_given_anew_replaces_that_of_the_run(runs: dict[str, Path]) -> None:
     seconds = [
-        simulate(run_system(runs["spec"], change).build()).seconds
+        generate(run_system(runs["spec"], change).build()).seconds
         for change in ([], ["drafter.accept=[0.99, 0.98]", "drafter.adaptive=false"])
     ]
     assert seconds[1] < 0.9 * seconds[0]
