@@ -41,7 +41,7 @@ test: $(STAMP) ## lint, then all tests
 	$(BIN)/python -m pytest -q -m 'engine and alone'
 	echo "make test: $$((SECONDS - started)) s"
 
-test-cluster: $(STAMP) ## long runs on several Ray nodes of this machine; nodes and engines are lost (minutes)
+test-cluster: $(STAMP) ## long runs, most of them on several Ray nodes of this machine; nodes and engines are lost (minutes)
 	$(BIN)/python -m pytest -q -m cluster
 
 test-contracts: $(STAMP) ## what cotrain hooks into in a host's engine, in all vLLM sources it knows (850 MB, once)

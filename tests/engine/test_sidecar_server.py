@@ -24,7 +24,7 @@ from cotrain.sidecar.launch import is_ready
 from cotrain.sidecar.spool import Spool, read_json
 from tests.sidecar_parts import host_environment
 
-pytestmark = [pytest.mark.engine, pytest.mark.cluster]  # minutes
+pytestmark = pytest.mark.engine
 
 COTRAIN = (sys.executable, "-m", "pipelines.cli")
 SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
