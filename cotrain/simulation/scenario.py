@@ -226,26 +226,34 @@ def generate(s: Scenario) -> Generation:
     """Simulate each step from the end of one response to the next. Between them all running requests advance at each engine step
     by what one emits on average at their depth, and by chance a response takes more steps or fewer.
 
-    A freed slot takes the next request, whose prompt is computed first. Without drafts nothing is approximate.
+    A freed slot takes the next request, whose prompt is computed first; one that no engine has room for is left out. Without
+    drafts nothing is approximate.
     """
     repeats, (k, base, slope) = REPEATS if s.flat.sum() <= FEW_TOKENS else 1, s.prices
     starts, emitted, spread, beyond = (s.acceptance or Acceptance([0.0])).progress(s.most_drafted)
-    lengths, levels = np.tile(s.requests, (repeats, 1)), _normal(repeats)
-    chance = np.random.default_rng(0).permuted(np.tile(levels, (s.requests.size, 1)).T, axis=0).reshape(lengths.shape)
-    held = np.where(lengths > 0, lengths + s.prompt_tokens, 0.0)
+    queued = np.tile(np.pad(s.requests, ((0, 0), (0, 1))), (repeats, 1))  # a row an engine, with a zero for its end
+    levels = np.tile(_normal(repeats), (queued.size // repeats, 1)).T
+    luck = np.random.default_rng(0).permuted(levels, axis=0).reshape(queued.shape) * np.sqrt(queued)
     room, prefill = s.engines.kv_tokens or np.inf, cache(lambda prompts: s.cost.prefill(prompts * s.prompt_tokens))
     pace = np.tile(np.repeat(np.broadcast_to(s.draft_pace, s.steps), s.engines.count), repeats)
-    running, queued, done = np.zeros_like(lengths, bool), lengths > 0, np.zeros(lengths.shape)
-    clock, spans = np.zeros(len(lengths)), list[tuple[Array, ...]]()
-    while queued.any() or running.any():
-        taken = (held * running).sum(1, keepdims=True) + (held * queued).cumsum(1)
-        fits = running.sum(1, keepdims=True) + queued.cumsum(1) < len(k)
-        admitted = queued & fits & (taken <= room)
-        clock = clock + [prefill(prompts) for prompts in admitted.sum(1).tolist()]
-        running, queued = running | admitted, queued & ~admitted
+    clock, begun, spans = np.zeros(len(queued)), np.zeros(len(queued), int), list[tuple[Array, ...]]()
+    lengths, done, chance = np.zeros((3, len(queued), len(k) - 1))  # of each slot; one without a request has length 0
+    while True:
+        if queued[np.arange(len(queued)), begun].any():
+            place = np.minimum(begun[:, None] + (lengths == 0).cumsum(1) - 1, queued.shape[1] - 1)
+            new = np.where(lengths == 0, np.take_along_axis(queued, place, 1), 0)
+            held = (lengths + new + s.prompt_tokens) * (lengths + new > 0)
+            taken = (held * (new == 0)).sum(1, keepdims=True) + (held * (new > 0)).cumsum(1)
+            new = new * (taken <= room)
+            chance = np.where(new > 0, np.take_along_axis(luck, place, 1), chance)
+            lengths, done, admitted = lengths + new, np.where(new > 0, 0.0, done), (new > 0).sum(1)
+            clock, begun = clock + [prefill(prompts) for prompts in admitted.tolist()], begun + admitted
+        running = lengths > 0
         batch = running.sum(1)
+        if not batch.any():
+            break
         at = k[batch][:, None], np.searchsorted(starts, done, side="right") - 1
-        ends = lengths + beyond[at] + np.sqrt(spread[at] * lengths) * chance
+        ends = lengths + beyond[at] + np.sqrt(spread[at]) * chance
         stops = np.minimum(ends, np.append(starts[1:], np.inf)[at[1]])
         needed = np.where(running, np.maximum(stops - done, 0.0) / emitted[at], np.inf)
         steps = np.where(batch > 0, needed.min(1), 0.0)
@@ -253,7 +261,7 @@ def generate(s: Scenario) -> Generation:
         read = steps * (running * (s.prompt_tokens + done)).sum(1) + advance.sum(1) * (steps - 1) / 2
         clock = clock + (steps * base[batch] + read * slope[batch]) * np.where(k[batch] > 0, pace, 1.0)
         done = np.where(needed <= steps[:, None], stops, done + advance)
-        running = running & (done < ends)
+        lengths = np.where(done < ends, lengths, 0)
         spans.append((clock, batch, k[batch], batch * steps, advance.sum(1)))
     return _summary(s, *np.array(spans).swapaxes(0, 1))
 
