@@ -16,7 +16,6 @@ class ModelSection(Section):
 
     num_aux_layers: ClassVar[int] = 0
     """Target layers that are read beside the final hidden state."""
-
     first_weights: ClassVar[str] = "random init"
     """What a new one starts with, unless the policy brings a head."""
 
@@ -28,14 +27,11 @@ class Eagle3Config(ModelSection):
 
     type: Literal["eagle3"]
     """Kind of drafter."""
-
     draft_vocab_size: PositiveInt = 8192
     """Tokens the drafter can propose, chosen by frequency in the first rollouts. At most the target's vocabulary."""
-
     aux_layers: tuple[int, int, int] | None = None
     """Target layers whose input residual stream is read, ascending (id k = Hugging Face hidden_states[k]).
     Default: 2, N//2, N-3 for a target of N layers."""
-
     trained_depth: PositiveInt = 3
     """Draft positions unrolled in training (training-time test). Serve no more draft tokens than this."""
 
@@ -46,7 +42,6 @@ class MtpConfig(ModelSection):
 
     type: Literal["mtp"]
     """Kind of drafter."""
-
     trained_depth: PositiveInt = 3
     """Draft positions unrolled in training, each through the same layer. Serve no more draft tokens than this."""
 
@@ -59,10 +54,8 @@ class DraftModelConfig(ModelSection):
 
     type: Literal["draft_model"]
     """Kind of drafter."""
-
     num_layers: Annotated[int, Field(ge=2, le=4)] = 2
     """Decoder layers. At most the policy's."""
-
     trained_depth: PositiveInt = 3
     """Draft positions that are trained. Serve no more draft tokens than this."""
 
@@ -80,6 +73,5 @@ class ObjectiveConfig(Section):
     """soft_cross_entropy: against the target's distribution at the rollout temperature.
     lk_hybrid: cross-entropy while acceptance is low, acceptance itself as it rises (weights exp(-3 alpha)
     and 1 - exp(-3 alpha), arXiv 2602.23881)."""
-
     depth_weights: Literal["reach", "decay"] = "reach"
     """Weight of a draft position: the probability that verification reaches it from that start, or 0.8**k."""

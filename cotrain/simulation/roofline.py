@@ -211,7 +211,6 @@ class Roofline:
     tensor_parallel: int = 1
     drafter: Model | None = None
     """Without one, draft tokens cost their verification alone."""
-
     origin: ClassVar[Origin] = "roofline"
 
     def __post_init__(self) -> None:

@@ -95,7 +95,6 @@ class FittedLaw:
     d1: float
     fitted: tuple[int, int, int]
     """Largest k, least and largest batch size of the cells that it was fitted to."""
-
     origin: ClassVar[Origin] = "fitted"
 
     @classmethod

@@ -27,35 +27,25 @@ class ArmConfig(Section):
 
     name: str = Field(pattern=r"[A-Za-z0-9]")
     """Name in tables and plots; its run folders are named by its letters and digits."""
-
     init: str | None = None
     """First weights of the drafter: a name of [inits], "none" (random), a checkpoint folder (relative to the study
     file), or a models:/ URI."""
-
     model: dict[str, Any] | None = None
     """Fields of drafter.model that differ from the shared configuration; with another `type`, all of them."""
-
     online: bool | None = None
     """Co-train the drafter (true), or freeze it (false)."""
-
     policy: Literal["moving", "frozen"] | None = None
     """Train the policy, or keep it as it is (no drift)."""
-
     num_speculative_tokens: PositiveInt | None = None
     """Draft tokens per verification step (k)."""
-
     objective: dict[str, Any] | None = None
     """Fields of drafter.objective that differ from the shared configuration."""
-
     speculation: bool = True
     """False: no drafter, and without `history` the baseline. Such an arm sets no field of the drafter."""
-
     history: bool = False
     """Draft from past rollouts: beside the drafter, or alone with speculation = false."""
-
     order: Literal["longest_first", "drawn"] | None = None
     """Which prompts of a step begin first."""
-
     per_request: bool | None = None
     """With `history`: choose the draft length for each request, or for each batch size alone."""
 
@@ -63,22 +53,16 @@ class ArmConfig(Section):
 class StudyConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the study: its folder below `folder`, and its MLflow run."""
-
     config: tuple[str, ...] = Field(min_length=1)
     """Configuration files shared by all arms, relative to the study file; later ones win."""
-
     seeds: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
     """Every arm runs once with each."""
-
     keep_checkpoints: bool = False
     """Keep the checkpoints of finished runs, to export or measure their policies."""
-
     folder: Path = Path("runs")
     """Folder of the study's folder, relative to the working directory."""
-
     inits: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Drafters made once by `cotrain init` before the arms: name, and what differs from the shared configuration."""
-
     arms: list[dict[str, Any]] = Field(default_factory=list)
     """Arms one by one."""
 
