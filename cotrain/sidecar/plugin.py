@@ -29,20 +29,12 @@ def _wrap_all() -> None:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     from cotrain.sidecar.adoption import configured
+    from cotrain.sidecar.breaker import wrap
 
     wrap(EngineArgs, "create_engine_config", configured)
     wrap(SchedulerConfig, "get_scheduler_cls", _scheduler_class)
     # Workers of their own load this plugin in init_worker, so what comes after that is wrapped.
     wrap(WorkerWrapperBase, "init_device", _init_device)
-
-
-def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Let `hook` stand in for a method of a class or of one object; it gets the method as its first argument."""
-    original = getattr(owner, name)
-    if not hasattr(original, "cotrain_hook"):
-        wrapped: Any = functools.wraps(original)(lambda *args, **options: hook(original, *args, **options))
-        wrapped.cotrain_hook = hook
-        setattr(owner, name, wrapped)
 
 
 def _scheduler_class(original: Callable[..., Any], scheduler_config: Any) -> Any:
@@ -61,6 +53,7 @@ def _scheduler_class(original: Callable[..., Any], scheduler_config: Any) -> Any
 def _init_device(original: Callable[..., Any], wrapper: Any) -> Any:
     """Attach to a worker of an adopted engine, once it has loaded its model."""
     from cotrain.sidecar.adoption import MARK
+    from cotrain.sidecar.breaker import wrap
 
     worker = wrapper.worker
     if getattr(wrapper.vllm_config.scheduler_config, MARK, False):
