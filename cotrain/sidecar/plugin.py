@@ -67,7 +67,7 @@ def _without_drafts(host: Any) -> Any:
         self.dynamic_sd_lookup = [0] * (self.scheduler_config.max_num_seqs + 1)
         return host.schedule(self, *args, **options)
 
-    return type(host.__name__, (host,), {"schedule": schedule})
+    return type(host.__name__, (host,), {"schedule": schedule, "update_draft_token_ids": lambda self, drafts: None})
 
 
 def _init_device(original: Callable[..., Any], wrapper: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A host that knows nothing of cotrain: python sidecar_host.py ANSWERS MODEL [without corrections].
+"""A host that knows nothing of cotrain: python sidecar_host.py ANSWERS MODEL [without corrections | interpreted].
 
 It makes vLLM's LLM, reads a command a line, [method of Host, arguments ...] in JSON, and answers each with a line of JSON
 to the file descriptor ANSWERS.
@@ -125,7 +125,11 @@ def running_host(model: Path, environment: dict[str, str], *options: str) -> Ite
 
 
 def main(descriptor: int, model: str, *options: str) -> None:
-    if options:
+    if "interpreted" in options:
+        from tests.engine.interpreted_triton import interpret
+
+        interpret()
+    elif options:
         import cotrain.rollout.vllm.cpu
 
         cotrain.rollout.vllm.cpu.PATCHES.clear()
