@@ -57,7 +57,14 @@ SIDECAR = {path: names for path, names in WRAPPED.items() if not path.startswith
 }
 """What the sidecar stands in for or calls in all of SIDECAR_VERSIONS: functions, and their positional parameters in order."""
 
-SPECULATOR_TAKES = "input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled".split()
+SPECULATOR_TAKES = [
+    "input_batch",
+    "attn_metadata",
+    "slot_mappings",
+    "last_hidden_states",
+    "aux_hidden_states",
+    "num_sampled",
+]
 SIDECAR_OF_RUNNER = {
     False: {path: names for path, names in WRAPPED.items() if path.startswith(RUNNER)}
     | {f"{RUNNER}.execute_model": "self scheduler_output intermediate_tensors"},
