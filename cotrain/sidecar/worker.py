@@ -16,7 +16,7 @@ from vllm.config import set_current_vllm_config
 
 from cotrain.records import Versions
 from cotrain.rollout.vllm import cpu
-from cotrain.rollout.vllm.hooks import DraftingHook, TapHook, sample_plainly_without_drafts
+from cotrain.rollout.vllm.hooks import DraftingHook, sample_plainly_without_drafts
 from cotrain.rollout.vllm.model_runner_v2 import SpeculatorHook
 from cotrain.rollout.vllm.weight_transfer import ServedWeights
 from cotrain.sidecar.breaker import Breaker, log
@@ -73,7 +73,8 @@ class WorkerSidecar:
         self._write_facts()
         if not worker.use_v2_model_runner:
             sample_plainly_without_drafts(runner)
-        self._hook: TapHook = (SpeculatorHook if worker.use_v2_model_runner else DraftingHook)(runner, name_of=str)
+        kind = SpeculatorHook if worker.use_v2_model_runner else DraftingHook
+        self._hook: SpeculatorHook | DraftingHook = kind(runner, name_of=str)
         self._hook.reads_prompts = self._settings.adaptive
         self._hook.record = functools.partial(self._breaker.call, self._hook.record)  # type: ignore[method-assign]
         self._hook.let_propose(self._propose)

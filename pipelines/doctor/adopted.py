@@ -1,4 +1,4 @@
-"""A tiny engine with vLLM's model runner V2, adopted as the sidecar adopts a host's: python -m pipelines.doctor.adopted FOLDER."""
+"""An engine with vLLM's model runner V2, adopted as the sidecar adopts a host's: python -m pipelines.doctor.adopted FOLDER."""
 
 import os
 import sys
@@ -17,8 +17,7 @@ from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
 
-RUNNER_V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-TEXTS = 16
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def check(folder: Path, dtype: str, most_changed: int, tokens: int, **arguments: Any) -> str:
@@ -27,44 +26,36 @@ def check(folder: Path, dtype: str, most_changed: int, tokens: int, **arguments:
     most_changed: texts that drafts may change, since ties between tokens fall otherwise in other batches of 16 bits.
     """
     model, spool, number_type = resolve_model(TINY_MODEL), Spool(folder), getattr(torch, dtype)
-    config = Eagle3Config(type="eagle3", draft_vocab_size=32)
-    drafter = build_drafter(config, TargetSpec.from_pretrained(model), seed=0)
+    drafter = build_drafter(Eagle3Config(type="eagle3", draft_vocab_size=32), TargetSpec.from_pretrained(model), seed=0)
     drafter.save(spool.initial, number_type)
-    drafting = {"method": drafter.serving.method, "model": str(spool.initial), "num_speculative_tokens": 3}
+    drafting: dict[str, Any] = {"method": drafter.serving.method, "model": str(spool.initial)}
+    drafting |= {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
     spool.create(Settings(TINY_MODEL, str(model), drafting, drafter.serving.aux_layers, 1.0, 2**24, False, False))
     os.utime(folder / "heartbeat", (time.time() + 3600,) * 2)
-    served = {"version": 0, "on": False}
-    write_json(spool.current, served)
-    os.environ |= RUNNER_V2 | {VARIABLE: str(folder)}
+    write_json(spool.current, {"version": 0, "on": False})
+    os.environ |= V2 | {VARIABLE: str(folder)}
     plugin.register()
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
     llm = LLM(str(model), dtype=dtype, max_model_len=256, seed=0, disable_log_stats=False, **arguments)
-    plain, _, _ = _generate(llm, tokens)
-    facts, *_ = [read_json(engine.facts) for engine in spool.engines()] or [{"reason": "no engine was adopted"}]
-    if facts["reason"] is not None:
-        raise ValueError(facts["reason"])
-    state = drafter.state_for_serving()
-    ((token, _),) = Counter(token for text in plain for token in text[1:]).most_common(1)
+    prompts: Any = [{"prompt_token_ids": [40 + (7 * i + 3 * j) % 80 for j in range(12)]} for i in range(16)]
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    plain = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, greedy, use_tqdm=False)]
+    if not (engines := spool.engines()) or (facts := read_json(engines[0].facts))["reason"] is not None:
+        raise ValueError(facts["reason"] if engines else "the engine was not adopted")
+    state, ((token, _),) = drafter.state_for_serving(), Counter(t for text in plain for t in text[1:]).most_common(1)
     state |= {"norm.weight": torch.zeros_like(state["norm.weight"]), "d2t": torch.full_like(state["d2t"], token)}
     payload = write_payload(state, spool.current.with_name("1.safetensors"), number_type)
     write_json(spool.current, {"version": 1, "path": payload.path, "digests": payload.digests, "expected_rates": None})
-    texts, steps, accepted = _generate(llm, tokens)
-    if (changed := sum(map(list.__ne__, texts, plain))) > most_changed or not accepted:
-        raise ValueError(f"drafts change {changed} of {TEXTS} texts, and {accepted} draft tokens are accepted")
-    return f"vLLM {facts['vllm']}, {changed} of {TEXTS} texts changed, {1 + accepted / steps:.2f} tokens a step"
-
-
-def _generate(llm: Any, tokens: int) -> tuple[list[list[int]], int, int]:
-    """Greedy texts, steps that verified drafts up to now, and accepted tokens."""
-    from vllm import SamplingParams
-
-    prompts = [{"prompt_token_ids": [40 + (7 * i + 3 * j) % 80 for j in range(12)]} for i in range(TEXTS)]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
+    texts = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, greedy, use_tqdm=False)]
     counts = {metric.name: int(getattr(metric, "value", 0)) for metric in llm.get_metrics()}
-    names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-    return [list(output.outputs[0].token_ids) for output in outputs], *(counts.get(name, 0) for name in names)
+    steps, accepted = (counts.get(f"vllm:spec_decode_num_{what}", 0) for what in ("drafts", "accepted_tokens"))
+    changed, shards = sum(map(list.__ne__, texts, plain)), len(engines[0].shards())
+    if changed > most_changed or not accepted or not shards:
+        found = f"{accepted} draft tokens are accepted, {shards} shards of hidden states are written"
+        raise ValueError(f"drafts change {changed} of {len(texts)} texts, {found}")
+    return f"vLLM {facts['vllm']}, {changed} of {len(texts)} texts changed, {1 + accepted / steps:.2f} tokens a step"
 
 
 if __name__ == "__main__":
-    print(check(Path(sys.argv[1]), "bfloat16", TEXTS // 4, 48, gpu_memory_utilization=0.3))
+    print(check(Path(sys.argv[1]), "bfloat16", 4, 48, gpu_memory_utilization=0.3))
