@@ -28,8 +28,8 @@ def check(folder: Path, dtype: str, most_changed: int, tokens: int, **arguments:
     model, spool, number_type = resolve_model(TINY_MODEL), Spool(folder), getattr(torch, dtype)
     drafter = build_drafter(Eagle3Config(type="eagle3", draft_vocab_size=32), TargetSpec.from_pretrained(model), seed=0)
     drafter.save(spool.initial, number_type)
-    drafting: dict[str, Any] = {"method": drafter.serving.method, "model": str(spool.initial)}
-    drafting |= {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+    kind = {"method": drafter.serving.method, "draft_sample_method": "probabilistic"}
+    drafting = kind | {"model": str(spool.initial), "num_speculative_tokens": 3}
     spool.create(Settings(TINY_MODEL, str(model), drafting, drafter.serving.aux_layers, 1.0, 2**24, False, False))
     os.utime(folder / "heartbeat", (time.time() + 3600,) * 2)
     write_json(spool.current, {"version": 0, "on": False})
@@ -51,10 +51,10 @@ def check(folder: Path, dtype: str, most_changed: int, tokens: int, **arguments:
     counts = {metric.name: int(getattr(metric, "value", 0)) for metric in llm.get_metrics()}
     steps, accepted = (counts.get(f"vllm:spec_decode_num_{what}", 0) for what in ("drafts", "accepted_tokens"))
     changed, shards = sum(map(list.__ne__, texts, plain)), len(engines[0].shards())
+    found = f"{changed} of {len(texts)} texts changed, {1 + accepted / max(1, steps):.2f} tokens a step"
     if changed > most_changed or not accepted or not shards:
-        found = f"{accepted} draft tokens are accepted, {shards} shards of hidden states are written"
-        raise ValueError(f"drafts change {changed} of {len(texts)} texts, {found}")
-    return f"vLLM {facts['vllm']}, {changed} of {len(texts)} texts changed, {1 + accepted / steps:.2f} tokens a step"
+        raise ValueError(f"{found}, {shards} shards of hidden states")
+    return f"vLLM {facts['vllm']}, {found}"
 
 
 if __name__ == "__main__":
