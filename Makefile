@@ -17,6 +17,7 @@ ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 BIN := .venv/bin
 LOG := .venv/setup.log
 VLLM_SOURCES ?= .venv/vllm-sources
+OLDEST_VLLM ?= .venv/oldest-vllm
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 STAMP := .venv/.complete
 # Free space that setup asks for: .venv with the CPU build is 4.6 GiB, the tests' folders and compiled headers 1.5 more.
@@ -44,9 +45,10 @@ test: $(STAMP) ## lint, then all tests
 test-cluster: $(STAMP) ## long runs, most of them on several Ray nodes of this machine; nodes and engines are lost (minutes)
 	$(BIN)/python -m pytest -q -m cluster
 
-test-contracts: $(STAMP) ## what cotrain hooks into in a host's engine, in all vLLM sources it knows (850 MB, once)
-	$(BIN)/python -m tests.contracts.sources $(VLLM_SOURCES)
+test-contracts: $(STAMP) ## what cotrain hooks into in a host's engine, in all vLLM sources it knows (1 GB, once)
+	$(BIN)/python -m tests.contracts.sources $(VLLM_SOURCES) $(OLDEST_VLLM)
 	VLLM_SOURCES=$(VLLM_SOURCES) $(BIN)/python -m pytest -q tests/contracts/signatures.py
+	OLDEST_VLLM=$(OLDEST_VLLM) $(BIN)/python -m pytest -q tests/contracts/oldest_version.py
 
 lint: $(STAMP) ## ruff, mypy, the import contracts and the last times of the test files
 	$(BIN)/ruff check --quiet .

@@ -36,7 +36,7 @@ def engine_environment(num_threads: int | None = None, num_ranks: int = 1) -> di
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the engine to one core of two
         # GiB. Unset, vLLM takes 92 % of the machine's memory. The engine argument kv_cache_memory_bytes wins over it.
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # tap and run-time draft length hook into the V1 runner
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # draft length 0 is free in V1 alone, and nobody has run V2 on a GPU
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",

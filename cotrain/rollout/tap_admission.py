@@ -69,6 +69,8 @@ class Admission:
         """Choose among new requests, vLLM's NewRequestData."""
         asked, chosen = dict[str, TapRequest](), dict[str, TapRequest]()
         for new in requests:
+            if new.req_id in self.tapped or len(new.prefill_token_ids or ()) > len(new.prompt_token_ids or ()):
+                continue  # it goes on after a preemption, which a scheduler for model runner V2 calls new
             if (reason := left_out(new)) is not None:
                 self.dropped[reason] += 1
             elif self._random.random() < self._share:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cotrain.rollout.vllm.interface import SIDECAR, SIDECAR_VERSIONS, moved_in
+from cotrain.rollout.vllm.interface import SIDECAR, SIDECAR_OF_RUNNER, SIDECAR_VERSIONS, moved_in
 from cotrain.sidecar.breaker import log
 from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool
 
@@ -100,15 +100,20 @@ def _check_vllm() -> None:
     if not vllm.__version__.startswith(tuple(f"{known}." for known in SIDECAR_VERSIONS)):
         known = f"{SIDECAR_VERSIONS[0]} to {SIDECAR_VERSIONS[-1]}"
         raise NotAdopted(f"this is vLLM {vllm.__version__}: install one of {known}")
-    if moved := moved_in(Path(vllm.__file__).parents[1], SIDECAR):
+    _check_hooks(SIDECAR)
+
+
+def _check_hooks(table: dict[str, str]) -> None:
+    import vllm
+
+    if moved := moved_in(Path(vllm.__file__).parents[1], table):
         raise NotAdopted(f"this vLLM {vllm.__version__} is not the one that was published: {'; '.join(moved)}")
 
 
 def check_config(vllm_config: Any) -> None:
     """Look at the VllmConfig that was made with our drafter. Raises NotAdopted."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if vllm_config.use_v2_model_runner:
-        raise NotAdopted("it uses vLLM's model runner V2: export VLLM_USE_V2_MODEL_RUNNER=0")
+    _check_hooks(SIDECAR_OF_RUNNER[vllm_config.use_v2_model_runner])
     if model.quantization is not None:
         raise NotAdopted(f"its weights are quantized ({model.quantization}): take a checkpoint with plain weights")
     if model.runner_type != "generate":

@@ -32,13 +32,13 @@ class Breaker:
         """The hooks that are not called any more, by name. An engine with one of them does not speculate."""
         return sorted(name for name, count in self.failures.items() if count >= MOST_FAILURES)
 
-    def call(self, hook: Callable[..., Any], *args: Any) -> Any:
+    def call(self, hook: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return what the hook returns; None where it raises, and without calling it after the third time."""
         name = getattr(hook, "__name__", repr(hook))
         if self.failures[name] >= MOST_FAILURES:
             return None
         try:
-            return hook(*args)
+            return hook(*args, **options)
         except Exception:
             self.failures[name] += 1
             log.exception("cotrain: %s failed (%d of %d); the engine goes on", name, self.failures[name], MOST_FAILURES)

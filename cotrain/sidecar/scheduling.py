@@ -19,6 +19,7 @@ class Stamp(NamedTuple):
     """What the worker does before a step, and what it reports for the scheduler."""
 
     tapped: dict[str, TapRequest]
+    generated: dict[str, int]  # tokens of each tapped request that runs, or waits to be resumed
     finished: list[tuple[list[int], tuple[float, float, int], dict[str, Any]]]
     """Tapped requests that have ended: token ids up to the true end, temperature, top-p and top-k, what the trainer is told."""
     publication: dict[str, Any] | None  # the drafter that serves from this step on
@@ -37,6 +38,7 @@ class Decisions:
         width = (len(self._settings.aux_layers) + 1) * config.model_config.get_hidden_size()
         row_size, room = row_bytes(width, config.model_config.dtype.itemsize), self._settings.max_bytes
         self._admission = Admission(self._settings.share, room, row_size, config.instance_id)
+        self._requests: dict[str, Any] = scheduler.requests
         self._facts, self._seen = spool.engine(config.instance_id).facts, dict[Any, int]()
         self._attached, self._on, self._drafter, self._publication, self._reported = False, True, 0, None, 0.0
         self._steps: dict[str, list[tuple[int, int]]] = {}  # verification steps of the tapped requests
@@ -67,8 +69,9 @@ class Decisions:
         self._counts["tapped"] += len(tapped)
         self._steps |= {name: [] for name in tapped}
         finished, self._finished = self._finished, []
+        generated = {name: self._requests[name].num_output_tokens for name in self._admission.tapped}
         counts, dropped = dict(self._counts), dict(self._admission.dropped)
-        output.cotrain = Stamp(tapped, finished, publication, window, counts, dropped, self._breaker.off)
+        output.cotrain = Stamp(tapped, generated, finished, publication, window, counts, dropped, self._breaker.off)
 
     def observe(self, output: Any, sampled: Any) -> None:
         """Count what became of a step, before the end of a response is looked for, as vLLM's own counts are."""
@@ -121,7 +124,15 @@ class HostScheduling(WatchedScheduler):
         lengths, most = self._ask("draft_lengths"), self.scheduler_config.max_num_seqs  # type: ignore[attr-defined]
         self.dynamic_sd_lookup = [0] * (most + 1) if lengths is None or self._cotrain_breaker.off else lengths
 
-    cotrain_stamp = partialmethod(_ask, "stamp")
+    def cotrain_stamp(self, output: Any) -> None:
+        self._cotrain_length = output.num_spec_tokens_to_schedule
+        self._ask("stamp", output)
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Model runner V2 drafts as much as is configured before vLLM 0.32, or where the worker cannot be watched."""
+        draft_token_ids.draft_token_ids = [ids[: self._cotrain_length] for ids in draft_token_ids.draft_token_ids]
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+
     cotrain_observe = partialmethod(_ask, "observe")
     cotrain_pause = partialmethod(_ask, "pause")
 

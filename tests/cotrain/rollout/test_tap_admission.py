@@ -85,7 +85,8 @@ def test_what_runs_already_keeps_its_room():
 
 
 def request_of_a_host(name: str, changes: dict[str, Any] | None = None, **sampling: Any) -> Any:
-    fields = {"req_id": name, "prompt_token_ids": [1, 2, 3], "mm_features": [], "lora_request": None}
+    fields = {"req_id": name, "prompt_token_ids": [1, 2, 3], "prefill_token_ids": None}
+    fields |= {"mm_features": [], "lora_request": None}
     law = SamplingParams(max_tokens=7, **sampling)
     return SimpleNamespace(**fields | {"sampling_params": law} | (changes or {}))
 
@@ -119,3 +120,12 @@ def test_a_share_of_a_hosts_requests_is_tapped_as_long_as_there_is_room() -> Non
 )
 def test_what_is_left_out_of_the_tap(request_: Any, reason: str | None) -> None:
     assert left_out(request_) == reason
+
+
+def test_what_goes_on_after_a_preemption_is_not_chosen_again() -> None:
+    admission = Admission(1.0, 100 * ROW, ROW, "seed")
+    admission.admit([request_of_a_host("0")])
+    goes_on = {"prefill_token_ids": [1, 2, 3]}
+    again = [request_of_a_host("0", goes_on), request_of_a_host("1", {"prefill_token_ids": [1, 2, 3, 4]})]
+    assert admission.admit(again) == {} and not +admission.dropped
+    assert admission.admit([request_of_a_host("2", goes_on)]).keys() == {"2"}

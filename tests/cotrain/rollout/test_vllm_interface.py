@@ -1,6 +1,9 @@
 """What is known of vLLM's functions and attributes, held against the vLLM that is installed."""
 
+from pathlib import Path
+
 import pytest
+import vllm
 
 from cotrain.rollout.vllm import cpu, interface
 
@@ -33,3 +36,16 @@ def test_an_engine_whose_vllm_has_moved_refuses_to_start(monkeypatch: pytest.Mon
     monkeypatch.delattr(GPUModelRunner, "_get_positions")
     with pytest.raises(RuntimeError, match=r"not the one that cotrain knows: .*GPUModelRunner has no _get_positions"):
         cpu.apply_patches()
+
+
+@pytest.mark.parametrize(
+    "table", [interface.SIDECAR, *interface.SIDECAR_OF_RUNNER.values()], ids=["both runners", "V1", "V2"]
+)
+def test_each_function_that_the_sidecar_hooks_into_would_be_missed(table: dict[str, str]) -> None:
+    installed = Path(vllm.__file__).parents[1]
+    assert table and interface.moved_in(installed, table) == []
+    for path, names in table.items():
+        for other in (f"other {names}", f"{names} other", f"{names.removesuffix(' ...')}_other ..."):
+            (problem,) = interface.moved_in(installed, {path: other})
+            assert problem.startswith(f"{path} takes (")
+        assert interface.moved_in(installed, {f"{path}_gone": names})

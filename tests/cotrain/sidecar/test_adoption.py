@@ -13,6 +13,7 @@ import vllm
 from vllm.engine.arg_utils import EngineArgs
 
 from cotrain.models.loading import resolve_model
+from cotrain.rollout.vllm.interface import RUNNER, RUNNER_V2, SIDECAR_OF_RUNNER
 from cotrain.sidecar import adoption
 from cotrain.sidecar.adoption import MARK, NotAdopted, check_arguments, check_config, configured
 from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Spool, write_json
@@ -107,7 +108,6 @@ def test_a_vllm_whose_functions_have_moved_is_left_alone(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"use_v2_model_runner": True}, r"export VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"quantization": "awq"}, r"quantized \(awq\)"),
         ({"runner_type": "pooling"}, r"is for pooling"),
         ({"world_size": 2}, r"has 2 ranks: .*single device"),
@@ -115,15 +115,27 @@ def test_a_vllm_whose_functions_have_moved_is_left_alone(
     ],
 )
 def test_what_vllm_makes_of_the_arguments_is_looked_at_too(changes: dict[str, Any], reason: str) -> None:
-    found = {"use_v2_model_runner": False, "quantization": None, "runner_type": "generate", "world_size": 1}
-    found["data_parallel_size"] = 1
+    found = {"quantization": None, "runner_type": "generate", "world_size": 1, "data_parallel_size": 1}
     everything = SimpleNamespace(**found)
     config = SimpleNamespace(use_v2_model_runner=False, model_config=everything, parallel_config=everything)
     check_config(config)
     vars(everything).update(changes)
-    config.use_v2_model_runner = everything.use_v2_model_runner
     with pytest.raises(NotAdopted, match=reason):
         check_config(config)
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_a_vllm_whose_model_runner_has_moved_is_left_alone(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(quantization=None, runner_type="generate", world_size=1)
+    config = SimpleNamespace(use_v2_model_runner=is_v2, model_config=found, parallel_config=found)
+    path = f"{RUNNER_V2 if is_v2 else RUNNER}.take_draft_token_ids"
+    monkeypatch.setitem(SIDECAR_OF_RUNNER[is_v2], path, "self other ...")
+    with pytest.raises(
+        NotAdopted, match=r"GPUModelRunner\.take_draft_token_ids takes \(self\) .*\(self other \.\.\.\)"
+    ):
+        check_config(config)
+    config.use_v2_model_runner = not is_v2
+    check_config(config)
 
 
 @pytest.mark.usefixtures("beside_trainer")
