@@ -7,7 +7,7 @@ to the file descriptor ANSWERS.
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -107,10 +107,15 @@ class RunningHost:
 
 
 @contextmanager
-def running_host(model: Path, environment: dict[str, str], *options: str) -> Iterator[RunningHost]:
-    """A host; it must end by itself, without an error, when nothing is asked of it any more."""
+def running_host(
+    model: Path, environment: dict[str, str], *options: str, script: str = __file__
+) -> Iterator[RunningHost]:
+    """A host; it must end by itself, without an error, when nothing is asked of it any more.
+
+    script: another one may run `main` with a host of its own.
+    """
     ours, theirs = os.pipe()
-    command = [sys.executable, __file__, str(theirs), str(model), *options]
+    command = [sys.executable, script, str(theirs), str(model), *options]
     process = Popen(command, env=environment, stdin=PIPE, pass_fds=[theirs], text=True)
     os.close(theirs)
     try:
@@ -124,17 +129,17 @@ def running_host(model: Path, environment: dict[str, str], *options: str) -> Ite
         process.wait()
 
 
-def main(descriptor: int, model: str, *options: str) -> None:
+def main(descriptor: int, model: str, *options: str, host: Callable[[str], Host] = Host) -> None:
     if options:
         import cotrain.rollout.vllm.cpu
 
         cotrain.rollout.vllm.cpu.PATCHES.clear()
     with os.fdopen(descriptor, "w", buffering=1) as answers:
-        host = Host(model)
+        running = host(model)
         print("ready", file=answers)
         for line in sys.stdin:
             method, *args = json.loads(line)
-            print(json.dumps(getattr(host, method)(*args)), file=answers)
+            print(json.dumps(getattr(running, method)(*args)), file=answers)
 
 
 if __name__ == "__main__":
