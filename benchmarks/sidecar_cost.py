@@ -39,6 +39,7 @@ from cotrain.sidecar.spool import Spool, read_json, write_json
 from tests.engine import sidecar_host
 
 MODELS = {"tiny": "tiny:llama", "smollm2": "bundled:smollm2-135m-instruct"}
+PARTS = (*MODELS, "served")
 PLAIN, FROZEN, TRAINED = "no sidecar", "frozen drafter", "co-trained"
 ENGINES = {
     "length 0": ({"share": 0.0, "adaptive": False}, 0.01),
@@ -49,7 +50,6 @@ ENGINES = {
 """Settings of the spool, and how much longer a step may take."""
 SIZES = {"tiny": (60, 3), "smollm2": (15, 2), "before": (80, 4), "waves": (60, 6)}
 """And with --small. Rounds of the two models, waves that make the first drafter, waves before the update and after it."""
-LETTERS = "0123456789 +-=abcdef"
 REQUESTS, TOKENS, THREADS, UPDATES = 16, 64, 1, 80
 """Of a wave, of a response, of an engine and of the trainer, and optimizer steps of the policy."""
 TRAINER = (
@@ -70,7 +70,7 @@ class TimedHost(sidecar_host.Host):
         from vllm import SamplingParams
 
         engine, tokenizer, draw, steps = self.llm.llm_engine, self.llm.get_tokenizer(), random.Random(number), []
-        chats = [[{"role": "user", "content": "".join(draw.choices(LETTERS, k=8))}] for _ in range(REQUESTS)]
+        chats = [[{"role": "user", "content": "".join(draw.choices("0123456789abcdef", k=8))}] for _ in range(REQUESTS)]
         prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         started, cpu_started = time.perf_counter(), time.process_time()
@@ -167,9 +167,9 @@ def trainer(spool: Any, scratch: Path, log: Path) -> Iterator[Callable[[], Any]]
     def works() -> Iterator[None]:
         assert process.poll() is None, f"the trainer has ended; {log} says why"
         spool.beat()  # it has been silent for longer than an engine puts up with
-        os.killpg(process.pid, signal.SIGCONT)
+        process.send_signal(signal.SIGCONT)
         yield
-        os.killpg(process.pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGSTOP)
 
     try:
         yield works
@@ -251,16 +251,14 @@ def served_table(found: dict[str, Any], out: Path) -> str:
         for name, values in figures.items():
             cells[f"{span}: {name}"] = [f"{m:.4g} ± {e:.2g}" for m, e in zip(values.mean(), values.sem(), strict=True)]
     text = pd.DataFrame(cells, index=by_arm["length"].columns).loc[[PLAIN, FROZEN, TRAINED]].T.to_markdown()
-
     trained = frame[frame["arm"] == TRAINED].set_index("number")
     enough = RECOVERED * trained["length"].loc[start : update - 1].mean()
     after = trained.loc[update:]
     is_back = after["length"].rolling(WINDOW).mean() >= enough
     found["recovery"] = None
     if is_back.any():
-        seconds = after["seconds"].loc[: is_back.idxmax()]
-        num_tokens = len(seconds) * REQUESTS * TOKENS
-        found["recovery"] = {"waves": len(seconds), "tokens": num_tokens, "seconds": seconds.sum()}
+        num, seconds = is_back.idxmax() + 1 - update, after["seconds"].loc[: is_back.idxmax()].sum()
+        found["recovery"] = {"waves": int(num), "tokens": int(num) * REQUESTS * TOKENS, "seconds": float(seconds)}
     lines = {TRAINED: trained["length"], FROZEN: by_arm["length"][FROZEN].loc[start:]}
     marks = {"policy update": trained.index.to_series() == update, "another drafter": trained["drafter"].diff() > 0}
     figure = line_figure(lines, "acceptance length", "wave", marks=marks, floor="no gain")
@@ -271,8 +269,7 @@ def served_table(found: dict[str, Any], out: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
-    parts = [*MODELS, "served"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, metavar="PART", help="default: all three")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all three")
     parser.add_argument("--small", action="store_true", help="a few rounds, which show that it works and nothing else")
     args = parser.parse_args()
     args.out.mkdir(parents=True)
