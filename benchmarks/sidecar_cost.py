@@ -38,7 +38,7 @@ from cotrain.sidecar.launch import start_trainer, stop_trainer
 from cotrain.sidecar.spool import Spool, read_json, write_json
 from tests.engine import sidecar_host
 
-MODELS = {"tiny": "tiny:llama", "smollm2": "bundled:smollm2-135m-instruct"}
+MODELS = {"tiny": ("tiny:llama", 64), "smollm2": ("bundled:smollm2-135m-instruct", 24)}  # and tokens of a response
 PARTS = (*MODELS, "served")
 PLAIN, FROZEN, TRAINED = "no sidecar", "frozen drafter", "co-trained"
 ENGINES = {
@@ -48,10 +48,10 @@ ENGINES = {
     "length 0 for now, tap": ({"share": 1.0, "adaptive": True}, 0.02),
 }
 """Settings of the spool, and how much longer a step may take."""
-SIZES = {"tiny": (60, 3), "smollm2": (15, 2), "before": (80, 4), "waves": (60, 6)}
-"""And with --small. Rounds of the two models, waves that make the first drafter, waves before the update and after it."""
-REQUESTS, TOKENS, THREADS, UPDATES = 16, 64, 1, 80
-"""Of a wave, of a response, of an engine and of the trainer, and optimizer steps of the policy."""
+SIZES = {"tiny": (40, 3), "smollm2": (12, 2), "first": (100, 4), "before": (30, 5), "after": (120, 10)}
+"""And with --small. Rounds of the models; waves that make the first drafter, and those before the update and after it."""
+REQUESTS, THREADS, UPDATES = 16, 1, 80
+"""Of a wave, of an engine and of the trainer, and optimizer steps of the policy."""
 TRAINER = (
     "name=trained", "adaptive=false", "drafter.model.draft_vocab_size=128", "drafter.batch_tokens=2048",
     "drafter.updates_per_step=30", "tracking.log_drafters=false",
@@ -64,7 +64,7 @@ say = functools.partial(print, file=sys.stderr, flush=True)
 class TimedHost(sidecar_host.Host):
     """The host of the tests, with a clock."""
 
-    def wave(self, number: int) -> dict[str, float]:
+    def wave(self, number: int, num_tokens: int) -> dict[str, float]:
         """Answer chats of eight letters, which the number decides. Return the seconds of all steps, and of one: by the clock,
         of the processor on all cores, and by the median."""
         from vllm import SamplingParams
@@ -72,7 +72,7 @@ class TimedHost(sidecar_host.Host):
         engine, tokenizer, draw, steps = self.llm.llm_engine, self.llm.get_tokenizer(), random.Random(number), []
         chats = [[{"role": "user", "content": "".join(draw.choices("0123456789abcdef", k=8))}] for _ in range(REQUESTS)]
         prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
-        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         started, cpu_started = time.perf_counter(), time.process_time()
         for i, prompt in enumerate(prompts):
             engine.add_request(f"{i}", {"prompt_token_ids": prompt}, params)
@@ -102,7 +102,7 @@ def started(stack: ExitStack, model: Path, scratch: Path, spools: dict[str, Any]
     return hosts
 
 
-def overhead(name: str, rounds: int, scratch: Path) -> dict[str, Any]:
+def overhead(name: str, num_tokens: int, rounds: int, scratch: Path) -> dict[str, Any]:
     """Waves, and the shares of each engine's seconds that its worker has counted for the tap and for its files."""
     from drafters.base import TargetSpec
     from drafters.build import build_drafter
@@ -122,7 +122,7 @@ def overhead(name: str, rounds: int, scratch: Path) -> dict[str, Any]:
         for number in range(-1, rounds):  # the first round warms up
             turns.rotate()  # so that none always follows the same one
             for e in turns:
-                waves.append({"engine": e, "number": number} | hosts[e]("wave", number))
+                waves.append({"engine": e, "number": number} | hosts[e]("wave", number, num_tokens))
                 for shard in spools[e].engines()[0].shards() if e in spools else ():  # nobody else takes them away
                     shard.with_suffix(".json").unlink()
                     shard.unlink()
@@ -159,7 +159,7 @@ def overhead_table(found: dict[str, Any]) -> str:
 @contextmanager
 def trainer(spool: Any, scratch: Path, log: Path) -> Iterator[Callable[[], Any]]:
     """`cotrain sidecar`, stopped but inside of the contexts that the yielded function returns."""
-    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", MODELS["tiny"], "--share", "1", *TRAINER]
+    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", MODELS["tiny"][0], "--share", "1", *TRAINER]
     command += ["--spool", str(spool.folder), f"run_root={scratch}/runs"]
     process = start_trainer(["sh", "-c", f"exec {shlex.join(command)} >{shlex.quote(str(log))} 2>&1"], spool.folder)
 
@@ -193,12 +193,13 @@ def moved(model: Path, folder: Path) -> Path:
 
 
 def served(size: dict[str, int], log: Path, scratch: Path) -> dict[str, Any]:
-    """Waves of the arms, and the numbers of the first one of all arms, and of the first one after the update."""
+    """Waves of the arms, numbers of the first one of all arms and of the first after the update, and tokens of each."""
     from drafters.base import TargetSpec
     from drafters.build import load_drafter
     from tests.sidecar_parts import make_spool
 
-    model, spool, waves = resolve_model(MODELS["tiny"]), Spool(scratch / "spool"), list[dict[str, Any]]()
+    (name, num_tokens), spool, waves = MODELS["tiny"], Spool(scratch / "spool"), list[dict[str, Any]]()
+    model = resolve_model(name)
     other = moved(model, scratch / "moved")
     with ExitStack() as stack:
         works = stack.enter_context(trainer(spool, scratch, log))
@@ -209,30 +210,31 @@ def served(size: dict[str, int], log: Path, scratch: Path) -> dict[str, Any]:
         def wave(arm: str, number: int) -> None:
             before = hosts[arm]("counts")
             with works() if arm == TRAINED else nullcontext():
-                done = hosts[arm]("wave", number)
+                done = hosts[arm]("wave", number, num_tokens)
             new = {name: count - before[name] for name, count in hosts[arm]("counts").items()}
             length = 1 + new.get("accepted_tokens", 0) / max(1, new.get("drafts", 0))
             version = read_json(spools[arm].engines()[0].state)["drafter_version"] if arm in spools else 0
             known = {"arm": arm, "number": number, "length": length, "drafter": version}
-            waves.append(known | {"tokens_s": REQUESTS * TOKENS / done["seconds"]} | done)
+            waves.append(known | {"tokens_s": REQUESTS * num_tokens / done["seconds"]} | done)
             if number % 10 == 0:
                 say(f"wave {number}, {arm}: acceptance length {length:.2f}, drafter version {version}")
 
         start = 0
-        while start < size["before"] or not spool.current.exists():
+        while start < size["first"] or not spool.current.exists():
             wave(TRAINED, start)
             start += 1
         published = read_json(spool.current)
         copied = shutil.copy(published["path"], scratch / "frozen.safetensors")
         write_json(spools[FROZEN].current, published | {"path": copied})
         turns = deque(hosts)
-        for number in range(start, start + 2 * size["waves"]):
+        update = start + size["before"]
+        for number in range(start, update + size["after"]):
             turns.rotate()
-            for host in hosts.values() if number == start + size["waves"] else ():
+            for host in hosts.values() if number == update else ():
                 host("update", str(other))
             for arm in turns:
                 wave(arm, number)
-    return {"start": start, "update": start + size["waves"], "waves": waves}
+    return {"start": start, "update": update, "tokens": REQUESTS * num_tokens, "recovery": None, "waves": waves}
 
 
 def served_table(found: dict[str, Any], out: Path) -> str:
@@ -255,14 +257,12 @@ def served_table(found: dict[str, Any], out: Path) -> str:
     enough = RECOVERED * trained["length"].loc[start : update - 1].mean()
     after = trained.loc[update:]
     is_back = after["length"].rolling(WINDOW).mean() >= enough
-    found["recovery"] = None
     if is_back.any():
         num, seconds = is_back.idxmax() + 1 - update, after["seconds"].loc[: is_back.idxmax()].sum()
-        found["recovery"] = {"waves": int(num), "tokens": int(num) * REQUESTS * TOKENS, "seconds": float(seconds)}
+        found["recovery"] = {"waves": int(num), "tokens": int(num) * found["tokens"], "seconds": float(seconds)}
     lines = {TRAINED: trained["length"], FROZEN: by_arm["length"][FROZEN].loc[start:]}
     marks = {"policy update": trained.index.to_series() == update, "another drafter": trained["drafter"].diff() > 0}
-    figure = line_figure(lines, "acceptance length", "wave", marks=marks, floor="no gain")
-    figure.savefig(out / "acceptance.png", dpi=150)
+    line_figure(lines, "acceptance length", "wave", marks=marks, floor="no gain").savefig(out / "acceptance.png")
     return f"{text}\n\nBack at {enough:.2f}, {RECOVERED:.0%} of the length before the update: {found['recovery']}"
 
 
@@ -275,7 +275,7 @@ def main() -> None:
     args.out.mkdir(parents=True)
     os.environ.update(threads.engine_environment(THREADS))
     size, git = {n: s[args.small] for n, s in SIZES.items()}, git_state(Path(threads.__file__).parents[1])[0]
-    options = {"sizes": size, "requests": REQUESTS, "tokens": TOKENS, "threads": THREADS, "trainer": TRAINER}
+    options = {"sizes": size, "requests": REQUESTS, "tokens": MODELS, "threads": THREADS, "trainer": TRAINER}
     results: dict[str, Any] = here_and_now() | {"git": git, "options": options, "load_average": os.getloadavg()}
     print(json.dumps(results))
     for part in args.parts:
@@ -285,7 +285,7 @@ def main() -> None:
                 found = served(size, args.out / "trainer.log", Path(scratch))
                 text = served_table(found, args.out)
             else:
-                found = overhead(MODELS[part], size[part], Path(scratch))
+                found = overhead(*MODELS[part], size[part], Path(scratch))
                 text = overhead_table(found)
         results[part] = found | {"took_s": time.perf_counter() - began}
         (args.out / "results.json").write_text(json.dumps(results))
