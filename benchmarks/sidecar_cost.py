@@ -115,10 +115,9 @@ def overhead(name: str, num_tokens: int, rounds: int, scratch: Path) -> dict[str
     spools = {e: make_spool(scratch / e, model, drafter, **settings) for e, (settings, _) in ENGINES.items()}
     for spool in spools.values():
         write_json(spool.current, {"version": 0, "on": False})
-    waves, counted = list[dict[str, Any]](), dict[str, dict[str, float]]()
     with ExitStack() as stack:
         hosts = started(stack, model, scratch, spools)
-        turns = deque(hosts)
+        turns, waves, counted = deque(hosts), list[dict[str, Any]](), dict[str, dict[str, float]]()
         for number in range(-1, rounds):  # the first round warms up
             turns.rotate()  # so that none always follows the same one
             for e in turns:
@@ -166,7 +165,7 @@ def trainer(spool: Any, scratch: Path, log: Path) -> Iterator[Callable[[], Any]]
     @contextmanager
     def works() -> Iterator[None]:
         assert process.poll() is None, f"the trainer has ended; {log} says why"
-        spool.beat()  # it has been silent for longer than an engine puts up with
+        (spool.folder / "heartbeat").touch()  # it has been silent for longer than an engine puts up with
         process.send_signal(signal.SIGCONT)
         yield
         process.send_signal(signal.SIGSTOP)
@@ -294,6 +293,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1].isdigit():
-        sidecar_host.main(int(sys.argv[1]), sys.argv[2], host=TimedHost)
+        sidecar_host.Host = TimedHost  # type: ignore[misc]
+        sidecar_host.main(int(sys.argv[1]), sys.argv[2])
     else:
         main()

@@ -7,7 +7,7 @@ to the file descriptor ANSWERS.
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -112,7 +112,7 @@ def running_host(
 ) -> Iterator[RunningHost]:
     """A host; it must end by itself, without an error, when nothing is asked of it any more.
 
-    script: another one may run `main` with a host of its own.
+    script: what is run, where a host does more than this one; it takes the same arguments.
     """
     ours, theirs = os.pipe()
     command = [sys.executable, script, str(theirs), str(model), *options]
@@ -129,17 +129,17 @@ def running_host(
         process.wait()
 
 
-def main(descriptor: int, model: str, *options: str, host: Callable[[str], Host] = Host) -> None:
+def main(descriptor: int, model: str, *options: str) -> None:
     if options:
         import cotrain.rollout.vllm.cpu
 
         cotrain.rollout.vllm.cpu.PATCHES.clear()
     with os.fdopen(descriptor, "w", buffering=1) as answers:
-        running = host(model)
+        host = Host(model)
         print("ready", file=answers)
         for line in sys.stdin:
             method, *args = json.loads(line)
-            print(json.dumps(getattr(running, method)(*args)), file=answers)
+            print(json.dumps(getattr(host, method)(*args)), file=answers)
 
 
 if __name__ == "__main__":
