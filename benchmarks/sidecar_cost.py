@@ -224,7 +224,7 @@ def served(size: dict[str, int], log: Path, scratch: Path) -> dict[str, Any]:
             start += 1
         published = read_json(spool.current)
         copied = shutil.copy(published["path"], scratch / "frozen.safetensors")
-        write_json(spools[FROZEN].current, published | {"path": copied})
+        write_json(spools[FROZEN].current, published | {"path": str(copied)})
         turns = deque(hosts)
         update = start + size["before"]
         for number in range(start, update + size["after"]):
