@@ -38,7 +38,7 @@ from cotrain.sidecar.launch import start_trainer, stop_trainer
 from cotrain.sidecar.spool import Spool, read_json, write_json
 from tests.engine import sidecar_host
 
-MODELS = {"tiny": ("tiny:llama", 64), "smollm2": ("bundled:smollm2-135m-instruct", 24)}  # and tokens of a response
+MODELS = {"tiny": ("tiny:llama", 64), "smollm2": ("bundled:smollm2-135m-instruct", 16)}  # and tokens of a response
 PARTS = (*MODELS, "served")
 PLAIN, FROZEN, TRAINED = "no sidecar", "frozen drafter", "co-trained"
 ENGINES = {
@@ -48,7 +48,7 @@ ENGINES = {
     "length 0 for now, tap": ({"share": 1.0, "adaptive": True}, 0.02),
 }
 """Settings of the spool, and how much longer a step may take."""
-SIZES = {"tiny": (40, 3), "smollm2": (12, 2), "first": (100, 4), "before": (30, 5), "after": (120, 10)}
+SIZES = {"tiny": (30, 3), "smollm2": (10, 2), "first": (100, 4), "before": (30, 5), "after": (120, 10)}
 """And with --small. Rounds of the models; waves that make the first drafter, and those before the update and after it."""
 REQUESTS, THREADS, UPDATES = 16, 1, 80
 """Of a wave, of an engine and of the trainer, and optimizer steps of the policy."""
