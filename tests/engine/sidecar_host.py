@@ -108,10 +108,15 @@ class RunningHost:
 
 
 @contextmanager
-def running_host(model: Path, environment: dict[str, str], *options: str) -> Iterator[RunningHost]:
-    """A host; it must end by itself, without an error, when nothing is asked of it any more."""
+def running_host(
+    model: Path, environment: dict[str, str], *options: str, script: str = __file__
+) -> Iterator[RunningHost]:
+    """A host; it must end by itself, without an error, when nothing is asked of it any more.
+
+    script: what is run, where a host does more than this one; it takes the same arguments.
+    """
     ours, theirs = os.pipe()
-    command = [sys.executable, __file__, str(theirs), str(model), *options]
+    command = [sys.executable, script, str(theirs), str(model), *options]
     process = Popen(command, env=environment, stdin=PIPE, pass_fds=[theirs], text=True)
     os.close(theirs)
     try:

@@ -1,0 +1,299 @@
+"""What the sidecar costs a host and what it brings: engines of a plain vLLM LLM, with it and without it, in turns.
+
+    python -m benchmarks.sidecar_cost --out runs/sidecar-cost [--parts tiny smollm2 served] [--small]
+
+tiny, smollm2: time of a step of engines that draft nothing, over that of the same host without the sidecar. All live at once
+and take turns of a wave of requests. "For now": the drafter reads on, since the length may rise again, as it may by default.
+
+served: acceptance length and tokens a second without the sidecar, with a drafter that is frozen, and with one that is trained
+beside the host, before and after an update of the policy that teaches it other text (tiny:llama). First the trainer makes the
+drafter, beside its own host; both arms begin with it. They get the same prompts in the same order. The trainer is stopped while
+it is not its arm's turn, so that its work slows that arm and no other; seconds of an arm are those of its turns.
+
+Prints Markdown tables; --out gets results.json, acceptance.png and trainer.log. Times need a quiet machine.
+"""
+
+import argparse
+import functools
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from cotrain.models.loading import resolve_model
+from cotrain.process import threads
+from cotrain.run.provenance import git_state, here_and_now
+from cotrain.sidecar.launch import start_trainer, stop_trainer
+from cotrain.sidecar.spool import Spool, read_json, write_json
+from tests.engine import sidecar_host
+
+MODELS = {"tiny": ("tiny:llama", 64), "smollm2": ("bundled:smollm2-135m-instruct", 16)}  # and tokens of a response
+PARTS = (*MODELS, "served")
+PLAIN, FROZEN, TRAINED = "no sidecar", "frozen drafter", "co-trained"
+ENGINES = {
+    "length 0": ({"share": 0.0, "adaptive": False}, 0.01),
+    "length 0, tap": ({"share": 1.0, "adaptive": False}, 0.02),
+    "length 0 for now": ({"share": 0.0, "adaptive": True}, 0.01),
+    "length 0 for now, tap": ({"share": 1.0, "adaptive": True}, 0.02),
+}
+"""Settings of the spool, and how much longer a step may take."""
+SIZES = {"tiny": (30, 3), "smollm2": (10, 2), "first": (100, 4), "before": (30, 5), "after": (120, 10)}
+"""And with --small. Rounds of the models; waves that make the first drafter, and those before the update and after it."""
+REQUESTS, THREADS, UPDATES = 16, 1, 80
+"""Of a wave, of an engine and of the trainer, and optimizer steps of the policy."""
+TRAINER = (
+    "name=trained", "adaptive=false", "drafter.model.draft_vocab_size=128", "drafter.batch_tokens=2048",
+    "drafter.updates_per_step=30", "tracking.log_drafters=false",
+)  # fmt: skip
+WINDOW, RECOVERED = 5, 0.95
+"""Waves whose mean acceptance length is looked at, and the share of that before the update which counts as recovered."""
+say = functools.partial(print, file=sys.stderr, flush=True)
+
+
+class TimedHost(sidecar_host.Host):
+    """The host of the tests, with a clock."""
+
+    def wave(self, number: int, num_tokens: int) -> dict[str, float]:
+        """Answer chats of eight letters, which the number decides. Return the seconds of all steps, and of one: by the clock,
+        of the processor on all cores, and by the median."""
+        from vllm import SamplingParams
+
+        engine, tokenizer, draw, steps = self.llm.llm_engine, self.llm.get_tokenizer(), random.Random(number), []
+        chats = [[{"role": "user", "content": "".join(draw.choices("0123456789abcdef", k=8))}] for _ in range(REQUESTS)]
+        prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        started, cpu_started = time.perf_counter(), time.process_time()
+        for i, prompt in enumerate(prompts):
+            engine.add_request(f"{i}", {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            step_started = time.perf_counter()
+            engine.step()
+            steps.append(time.perf_counter() - step_started)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
+        of_a_step = {"clock": seconds / len(steps), "processor": cpu / len(steps), "median": statistics.median(steps)}
+        return {"seconds": seconds} | of_a_step
+
+    def update(self, folder: str) -> None:
+        """Load other weights, as vLLM does it from a folder."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self.llm.reset_prefix_cache()
+
+
+def started(stack: ExitStack, model: Path, scratch: Path, spools: dict[str, Any]) -> dict[str, Any]:
+    """A host for each spool, and one that has none. The engine works in the host's own process."""
+    from tests.sidecar_parts import host_environment
+
+    hosts = {}
+    for name in (PLAIN, *spools):
+        environment = host_environment(scratch, spools.get(name), THREADS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        hosts[name] = stack.enter_context(sidecar_host.running_host(model, environment, script=__file__))
+        say(f"the host '{name}' is ready")
+    return hosts
+
+
+def overhead(name: str, num_tokens: int, rounds: int, scratch: Path) -> dict[str, Any]:
+    """Waves, and the shares of each engine's seconds that its worker has counted for the tap and for its files."""
+    from drafters.base import TargetSpec
+    from drafters.build import build_drafter
+    from drafters.config import Eagle3Config
+    from tests.sidecar_parts import make_spool
+
+    model = resolve_model(name)
+    target = TargetSpec.from_pretrained(model)
+    drafter = build_drafter(Eagle3Config(type="eagle3", draft_vocab_size=min(4096, target.vocab_size)), target, seed=0)
+    spools = {e: make_spool(scratch / e, model, drafter, **settings) for e, (settings, _) in ENGINES.items()}
+    for spool in spools.values():
+        write_json(spool.current, {"version": 0, "on": False})
+    with ExitStack() as stack:
+        hosts = started(stack, model, scratch, spools)
+        turns, waves, counted = deque(hosts), list[dict[str, Any]](), dict[str, dict[str, float]]()
+        for number in range(-1, rounds):  # the first round warms up
+            turns.rotate()  # so that none always follows the same one
+            for e in turns:
+                waves.append({"engine": e, "number": number} | hosts[e]("wave", number, num_tokens))
+                for shard in spools[e].engines()[0].shards() if e in spools else ():  # nobody else takes them away
+                    shard.with_suffix(".json").unlink()
+                    shard.unlink()
+            if (number + 1) % max(1, rounds // 5) == 0:
+                say(f"step times of {name}: round {number + 1} of {rounds}")
+        for e, spool in spools.items():
+            time.sleep(1.1)  # a worker reports once a second, when it makes a step
+            hosts[e]("generate", [[40, 41]], {"max_tokens": 1})
+            state = read_json(spool.engines()[0].state)
+            seconds = sum(wave["seconds"] for wave in waves if wave["engine"] == e)
+            assert not state["hooks_off"] and not state["drafts"], state
+            counted[e] = {part: state["seconds"].get(part, 0.0) / seconds for part in ("tap", "write")}
+    return {"waves": [wave for wave in waves if wave["number"] >= 0], "counted": counted}
+
+
+def overhead_table(found: dict[str, Any]) -> str:
+    """Markdown. Overheads are means over rounds of the logarithm of the ratio, with standard errors."""
+    import numpy as np
+    import pandas as pd
+
+    waves = pd.DataFrame(found["waves"])
+    rows = pd.DataFrame({"ms a step": waves.groupby("engine")["clock"].mean().map(lambda s: f"{1e3 * s:.3f}")})
+    for kind in ("clock", "processor", "median"):
+        times = waves.pivot(index="number", columns="engine", values=kind)
+        logs = np.log(times.div(times[PLAIN], axis=0))
+        value, error = logs.mean(), logs.sem()
+        found.setdefault("overhead", {})[kind] = {"mean": value.to_dict(), "standard_error": error.to_dict()}
+        rows[f"by {kind}"] = [f"{value[e]:+.2%} ± {error[e]:.2%}" if e in ENGINES else "" for e in rows.index]
+    rows["tap, files"] = [", ".join(f"{s:.2%}" for s in found["counted"].get(e, {}).values()) for e in rows.index]
+    rows["bar"] = [f"{ENGINES[e][1]:.0%}" if e in ENGINES else "" for e in rows.index]
+    return rows.loc[[PLAIN, *ENGINES]].to_markdown()
+
+
+@contextmanager
+def trainer(spool: Any, scratch: Path, log: Path) -> Iterator[Callable[[], Any]]:
+    """`cotrain sidecar`, stopped but inside of the contexts that the yielded function returns."""
+    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", MODELS["tiny"][0], "--share", "1", *TRAINER]
+    command += ["--spool", str(spool.folder), f"run_root={scratch}/runs"]
+    process = start_trainer(["sh", "-c", f"exec {shlex.join(command)} >{shlex.quote(str(log))} 2>&1"], spool.folder)
+
+    @contextmanager
+    def works() -> Iterator[None]:
+        assert process.poll() is None, f"the trainer has ended; {log} says why"
+        (spool.folder / "heartbeat").touch()  # it has been silent for longer than an engine puts up with
+        process.send_signal(signal.SIGCONT)
+        yield
+        process.send_signal(signal.SIGSTOP)
+
+    try:
+        yield works
+    finally:
+        process.send_signal(signal.SIGCONT)
+        stop_trainer(process)
+
+
+def moved(model: Path, folder: Path) -> Path:
+    """The policy after optimizer steps on the text of another Markov chain than the one that it was made with."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from cotrain.models import tiny
+
+    tokenizer, tiny.TRAINING_STEPS = AutoTokenizer.from_pretrained(model), UPDATES
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tiny.train_on_chain(policy, tokenizer, torch.Generator().manual_seed(1))
+    policy.save_pretrained(folder)
+    return folder
+
+
+def served(size: dict[str, int], log: Path, scratch: Path) -> dict[str, Any]:
+    """Waves of the arms, numbers of the first one of all arms and of the first after the update, and tokens of each."""
+    from drafters.base import TargetSpec
+    from drafters.build import load_drafter
+    from tests.sidecar_parts import make_spool
+
+    (name, num_tokens), spool, waves = MODELS["tiny"], Spool(scratch / "spool"), list[dict[str, Any]]()
+    model = resolve_model(name)
+    other = moved(model, scratch / "moved")
+    with ExitStack() as stack:
+        works = stack.enter_context(trainer(spool, scratch, log))
+        first = load_drafter(spool.initial, TargetSpec.from_pretrained(model))
+        spools = {FROZEN: make_spool(scratch / "frozen", model, first, share=0.0), TRAINED: spool}
+        hosts = started(stack, model, scratch, spools)
+
+        def wave(arm: str, number: int) -> None:
+            before = hosts[arm]("counts")
+            with works() if arm == TRAINED else nullcontext():
+                done = hosts[arm]("wave", number, num_tokens)
+            new = {name: count - before[name] for name, count in hosts[arm]("counts").items()}
+            length = 1 + new.get("accepted_tokens", 0) / max(1, new.get("drafts", 0))
+            version = read_json(spools[arm].engines()[0].state)["drafter_version"] if arm in spools else 0
+            known = {"arm": arm, "number": number, "length": length, "drafter": version}
+            waves.append(known | {"tokens_s": REQUESTS * num_tokens / done["seconds"]} | done)
+            if number % 10 == 0:
+                say(f"wave {number}, {arm}: acceptance length {length:.2f}, drafter version {version}")
+
+        start = 0
+        while start < size["first"] or not spool.current.exists():
+            wave(TRAINED, start)
+            start += 1
+        published = read_json(spool.current)
+        copied = shutil.copy(published["path"], scratch / "frozen.safetensors")
+        write_json(spools[FROZEN].current, published | {"path": str(copied)})
+        turns = deque(hosts)
+        update = start + size["before"]
+        for number in range(start, update + size["after"]):
+            turns.rotate()
+            for host in hosts.values() if number == update else ():
+                host("update", str(other))
+            for arm in turns:
+                wave(arm, number)
+    return {"start": start, "update": update, "tokens": REQUESTS * num_tokens, "recovery": None, "waves": waves}
+
+
+def served_table(found: dict[str, Any], out: Path) -> str:
+    """Markdown, of all waves before the update, of WINDOW after it, and of the last half after it; and acceptance.png."""
+    import pandas as pd
+
+    from pipelines.page.figures import line_figure
+
+    start, update, frame = found["start"], found["update"], pd.DataFrame(found["waves"])
+    by_arm, end, cells = frame.pivot(index="number", columns="arm"), frame["number"].max() + 1, {}
+    spans = {"before": (start, update), "just after": (update, update + WINDOW), "later": ((update + end) // 2, end)}
+    for span, (first, last) in spans.items():
+        part = by_arm.loc[first : last - 1]
+        figures = {"length": part["length"], "tokens/s": part["tokens_s"]}
+        figures["speed over none"] = part["tokens_s"].div(part["tokens_s"][PLAIN], axis=0)
+        for name, values in figures.items():
+            cells[f"{span}: {name}"] = [f"{m:.4g} ± {e:.2g}" for m, e in zip(values.mean(), values.sem(), strict=True)]
+    text = pd.DataFrame(cells, index=by_arm["length"].columns).loc[[PLAIN, FROZEN, TRAINED]].T.to_markdown()
+    trained = frame[frame["arm"] == TRAINED].set_index("number")
+    enough = RECOVERED * trained["length"].loc[start : update - 1].mean()
+    after = trained.loc[update:]
+    is_back = after["length"].rolling(WINDOW).mean() >= enough
+    if is_back.any():
+        num, seconds = is_back.idxmax() + 1 - update, after["seconds"].loc[: is_back.idxmax()].sum()
+        found["recovery"] = {"waves": int(num), "tokens": int(num) * found["tokens"], "seconds": float(seconds)}
+    lines = {TRAINED: trained["length"], FROZEN: by_arm["length"][FROZEN].loc[start:]}
+    marks = {"policy update": trained.index.to_series() == update, "another drafter": trained["drafter"].diff() > 0}
+    line_figure(lines, "acceptance length", "wave", marks=marks, floor="no gain").savefig(out / "acceptance.png")
+    return f"{text}\n\nBack at {enough:.2f}, {RECOVERED:.0%} of the length before the update: {found['recovery']}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all three")
+    parser.add_argument("--small", action="store_true", help="a few rounds, which show that it works and nothing else")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True)
+    os.environ.update(threads.engine_environment(THREADS))
+    size, git = {n: s[args.small] for n, s in SIZES.items()}, git_state(Path(threads.__file__).parents[1])[0]
+    options = {"sizes": size, "requests": REQUESTS, "tokens": MODELS, "threads": THREADS, "trainer": TRAINER}
+    results: dict[str, Any] = here_and_now() | {"git": git, "options": options, "load_average": os.getloadavg()}
+    print(json.dumps(results))
+    for part in args.parts:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="cotrain-cost-", dir="/dev/shm") as scratch:
+            if part == "served":
+                found = served(size, args.out / "trainer.log", Path(scratch))
+                text = served_table(found, args.out)
+            else:
+                found = overhead(*MODELS[part], size[part], Path(scratch))
+                text = overhead_table(found)
+        results[part] = found | {"took_s": time.perf_counter() - began}
+        (args.out / "results.json").write_text(json.dumps(results))
+        print(f"\n{part}, {results[part]['took_s']:.0f} s\n\n{text}", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1].isdigit():
+        sidecar_host.Host = TimedHost  # type: ignore[misc]
+        sidecar_host.main(int(sys.argv[1]), sys.argv[2])
+    else:
+        main()
