@@ -126,7 +126,7 @@ def test_what_vllm_makes_of_the_arguments_is_looked_at_too(changes: dict[str, An
 
 @pytest.mark.parametrize("is_v2", [False, True])
 def test_a_vllm_whose_model_runner_has_moved_is_left_alone(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(quantization=None, runner_type="generate", world_size=1)
+    found = SimpleNamespace(quantization=None, runner_type="generate", world_size=1, data_parallel_size=1)
     config = SimpleNamespace(use_v2_model_runner=is_v2, model_config=found, parallel_config=found)
     path = f"{RUNNER_V2 if is_v2 else RUNNER}.take_draft_token_ids"
     monkeypatch.setitem(SIDECAR_OF_RUNNER[is_v2], path, "self other ...")
