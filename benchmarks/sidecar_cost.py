@@ -165,7 +165,6 @@ def trainer(spool: Any, scratch: Path, log: Path) -> Iterator[Callable[[], Any]]
     @contextmanager
     def works() -> Iterator[None]:
         assert process.poll() is None, f"the trainer has ended; {log} says why"
-        (spool.folder / "heartbeat").touch()  # it has been silent for longer than an engine puts up with
         process.send_signal(signal.SIGCONT)
         yield
         process.send_signal(signal.SIGSTOP)
