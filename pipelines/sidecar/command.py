@@ -115,7 +115,8 @@ def check(arguments: Sequence[str]) -> int:
             from cotrain.sidecar.prepare import prepare
 
             options.overrides += [f"run_root={scratch}", f"spool={scratch}/spool"]
-            found = verdicts(prepare(_configured(options), False, stack).spool.folder)
+            prepared = prepare(_configured(options), False, stack)  # its spool has a trainer while it is held
+            found = verdicts(prepared.spool.folder)
         print(f"\nengines: {engines_text(found)}")
     return 0 if any(verdict["reason"] is None for verdict in found) else 1
 

@@ -52,7 +52,7 @@ def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> A
     return propose(scheduler_output, *rest)
 
 
-def _in_turn(is_alone: bool, numbers: Iterator[int], draft: Draft | None, k: int, _: bool) -> tuple[Draft | None, int]:
+def _in_turn(is_alone: bool, numbers: Iterator[int], draft: Draft | None, k: int, *_: Any) -> tuple[Draft | None, int]:
     turn, length = divmod(next(numbers), k + 1)
     return draft if is_alone or turn % 2 else None, length
 

@@ -15,6 +15,7 @@ from cotrain.sidecar.spool import Spool, read_json
 from tests.sidecar_parts import host_environment
 
 pytestmark = [
+    pytest.mark.alone,  # with two cores shared by others, eight steps are over before a drafter is trained
     pytest.mark.engine,
     pytest.mark.skipif(find_spec("trl") is None, reason="TRL comes with the dev extra; run `make setup` again"),
 ]
