@@ -177,12 +177,12 @@ def test_where_speculation_may_come_back_the_drafter_reads_prompts_and_nothing_e
 
 
 def accepted_at(live: LiveEngine, first: int, undrafted: int) -> list[dict[int, int]]:
-    """Six long responses, each beside one of 20 tokens, give accepted draft tokens by response tokens so far.
+    """Ten long responses, each beside one of 20 tokens, give accepted draft tokens by response tokens so far.
 
     undrafted: tokens of the long response before its first draft.
     """
     found = []
-    for number in range(first, first + 6):
+    for number in range(first, first + 10):
         long, short = make_requests(2, seed=number)
         pair = [long, replace(short, max_new_tokens=20)]
         live.run(live.engine.reset_prefix_cache())
