@@ -31,9 +31,7 @@ from cotrain.stream.metrics import rollout_metrics
 
 POLL_SECONDS, SILENT_SECONDS = 0.05, 60.0
 MOST_ROUNDS = 10_000  # over which the chance of a false alarm is shared out, since a sidecar has no planned end
-LARGE_ROUND = (
-    8  # times drafter.batch_tokens, after which a round does not wait for more prompts to judge a candidate on
-)
+LARGE_ROUND = 8  # times drafter.batch_tokens: then a round waits no longer for more prompts to judge a candidate on
 
 
 def serve(config: SidecarConfig, resume: bool, stop: Callable[[], bool]) -> list[dict[str, Any]]:

@@ -301,7 +301,7 @@ class Roofline:
         return seconds
 
     def _feed_forward(self, m: Model, rows: Array) -> Array:
-        """Of experts the router, and those that are read: bytes and operations are added, which fits the tables best."""
+        """Count the router and the experts that are read. Their bytes and operations are added, which fits the tables best."""
         gpus = self.tensor_parallel
         if not m.experts:
             width = m.intermediate / gpus

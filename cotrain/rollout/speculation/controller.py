@@ -108,8 +108,9 @@ class SpeculationController:
     def begin_measuring(self, kind: str = "all", live: bool = False) -> None:
         """Time the engine steps that follow, at all draft lengths.
 
-        kind: "all", and afterwards "verification", steps in which the drafter does not run, as when all drafts come from
-        history, and "one", steps of which one request alone has drafts. live: batches of every size, until `has_measured`, instead of `measured_sizes`.
+        kind: "all" comes first. In steps of "verification" the drafter does not run, as when all drafts come from history,
+        and in those of "one" a single request drafts. live: batches of every size, until `has_measured`, instead of
+        `measured_sizes`.
         """
         self._measured, self._num_steps, self._measured_kind, self._live = {}, 0, kind, live
 

@@ -97,9 +97,11 @@ class HistoryDrafting:
         self.index.load(path)
 
     def measure(self, kind: str) -> None:
-        """Let requests draft the full length, to time steps with, see SpeculationController.begin_measuring: "all" of them
-        the drafter's tokens, if there is a drafter, or else any tokens; and any tokens at "verification", and for "one" of
-        them. An empty name ends it."""
+        """Let requests draft the full length, to time steps with; an empty name ends it.
+
+        kind: see SpeculationController.begin_measuring. At "all" the drafter proposes, if there is one. Otherwise any
+        tokens stand for drafts from history, of every request or of "one".
+        """
         self._measured_kind = kind
 
     def set_draws(self, on: bool) -> None:

@@ -136,7 +136,7 @@ class TapHook:
         self.tap_seconds += time.perf_counter() - started
 
     def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
-        """Of a step: request ids, row where each begins and the last one ends, all rows' positions and token ids."""
+        """Return a step's request ids, the rows where each begins and the last one ends, and all rows' positions and token ids."""
         raise NotImplementedError
 
     def _rows(self, batch: Any, hidden: list[Tensor], device: Any) -> list[Rows]:
@@ -200,7 +200,7 @@ class DraftingHook(TapHook):
         return no_drafts(sampled)
 
     def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
-        """Batch: vLLM's CommonAttentionMetadata."""
+        """Read vLLM's CommonAttentionMetadata."""
         request_ids = self._runner.input_batch.req_ids
         starts = batch.query_start_loc_cpu[: len(request_ids) + 1].tolist()  # there may be padding after them
         return request_ids, starts, self._runner._get_positions(starts[-1]), self._runner.input_ids.gpu

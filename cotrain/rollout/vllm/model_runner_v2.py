@@ -82,7 +82,7 @@ class SpeculatorHook(TapHook):
         return drafts
 
     def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
-        """Batch: V2's InputBatch. Rows of padding come last."""
+        """Read V2's InputBatch, whose rows of padding come last."""
         starts = batch.query_start_loc[: batch.num_reqs + 1].tolist()
         return batch.req_ids, starts, batch.positions, batch.input_ids
 
