@@ -3,7 +3,7 @@
     python -m benchmarks.sidecar_cost --out runs/sidecar-cost [--parts tiny smollm2 served] [--small]
 
 tiny, smollm2: time of a step of engines that draft nothing, over that of the same host without the sidecar. All live at once
-and take turns of a wave of requests. "For now": the drafter reads on, since the length may rise again, as it may by default.
+and take turns step by step, so that what else the machine does weighs on all alike. "For now": the drafter reads on, since the length may rise again, as it may by default.
 
 served: acceptance length and tokens a second without the sidecar, with a drafter that is frozen, and with one that is trained
 beside the host, before and after an update of the policy that teaches it other text (tiny:llama). First the trainer makes the
@@ -21,7 +21,6 @@ import random
 import shlex
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -50,7 +49,7 @@ ENGINES = {
 """Settings of the spool, and how much longer a step may take."""
 SIZES = {"tiny": (30, 3), "smollm2": (10, 2), "first": (100, 4), "before": (30, 5), "after": (120, 10)}
 """And with --small. Rounds of the models; waves that make the first drafter, and those before the update and after it."""
-REQUESTS, THREADS, UPDATES = 16, 1, 80
+REQUESTS, THREADS, UPDATES = 16, 1, 160
 """Of a wave, of an engine and of the trainer, and optimizer steps of the policy."""
 TRAINER = (
     "name=trained", "adaptive=false", "drafter.model.draft_vocab_size=128", "drafter.batch_tokens=2048",
@@ -64,25 +63,33 @@ say = functools.partial(print, file=sys.stderr, flush=True)
 class TimedHost(sidecar_host.Host):
     """The host of the tests, with a clock."""
 
-    def wave(self, number: int, num_tokens: int) -> dict[str, float]:
-        """Answer chats of eight letters, which the number decides. Return the seconds of all steps, and of one: by the clock,
-        of the processor on all cores, and by the median."""
+    def begin_wave(self, number: int, num_tokens: int) -> None:
+        """Ask for answers to chats of eight letters, which the number decides."""
         from vllm import SamplingParams
 
-        engine, tokenizer, draw, steps = self.llm.llm_engine, self.llm.get_tokenizer(), random.Random(number), []
+        tokenizer, draw = self.llm.get_tokenizer(), random.Random(number)
         chats = [[{"role": "user", "content": "".join(draw.choices("0123456789abcdef", k=8))}] for _ in range(REQUESTS)]
         prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        started, cpu_started = time.perf_counter(), time.process_time()
         for i, prompt in enumerate(prompts):
-            engine.add_request(f"{i}", {"prompt_token_ids": prompt}, params)
-        while engine.has_unfinished_requests():
-            step_started = time.perf_counter()
+            self.llm.llm_engine.add_request(f"{i}", {"prompt_token_ids": prompt}, params)
+
+    def steps(self, number: int) -> list[tuple[float, float]]:
+        """Make so many steps, or as many as there is something to do for. Return seconds of each, by the clock and of the
+        processor on all cores."""
+        engine, seconds = self.llm.llm_engine, []
+        while len(seconds) < number and engine.has_unfinished_requests():
+            started, cpu_started = time.perf_counter(), time.process_time()
             engine.step()
-            steps.append(time.perf_counter() - step_started)
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
-        of_a_step = {"clock": seconds / len(steps), "processor": cpu / len(steps), "median": statistics.median(steps)}
-        return {"seconds": seconds} | of_a_step
+            seconds.append((time.perf_counter() - started, time.process_time() - cpu_started))
+        return seconds
+
+    def wave(self, number: int, num_tokens: int) -> float:
+        """Answer chats. Return the seconds that it took."""
+        started = time.perf_counter()
+        self.begin_wave(number, num_tokens)
+        self.steps(sys.maxsize)
+        return time.perf_counter() - started
 
     def update(self, folder: str) -> None:
         """Load other weights, as vLLM does it from a folder."""
@@ -103,7 +110,7 @@ def started(stack: ExitStack, model: Path, scratch: Path, spools: dict[str, Any]
 
 
 def overhead(name: str, num_tokens: int, rounds: int, scratch: Path) -> dict[str, Any]:
-    """Waves, and the shares of each engine's seconds that its worker has counted for the tap and for its files."""
+    """Steps, and the shares of each engine's seconds that its worker has counted for the tap and its files."""
     from drafters.base import TargetSpec
     from drafters.build import build_drafter
     from drafters.config import Eagle3Config
@@ -117,11 +124,17 @@ def overhead(name: str, num_tokens: int, rounds: int, scratch: Path) -> dict[str
         write_json(spool.current, {"version": 0, "on": False})
     with ExitStack() as stack:
         hosts = started(stack, model, scratch, spools)
-        turns, waves, counted = deque(hosts), list[dict[str, Any]](), dict[str, dict[str, float]]()
+        turns, steps, counted = deque(hosts), list[dict[str, Any]](), dict[str, dict[str, float]]()
         for number in range(-1, rounds):  # the first round warms up
-            turns.rotate()  # so that none always follows the same one
-            for e in turns:
-                waves.append({"engine": e, "number": number} | hosts[e]("wave", number, num_tokens))
+            for host in hosts.values():
+                host("begin_wave", number, num_tokens)
+            for step in range(num_tokens):
+                turns.rotate()  # so that none always follows the same one
+                for e in turns:
+                    ((clock, processor),) = hosts[e]("steps", 1)
+                    steps.append({"engine": e, "wave": number, "step": step, "clock": clock, "processor": processor})
+            for e, host in hosts.items():
+                assert not host("steps", sys.maxsize)[1:], "all engines make the same number of steps"
                 for shard in spools[e].engines()[0].shards() if e in spools else ():  # nobody else takes them away
                     shard.with_suffix(".json").unlink()
                     shard.unlink()
@@ -131,23 +144,27 @@ def overhead(name: str, num_tokens: int, rounds: int, scratch: Path) -> dict[str
             time.sleep(1.1)  # a worker reports once a second, when it makes a step
             hosts[e]("generate", [[40, 41]], {"max_tokens": 1})
             state = read_json(spool.engines()[0].state)
-            seconds = sum(wave["seconds"] for wave in waves if wave["engine"] == e)
+            seconds = sum(step["clock"] for step in steps if step["engine"] == e)
             assert not state["hooks_off"] and not state["drafts"], state
             counted[e] = {part: state["seconds"].get(part, 0.0) / seconds for part in ("tap", "write")}
-    return {"waves": [wave for wave in waves if wave["number"] >= 0], "counted": counted}
+    return {"steps": [step for step in steps if step["wave"] >= 0], "counted": counted}
 
 
 def overhead_table(found: dict[str, Any]) -> str:
-    """Markdown. Overheads are means over rounds of the logarithm of the ratio, with standard errors."""
+    """Markdown. An overhead is the ratio of the sums of all steps, or the median ratio of a step to the one of the host without
+    the sidecar beside it; standard errors are those of the waves."""
     import numpy as np
     import pandas as pd
 
-    waves = pd.DataFrame(found["waves"])
-    rows = pd.DataFrame({"ms a step": waves.groupby("engine")["clock"].mean().map(lambda s: f"{1e3 * s:.3f}")})
+    steps = pd.DataFrame(found["steps"])
+    rows = pd.DataFrame({"ms a step": steps.groupby("engine")["clock"].mean().map(lambda s: f"{1e3 * s:.3f}")})
     for kind in ("clock", "processor", "median"):
-        times = waves.pivot(index="number", columns="engine", values=kind)
-        logs = np.log(times.div(times[PLAIN], axis=0))
-        value, error = logs.mean(), logs.sem()
+        times = steps.pivot(index=["wave", "step"], columns="engine", values="clock" if kind == "median" else kind)
+        if kind == "median":
+            waves = times.div(times[PLAIN], axis=0).groupby("wave").median()
+        else:
+            waves = times.groupby("wave").sum().pipe(lambda sums: sums.div(sums[PLAIN], axis=0))
+        value, error = np.log(waves).mean(), np.log(waves).sem()
         found.setdefault("overhead", {})[kind] = {"mean": value.to_dict(), "standard_error": error.to_dict()}
         rows[f"by {kind}"] = [f"{value[e]:+.2%} ± {error[e]:.2%}" if e in ENGINES else "" for e in rows.index]
     rows["tap, files"] = [", ".join(f"{s:.2%}" for s in found["counted"].get(e, {}).values()) for e in rows.index]
@@ -208,12 +225,12 @@ def served(size: dict[str, int], log: Path, scratch: Path) -> dict[str, Any]:
         def wave(arm: str, number: int) -> None:
             before = hosts[arm]("counts")
             with works() if arm == TRAINED else nullcontext():
-                done = hosts[arm]("wave", number, num_tokens)
+                seconds = hosts[arm]("wave", number, num_tokens)
             new = {name: count - before[name] for name, count in hosts[arm]("counts").items()}
             length = 1 + new.get("accepted_tokens", 0) / max(1, new.get("drafts", 0))
             version = read_json(spools[arm].engines()[0].state)["drafter_version"] if arm in spools else 0
-            known = {"arm": arm, "number": number, "length": length, "drafter": version}
-            waves.append(known | {"tokens_s": REQUESTS * num_tokens / done["seconds"]} | done)
+            known = {"arm": arm, "number": number, "length": length, "drafter": version, "seconds": seconds}
+            waves.append(known | {"tokens_s": REQUESTS * num_tokens / seconds})
             if number % 10 == 0:
                 say(f"wave {number}, {arm}: acceptance length {length:.2f}, drafter version {version}")
 

@@ -34,7 +34,7 @@ class Breaker:
 
     def call(self, hook: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return what the hook returns; None where it raises, and without calling it after the third time."""
-        name = getattr(hook, "__name__", repr(hook))
+        name = getattr(hook, "__name__", None) or repr(hook)
         if self.failures[name] >= MOST_FAILURES:
             return None
         try:

@@ -65,7 +65,8 @@ class Decisions:
         publication, self._publication, window, now = self._publication, None, None, time.perf_counter()
         if now - self._reported > REPORT_SECONDS:
             self._reported, window = now, self._controller.report()
-        tapped = self._admission.admit(output.scheduled_new_reqs) if self._spool.is_alive() else {}
+        new = output.scheduled_new_reqs
+        tapped = self._admission.admit(new) if new and self._spool.is_alive() else {}
         self._counts["tapped"] += len(tapped)
         self._steps |= {name: [] for name in tapped}
         finished, self._finished = self._finished, []
