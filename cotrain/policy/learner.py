@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, fsdp2_prepare_model, gather_object, set_seed
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -282,12 +283,11 @@ class PolicyLearner:
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by save(), of any number of ranks. The reference stays the initial policy."""
         folder, model = Path(folder), self._policy.model
-        sharding.load_weights(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+        weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
         sharding.load_optimizer(model, self._optimizer, folder)
         state = torch.load(folder / LEARNER_STATE, map_location="cpu", weights_only=True)
         self._scheduler.load_state_dict(state["scheduler"])
-        for group, learning_rate in zip(self._optimizer.param_groups, self._scheduler.get_last_lr(), strict=True):
-            group["lr"] = learning_rate
         self.policy_version = state["policy_version"]
 
     def close(self) -> None:
