@@ -71,7 +71,7 @@ class SuffixIndex:
         self.policy_version = 0
         self._texts, self._orders, self._owners = (np.zeros(self.max_tokens, np.int32) for _ in range(3))
         self.forget()
-        self._state = np.array([seed], np.uint64)
+        self._rng = np.random.default_rng(seed)
 
     def forget(self) -> None:
         """Forget every text."""
@@ -181,7 +181,7 @@ class SuffixIndex:
 
         draws: draw each from its law, else take the likeliest. The generator is the index's own.
         """
-        return Draft(*law.draft(*self._scope(key), text, response_start, k, draws, self._state))
+        return Draft(*law.draft(*self._scope(key), text, response_start, k, draws, self._rng))
 
     def probabilities_of(
         self, key: bytes, text: Tokens, response_start: int, places: NDArray[np.int64], half_life: float | None
