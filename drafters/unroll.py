@@ -95,7 +95,6 @@ class MLP(nn.Module):
 class DraftLayer(nn.Module):
     """A decoder layer that is run again for every draft position, cut in two where attention mixes rows."""
 
-    input_layernorm: nn.Module
     self_attn: Attention
     post_attention_layernorm: nn.Module
     mlp: nn.Module
@@ -157,7 +156,9 @@ def unroll(
         return normed if recycles_normed else hidden, normed, *own[-2:]
 
     hidden, *context = _recomputed(read_context, features[alignment.context_rows].to(dtype))
-    chunks = _chunks(len(alignment.start_rows))
+    num_starts = len(start_positions)
+    # Without any start, one empty chunk keeps the shapes.
+    chunks = [slice(at, min(at + MAX_STARTS, num_starts)) for at in range(0, max(num_starts, 1), MAX_STARTS)]
     outputs: list[Tensor] = []
     own: list[Tensor] = []
     for position in range(len(alignment.supervised)):
@@ -169,11 +170,6 @@ def unroll(
         own += own_here
         outputs.append(normed)
     return outputs
-
-
-def _chunks(num_rows: int) -> list[slice]:
-    """Cut rows into chunks of MAX_STARTS; without any row, one empty chunk keeps the shapes."""
-    return [slice(at, min(at + MAX_STARTS, num_rows)) for at in range(0, max(num_rows, 1), MAX_STARTS)]
 
 
 def attend(

@@ -17,7 +17,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.trainer.buffer import TrainingBatch, batches_of
 from cotrain.trainer.spec import TrainerSpec
 from cotrain.transport.features import FeatureRecord
-from drafters.acceptance import RolloutAcceptance, StartAcceptance, acceptance_rates, rollout_acceptances
+from drafters.acceptance import RolloutAcceptance, rollout_acceptances
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
@@ -122,8 +122,7 @@ class Distiller:
         As the engine would count it on these rollouts: rate of position k = share of verification steps that accept
         draft tokens 1 to k, length = 1 + sum of the rates, for the draft tokens served (see drafters/acceptance.py).
         """
-        (starts,) = self._acceptances([self.drafter], records)
-        rates = acceptance_rates(starts, self._served_depth)
+        rates = self.score([self.drafter], records)[0][-1].rates()
         if not rates:
             return {}
         metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(rates, start=1)}
@@ -131,18 +130,12 @@ class Distiller:
 
     def score(self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]) -> list[list[RolloutAcceptance]]:
         """[K] for each drafter: what each rollout adds to its acceptance length at draft lengths 1 to K."""
-        return [rollout_acceptances(starts, self._served_depth) for starts in self._acceptances(drafters, records)]
-
-    @torch.no_grad()
-    def _acceptances(
-        self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]
-    ) -> list[list[StartAcceptance]]:
-        """For each drafter, the acceptance at every start of each batch."""
         parts, objective = [], self._config.objective
         for rows, sampling in batches_of(records, self._config.batch_tokens):
             target = self._target_weights[rows.policy_version]
             parts.append(acceptances(drafters, self._on_device(rows), target, sampling, objective))
-        return [[part[i] for part in parts] for i in range(len(drafters))]
+        starts = [[part[i] for part in parts] for i in range(len(drafters))]
+        return [rollout_acceptances(of_drafter, self._served_depth) for of_drafter in starts]
 
     def check_publishable(self, version: int) -> None:
         """Raise TrainingDiverged when a weight is not finite, or so large that an engine's numbers would not be."""

@@ -24,7 +24,7 @@ from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import read_shard
 from cotrain.transport.payload import WeightUpdateRefused, digest
-from drafters.acceptance import acceptance_rates
+from drafters.acceptance import rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
@@ -155,7 +155,7 @@ def expected_rates(
 ) -> list[float]:
     with torch.no_grad():
         starts = [drafter_loss(drafter, batch, weights, SAMPLING, ObjectiveConfig()).acceptance for batch in batches]
-    return acceptance_rates(starts, num_speculative_tokens)
+    return rollout_acceptance(starts, num_speculative_tokens).rates()
 
 
 def test_a_policy_update_refreshes_embedding_and_head_of_the_drafter(target: Target, live: LiveEngine) -> None:

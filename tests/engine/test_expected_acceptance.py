@@ -19,7 +19,7 @@ from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
-from drafters.acceptance import StartAcceptance, acceptance_rates
+from drafters.acceptance import StartAcceptance, rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetWeights
 from drafters.config import ObjectiveConfig
@@ -88,7 +88,7 @@ def test_expected_acceptance_is_served(
         make_requests(REQUESTS, seed=11, first=1000 * num_speculative_tokens), tap=False
     ).speculation
     assert served is not None
-    rates = acceptance_rates(starts, num_speculative_tokens)
+    rates = rollout_acceptance(starts, num_speculative_tokens).rates()
     assert 1 + sum(rates) == pytest.approx(served.acceptance_length, rel=TOLERANCE)
     assert served.acceptance_length > 1.2, "a drafter worth estimating"
     for rate, accepted in zip(rates, served.accepted_per_position, strict=False):
@@ -137,7 +137,7 @@ def test_expected_acceptance_is_served_where_prompts_are_cached(
             drafter_loss(deep_drafter, rows, target_weights, sampling, ObjectiveConfig())
             for rows, _ in batches_of(records, 4096)
         ]
-    expected = 1 + sum(acceptance_rates([result.acceptance for result in results], K))
+    expected = 1 + sum(rollout_acceptance([result.acceptance for result in results], K).rates())
     print(f"expected {expected:.3f}, served {batch.speculation.acceptance_length:.3f}")
     assert expected == pytest.approx(batch.speculation.acceptance_length, rel=TOLERANCE)
 
