@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafters.acceptance import StartAcceptance
 from drafters.alignment import Alignment, DraftBatch
 from drafters.files import CONFIG, WEIGHTS, flush, write_json
 from drafters.target import Experts as Experts
@@ -50,15 +49,6 @@ class SamplingParams:
     top_p: float
     top_k: int
     draft_sample_method: str  # "greedy" | "probabilistic"
-
-
-@dataclass(frozen=True)
-class DraftLoss:
-    """One pass over a batch gives this; all of it is about the supervised positions only."""
-
-    loss: Tensor  # scalar, differentiable
-    per_position: Tensor  # [K] detached: loss of each draft position
-    acceptance: StartAcceptance  # detached: of every start, from which acceptance lengths are estimated
 
 
 @dataclass(frozen=True)

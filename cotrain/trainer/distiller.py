@@ -96,17 +96,17 @@ class Distiller:
         """
         rows, sampling = batch
         target = self._target_weights[rows.policy_version]
-        result = drafter_loss(self.drafter, self._on_device(rows), target, sampling, self._config.objective)
+        loss, per_position = drafter_loss(self.drafter, self._on_device(rows), target, sampling, self._config.objective)
         self._optimizer.zero_grad()
-        result.loss.backward()
+        loss.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)
         metrics = {
-            "loss": float(result.loss.detach()),
+            "loss": float(loss.detach()),
             "grad_norm": float(grad_norm),
             "learning_rate": float(self._scheduler.get_last_lr()[0]),
             "num_tokens": float(len(rows.token_ids)),
         }
-        if not (result.loss.isfinite() and grad_norm.isfinite()):
+        if not (loss.isfinite() and grad_norm.isfinite()):
             raise TrainingDiverged(
                 f"drafter training in step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']} on "
                 f"{int(rows.document_ids[-1]) + 1} rollouts of policy version {rows.policy_version}. "
@@ -114,7 +114,7 @@ class Distiller:
             )
         self._optimizer.step()
         self._scheduler.step()
-        return metrics | {f"loss_pos_{k}": value for k, value in enumerate(result.per_position.tolist(), start=1)}
+        return metrics | {f"loss_pos_{k}": value for k, value in enumerate(per_position.tolist(), start=1)}
 
     def evaluate(self, records: Sequence[FeatureRecord]) -> dict[str, float]:
         """Expected acceptance of the current weights on rollouts; empty when none is long enough.
