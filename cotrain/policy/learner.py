@@ -55,8 +55,7 @@ class PolicyLearner:
         """Load the policy from model_path and join the other ranks.
 
         total_steps counts update() calls and sets the length of a cosine schedule. device is "cpu" or "cuda". Raises
-        ValueError when the device is not there, the number of ranks is not policy.num_processes, or transformers saves
-        this type of model in a way that cannot be written one parameter at a time.
+        ValueError when the device is not there, or the number of ranks is not policy.num_processes.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is 'cuda', but torch sees no GPU; set cluster.device=cpu")
@@ -82,7 +81,6 @@ class PolicyLearner:
             )
         set_seed(seed)
         self._policy = self._load_model(model_path)
-        sharding.check_converts(self._policy.model)
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(self._policy.model)
         self._reference = None

@@ -53,17 +53,6 @@ def sharding_accelerator(cpu: bool) -> Accelerator:
     return accelerator
 
 
-def check_converts(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model that transformers saves by joining parameters, which never are in one place here."""
-    tensors = {name: _empty(tensor) for name, tensor in _state(model).items()}
-    whole = {name: tensor.shape for name, tensor in revert_weight_conversion(model, tensors).items()}
-    if whole != {name: shape for name, (shape, _) in layout(model, torch.float32).items()}:
-        raise ValueError(
-            f"policy.model: transformers joins parameters of a {model.config.model_type} model into one tensor when it "
-            "saves them, and cotrain writes one parameter at a time; train a model of another type"
-        )
-
-
 def whole_tensors(
     model: PreTrainedModel, dtype: torch.dtype, names: set[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
