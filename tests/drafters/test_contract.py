@@ -384,4 +384,5 @@ def test_drafters_scored_together_score_as_alone(kind, target_weights, monkeypat
         for field in dataclasses.fields(ours):
             left, right = getattr(ours, field.name), getattr(theirs, field.name)
             torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12, equal_nan=True)
-    assert not torch.equal(together[0].probability.nan_to_num(), together[1].probability.nan_to_num())
+    # A draft is accepted or not at temperature 0, so that two drafters may agree everywhere.
+    assert temperature == 0 or not torch.equal(*(ours.probability.nan_to_num() for ours in together[:2]))
