@@ -74,11 +74,11 @@ def main() -> None:
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=True)
 
         def step() -> None:
-            result = drafter_loss(
+            loss, _ = drafter_loss(
                 drafter, batch, weights, SamplingParams(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig()
             )
             optimizer.zero_grad()
-            result.loss.backward()
+            loss.backward()
             optimizer.step()
 
         return step

@@ -103,7 +103,7 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
             shuffled.shuffle(order)
             for batch, _ in batches_of(order, config.drafter.batch_tokens):
                 optimizer.zero_grad()
-                drafters.losses.drafter_loss(drafter, batch, target, sampling, objective).loss.backward()
+                drafters.losses.drafter_loss(drafter, batch, target, sampling, objective)[0].backward()
                 torch.nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
 

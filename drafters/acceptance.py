@@ -37,6 +37,14 @@ class RolloutAcceptance:
     accepted: Tensor  # [R, k] float64, of these, steps that accept draft position j and all before it
     known: Tensor  # [R] int64, acceptances given as numbers; two drafters on the same rollouts have the same
 
+    def rates(self) -> list[float]:
+        """Return for each draft position the share of verification steps that accept it and all before it, as vLLM counts.
+
+        Rollouts with a hole are left out; empty when none is left. Unbiased over rollouts sampled from the target.
+        """
+        whole = self.steps.isfinite()
+        return (self.accepted[whole].sum(0) / self.steps[whole].sum()).tolist() if whole.any() else []
+
 
 def rollout_acceptance(starts: Sequence[StartAcceptance], num_speculative_tokens: int) -> RolloutAcceptance:
     """Return one row for each rollout in the order given, each part numbering its own from 0.
@@ -61,19 +69,6 @@ def rollout_acceptance(starts: Sequence[StartAcceptance], num_speculative_tokens
 def rollout_acceptances(starts: Sequence[StartAcceptance], most: int) -> list[RolloutAcceptance]:
     """Call `rollout_acceptance` at each draft length 1 to `most`: verification steps begin elsewhere at each."""
     return [rollout_acceptance(starts, num_speculative_tokens) for num_speculative_tokens in range(1, most + 1)]
-
-
-def acceptance_rates(starts: Sequence[StartAcceptance], num_speculative_tokens: int) -> list[float]:
-    """Return for each draft position the share of verification steps that accept it and all before it, as vLLM counts.
-
-    Rollouts with a hole among their starts are left out; empty when none is left. Where acceptance is not known, as
-    beyond the length limit of a rollout, a position has its mean. Unbiased over rollouts sampled from the target.
-    """
-    rollouts = rollout_acceptance(starts, num_speculative_tokens)
-    whole = rollouts.steps.isfinite()
-    if not whole.any():
-        return []
-    return (rollouts.accepted[whole].sum(0) / rollouts.steps[whole].sum()).tolist()
 
 
 def _by_rollout(

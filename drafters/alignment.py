@@ -92,14 +92,6 @@ def align(batch: DraftBatch, depth: int) -> Alignment:
     )
 
 
-def every_row(batch: DraftBatch) -> Alignment:
-    """Let each row of a batch, with features or without, attend to its rollout up to itself; none is supervised."""
-    rows = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
-    every = torch.ones_like(rows, dtype=torch.bool)
-    spans = _spans(batch.document_ids, every)
-    return Alignment(rows, rows, rows, every.new_zeros(0, len(rows)), spans, len(rows))
-
-
 def generated_before(batch: DraftBatch, start_rows: Tensor) -> Tensor:
     """Count the generated tokens [S] before the first input x_{t+1} of each start row t; negative for a prompt token.
 

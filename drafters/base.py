@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafters.acceptance import StartAcceptance
 from drafters.alignment import Alignment, DraftBatch
 from drafters.files import CONFIG, WEIGHTS, flush, write_json
 from drafters.target import Experts as Experts
@@ -50,15 +49,6 @@ class SamplingParams:
     top_p: float
     top_k: int
     draft_sample_method: str  # "greedy" | "probabilistic"
-
-
-@dataclass(frozen=True)
-class DraftLoss:
-    """One pass over a batch gives this; all of it is about the supervised positions only."""
-
-    loss: Tensor  # scalar, differentiable
-    per_position: Tensor  # [K] detached: loss of each draft position
-    acceptance: StartAcceptance  # detached: of every start, from which acceptance lengths are estimated
 
 
 @dataclass(frozen=True)
@@ -109,12 +99,11 @@ class Drafter(nn.Module, ABC):
     def initialise(self, generator: torch.Generator) -> None:
         """Fill parameters and buffers: matrices of Normal(0, 0.02) as Llama starts, no biases, norms of gain 1."""
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.normal_(0.0, 0.02, generator=generator)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    module.bias.zero_()
-            elif isinstance(module, nn.RMSNorm | ZeroCentredRMSNorm):
-                module.weight.fill_(float(isinstance(module, nn.RMSNorm)))
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim > 1:
+                    parameter.normal_(0.0, 0.02, generator=generator)
+                else:
+                    parameter.fill_(float(name == "weight" and not isinstance(module, ZeroCentredRMSNorm)))
 
     def start_from(self, policy: str | Path) -> None:
         """Take over what a new drafter begins with from the folder of the policy; by default nothing.

@@ -21,7 +21,7 @@ ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "eagle3",
     MIMO.architecture: "mtp",
     QWEN3_NEXT.architecture: "mtp",
-    **{family.architecture: "draft_model" for family in FAMILIES.values()},
+    **dict.fromkeys(FAMILIES.values(), "draft_model"),
 }
 """Type of a checkpoint, by the architecture in its config.json."""
 
@@ -35,7 +35,8 @@ def build_drafter(config: Eagle3Config | MtpConfig | DraftModelConfig, target: T
     # Without memory first, so that torch's own initialisation neither costs time nor moves the global seed.
     with torch.device("meta"):
         drafter = kind(kind.shape_of(config, target))
-    drafter.to_empty(device="cpu")
+    empty = {name: torch.empty_like(tensor, device="cpu") for name, tensor in drafter.state_dict().items()}
+    drafter.load_state_dict(empty, assign=True)
     drafter.initialise(torch.Generator().manual_seed(seed))
     return drafter
 

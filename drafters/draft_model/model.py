@@ -3,85 +3,52 @@
 It reads tokens only; the target's hidden states teach it through the loss. At draft position k of a start it has read the
 rollout's tokens up to x_{t+1+k}, so that with the true tokens fed at every position one causal pass over a rollout holds all
 draft positions of all starts: position k of start t is the state of row t + 1 + k. The engine reads the same, prompts without
-features included, since it computes them itself. In shapes, N counts packed rows and H is the hidden size.
+features included, since it computes them itself.
 
-Its folder is a stock Hugging Face causal language model. Its first weights are layers of the policy, which a policy's folder
-gives under the same names.
+It is transformers' model of its family, and its folder a stock Hugging Face causal language model. Its first weights are layers
+of the policy, which a policy's folder gives under the same names.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
+import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from drafters.alignment import Alignment, DraftBatch, every_row
+from drafters.alignment import Alignment, DraftBatch
 from drafters.base import TRAINED_DEPTH, Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
 from drafters.config import DraftModelConfig
 from drafters.files import read_config, weight_files
-from drafters.unroll import MLP, Attention, DraftLayer, run_layer
 
 HEAD = "lm_head.weight"
 
-
-@dataclass(frozen=True)
-class Family:
-    """A family of models states how its attention differs from Llama's."""
-
-    architecture: str  # in config.json
-    bias: bool = False  # queries, keys and values have biases
-    head_norms: bool = False  # each head's query and key is normed
-
-
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM", bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", head_norms=True),
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
-"""Families that can be trained and served, by model_type."""
-
-
-class DecoderLayer(DraftLayer):
-    """A decoder layer of the target's family."""
-
-    def __init__(self, sizes: TargetSpec) -> None:
-        super().__init__()
-        size, eps, family = sizes.hidden_size, sizes.rms_norm_eps, FAMILIES[sizes.model_type]
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        self.self_attn = Attention(sizes, size, bias=family.bias, head_norms=family.head_norms)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = MLP(size, sizes.intermediate_size)
-
-
-class Decoder(nn.Module):
-    """Embedding, decoder layers and final norm."""
-
-    def __init__(self, sizes: TargetSpec) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
-        self.layers = nn.ModuleList([DecoderLayer(sizes) for _ in range(sizes.num_layers)])
-        self.norm = nn.RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-
-    def forward(self, batch: DraftBatch) -> Tensor:
-        """[N, H], what the head reads at each row of the packed rollouts."""
-        hidden, every = self.embed_tokens(batch.token_ids), every_row(batch)
-        for layer in self.layers:
-            hidden = run_layer(cast(DecoderLayer, layer), hidden, batch.positions, every)
-        return self.norm(hidden)
+"""Architecture of each family that can be trained and served, by model_type."""
 
 
 class DraftModel(Drafter):
     """A language model over the target's whole vocabulary, whose head is tied with its embedding as the target's is."""
 
     def __init__(self, shape: Shape) -> None:
+        # transformers takes a second to import, and no other drafter needs it.
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         super().__init__(shape)
-        sizes = shape.sizes
-        self.model = Decoder(sizes)
-        if not sizes.tie_word_embeddings:
-            self.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
+        config = AutoConfig.for_model(**self.to_config(shape))
+        whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model = whole.model
+        with torch.device("cpu"):  # Rotary frequencies are in no checkpoint, so that they have to have values here.
+            self.model.rotary_emb = type(self.model.rotary_emb)(config)
+        if not shape.sizes.tie_word_embeddings:
+            self.lm_head = whole.lm_head
 
     @staticmethod
     def shape_of(config: DraftModelConfig, target: TargetSpec) -> Shape:
@@ -110,11 +77,10 @@ class DraftModel(Drafter):
         sizes = shape.sizes
         return {
             **sizes.layer_config(),
-            "architectures": [FAMILIES[sizes.model_type].architecture],
+            "architectures": [FAMILIES[sizes.model_type]],
             "model_type": sizes.model_type,
             "num_hidden_layers": sizes.num_layers,
             "tie_word_embeddings": sizes.tie_word_embeddings,
-            "attention_bias": FAMILIES[sizes.model_type].bias,
             # Some families would otherwise attend to a window of the text alone.
             "sliding_window": None,
             "use_sliding_window": False,
@@ -132,7 +98,9 @@ class DraftModel(Drafter):
         return ServingSpec("draft_model")
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
-        states = self.model(batch)
+        # transformers sees positions start again and keeps attention within each rollout.
+        output = self.model(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
+        states = output.last_hidden_state[0]
         head = self.model.embed_tokens if self.shape.sizes.tie_word_embeddings else self.lm_head
         return [states[alignment.input_rows(k)] for k in range(len(alignment.supervised))], head.weight
 

@@ -13,7 +13,8 @@ from drafters.suffix import law
 
 Tokens = NDArray[np.int32]
 
-EVERY_PROMPT = b""
+KEY_BYTES = 16
+EVERY_PROMPT = bytes(KEY_BYTES)
 """Key of the segments of all prompts' texts."""
 
 EVERY_PROMPT_WEIGHT = 0.05
@@ -52,7 +53,7 @@ class Draft(NamedTuple):
 
 def key_of(prompt_token_ids: Sequence[int] | Tokens) -> bytes:
     """A name for a prompt: requests with the same tokens share a history."""
-    return hashlib.blake2b(np.asarray(prompt_token_ids, np.int32).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(np.asarray(prompt_token_ids, np.int32).tobytes(), digest_size=KEY_BYTES).digest()
 
 
 class SuffixIndex:
@@ -71,7 +72,7 @@ class SuffixIndex:
         self.policy_version = 0
         self._texts, self._orders, self._owners = (np.zeros(self.max_tokens, np.int32) for _ in range(3))
         self.forget()
-        self._state = np.array([seed], np.uint64)
+        self._rng = np.random.default_rng(seed)
 
     def forget(self) -> None:
         """Forget every text."""
@@ -181,7 +182,7 @@ class SuffixIndex:
 
         draws: draw each from its law, else take the likeliest. The generator is the index's own.
         """
-        return Draft(*law.draft(*self._scope(key), text, response_start, k, draws, self._state))
+        return Draft(*law.draft(*self._scope(key), text, response_start, k, draws, self._rng))
 
     def probabilities_of(
         self, key: bytes, text: Tokens, response_start: int, places: NDArray[np.int64], half_life: float | None
@@ -201,15 +202,14 @@ class SuffixIndex:
 
     def save(self, path: str | Path) -> None:
         """Write all that it knows as safetensors."""
-        keys = [key for key in self._segments if key != EVERY_PROMPT] + [EVERY_PROMPT]
-        rows = [(i, *segment) for i, key in enumerate(keys) for segment in self._segments[key]]
+        rows = [(i, *segment) for i, segments in enumerate(self._segments.values()) for segment in segments]
         used = slice(0, self._used)
         save_file(
             {
                 "texts": self._texts[used],
                 "orders": self._orders[used],
                 "owners": self._owners[used],
-                "keys": np.frombuffer(b"".join(keys), np.uint8).copy(),
+                "keys": np.frombuffer(b"".join(self._segments), np.uint8).reshape(-1, KEY_BYTES).copy(),
                 "segments": np.array(rows, np.int64).reshape(-1, 4),
                 "versions": self._versions,
                 "policy_version": np.array([self.policy_version]),
@@ -232,10 +232,9 @@ class SuffixIndex:
         self._used = used
         for name in ("texts", "orders", "owners"):
             getattr(self, f"_{name}")[: self._used] = saved[name]
-        names = saved["keys"].tobytes()
-        keys = [names[i : i + 16] for i in range(0, len(names), 16)] + [EVERY_PROMPT]
-        self._segments = {EVERY_PROMPT: []}
+        keys = [key.tobytes() for key in saved["keys"]]
+        self._segments = {key: [] for key in keys}
         for number, *segment in saved["segments"].tolist():
-            self._segments.setdefault(keys[number], []).append(Segment(*segment))
+            self._segments[keys[number]].append(Segment(*segment))
         self._versions = saved["versions"]
         self.weigh_by(int(saved["policy_version"][0]), next(iter(saved["half_life"].tolist()), None))

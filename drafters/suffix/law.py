@@ -190,17 +190,7 @@ def next_law(texts, orders, owners, segments, scope_weights, weights, context, r
 
 
 @_compiled
-def uniform(state):
-    """A number in [0, 1) from a generator of its own (splitmix64; Steele, Lea and Flood 2014). state: uint64 [1]."""
-    state[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = state[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
-
-
-@_compiled
-def draft(texts, orders, owners, segments, scope_weights, weights, context, response_start, k, draws, state):
+def draft(texts, orders, owners, segments, scope_weights, weights, context, response_start, k, draws, rng):
     """At most k tokens after a context: drawn from their laws, or with not `draws` the likeliest.
 
     Returns tokens [n], the tokens and probabilities of their laws [n, WIDTH], how many each law has [n], and the length of
@@ -222,7 +212,7 @@ def draft(texts, orders, owners, segments, scope_weights, weights, context, resp
             break
         chosen = int(laws[j, :n].argmax())
         if draws:
-            left, chosen = uniform(state), 0
+            left, chosen = rng.random(), 0
             while chosen < n - 1 and left >= laws[j, chosen]:
                 left -= laws[j, chosen]
                 chosen += 1

@@ -164,14 +164,20 @@ class Initialisation:
         return records
 
     async def _serve(self, engine: RolloutEngine, training: Training) -> SpeculationCounts:
-        """Serve the drafter on prompts that it was not trained on."""
-        trainer = training.trainer
+        """Serve the drafter on prompts that it was not trained on, with the sampling and the draft length of [rollout]."""
+        trainer, k = training.trainer, self.config.rollout.num_speculative_tokens
         trainer.check_publishable(DRAFTER_VERSION)
         state = trainer.drafter.state_for_serving()
         payload = write_payload(state, Path(engine.spec.scratch) / "drafter.safetensors", trainer.serving_dtype)
         await send(engine, payload)
+        await engine.set_num_speculative_tokens(k)
+        await engine.reset_prefix_cache()  # what was cached without speculation has no drafter KV
+        requests = served_requests(training.split[1], self.config)
         with self.console.phase("the drafter, served on held-out prompts"):
-            return await measure_served(engine, served_requests(training.split[1], self.config))
+            counts = (await engine.generate(requests, tap=False)).speculation
+        if counts is None or not counts.num_drafts:
+            raise RuntimeError("the engine drafted nothing; every response ended with its first token")
+        return counts
 
     def _figures(self, training: Training, served: SpeculationCounts) -> dict[str, Any]:
         """What init.json says of the data, the training and the drafter as served."""
@@ -219,27 +225,15 @@ SERVED_ROLLOUTS = 128
 
 
 def served_requests(holdout: Sequence[sources.StoredRollout], config: RunConfig) -> list[RolloutRequest]:
-    """The held-out prompts, and as many samples of each as SERVED_ROLLOUTS allows."""
+    """The held-out prompts, and as many samples of each as SERVED_ROLLOUTS allows. vLLM has no seeds for sampled drafts."""
     prompts = {tuple(r.prompt_token_ids): r.prompt_id for r in holdout}
     samples = min(config.rollout.samples_per_prompt, max(1, SERVED_ROLLOUTS // len(prompts)))
+    seeded = config.rollout.draft_sample_method == "greedy"
     return [
-        RolloutRequest(prompt_id, sample, list(ids), config.seed + number * samples + sample)
+        RolloutRequest(prompt_id, sample, list(ids), config.seed + number * samples + sample if seeded else None)
         for number, (ids, prompt_id) in enumerate(list(prompts.items())[:SERVED_ROLLOUTS])
         for sample in range(samples)
     ]
-
-
-async def measure_served(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> SpeculationCounts:
-    """Generate with the sampling and the draft length of [rollout]."""
-    rollout = engine.spec.rollout
-    if rollout.draft_sample_method == "probabilistic":
-        requests = [replace(request, seed=None) for request in requests]  # vLLM has no seeds for such drafts
-    await engine.set_num_speculative_tokens(rollout.num_speculative_tokens)
-    await engine.reset_prefix_cache()  # what was cached without speculation has no drafter KV
-    counts = (await engine.generate(list(requests), tap=False)).speculation
-    if counts is None or not counts.num_drafts:
-        raise RuntimeError("the engine drafted nothing; every response ended with its first token")
-    return counts
 
 
 def summary(figures: dict[str, Any], config: RunConfig, folder: Path) -> str:

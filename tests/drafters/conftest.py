@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.acceptance import StartAcceptance, acceptance_rates
+from drafters.acceptance import StartAcceptance, rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, Experts, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter
@@ -140,7 +140,7 @@ def make_batch(*documents: tuple[int, int, int], seed: int = 0, dtype: torch.dty
 
 def acceptance_length(starts: list[StartAcceptance], num_speculative_tokens: int) -> float:
     """What an engine would serve on these rollouts."""
-    return 1.0 + sum(acceptance_rates(starts, num_speculative_tokens))
+    return 1.0 + sum(rollout_acceptance(starts, num_speculative_tokens).rates())
 
 
 def edit_config(folder: Path, **changes) -> None:

@@ -5,11 +5,7 @@ import math
 import pytest
 import torch
 
-from drafters.acceptance import (
-    StartAcceptance,
-    acceptance_rates,
-    rollout_acceptance,
-)
+from drafters.acceptance import StartAcceptance, rollout_acceptance
 from tests.drafters.conftest import acceptance_length
 
 NAN = float("nan")
@@ -124,15 +120,15 @@ def test_one_step_equals_brute_force():
 
 def test_positions_beyond_the_end_have_the_mean_of_their_position():
     both = starts([[0.5, 0.5], [0.25, NAN]])
-    assert acceptance_rates([both], 2)[1] == pytest.approx(0.5 * 0.25)
+    assert rollout_acceptance([both], 2).rates()[1] == pytest.approx(0.5 * 0.25)
 
 
 def test_rollouts_with_a_hole_and_starts_in_the_prompt_are_left_out():
     whole = starts([[0.5, 0.5, 0.5]], rollout=[0, 0, 0])
     with_prompt = starts([[1.0, 0.5, 0.5, 0.5]], rollout=[0] * 4, offset=[-1, 0, 1, 2])
     with_hole = starts([[0.5, 0.5, 0.5, 1.0]], rollout=[0, 0, 0, 1], offset=[0, 1, 2, 3])
-    rates = acceptance_rates([whole], 1)
-    assert acceptance_rates([with_prompt], 1) == rates == acceptance_rates([with_hole], 1) == [0.5]
+    rates = rollout_acceptance([whole], 1).rates()
+    assert rollout_acceptance([with_prompt], 1).rates() == rates == rollout_acceptance([with_hole], 1).rates() == [0.5]
 
 
 def test_rollouts_of_several_batches_count_together():
@@ -145,7 +141,7 @@ def test_rollouts_one_by_one_add_up_to_the_rates():
     parts = [world.starts(world.sample(5, length, seed=length), greedy=False) for length in (12, 20)]
     rollouts = rollout_acceptance(parts, 3)
     assert rollouts.accepted.shape == (10, 3)
-    assert (rollouts.accepted.sum(0) / rollouts.steps.sum()).tolist() == pytest.approx(acceptance_rates(parts, 3))
+    assert (rollouts.accepted.sum(0) / rollouts.steps.sum()).tolist() == pytest.approx(rollouts.rates())
     assert rollouts.known.tolist() == [2 * (11 + 10 + 9)] * 5 + [2 * (19 + 18 + 17)] * 5
 
 
@@ -159,6 +155,6 @@ def test_a_rollout_left_out_keeps_its_row():
 
 
 def test_nothing_known():
-    assert acceptance_rates([], 3) == []
-    assert acceptance_rates([starts(torch.empty(3, 0).tolist())], 3) == []
+    assert rollout_acceptance([], 3).rates() == []
+    assert rollout_acceptance([starts(torch.empty(3, 0).tolist())], 3).rates() == []
     assert acceptance_length([starts([[NAN], [NAN]])], 2) == 1.0

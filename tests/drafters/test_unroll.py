@@ -1,4 +1,5 @@
-"""The unroll whatever it unrolls. Each drafter's own folder compares it with decoding with a KV cache."""
+"""The unroll whatever it unrolls. Each drafter's own folder compares it with decoding with a KV cache, or for the draft
+model, which is transformers' own and needs no unroll, with that model on one rollout after another."""
 
 import dataclasses
 
@@ -7,7 +8,9 @@ import torch
 
 from drafters import unroll as unroll_module
 from drafters.alignment import align
-from tests.drafters.conftest import TARGET, make_batch
+from tests.drafters.conftest import EAGLE3, MTP_KINDS, TARGET, kind_name, make_batch
+
+unrolled_kinds = pytest.mark.parametrize("kind", (EAGLE3, *MTP_KINDS), ids=kind_name)
 
 
 def unrolled(drafter, batch, target):
@@ -19,6 +22,7 @@ def unrolled_parameters(drafter):
     return [parameter for name, parameter in drafter.named_parameters() if name != "lm_head.weight"]
 
 
+@unrolled_kinds
 @pytest.mark.parametrize(
     "bounds", [{"MAX_SCORES": 300}, {"MAX_STARTS": 7}, {"MAX_SCORES": 300, "MAX_STARTS": 7}], ids=str
 )
@@ -43,6 +47,7 @@ def test_chunks_change_nothing(kind, bounds, target_weights, monkeypatch):
     assert max(parts) <= bounds.get("MAX_STARTS", max(parts))
 
 
+@unrolled_kinds
 def test_gradients_equal_finite_differences(kind, target_weights):
     batch, drafter = make_batch((2, 4, 0)), kind.make()
 

@@ -211,9 +211,9 @@ def distilled(
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
     objective = ObjectiveConfig(type="soft_cross_entropy")
     for _ in range(60):
-        result = drafter_loss(drafter, data, target, SamplingParams(1.0, 1.0, 0, "probabilistic"), objective)
+        loss, _ = drafter_loss(drafter, data, target, SamplingParams(1.0, 1.0, 0, "probabilistic"), objective)
         optimizer.zero_grad()
-        result.loss.backward()
+        loss.backward()
         optimizer.step()
     return drafter
 

@@ -24,12 +24,12 @@ from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import read_shard
 from cotrain.transport.payload import WeightUpdateRefused, digest
-from drafters.acceptance import acceptance_rates
+from drafters.acceptance import rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
 from drafters.config import DraftModelConfig, MtpConfig, ObjectiveConfig
-from drafters.losses import drafter_loss
+from drafters.losses import acceptances
 from tests.engine.conftest import LiveEngine, distilled, features_of, make_requests, moved, text_of, tokens, weights_of
 
 MTP = MtpConfig(type="mtp")
@@ -153,9 +153,8 @@ def test_embedding_and_head_are_refused_in_an_update(target: Target, live: LiveE
 def expected_rates(
     drafter: Drafter, batches: list[DraftBatch], weights: TargetWeights, num_speculative_tokens: int
 ) -> list[float]:
-    with torch.no_grad():
-        starts = [drafter_loss(drafter, batch, weights, SAMPLING, ObjectiveConfig()).acceptance for batch in batches]
-    return acceptance_rates(starts, num_speculative_tokens)
+    starts = [acceptances([drafter], batch, weights, SAMPLING, ObjectiveConfig())[0] for batch in batches]
+    return rollout_acceptance(starts, num_speculative_tokens).rates()
 
 
 def test_a_policy_update_refreshes_embedding_and_head_of_the_drafter(target: Target, live: LiveEngine) -> None:

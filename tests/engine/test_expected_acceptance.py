@@ -19,11 +19,11 @@ from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
-from drafters.acceptance import StartAcceptance, acceptance_rates
+from drafters.acceptance import StartAcceptance, rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetWeights
 from drafters.config import ObjectiveConfig
-from drafters.losses import drafter_loss
+from drafters.losses import acceptances
 from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, distilled, eagle3, features_of, make_requests
 
 pytestmark = pytest.mark.engine
@@ -72,9 +72,8 @@ def estimated(
     request: pytest.FixtureRequest, held_out: list[DraftBatch], deep_drafter: Drafter, target_weights: TargetWeights
 ) -> tuple[str, list[StartAcceptance]]:
     sampling = SamplingParams(1.0, 1.0, 0, request.param)
-    with torch.no_grad():
-        results = [drafter_loss(deep_drafter, batch, target_weights, sampling, ObjectiveConfig()) for batch in held_out]
-    return request.param, [result.acceptance for result in results]
+    parts = [acceptances([deep_drafter], batch, target_weights, sampling, ObjectiveConfig()) for batch in held_out]
+    return request.param, [part for (part,) in parts]
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [2, K])
@@ -88,7 +87,7 @@ def test_expected_acceptance_is_served(
         make_requests(REQUESTS, seed=11, first=1000 * num_speculative_tokens), tap=False
     ).speculation
     assert served is not None
-    rates = acceptance_rates(starts, num_speculative_tokens)
+    rates = rollout_acceptance(starts, num_speculative_tokens).rates()
     assert 1 + sum(rates) == pytest.approx(served.acceptance_length, rel=TOLERANCE)
     assert served.acceptance_length > 1.2, "a drafter worth estimating"
     for rate, accepted in zip(rates, served.accepted_per_position, strict=False):
@@ -132,12 +131,11 @@ def test_expected_acceptance_is_served_where_prompts_are_cached(
     batch, records = grouped
     assert batch.speculation is not None
     sampling = SamplingParams(1.0, 1.0, 0, "probabilistic")
-    with torch.no_grad():
-        results = [
-            drafter_loss(deep_drafter, rows, target_weights, sampling, ObjectiveConfig())
-            for rows, _ in batches_of(records, 4096)
-        ]
-    expected = 1 + sum(acceptance_rates([result.acceptance for result in results], K))
+    parts = [
+        acceptances([deep_drafter], rows, target_weights, sampling, ObjectiveConfig())[0]
+        for rows, _ in batches_of(records, 4096)
+    ]
+    expected = 1 + sum(rollout_acceptance(parts, K).rates())
     print(f"expected {expected:.3f}, served {batch.speculation.acceptance_length:.3f}")
     assert expected == pytest.approx(batch.speculation.acceptance_length, rel=TOLERANCE)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
 from drafters.suffix.fitting import Finished, HalfLifeFit
 from drafters.suffix.index import Draft, SuffixIndex, key_of
-from drafters.suffix.law import uniform
 
 MATCHES = (2, 4, 8, 16)
 """Longest matches with an acceptance of their own: up to 1 token, 2 or 3, and so on."""
@@ -65,7 +64,7 @@ class HistoryDrafting:
         self._asked: dict[str, Asked] = {}
         self._keys: dict[str, bytes] = {}
         self._counts: Counter[str] = Counter()
-        self._coin = np.array([1], np.uint64)
+        self._rng = np.random.default_rng(1)
         self._best: list[tuple[int, float]] = []
         model_runner.propose_draft_token_ids = self._hooked
         model_runner.take_draft_token_ids = self._take_draft_token_ids
@@ -161,7 +160,7 @@ class HistoryDrafting:
             self._draft(request, text, k, not likeliest) if text.num_new and k else None
             for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
         ]
-        explores = uniform(self._coin) * len(texts) < EXPLORED
+        explores = self._rng.random() * len(texts) < EXPLORED
         explored = 0 if not explores else k if prices is None else min(k, 1)
         choices = [self._choose(draft, k, explored, not self._is_alone) for draft in drafts]
         if prices is not None and not explored:

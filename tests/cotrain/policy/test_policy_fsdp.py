@@ -10,10 +10,8 @@ from policy_ddp_rank import one_advantage
 from policy_fsdp_rank import BFLOAT16, MICRO_BATCH_TOKENS, VARIANTS, Outcome, go_on, run_rank, use
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import Chunk, WeightConverter
 
 from cotrain.policy.batching import micro_batches, share_of_rank
-from cotrain.policy.sharding import check_converts
 from cotrain.transport.payload import digest
 
 LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
@@ -168,16 +166,6 @@ def test_a_failure_of_one_rank_leaves_no_other_waiting(folder: Path) -> None:
     assert not (folder / "disk-1").exists()
     for rank in range(2):
         assert "not finite: p1/1." in (folder / f"error-{rank}").read_text()
-
-
-def test_a_model_that_is_saved_in_joined_parameters_is_refused(models: dict[str, str]) -> None:
-    """Experts are the other way round: one parameter becomes many tensors."""
-    model = AutoModelForCausalLM.from_pretrained(models["untied_model"], dtype=torch.float32)
-    check_converts(model)
-    names = [f"self_attn.{name}_proj" for name in "qkv"]
-    model._weight_conversions = [WeightConverter("self_attn.qkv_proj", names, operations=[Chunk(dim=0)])]
-    with pytest.raises(ValueError, match=r"policy\.model: transformers joins parameters of a llama model"):
-        check_converts(model)
 
 
 def test_sharding_needs_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,16 +41,23 @@ def test_every_draft_position_is_a_row_of_hugging_faces_model(model_type, tied, 
     assert not any(info.values())
     batch = make_batch(*ROLLOUTS, dtype=torch.float32)
     alignment = align(batch, 4)
-    with torch.no_grad():
-        states, head = drafter.drafts(batch, alignment, target_weights)
-        logits = torch.cat([model(batch.token_ids[batch.document_ids == i][None]).logits[0] for i in range(3)])
-    compared = 0
+    states, head = drafter.drafts(batch, alignment, target_weights)
+    logits = torch.cat([model(batch.token_ids[batch.document_ids == i][None]).logits[0] for i in range(3)])
+    compared, total, expected_total = 0, torch.zeros(()), torch.zeros(())
     for position, hidden in enumerate(states):
         starts = alignment.supervised[position]
         expected = logits[alignment.start_rows[starts] + 1 + position]
         torch.testing.assert_close(hidden[starts] @ head.T, expected, rtol=1e-4, atol=1e-4)
         compared += len(expected)
+        total, expected_total = total + (hidden[starts] @ head.T).sin().sum(), expected_total + expected.sin().sum()
     assert compared == int(alignment.supervised.sum()) > 20
+    total.backward()
+    expected_total.backward()
+    theirs = dict(model.named_parameters())
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(("num_layers", "chosen"), [(2, [0, 29]), (3, [0, 14, 29]), (4, [0, 10, 19, 29])])

@@ -54,7 +54,8 @@ def test_resuming_a_run_that_does_not_exist(tmp_path, capsys):
 @pytest.mark.parametrize(("prompts", "samples", "expected"), [(3, 8, 24), (80, 8, 80), (200, 8, SERVED_ROLLOUTS)])
 def test_the_served_evaluation_is_bounded(run_config, prompts, samples, expected):
     holdout = [StoredRollout(f"p{i}", s, [i, 1], [2]) for i in range(prompts) for s in range(samples)]
-    requests = served_requests(holdout, run_config(rollout={"samples_per_prompt": samples}))
+    rollout = {"samples_per_prompt": samples, "draft_sample_method": "greedy"}
+    requests = served_requests(holdout, run_config(rollout=rollout))
     assert len(requests) == expected
     assert len({r.seed for r in requests}) == expected
 
