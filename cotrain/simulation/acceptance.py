@@ -42,25 +42,9 @@ class Acceptance:
         """[k]; beyond the known positions each token is accepted after those before it as often as the last known one."""
         return _extended(self._survival, k)
 
-    def length(self, k: int) -> float:
-        """Tokens that a verification step of k draft tokens emits on average."""
-        return 1.0 + float(self.survival(k).sum())
-
-    def longer(self, tokens: float, k: int | None = None) -> "Acceptance":
-        """With an acceptance length of k draft tokens that is longer by so many, or as much longer as 1 to k + 1 allow.
-
-        k: that of the known positions by default. At every position and depth the same share of the drafts that fail passes
-        now; with fewer tokens, the same share of those that pass fails.
-        """
-        k = k or len(self._survival)
-        known = self.length(k) - 1
-        failing = max(1 - tokens / (k - known), 0.0) if tokens > 0 and known < k else 1.0
-        kept = max(1 + tokens / known, 0.0) if tokens < 0 < known else 1.0
-
-        def changed(curve: Array) -> list[float]:
-            return (kept * (1 - failing * (1 - curve))).tolist()
-
-        return Acceptance(changed(self.survival(k)), [(n, changed(_extended(curve, k))) for n, curve in self._by_depth])
+    def length(self, k: int | None = None) -> float:
+        """Tokens that a verification step of k draft tokens, or of all known positions, emits on average."""
+        return 1.0 + float(self.survival(len(self._survival) if k is None else k).sum())
 
     def progress(self, most: int) -> tuple[Array, Array, Array, Array]:
         """[d] first response tokens of a depth, the first of them 0; and three arrays [most + 1, d] by number of draft tokens:

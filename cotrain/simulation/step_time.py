@@ -21,19 +21,22 @@ class StepTime(Protocol):
     """What an engine step of draft length k costs.
 
     base: [n] seconds of a decode step at these batch sizes, without what its context costs. slope: seconds for each token of
-    context that the requests of the step hold together. prefill: seconds that computing so many prompt tokens adds to the
-    decode steps. covers: whether the step lies within what was measured; what does not is extrapolated, and to be marked.
+    context that the requests of the step hold together; 0 where what was measured does not tell. prefill: seconds that
+    computing so many prompt tokens adds to the decode steps. covers: whether the step lies within what was measured; what
+    does not is extrapolated, and to be marked.
     """
 
     @property
     def origin(self) -> Origin: ...
     def base(self, k: int, batch: Array) -> Array: ...
-    def slope(self, k: int) -> float: ...
+    def slope(self, k: int) -> float:
+        return 0.0
+
     def prefill(self, num_tokens: float) -> float: ...
     def covers(self, k: int, batch: int) -> bool: ...
 
 
-class MeasuredCells:
+class MeasuredCells(StepTime):
     """Linear in log seconds over log batch size between measured batch sizes, and in k between measured draft lengths.
 
     A batch below the smallest measured one costs as much as that. Beyond the largest, each request adds what it does on average
@@ -56,7 +59,8 @@ class MeasuredCells:
             return self._at_length(k, batch)
         lengths = list(self._cells)
         if k < lengths[0] or len(lengths) == 1:
-            raise ValueError(f"steps were measured with k = {lengths}: for k = {k} give cells of its own")
+            fix = "give cost.cells of its own, or take a run with rollout.speculation.adaptive=true, which has some"
+            raise ValueError(f"steps were measured with k = {lengths}, which tells nothing of k = {k}: {fix}")
         upper = min(int(np.searchsorted(lengths, k)), len(lengths) - 1)
         low, high = (self._at_length(lengths[i], batch) for i in (upper - 1, upper))
         rise = (high - low) / (lengths[upper] - lengths[upper - 1])
@@ -70,9 +74,6 @@ class MeasuredCells:
             seconds += max(0.0, (times[-1] - time) / (sizes[-1] - size)) * np.maximum(batch - sizes[-1], 0.0)
         return seconds
 
-    def slope(self, k: int) -> float:
-        return 0.0
-
     def prefill(self, num_tokens: float) -> float:
         return num_tokens / self._prefill_tokens_per_s if self._prefill_tokens_per_s else 0.0
 
@@ -82,7 +83,7 @@ class MeasuredCells:
 
 
 @dataclass(frozen=True)
-class FittedLaw:
+class FittedLaw(StepTime):
     """(m^p + (f T)^p)^(1/p) + k (d0 + d1 B) seconds of a step of B requests, which computes T = B (k + 1) rows.
 
     That is a roofline with a rounded ridge, m seconds for the weights and f for a row, and k draft passes that cost alike.
@@ -125,9 +126,6 @@ class FittedLaw:
 
     def base(self, k: int, batch: Array) -> Array:
         return _law(np.array([self.m, self.f, self.p, self.d0, self.d1]), k, batch)
-
-    def slope(self, k: int) -> float:
-        return 0.0
 
     def prefill(self, num_tokens: float) -> float:
         return self.base(0, np.array([num_tokens])).item() if num_tokens else 0.0

@@ -122,7 +122,7 @@ def test_steps_beyond_the_fitted_products_are_marked() -> None:
 
 
 def test_weights_and_cache_that_do_not_fit_are_refused_with_the_field_and_the_fix() -> None:
-    with pytest.raises(ValueError, match=r"Qwen3-235B-A22B .*470 .*of 77 GB.*system\.tensor_parallel.*system\.gpu"):
+    with pytest.raises(ValueError, match=r"Qwen3-235B-A22B .*470 .*of 77 GB.*cost\.tensor_parallel.*cost\.gpu"):
         Roofline(H100, LARGE)
     fits, alone = Roofline(H100, LARGE, 8, LARGE.drafter()), Roofline(H100, LARGE, 8)
     drafter = LARGE.drafter()
@@ -131,7 +131,7 @@ def test_weights_and_cache_that_do_not_fit_are_refused_with_the_field_and_the_fi
     assert fits.kv_tokens(memory_share=0.95) > fits.kv_tokens()
     with pytest.raises(ValueError, match=r"request of 10000000 tokens does not fit.*room is left for \d+ tokens"):
         fits.kv_tokens(10_000_000)
-    with pytest.raises(ValueError, match=r"system\.tensor_parallel 3 must divide Qwen3-8B's 32 heads"):
+    with pytest.raises(ValueError, match=r"cost\.tensor_parallel 3 must divide Qwen3-8B's 32 heads"):
         Roofline(H100, SMALL, 3)
 
 
