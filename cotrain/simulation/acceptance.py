@@ -15,11 +15,11 @@ class Acceptance:
 
         Raises ValueError for a survival that is empty, rises or leaves 0 to 1, and for depths that do not rise.
         """
-        self._survival = _checked(survival, "survival")
+        self._survival = _checked(survival, "drafter.accept")
         starts = [start for start, _ in by_depth]
         if any(later <= earlier for earlier, later in zip([-1, *starts], starts, strict=False)):
-            raise ValueError(f"by_depth begins at tokens {starts}: give them in rising order from 0 on")
-        self._by_depth = [(start, _checked(curve, f"by_depth at token {start}")) for start, curve in by_depth]
+            raise ValueError(f"drafter.by_depth begins at tokens {starts}: give them in rising order from 0 on")
+        self._by_depth = [(start, _checked(curve, f"drafter.by_depth at token {start}")) for start, curve in by_depth]
         if not starts or starts[0] > 0:
             self._by_depth.insert(0, (0, self._survival))
 
@@ -30,7 +30,9 @@ class Acceptance:
         a is such that k draft tokens give this acceptance length. Raises ValueError for one outside 1 to k + 1.
         """
         if k < 1 or not 1 <= length <= k + 1:
-            raise ValueError(f"acceptance length {length} with k = {k}: it lies between 1 and k + 1, with k at least 1")
+            raise ValueError(
+                f"drafter.acceptance_length: {length} with k = {k}; it lies between 1 and k + 1, with k at least 1"
+            )
         from scipy.optimize import brentq
 
         def survival(a: float) -> Array:

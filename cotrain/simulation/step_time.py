@@ -108,15 +108,18 @@ class FittedLaw(StepTime):
             raise ValueError("a law of five constants needs five cells, two batch sizes and two draft lengths at least")
         (k, batch), seconds = np.array(list(cells), float).T, np.array(list(cells.values()))
         unit = np.array([seconds.min(), seconds.min(), 1.0, seconds.min(), seconds.min()])
+        fitted = int(k.max()), int(batch.min()), int(batch.max())
+
+        def law(logs: Array) -> FittedLaw:
+            return cls(*(np.exp(logs) * unit).tolist(), fitted)
 
         def errors(logs: Array) -> Array:
-            return np.log(_law(np.exp(logs) * unit, k, batch) / seconds)
+            return np.log(law(logs).base(k, batch) / seconds)
 
         starts = [(0.9, 0.05, 2.0, 0.1, 0.01), (0.9, 0.02, 1.3, 0.2, 0.001), (0.5, 0.1, 3.0, 0.01, 0.02)]
         bounds = ([-40, -40, 0, -40, -40], [40, 40, 4, 40, 40])
-        found = min((least_squares(errors, np.log(x), bounds=bounds) for x in starts), key=lambda fit: fit.cost)
-        m, f, p, d0, d1 = (np.exp(found.x) * unit).tolist()
-        return cls(m, f, p, d0, d1, (int(k.max()), int(batch.min()), int(batch.max())))
+        fits = (least_squares(errors, np.log(x), bounds=bounds) for x in starts)
+        return law(min(fits, key=lambda fit: fit.cost).x)
 
     @classmethod
     def leave_one_out(cls, cells: Cells) -> dict[tuple[int, int], float]:
@@ -124,20 +127,15 @@ class FittedLaw(StepTime):
         laws = {cell: cls.fit({other: cells[other] for other in cells if other != cell}) for cell in cells}
         return {(k, n): law.base(k, np.array([n])).item() / cells[k, n] - 1 for (k, n), law in laws.items()}
 
-    def base(self, k: int, batch: Array) -> Array:
-        return _law(np.array([self.m, self.f, self.p, self.d0, self.d1]), k, batch)
+    def base(self, k: int | Array, batch: Array) -> Array:
+        weights, rows = self.p * np.log(self.m), self.p * np.log(self.f * batch * (k + 1))
+        return np.exp(np.logaddexp(weights, rows) / self.p) + k * (self.d0 + self.d1 * batch)
 
     def prefill(self, num_tokens: float) -> float:
         return self.base(0, np.array([num_tokens])).item() if num_tokens else 0.0
 
     def covers(self, k: int, batch: int) -> bool:
         return k <= self.fitted[0] and self.fitted[1] <= batch <= self.fitted[2]
-
-
-def _law(constants: Array, k: Array | int, batch: Array) -> Array:
-    m, f, p, d0, d1 = constants
-    weights, rows = p * np.log(m), p * np.log(f * batch * (k + 1))
-    return np.exp(np.logaddexp(weights, rows) / p) + k * (d0 + d1 * batch)
 
 
 def _check(cells: Cells) -> None:

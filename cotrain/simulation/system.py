@@ -1,25 +1,23 @@
 """SYSTEM.toml: what is simulated and where its constants come from, checked and turned into a scenario."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cotrain.config.errors import ConfigError, validated
+from cotrain.config.errors import validated
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.run.provenance import flatten
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.roofline import Roofline, hardware, model
-from cotrain.simulation.scenario import Engines, Ints, Scenario
+from cotrain.simulation.scenario import Engines, Scenario
 from cotrain.simulation.step_time import Array, FittedLaw, MeasuredCells, StepTime
 from drafters.config import Section
-
-Made = TypeVar("Made")
 
 STEP_TIME_ERRORS = {"measured": 0.03, "fitted": 0.1, "roofline": 0.1, "envelope": 0.35}
 """Relative error of the step-time ratio where the system states none, by where step times come from: about what
@@ -118,18 +116,24 @@ class WorkloadConfig(Section):
     steps: PositiveInt = 1
     """Steps that are simulated; the answer is their mean."""
 
-    def lengths(self) -> list[list[int]]:
-        """Tokens of the responses to each prompt, step after step. Raises ValueError for fields that do not go together."""
+    def lengths(self, seed: int = 0) -> list[list[int]]:
+        """Tokens of the responses to each prompt, step after step; the seed is that of lengths which are drawn.
+
+        Raises ValueError for fields that do not go together.
+        """
         if self.groups:
             if given := self.model_dump(include=LOGNORMAL, exclude_unset=True, exclude_none=True):
-                raise ValueError(f"groups is given, so that {', '.join(given)} would have no effect; leave that out")
+                raise ValueError(f"workload.groups: {', '.join(given)} would have no effect beside it; leave that out")
             if len(self.groups) < self.steps:
-                raise ValueError(f"{len(self.groups)} groups are too few for {self.steps} steps; lower workload.steps")
+                raise ValueError(f"workload.steps: {len(self.groups)} groups are too few for {self.steps}; lower it")
             return [[min(length, self.limit) for length in group] for group in self.groups]
         if self.mean_length is None:
-            raise ValueError("give mean_length of the responses, or their lengths as groups")
-        shape = (self.steps * self.prompts, self.samples, self.mean_length, self.sigma, self.group_share, self.limit)
-        return [list(group) for group in lognormal_lengths(*shape, seed=0).tolist()]
+            raise ValueError("workload.mean_length: give it, or the lengths of responses as workload.groups")
+        rng, prompts = np.random.default_rng(seed), self.steps * self.prompts
+        shared, own = rng.standard_normal((prompts, 1)), rng.standard_normal((prompts, self.samples))
+        logs = self.sigma * (np.sqrt(self.group_share) * shared + np.sqrt(1 - self.group_share) * own)
+        drawn = np.rint(self.mean_length * np.exp(logs - self.sigma**2 / 2))
+        return np.clip(drawn, 1, self.limit).astype(int).tolist()
 
 
 class DrafterConfig(Section):
@@ -151,13 +155,13 @@ class DrafterConfig(Section):
     """Relative standard error of the acceptance length."""
 
     def acceptance(self) -> Acceptance:
-        """Raises ValueError where it is impossible, or not given in just one way."""
+        """What is accepted of drafts. Raises ValueError where that is impossible, or not given in just one way."""
         if self.accept is not None and self.acceptance_length is None and self.acceptance_k is None:
             return Acceptance(self.accept, self.by_depth)
         if self.accept is None and not self.by_depth and self.acceptance_length and self.acceptance_k:
             return Acceptance.from_length(self.acceptance_length, self.acceptance_k)
         line = "or acceptance_length with acceptance_k, at which it was measured"
-        raise ValueError(f"give either accept, and by_depth where it changes, {line}")
+        raise ValueError(f"drafter: give either accept, and by_depth where it changes, {line}")
 
 
 class LearnerConfig(Section):
@@ -217,36 +221,18 @@ class System(Section):
         return found
 
     def build(self) -> Scenario:
-        """Raises ConfigError listing all that is unknown, does not go together or does not fit."""
-        problems = list[str]()
-
-        def tried(field: str, make: Callable[[], Made]) -> Made | None:
-            try:
-                return make()
-            except ValueError as error:
-                problems.append(f"{field}: {error}")
-                return None
-
-        if isinstance(self.cost, RooflineCost):
-            tried("cost.gpu", partial(hardware, self.cost.gpu))
-            tried("cost.model", partial(model, self.cost.model))
-        elif self.learner.gpus:
-            problems.append('learner.gpus: it needs the GPU of cost.type = "roofline"; give learner.seconds instead')
-        acceptance = tried("drafter", self.drafter.acceptance) if self.drafter else None
+        """Raises ValueError for what is unknown, does not go together or does not fit."""
+        acceptance = self.drafter.acceptance() if self.drafter else None
         training = self.cotraining if acceptance else None
         if acceptance and training and training.gain > (most := acceptance.length() - 1):
-            problems.append(f"cotraining.gain: {training.gain:g} is more than drafts bring; give at most {most:.3g}")
-        groups = tried("workload", self.workload.lengths)
-        if problems or groups is None:
-            raise ConfigError(problems)
-        sequences = np.concatenate(groups).astype(float) + self.workload.prompt_tokens
-        if (built := tried("cost", lambda: self._cost(int(sequences.max())))) is None:
-            raise ConfigError(problems)
-        cost, room = built
+            raise ValueError(f"cotraining.gain: {training.gain:g} is more than drafts bring; give at most {most:.3g}")
+        lengths = self.workload.lengths()
+        sequences = np.concatenate(lengths).astype(float) + self.workload.prompt_tokens
+        cost, room = self._cost(int(sequences.max()))
         scenario = Scenario(
             cost=cost,
             engines=Engines(self.system.engines, self.system.max_num_seqs, room),
-            lengths=groups,
+            lengths=lengths,
             prompt_tokens=self.workload.prompt_tokens,
             acceptance=acceptance,
             k=self.drafter.k if self.drafter else 0,
@@ -267,10 +253,12 @@ class System(Section):
         """Step times, and the tokens of context that an engine holds, of which the longest request needs so many."""
         cost = self.cost
         if (room := self.system.kv_tokens) and room < longest:
-            raise ValueError(f"system.kv_tokens {room} hold no request of {longest} tokens; lower workload.limit")
+            raise ValueError(f"system.kv_tokens: {room} hold no request of {longest} tokens; lower workload.limit")
         if isinstance(cost, CellsCost):
             if cost.law and cost.prefill_tokens_per_s is not None:
-                raise ValueError("prefill_tokens_per_s has no effect, since the law costs prompts too; leave it out")
+                raise ValueError(
+                    "cost.prefill_tokens_per_s: the law costs prompts too, so that it has no effect; leave it out"
+                )
             cells = {(k, n): median(ms for *at, ms in cost.cells if at == [k, n]) / 1e3 for k, n, _ in cost.cells}
             return FittedLaw.fit(cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
         gpu, policy = hardware(cost.gpu), model(cost.model)
@@ -280,30 +268,18 @@ class System(Section):
         shape = policy.drafter(cost.drafter) if self.drafter and cost.drafter != "history" else None
         roofline = Roofline(replace(gpu, host=host), policy, cost.tensor_parallel, shape)
         if (held := roofline.kv_tokens(longest)) < (room or 0):
-            raise ValueError(f"system.kv_tokens {room} are more than the {held} that an engine's GPUs hold; lower it")
+            raise ValueError(f"system.kv_tokens: {room} are more than the {held} that an engine's GPUs hold; lower it")
         return roofline, room or held
 
     def _learner_seconds(self, sequences: Array) -> dict[str, float]:
         n, cost = self.learner, self.cost
-        if not n.gpus or isinstance(cost, CellsCost):
+        if not n.gpus:
             return n.seconds
+        if isinstance(cost, CellsCost):
+            raise ValueError('learner.gpus: it needs the GPU of cost.type = "roofline"; give learner.seconds instead')
         forward = model(cost.model).forward_flops(sequences) / self.workload.steps
         seconds = forward / (hardware(cost.gpu).flops["bf16"] * n.gpus)
         return {"logprob": seconds / n.logprob_mfu, "train": 3 * seconds / n.train_mfu} | n.seconds
-
-
-def lognormal_lengths(
-    prompts: int, samples: int, mean: float, sigma: float, group_share: float, limit: int, seed: int
-) -> Ints:
-    """[prompts, samples] tokens, 1 to limit.
-
-    mean: before the limit cuts. sigma: standard deviation of log length; group_share: part of its square that is the same for
-    all samples of a prompt, 0 to 1.
-    """
-    rng = np.random.default_rng(seed)
-    shared, own = rng.standard_normal((prompts, 1)), rng.standard_normal((prompts, samples))
-    logs = np.sqrt(group_share) * shared + np.sqrt(1 - group_share) * own
-    return np.clip(np.rint(mean * np.exp(sigma * logs - sigma**2 / 2)), 1, limit).astype(np.int64)
 
 
 def load_system(path: str | Path, overrides: Sequence[str] = ()) -> System:

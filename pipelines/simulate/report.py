@@ -121,13 +121,13 @@ def _step(s: Scenario, found: Answer) -> Iterator[tuple[str, str]]:
 
 
 def sweep(system: System, asked: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each combination of the values of `key=0..7` or `key=1,2,4`. Raises ConfigError naming the cell."""
+    """A row for each combination of the values of `key=0..7` or `key=1,2,4`. Raises ValueError naming the cell."""
     rows = []
     for overrides in itertools.product(*map(_overrides, asked)):
         try:
             scenario = parse_system(system.given, overrides).build()
-        except ConfigError as error:
-            raise ConfigError([f"--sweep {' '.join(overrides)}: {line}" for line in error.problems]) from None
+        except ValueError as error:
+            raise ValueError(f"--sweep {' '.join(overrides)}: {error}") from None
         arms = (scenario.without_speculation(), scenario)
         generation = [generate(arm).seconds for arm in arms]
         steps = [arm.scheduled(seconds).step_seconds for arm, seconds in zip(arms, generation, strict=True)]

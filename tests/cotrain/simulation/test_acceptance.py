@@ -52,7 +52,7 @@ def test_steps_spread_and_end_beyond_a_response_as_many_drawn_ones_do() -> None:
 
 @pytest.mark.parametrize("survival", [[], [1.1], [0.5, 0.6], [0.5, -0.1], [float("nan")], [0.5, float("nan")]])
 def test_impossible_survival_is_refused(survival: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"survival.*from 0 to 1 and never rising"):
+    with pytest.raises(ValueError, match=r"drafter\.accept.*from 0 to 1 and never rising"):
         Acceptance(survival)
     with pytest.raises(ValueError, match="by_depth at token 7"):
         Acceptance([0.5], [(7, survival)])
@@ -63,5 +63,5 @@ def test_impossible_depths_and_lengths_are_refused() -> None:
         with pytest.raises(ValueError, match="rising order"):
             Acceptance([0.5], [(start, [0.5]) for start in depths])
     for length, k in ((0.9, 3), (4.1, 3), (1.0, 0)):
-        with pytest.raises(ValueError, match="acceptance length"):
+        with pytest.raises(ValueError, match="acceptance_length"):
             Acceptance.from_length(length, k)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.config.errors import ConfigError
 from cotrain.simulation.scenario import generate
 from cotrain.simulation.system import load_system
 from pipelines.cli import main
@@ -310,5 +309,5 @@ def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.C
 
 
 def test_a_cell_of_a_sweep_that_does_not_fit_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"--sweep cost\.tensor_parallel=1: cost: .* does not fit"):
+    with pytest.raises(ValueError, match=r"--sweep cost\.tensor_parallel=1: cost\.model: .* does not fit"):
         sweep(load_system(CONFIGS[0].with_name("paper_235b.toml")), ["cost.tensor_parallel=8,1"])
