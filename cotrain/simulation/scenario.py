@@ -169,10 +169,10 @@ class Scenario:
     def without_speculation(self) -> "Scenario":
         return replace(self, k=0, acceptance=None, drafter_seconds=0.0)
 
-    def scheduled(self, generation: Array | float, lag: int | None = None) -> Schedule:
-        """Steps whose engines take so many seconds, always or [n] in each; lag: instead of the scenario's."""
+    def scheduled(self, generation: Array | float) -> Schedule:
+        """Steps whose engines take so many seconds, always or [n] in each."""
         seconds = np.atleast_1d(generation) + self.generation_overhead
-        return schedule(seconds, np.full(len(seconds), self.learning), self.lag if lag is None else lag)
+        return schedule(seconds, np.full(len(seconds), self.learning), self.lag)
 
 
 def schedule(generation: Array, learning: Array, lag: int) -> Schedule:

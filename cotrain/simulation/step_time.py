@@ -111,7 +111,7 @@ class FittedLaw(StepTime):
         fitted = int(k.max()), int(batch.min()), int(batch.max())
 
         def law(logs: Array) -> FittedLaw:
-            return cls(*(np.exp(logs) * unit).tolist(), fitted)
+            return cls(*(np.exp(logs) * unit).tolist(), fitted=fitted)
 
         def errors(logs: Array) -> Array:
             return np.log(law(logs).base(k, batch) / seconds)

@@ -109,10 +109,10 @@ def _step(s: Scenario, found: Answer) -> Iterator[tuple[str, str]]:
     rest = learning + s.generation_overhead
     share, bound = 1 - learning / (generation + rest), ratio(1 + generation / rest, s)
     yield "whole step", f"generation is {share:.0%} of it without lag, so that no drafter gives more than {bound}x"
-    times = [
-        ", ".join(f"{rounded(each.scheduled(arm.generation.seconds, lag).step_seconds, s):g}" for lag in range(3))
-        for each, arm in ((s.without_speculation(), found.plain), (s, found.arm))
-    ]
+    times = []
+    for each, arm in ((s.without_speculation(), found.plain), (s, found.arm)):
+        steps = (replace(each, lag=lag).scheduled(arm.generation.seconds).step_seconds for lag in range(3))
+        times.append(", ".join(f"{rounded(step, s):g}" for step in steps))
     left = s.learning - s.generation_overhead
     limit = f"from a speed-up of {ratio(generation / left, s)} on" if left > 0 else "at no speed"
     limit = limit if generation > left else "at any speed"
@@ -198,9 +198,8 @@ def tornado(scenario: Scenario) -> dict[str, tuple[float, float]]:
         }
     found = {f"{name} x0.5, x2": (speedup(change(0.5)), speedup(change(2.0))) for name, change in inputs.items()}
     if s.most_drafted:
-        found["acceptance length x0.9, x1.1"] = (speedup(s.longer(0.9)), speedup(s.longer(1.1)))
-        faster, slower = (speedup(replace(s, draft_pace=pace)) for pace in (0.9, 1.1))
-        found["time of a speculating step x0.9, x1.1"] = (faster, slower)
+        name = "acceptance length, or speed of steps with drafts, x0.9, x1.1"
+        found[name] = (speedup(s.longer(0.9)), speedup(s.longer(1.1)))
     return dict(sorted(found.items(), key=lambda item: -abs(np.log(item[1][0] / item[1][1]))))
 
 
