@@ -30,9 +30,7 @@ class Acceptance:
         a is such that k draft tokens give this acceptance length. Raises ValueError for one outside 1 to k + 1.
         """
         if k < 1 or not 1 <= length <= k + 1:
-            raise ValueError(
-                f"drafter.acceptance_length: {length} with k = {k}; it lies between 1 and k + 1, with k at least 1"
-            )
+            raise ValueError(f"drafter.acceptance_length: {length} with k = {k}; give 1 to k + 1, and k from 1 on")
         from scipy.optimize import brentq
 
         def survival(a: float) -> Array:

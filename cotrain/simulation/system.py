@@ -256,9 +256,7 @@ class System(Section):
             raise ValueError(f"system.kv_tokens: {room} hold no request of {longest} tokens; lower workload.limit")
         if isinstance(cost, CellsCost):
             if cost.law and cost.prefill_tokens_per_s is not None:
-                raise ValueError(
-                    "cost.prefill_tokens_per_s: the law costs prompts too, so that it has no effect; leave it out"
-                )
+                raise ValueError("cost.prefill_tokens_per_s: the law costs prompts too; set it to none")
             cells = {(k, n): median(ms for *at, ms in cost.cells if at == [k, n]) / 1e3 for k, n, _ in cost.cells}
             return FittedLaw.fit(cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
         gpu, policy = hardware(cost.gpu), model(cost.model)
