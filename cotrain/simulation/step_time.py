@@ -111,7 +111,8 @@ class FittedLaw(StepTime):
         fitted = int(k.max()), int(batch.min()), int(batch.max())
 
         def law(logs: Array) -> FittedLaw:
-            return cls(*(np.exp(logs) * unit).tolist(), fitted=fitted)
+            m, f, p, d0, d1 = (np.exp(logs) * unit).tolist()
+            return cls(m, f, p, d0, d1, fitted)
 
         def errors(logs: Array) -> Array:
             return np.log(law(logs).base(k, batch) / seconds)
