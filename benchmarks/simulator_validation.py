@@ -17,7 +17,7 @@ from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.roofline import Roofline, hardware, model, tables
 from cotrain.simulation.scenario import Engines, Scenario, generate, schedule
 from cotrain.simulation.step_time import FittedLaw, MeasuredCells, StepTime
-from cotrain.simulation.system import lognormal_lengths
+from cotrain.simulation.system import WorkloadConfig
 
 FITTED_TO, LEFT_GRAPHS = ("zero", 0), ("zero", 4)
 """Rows that constants are fitted to: k = 3 and k = 5 of the same drafter."""
@@ -78,9 +78,9 @@ class Published:
         self._plain = {run: self._seconds(self.undrafted, draws) for run, draws in self._draws.items()}
 
     def _drawn(self, mean: float) -> list[list[list[int]]]:
-        a = self._assumed
-        shape = (a["prompts"], a["samples"], mean, a["sigma"], a["group_share"], a["limit"])
-        return [lognormal_lengths(*shape, seed).tolist() for seed in range(a["draws"])]
+        names = ("prompts", "samples", "sigma", "group_share", "limit")
+        workload = WorkloadConfig(mean_length=mean, **{name: self._assumed[name] for name in names})
+        return [workload.lengths(seed) for seed in range(self._assumed["draws"])]
 
     def _seconds(self, cost: StepTime, draws: list[list[list[int]]], k: int = 0, length: float = 1.0) -> float:
         acceptance = Acceptance.from_length(length, k) if k else None
@@ -224,7 +224,8 @@ def own_projection() -> dict[str, list[tuple[float, float]]]:
     p = tables("paper")["projection"]
     a, policy, gpu = p["assumed"], model(p["model"]), hardware("gb200")
     engines = Engines(p["gpus"] // a["tensor_parallel"], p["requests"])
-    lengths = lognormal_lengths(p["requests"] // 16, 16, a["mean"], a["sigma"], 0.5, a["limit"], 0).tolist()
+    lognormal = {"mean_length": a["mean"], "sigma": a["sigma"], "limit": a["limit"]}
+    lengths = WorkloadConfig(prompts=p["requests"] // 16, samples=16, **lognormal).lengths()
     found = {}
     for name, (step_s, draft_s) in HOSTS.items():
         host = replace(gpu.host, step_s=step_s, draft_s=draft_s)

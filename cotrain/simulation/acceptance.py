@@ -15,11 +15,11 @@ class Acceptance:
 
         Raises ValueError for a survival that is empty, rises or leaves 0 to 1, and for depths that do not rise.
         """
-        self._survival = _checked(survival, "survival")
+        self._survival = _checked(survival, "drafter.accept")
         starts = [start for start, _ in by_depth]
         if any(later <= earlier for earlier, later in zip([-1, *starts], starts, strict=False)):
-            raise ValueError(f"by_depth begins at tokens {starts}: give them in rising order from 0 on")
-        self._by_depth = [(start, _checked(curve, f"by_depth at token {start}")) for start, curve in by_depth]
+            raise ValueError(f"drafter.by_depth begins at tokens {starts}: give them in rising order from 0 on")
+        self._by_depth = [(start, _checked(curve, f"drafter.by_depth at token {start}")) for start, curve in by_depth]
         if not starts or starts[0] > 0:
             self._by_depth.insert(0, (0, self._survival))
 
@@ -30,7 +30,7 @@ class Acceptance:
         a is such that k draft tokens give this acceptance length. Raises ValueError for one outside 1 to k + 1.
         """
         if k < 1 or not 1 <= length <= k + 1:
-            raise ValueError(f"acceptance length {length} with k = {k}: it lies between 1 and k + 1, with k at least 1")
+            raise ValueError(f"drafter.acceptance_length: {length} with k = {k}; give 1 to k + 1, and k from 1 on")
         from scipy.optimize import brentq
 
         def survival(a: float) -> Array:
@@ -42,25 +42,9 @@ class Acceptance:
         """[k]; beyond the known positions each token is accepted after those before it as often as the last known one."""
         return _extended(self._survival, k)
 
-    def length(self, k: int) -> float:
-        """Tokens that a verification step of k draft tokens emits on average."""
-        return 1.0 + float(self.survival(k).sum())
-
-    def longer(self, tokens: float, k: int | None = None) -> "Acceptance":
-        """With an acceptance length of k draft tokens that is longer by so many, or as much longer as 1 to k + 1 allow.
-
-        k: that of the known positions by default. At every position and depth the same share of the drafts that fail passes
-        now; with fewer tokens, the same share of those that pass fails.
-        """
-        k = k or len(self._survival)
-        known = self.length(k) - 1
-        failing = max(1 - tokens / (k - known), 0.0) if tokens > 0 and known < k else 1.0
-        kept = max(1 + tokens / known, 0.0) if tokens < 0 < known else 1.0
-
-        def changed(curve: Array) -> list[float]:
-            return (kept * (1 - failing * (1 - curve))).tolist()
-
-        return Acceptance(changed(self.survival(k)), [(n, changed(_extended(curve, k))) for n, curve in self._by_depth])
+    def length(self, k: int | None = None) -> float:
+        """Tokens that a verification step of k draft tokens, or of all known positions, emits on average."""
+        return 1.0 + float(self.survival(len(self._survival) if k is None else k).sum())
 
     def progress(self, most: int) -> tuple[Array, Array, Array, Array]:
         """[d] first response tokens of a depth, the first of them 0; and three arrays [most + 1, d] by number of draft tokens:

@@ -178,7 +178,8 @@ def tables(name: str) -> dict[str, Any]:
 
 def _entry(file: str, kind: str, name: str) -> dict[str, Any]:
     if name not in tables(file):
-        raise ValueError(f"no {kind} {name!r}: cotrain/simulation/data/{file}.toml has {', '.join(tables(file))}")
+        known = f"cotrain/simulation/data/{file}.toml has {', '.join(tables(file))}"
+        raise ValueError(f"cost.{kind.lower()}: no {kind} {name!r}; {known}")
     return {"name": name} | tables(file)[name]
 
 
@@ -216,7 +217,7 @@ class Roofline:
     def __post_init__(self) -> None:
         if self.model.heads % self.tensor_parallel:
             line = f"must divide {self.model.name}'s {self.model.heads} heads"
-            raise ValueError(f"system.tensor_parallel {self.tensor_parallel} {line}")
+            raise ValueError(f"cost.tensor_parallel: {self.tensor_parallel} {line}")
         self.kv_tokens()
 
     @property
@@ -235,9 +236,9 @@ class Roofline:
         tokens = int((usable - weights) / (cache / self._kv_shards))
         if tokens < request_tokens:
             raise ValueError(
-                f"{self.model.name} with a request of {request_tokens} tokens does not fit: weights take {weights / 1e9:.0f} "
+                f"cost.model: {self.model.name} with a request of {request_tokens} tokens does not fit: weights take {weights / 1e9:.0f} "
                 f"of {usable / 1e9:.0f} GB that may be used of a {self.hardware.name}, room is left for {max(tokens, 0)} "
-                "tokens. Raise system.tensor_parallel, choose a larger system.gpu, or lower the length limit"
+                "tokens. Raise cost.tensor_parallel, choose a larger cost.gpu, or lower the length limit"
             )
         return tokens
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain, zip_longest
-from statistics import NormalDist, fmean
-from typing import Literal, NamedTuple
+from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,6 @@ from cotrain.simulation.step_time import Array, StepTime
 Ints = NDArray[np.int64]
 DraftLengths = int | Sequence[int]
 """Draft tokens of each request and step: a number, or numbers by batch size, of which the one at 0 is not used."""
-
-Order = Literal["drawn", "longest_first"]
 
 DRAWS = 32
 """Draws that an interval rests on. They spread evenly over the errors, so that more of them move its ends by little."""
@@ -51,7 +49,7 @@ class Scenario:
     cost: StepTime
     engines: Engines
     lengths: list[list[int]]
-    """Response tokens of each prompt's samples, step after step."""
+    """Response tokens of each prompt's samples, step after step, in the order in which prompts begin."""
     prompt_tokens: float
     acceptance: Acceptance | None
     k: DraftLengths
@@ -61,8 +59,6 @@ class Scenario:
     """Relative standard error of what a speculating step takes over a plain one."""
     acceptance_error: float = 0.0
     """Relative standard error of the acceptance length."""
-    order: Order = "drawn"
-    """Prompts begin as they come, or those with the longest responses first, as if these were known before."""
     draft_pace: float | Array = 1.0
     """Engine steps with drafts take so many times as long as `cost` says; [steps] when each step has its own."""
     learner_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -71,7 +67,6 @@ class Scenario:
     """Seconds of generation in a step beside those of the engines' steps."""
     lag: int = 0
     """Steps that generation may be ahead of the learner; 0 is synchronous."""
-    sync_seconds: float = 0.0
     drafter_seconds: float = 0.0
     """Drafter training that a step waits for."""
     drafted_k: tuple[int, ...] = ()
@@ -96,14 +91,11 @@ class Scenario:
     def requests(self) -> Ints:
         """[steps times engines, most of an engine] response tokens in the order in which they begin, then zeros.
 
-        Prompts go to the engines in turn, with all their samples; where prompts differ in how many they have, responses do.
+        Prompts go to the engines in turn, with all their samples.
         """
-        alike, count = len({len(group) for group in self.lengths}) == 1, len(self.lengths)
-        shares: list[Sequence[int]] = []
+        count, shares = len(self.lengths), list[list[int]]()
         for step in range(self.steps):
             groups = self.lengths[step * count // self.steps : (step + 1) * count // self.steps]
-            groups = groups if alike else [[length] for group in groups for length in group]
-            groups = sorted(groups, key=fmean, reverse=True) if self.order == "longest_first" else groups
             shares += ([*chain(*groups[engine :: self.engines.count])] for engine in range(self.engines.count))
         return np.array([*zip_longest(*shares, fillvalue=0)], np.int64).T
 
@@ -143,7 +135,7 @@ class Scenario:
     @property
     def learning(self) -> float:
         """Seconds of a step beside generation."""
-        return sum(self.learner_seconds.values()) + self.drafter_seconds + self.sync_seconds
+        return sum(self.learner_seconds.values()) + self.drafter_seconds
 
     def k_at(self, batch: int) -> int:
         """Draft length of a step of so many requests."""
@@ -166,29 +158,29 @@ class Scenario:
         speeds = [self.length(k) / self.step(k, batch) for k in range(most + 1 if self.acceptance else 1)]
         return replace(self, k=[0, *np.argmax(speeds, axis=0).tolist()])
 
-    def longer(self, tokens: float, k: int | None = None) -> "Scenario":
-        """With an acceptance length of k draft tokens that is longer by so many, and the same draft lengths."""
-        return replace(self, acceptance=self.acceptance and self.acceptance.longer(tokens, k))
+    def longer(self, times: float) -> "Scenario":
+        """With an acceptance length so many times as long, but from 1 to the draft length + 1, and the same draft lengths.
+
+        Fewer steps with drafts take as long as just as many faster ones.
+        """
+        length, most = self.length(self.most_drafted), self.most_drafted + 1
+        return replace(self, draft_pace=self.draft_pace * length / min(max(times * length, 1.0), most))
 
     def without_speculation(self) -> "Scenario":
         return replace(self, k=0, acceptance=None, drafter_seconds=0.0)
 
-    def scheduled(self, generation: Array, lag: int | None = None) -> Schedule:
-        """Steps whose engines take so many seconds each; lag: instead of the scenario's."""
-        learning, lag = np.full(len(generation), self.learning - self.sync_seconds), self.lag if lag is None else lag
-        return schedule(generation + self.generation_overhead, learning, lag, self.sync_seconds)
-
-    def step_at(self, generation: float, lag: int | None = None) -> float:
-        """Seconds of a step whose engines always take so many."""
-        return self.scheduled(np.array([generation]), lag).step_seconds
+    def scheduled(self, generation: Array | float) -> Schedule:
+        """Steps whose engines take so many seconds, always or [n] in each."""
+        seconds = np.atleast_1d(generation) + self.generation_overhead
+        return schedule(seconds, np.full(len(seconds), self.learning), self.lag)
 
 
-def schedule(generation: Array, learning: Array, lag: int, sync: float = 0.0) -> Schedule:
+def schedule(generation: Array, learning: Array, lag: int) -> Schedule:
     """Means over a run that goes through these steps over and over.
 
-    generation, learning: [n] seconds of each step; sync: of sending the weights. Step i generates once step i - 1 is
-    generated and the weights of step i - 1 - lag have arrived; it is learnt from once it is generated and step i - 1 is learnt
-    from. Lag 0 is the synchronous case.
+    generation, learning: [n] seconds of each step, the second until its weights have been sent. Step i generates once step
+    i - 1 is generated and the weights of step i - 1 - lag have arrived; it is learnt from once it is generated and step i - 1
+    is learnt from. Lag 0 is the synchronous case.
     """
     count = len(generation)
     before = count * max(WARM_UP, -(-(lag + 1) // count))
@@ -198,7 +190,7 @@ def schedule(generation: Array, learning: Array, lag: int, sync: float = 0.0) ->
         generated = max(generated, arrived[i]) + float(generation[i % count])
         wait = max(0.0, generated - arrived[-1])
         exposed += wait if i >= before else 0.0
-        arrived.append(arrived[-1] + wait + float(learning[i % count]) + sync)
+        arrived.append(arrived[-1] + wait + float(learning[i % count]))
     return Schedule((arrived[-1] - arrived[-1 - count]) / count, exposed / count)
 
 

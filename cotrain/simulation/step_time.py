@@ -21,19 +21,22 @@ class StepTime(Protocol):
     """What an engine step of draft length k costs.
 
     base: [n] seconds of a decode step at these batch sizes, without what its context costs. slope: seconds for each token of
-    context that the requests of the step hold together. prefill: seconds that computing so many prompt tokens adds to the
-    decode steps. covers: whether the step lies within what was measured; what does not is extrapolated, and to be marked.
+    context that the requests of the step hold together; 0 where what was measured does not tell. prefill: seconds that
+    computing so many prompt tokens adds to the decode steps. covers: whether the step lies within what was measured; what
+    does not is extrapolated, and to be marked.
     """
 
     @property
     def origin(self) -> Origin: ...
     def base(self, k: int, batch: Array) -> Array: ...
-    def slope(self, k: int) -> float: ...
+    def slope(self, k: int) -> float:
+        return 0.0
+
     def prefill(self, num_tokens: float) -> float: ...
     def covers(self, k: int, batch: int) -> bool: ...
 
 
-class MeasuredCells:
+class MeasuredCells(StepTime):
     """Linear in log seconds over log batch size between measured batch sizes, and in k between measured draft lengths.
 
     A batch below the smallest measured one costs as much as that. Beyond the largest, each request adds what it does on average
@@ -56,7 +59,8 @@ class MeasuredCells:
             return self._at_length(k, batch)
         lengths = list(self._cells)
         if k < lengths[0] or len(lengths) == 1:
-            raise ValueError(f"steps were measured with k = {lengths}: for k = {k} give cells of its own")
+            fix = "give cost.cells of its own, or take a run with rollout.speculation.adaptive=true, which has some"
+            raise ValueError(f"steps were measured with k = {lengths}, which tells nothing of k = {k}: {fix}")
         upper = min(int(np.searchsorted(lengths, k)), len(lengths) - 1)
         low, high = (self._at_length(lengths[i], batch) for i in (upper - 1, upper))
         rise = (high - low) / (lengths[upper] - lengths[upper - 1])
@@ -70,9 +74,6 @@ class MeasuredCells:
             seconds += max(0.0, (times[-1] - time) / (sizes[-1] - size)) * np.maximum(batch - sizes[-1], 0.0)
         return seconds
 
-    def slope(self, k: int) -> float:
-        return 0.0
-
     def prefill(self, num_tokens: float) -> float:
         return num_tokens / self._prefill_tokens_per_s if self._prefill_tokens_per_s else 0.0
 
@@ -82,7 +83,7 @@ class MeasuredCells:
 
 
 @dataclass(frozen=True)
-class FittedLaw:
+class FittedLaw(StepTime):
     """(m^p + (f T)^p)^(1/p) + k (d0 + d1 B) seconds of a step of B requests, which computes T = B (k + 1) rows.
 
     That is a roofline with a rounded ridge, m seconds for the weights and f for a row, and k draft passes that cost alike.
@@ -107,15 +108,19 @@ class FittedLaw:
             raise ValueError("a law of five constants needs five cells, two batch sizes and two draft lengths at least")
         (k, batch), seconds = np.array(list(cells), float).T, np.array(list(cells.values()))
         unit = np.array([seconds.min(), seconds.min(), 1.0, seconds.min(), seconds.min()])
+        fitted = int(k.max()), int(batch.min()), int(batch.max())
+
+        def law(logs: Array) -> FittedLaw:
+            m, f, p, d0, d1 = (np.exp(logs) * unit).tolist()
+            return cls(m, f, p, d0, d1, fitted)
 
         def errors(logs: Array) -> Array:
-            return np.log(_law(np.exp(logs) * unit, k, batch) / seconds)
+            return np.log(law(logs).base(k, batch) / seconds)
 
         starts = [(0.9, 0.05, 2.0, 0.1, 0.01), (0.9, 0.02, 1.3, 0.2, 0.001), (0.5, 0.1, 3.0, 0.01, 0.02)]
         bounds = ([-40, -40, 0, -40, -40], [40, 40, 4, 40, 40])
-        found = min((least_squares(errors, np.log(x), bounds=bounds) for x in starts), key=lambda fit: fit.cost)
-        m, f, p, d0, d1 = (np.exp(found.x) * unit).tolist()
-        return cls(m, f, p, d0, d1, (int(k.max()), int(batch.min()), int(batch.max())))
+        fits = (least_squares(errors, np.log(x), bounds=bounds) for x in starts)
+        return law(min(fits, key=lambda fit: fit.cost).x)
 
     @classmethod
     def leave_one_out(cls, cells: Cells) -> dict[tuple[int, int], float]:
@@ -123,23 +128,15 @@ class FittedLaw:
         laws = {cell: cls.fit({other: cells[other] for other in cells if other != cell}) for cell in cells}
         return {(k, n): law.base(k, np.array([n])).item() / cells[k, n] - 1 for (k, n), law in laws.items()}
 
-    def base(self, k: int, batch: Array) -> Array:
-        return _law(np.array([self.m, self.f, self.p, self.d0, self.d1]), k, batch)
-
-    def slope(self, k: int) -> float:
-        return 0.0
+    def base(self, k: int | Array, batch: Array) -> Array:
+        weights, rows = self.p * np.log(self.m), self.p * np.log(self.f * batch * (k + 1))
+        return np.exp(np.logaddexp(weights, rows) / self.p) + k * (self.d0 + self.d1 * batch)
 
     def prefill(self, num_tokens: float) -> float:
         return self.base(0, np.array([num_tokens])).item() if num_tokens else 0.0
 
     def covers(self, k: int, batch: int) -> bool:
         return k <= self.fitted[0] and self.fitted[1] <= batch <= self.fitted[2]
-
-
-def _law(constants: Array, k: Array | int, batch: Array) -> Array:
-    m, f, p, d0, d1 = constants
-    weights, rows = p * np.log(m), p * np.log(f * batch * (k + 1))
-    return np.exp(np.logaddexp(weights, rows) / p) + k * (d0 + d1 * batch)
 
 
 def _check(cells: Cells) -> None:

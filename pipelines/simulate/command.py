@@ -12,7 +12,7 @@ from tabulate import tabulate
 from cotrain.config.errors import ConfigError, help_text
 from cotrain.simulation.scenario import answer
 from cotrain.simulation.step_time import FittedLaw
-from cotrain.simulation.system import System, SystemConfig, load_system
+from cotrain.simulation.system import System, load_system
 from drafters.files import write_json
 from pipelines.page.folders import find
 from pipelines.simulate.report import arms, report, sweep, write_plots
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command. Raises ValueError for what the user can mend. Exit status 1: --check found the run off."""
     parser = _parser()
     if {"-h", "--help"} & set(arguments):
-        parser.epilog = EPILOG + help_text(root=SystemConfig)
+        parser.epilog = EPILOG + help_text(root=System)
     options = parser.parse_intermixed_args(arguments)
     beside = bool(options.given or options.sweep or options.out)
     if options.fit is not None:

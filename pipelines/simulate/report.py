@@ -74,9 +74,9 @@ def _speculation(system: System, s: Scenario, found: Answer) -> Iterator[tuple[s
     by_batch = ", ".join(f"{chosen.k_at(b) or 'off'} from {b}" for b in changes) + f" ({ratio(speedup(chosen), s)}x)"
     best = max(by_length, key=by_length.__getitem__)
     yield "which k?", f"{best} of fixed ones ({fixed}); by batch size: {by_batch}"
-    graphs, drafter = system.config.system.graph_tokens, system.config.drafter
-    if graphs and drafter and drafter.kind != "history":  # whose unequal lengths leave the graphs at any batch
-        bounds = ", ".join(f"{graphs // (k + 1)} (k={k})" for k in s.draft_lengths)
+    host = s.cost.host if isinstance(s.cost, Roofline) else None
+    if host and host.graph_tokens and not host.non_uniform:  # whose unequal lengths leave the graphs at any batch
+        bounds = ", ".join(f"{host.graph_tokens // (k + 1)} (k={k})" for k in s.draft_lengths)
         yield "graphs", f"steps leave the captured CUDA graphs above batch {bounds}"
     if not k:
         return
@@ -89,11 +89,12 @@ def _speculation(system: System, s: Scenario, found: Answer) -> Iterator[tuple[s
 
 def _acceptance(system: System, s: Scenario) -> str:
     """What more acceptance, and training of the drafter, are worth in seconds of a step."""
-    more, untrained = s.longer(0.1, s.most_drafted), replace(s, drafter_seconds=0.0)
-    own, longer = (each.step_at(generate(each).seconds) for each in (s, more))
+    more, untrained = s.longer(1 + 0.1 / s.length(s.most_drafted)), replace(s, drafter_seconds=0.0)
+    own, longer = (each.scheduled(generate(each).seconds).step_seconds for each in (s, more))
     said = f"+0.1 saves {abs(round(own - longer, 6)):.2g} s a step"
-    if training := system.config.cotraining:
-        saved = round(untrained.step_at(generate(s.longer(-training.gain)).seconds) - own, 6)
+    if (training := system.cotraining) and s.acceptance:
+        before = generate(s.longer(1 - training.gain / s.acceptance.length())).seconds
+        saved = round(untrained.scheduled(before).step_seconds - own, 6)
         spent = f"{training.seconds_per_step:.2g} s {'the step waits for' if training.exposed else 'are hidden'}"
         change = "shorter: it pays" if saved > 0 else "longer: it does not pay"
         said += f"; co-training, whose {spent}, makes a step {abs(saved):.2g} s {change}"
@@ -108,10 +109,10 @@ def _step(s: Scenario, found: Answer) -> Iterator[tuple[str, str]]:
     rest = learning + s.generation_overhead
     share, bound = 1 - learning / (generation + rest), ratio(1 + generation / rest, s)
     yield "whole step", f"generation is {share:.0%} of it without lag, so that no drafter gives more than {bound}x"
-    times = [
-        ", ".join(f"{rounded(each.step_at(arm.generation.seconds, lag), s):g}" for lag in range(3))
-        for each, arm in ((s.without_speculation(), found.plain), (s, found.arm))
-    ]
+    times = []
+    for each, arm in ((s.without_speculation(), found.plain), (s, found.arm)):
+        steps = (replace(each, lag=lag).scheduled(arm.generation.seconds).step_seconds for lag in range(3))
+        times.append(", ".join(f"{rounded(step, s):g}" for step in steps))
     left = s.learning - s.generation_overhead
     limit = f"from a speed-up of {ratio(generation / left, s)} on" if left > 0 else "at no speed"
     limit = limit if generation > left else "at any speed"
@@ -120,16 +121,16 @@ def _step(s: Scenario, found: Answer) -> Iterator[tuple[str, str]]:
 
 
 def sweep(system: System, asked: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each combination of the values of `key=0..7` or `key=1,2,4`. Raises ConfigError naming the cell."""
+    """A row for each combination of the values of `key=0..7` or `key=1,2,4`. Raises ValueError naming the cell."""
     rows = []
     for overrides in itertools.product(*map(_overrides, asked)):
         try:
-            scenario = parse_system(system.table, overrides).build()
-        except ConfigError as error:
-            raise ConfigError([f"--sweep {' '.join(overrides)}: {line}" for line in error.problems]) from None
+            scenario = parse_system(system.given, overrides).build()
+        except ValueError as error:
+            raise ValueError(f"--sweep {' '.join(overrides)}: {error}") from None
         arms = (scenario.without_speculation(), scenario)
         generation = [generate(arm).seconds for arm in arms]
-        steps = [arm.step_at(seconds) for arm, seconds in zip(arms, generation, strict=True)]
+        steps = [arm.scheduled(seconds).step_seconds for arm, seconds in zip(arms, generation, strict=True)]
         numbers = {"generation s": generation[1], "generation x": generation[0] / generation[1]}
         numbers |= {"step s": steps[1], "step x": steps[0] / steps[1]}
         row: dict[str, Any] = dict(override.split("=", 1) for override in overrides)
@@ -175,7 +176,7 @@ def speedup(scenario: Scenario) -> float:
 
 def tornado(scenario: Scenario) -> dict[str, tuple[float, float]]:
     """Speed-up of generation with each input so many times as large, the most decisive first."""
-    s, cost, engines, k = scenario, scenario.cost, scenario.engines, scenario.most_drafted
+    s, cost, engines = scenario, scenario.cost, scenario.engines
     most = engines.kv_tokens - s.prompt_tokens if engines.kv_tokens else np.inf
     inputs: dict[str, Callable[[float], Scenario]] = {
         "engines": lambda f: replace(s, engines=replace(engines, count=max(1, round(f * engines.count)))),
@@ -196,11 +197,9 @@ def tornado(scenario: Scenario) -> dict[str, tuple[float, float]]:
             "host time of a step": lambda f: of(host=replace(host, step_s=f * host.step_s)),
         }
     found = {f"{name} x0.5, x2": (speedup(change(0.5)), speedup(change(2.0))) for name, change in inputs.items()}
-    if k:
-        shorter, longer = (speedup(s.longer(tokens, k)) for tokens in (-0.1 * s.length(k), 0.1 * s.length(k)))
-        found["acceptance length x0.9, x1.1"] = (shorter, longer)
-        faster, slower = (speedup(replace(s, draft_pace=pace)) for pace in (0.9, 1.1))
-        found["time of a speculating step x0.9, x1.1"] = (faster, slower)
+    if s.most_drafted:
+        name = "acceptance length, or speed of steps with drafts, x0.9, x1.1"
+        found[name] = (speedup(s.longer(0.9)), speedup(s.longer(1.1)))
     return dict(sorted(found.items(), key=lambda item: -abs(np.log(item[1][0] / item[1][1]))))
 
 

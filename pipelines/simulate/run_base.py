@@ -57,9 +57,6 @@ class Run:
         tables = {name: getattr(self, name) for name in ("engine_steps", "drafts", "groups", "times")}
         return replace(self, **{name: table[table["step"].isin(steps)] for name, table in tables.items()})
 
-    def steps(self, kind: str) -> pd.DataFrame:
-        return self.engine_steps[self.engine_steps["kind"] == kind]
-
     @property
     def busiest(self) -> pd.Series:
         """By step, seconds of all engine steps of the engine that was at work longest."""
@@ -109,7 +106,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def cells_of(run: Run) -> dict[tuple[int, int], float]:
     """Seconds by k and batch size. What was timed at the start fills in, at the pace at which the run went."""
-    sums = run.steps("steady").groupby(["k", "batch"])[["num_steps", "seconds"]].sum()
+    sums = run.engine_steps.query("kind == 'steady'").groupby(["k", "batch"])[["num_steps", "seconds"]].sum()
     sums = sums[sums["num_steps"] >= min(LEAST_STEPS, sums["num_steps"].max())]
     cells: dict[tuple[int, int], float] = (sums["seconds"] / sums["num_steps"]).to_dict()
     if not (run.timed and cells):
@@ -122,7 +119,7 @@ def cells_of(run: Run) -> dict[tuple[int, int], float]:
 
 def prefill_rate(run: Run, cells: Cells) -> float | None:
     """Prompt tokens for each second that steps with prompts took beyond those without; None where they took no longer."""
-    prompts, cost = run.steps("prompts"), MeasuredCells(cells)
+    prompts, cost = run.engine_steps.query("kind == 'prompts'"), MeasuredCells(cells)
     columns = zip(prompts["k"], prompts["batch"], prompts["num_steps"], strict=True)
     more = prompts["seconds"].sum() - sum(n * cost.base(k, np.array([batch]))[0] for k, batch, n in columns)
     tokens = (run.groups["prompt_tokens"] * run.groups["lengths"].map(len)).sum()
@@ -131,7 +128,7 @@ def prefill_rate(run: Run, cells: Cells) -> float | None:
 
 def ratio_error(run: Run) -> float | None:
     """Relative standard error of a speculating step over one without, from how cells scatter over steps; None with one."""
-    n = run.steps("steady")
+    n = run.engine_steps.query("kind == 'steady'")
     logs = np.log(n["seconds"] / n["num_steps"]).groupby([n["k"] > 0, n["k"], n["batch"]])
     scatter = pd.DataFrame({"error": logs.var() / logs.size(), "weight": logs.size()}).dropna()
     parts = [np.average(part["error"], weights=part["weight"]) for _, part in scatter.groupby(level=0)]
@@ -168,16 +165,16 @@ def table_of(run: Run) -> Table:
     names = ("step", "generate", "wait_for_rollouts", "learn", "update", "swap_policy")
     step, generate, wait, learn, update, swap = (float(mean.get(f"time/{name}_s", 0.0)) for name in names)
     idle = max(0.0, generate - float(run.busiest.mean()))  # with lag nobody knows it
-    seconds = {"update": update, "other": max(0.0, step - generate - wait - learn - swap)}
+    seconds = {"update": update, "swap_policy": swap, "other": max(0.0, step - generate - wait - learn - swap)}
     cost: Table = {"type": "cells", "error": ratio_error(run), "prefill_tokens_per_s": prefill_rate(run, cells)}
     cost["cells"] = [[k, batch, 1e3 * s] for (k, batch), s in sorted(cells.items())]
-    workload: Table = {"prompt_tokens": round(run.groups["prompt_tokens"].mean()), "order": rollout.order}
+    workload: Table = {"prompt_tokens": round(run.groups["prompt_tokens"].mean())}
     workload["groups"], workload["steps"] = groups_of(run)
     table: Table = {
         "system": {"engines": rollout.num_engines, "max_num_seqs": rollout.max_num_seqs, "overhead_seconds": idle},
         "cost": cost,
         "workload": workload,
-        "learner": {"seconds": seconds, "lag": run.config.stream.max_policy_lag, "sync_seconds": swap},
+        "learner": {"seconds": seconds, "lag": run.config.stream.max_policy_lag},
     }
     if not run.drafts.empty:
         drafter: Table = {"k": rollout.num_speculative_tokens, "adaptive": rollout.speculation.adaptive}
@@ -196,12 +193,7 @@ def table_of(run: Run) -> Table:
 def run_system(folder: Path, overrides: Sequence[str] = ()) -> System:
     """A run with key=value over it. Raises ValueError for a run that says too little, ConfigError for what is no value."""
     run = recorded(folder)
-    system = parse_system(table_of(run), renamed(overrides), f"measured in {len(run.times)} steps of {folder}")
-    if all(k for k, *_ in getattr(system.config.cost, "cells", [(0,)])):
-        line = f"{folder} drafts {run.config.rollout.num_speculative_tokens} tokens in every step, so it tells nothing of steps"
-        fix = "run it with rollout.speculation.adaptive=true, or give cost.cells"
-        raise ValueError(f"{line} without drafts: {fix}")
-    return system
+    return parse_system(table_of(run), renamed(overrides), f"measured in {len(run.times)} steps of {folder}")
 
 
 def renamed(overrides: Sequence[str]) -> list[str]:
@@ -247,7 +239,7 @@ def compared(run: Run) -> dict[str, tuple[float, float]]:
 def generation_seconds(base: Scenario, step: Run, drafting: Run) -> float:
     """Seconds in which the engines generate a step's responses, each where it was, by the step times of `base`, and by
     the acceptance and the draft lengths at each batch size of `drafting`."""
-    decoding = drafting.engine_steps[drafting.engine_steps["kind"] != "prompts"]
+    decoding = drafting.engine_steps.query("kind != 'prompts'")
     usual = decoding.groupby(["batch", "k"])["num_steps"].sum().unstack(fill_value=0).idxmax(axis=1)
     acceptance = None if drafting.drafts.empty else Acceptance(*acceptance_of(drafting.drafts))
     base = replace(
@@ -257,7 +249,6 @@ def generation_seconds(base: Scenario, step: Run, drafting: Run) -> float:
         acceptance=acceptance,
         k=usual.reindex(range(base.engines.max_num_seqs + 1), method="nearest").tolist(),
         steps=1,
-        order="drawn",
     )
     engines = (groups["lengths"].tolist() for _, groups in step.groups.groupby("engine"))
     return max(generate(replace(base, lengths=lengths)).seconds for lengths in engines)

@@ -10,7 +10,7 @@ import pytest
 
 from cotrain.rollout.speculation.step_costs import StepCosts
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.scenario import DraftLengths, Engines, Generation, Order, Scenario, generate
+from cotrain.simulation.scenario import DraftLengths, Engines, Generation, Scenario, generate
 from cotrain.simulation.step_time import Array, MeasuredCells, Origin
 from tests.cotrain.simulation.cpu_cells import (
     ACCEPTANCE_LENGTH,
@@ -249,17 +249,28 @@ def test_requests_wait_for_room() -> None:
     assert run(engines=Engines(1, 8, kv_tokens=8800), **held).seconds == 1000
 
 
-def test_groups_are_dealt_out_in_turn_and_the_longest_may_begin_first() -> None:
-    def seconds(samples: int, order: Order = "drawn") -> list[float]:
-        lengths = [2, 2, 1, 3, 9, 9, 1, 2]
-        groups = [lengths[i : i + samples] for i in range(0, 8, samples)]
-        s = Scenario(FREE, Engines(2, 2), groups, 0, None, 0, order=order)
+def test_groups_are_dealt_out_in_turn() -> None:
+    def seconds(*groups: list[int]) -> list[float]:
+        s = Scenario(FREE, Engines(2, 2), [*groups], 0, None, 0)
         return generate(s).timeline[0][-1].tolist()
 
-    assert seconds(2) == [11, 4]
-    assert seconds(2, "longest_first") == [12, 4]
-    assert seconds(1) == [10, 11]
-    assert seconds(1, "longest_first") == [9, 9]
+    assert seconds([2, 2], [1, 3], [9, 9], [1, 2]) == [11, 4]
+    assert seconds([2], [2], [1], [3], [9], [9], [1], [2]) == [10, 11]
+    assert seconds([2, 2, 2], [5]) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("survival", "k", "times", "length"),
+    [([0.8, 0.6, 0.4], 3, 2.9 / 2.8, 2.9), ([0.8, 0.4], 1, 0.5, 1.0), ([0.9, 0.8], 2, 5.0, 3.0), ([0.0], 2, 1.1, 1.1)],
+)
+def test_a_longer_acceptance_is_as_much_faster_within_bounds(
+    survival: list[float], k: int, times: float, length: float
+) -> None:
+    """On a machine on which every step takes a second, of one long response."""
+    s = scenario(k, Acceptance(survival), cost=FREE, lengths=[20_000])
+    assert generate(s).seconds / generate(s.longer(times)).seconds == pytest.approx(length / s.length(k))
+    plain = scenario(0, Acceptance(survival), cost=FREE, lengths=[200])
+    assert generate(plain.longer(times)).seconds == generate(plain).seconds
 
 
 @pytest.mark.parametrize("drafter", DRAINING)

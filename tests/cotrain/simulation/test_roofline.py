@@ -10,12 +10,12 @@ from benchmarks.simulator_calibration import fit_host, solve
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.roofline import Hardware, Model, Roofline, experts_read, hardware, model
 from cotrain.simulation.scenario import Engines, Scenario, generate
-from cotrain.simulation.system import lognormal_lengths
+from cotrain.simulation.system import WorkloadConfig
 
 SMALL, LARGE = model("Qwen3-8B"), model("Qwen3-235B-A22B")
 H100, GB200 = hardware("h100-sxm"), hardware("gb200")
 BATCH = np.array([1.0, 4.0, 16.0, 64.0, 256.0])
-LENGTHS = lognormal_lengths(8, 8, 2000, 1.0, 0.5, 8192, seed=0).ravel().tolist()
+LENGTHS = np.ravel(WorkloadConfig(prompts=8, samples=8, mean_length=2000, limit=8192).lengths()).tolist()
 
 
 def eagle(gpu: Hardware = H100, policy: Model = SMALL, tensor_parallel: int = 1, **host: float) -> Roofline:
@@ -122,7 +122,7 @@ def test_steps_beyond_the_fitted_products_are_marked() -> None:
 
 
 def test_weights_and_cache_that_do_not_fit_are_refused_with_the_field_and_the_fix() -> None:
-    with pytest.raises(ValueError, match=r"Qwen3-235B-A22B .*470 .*of 77 GB.*system\.tensor_parallel.*system\.gpu"):
+    with pytest.raises(ValueError, match=r"Qwen3-235B-A22B .*470 .*of 77 GB.*cost\.tensor_parallel.*cost\.gpu"):
         Roofline(H100, LARGE)
     fits, alone = Roofline(H100, LARGE, 8, LARGE.drafter()), Roofline(H100, LARGE, 8)
     drafter = LARGE.drafter()
@@ -131,7 +131,7 @@ def test_weights_and_cache_that_do_not_fit_are_refused_with_the_field_and_the_fi
     assert fits.kv_tokens(memory_share=0.95) > fits.kv_tokens()
     with pytest.raises(ValueError, match=r"request of 10000000 tokens does not fit.*room is left for \d+ tokens"):
         fits.kv_tokens(10_000_000)
-    with pytest.raises(ValueError, match=r"system\.tensor_parallel 3 must divide Qwen3-8B's 32 heads"):
+    with pytest.raises(ValueError, match=r"cost\.tensor_parallel: 3 must divide Qwen3-8B's 32 heads"):
         Roofline(H100, SMALL, 3)
 
 

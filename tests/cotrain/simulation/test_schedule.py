@@ -14,8 +14,8 @@ def noisy(mean: float, spread: float, seed: int, count: int = 200) -> np.ndarray
 
 def test_lag_zero_is_synchronous() -> None:
     generation, learning = noisy(100, 0.3, 0), noisy(60, 0.2, 1)
-    found = schedule(generation, learning, 0, sync=5)
-    assert found.step_seconds == pytest.approx(np.mean(generation + learning) + 5)
+    found = schedule(generation, learning, 0)
+    assert found.step_seconds == pytest.approx(np.mean(generation + learning))
     assert found.exposed_generation == pytest.approx(np.mean(generation))
 
 
@@ -27,11 +27,6 @@ def test_with_lag_a_step_takes_as_long_as_the_slower_side(lag: int, generation: 
         found = schedule(np.full(count, generation), np.full(count, learning), lag)
         assert found.step_seconds == pytest.approx(max(generation, learning))
         assert found.exposed_generation == pytest.approx(max(0, generation - learning))
-
-
-def test_weights_are_sent_in_the_learners_time() -> None:
-    found = schedule(np.full(3, 60.0), np.full(3, 50.0), 1, sync=20)
-    assert found.step_seconds == pytest.approx(70) and found.exposed_generation == 0
 
 
 def test_a_lag_carries_just_so_many_steps_ahead() -> None:

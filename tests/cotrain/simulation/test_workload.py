@@ -3,12 +3,17 @@
 import numpy as np
 import pytest
 
+from cotrain.config.errors import validated
 from cotrain.simulation.roofline import model
-from cotrain.simulation.system import lognormal_lengths
+from cotrain.simulation.system import WorkloadConfig
+
+
+def drawn(seed: int = 0, **fields: float) -> np.ndarray:
+    return np.array(validated(WorkloadConfig, fields).lengths(seed))
 
 
 def test_lengths_have_the_stated_mean_spread_and_share_of_the_group() -> None:
-    lengths = lognormal_lengths(4000, 8, mean=5000, sigma=0.8, group_share=0.3, limit=10**9, seed=0)
+    lengths = drawn(prompts=4000, samples=8, mean_length=5000, sigma=0.8, group_share=0.3, limit=10**9)
     assert lengths.shape == (4000, 8) and lengths.dtype == np.int64
     assert lengths.mean() == pytest.approx(5000, rel=0.05)
     logs = np.log(lengths)
@@ -17,11 +22,12 @@ def test_lengths_have_the_stated_mean_spread_and_share_of_the_group() -> None:
 
 
 def test_lengths_stay_within_the_limit_and_follow_the_seed() -> None:
-    draws = [lognormal_lengths(50, 4, 100, 1.5, 1.0, 300, seed) for seed in (0, 0, 1)]
+    fields = {"prompts": 50, "samples": 4, "mean_length": 100, "sigma": 1.5, "group_share": 1.0, "limit": 300}
+    draws = [drawn(seed, **fields) for seed in (0, 0, 1)]
     assert draws[0].min() >= 1 and draws[0].max() == 300
     assert (draws[0] == draws[1]).all() and (draws[0] != draws[2]).any()
     assert (draws[0] == draws[0][:, :1]).all(), "the samples of a prompt share all of the variance"
-    assert (lognormal_lengths(3, 2, 100, 0.0, 0.5, 300, 0) == 100).all()
+    assert (drawn(prompts=3, samples=2, mean_length=100, sigma=0.0) == 100).all()
 
 
 def test_learner_times_of_a_published_run() -> None:
