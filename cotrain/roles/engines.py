@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,20 +97,19 @@ class RolloutEngines:
         self._learner = learner if self._transfer != "files" else None
 
     def start(
-        self, serving: ServingSpec | None, versions: Versions, first_step: int, drafter_folder: Callable[[int], Path]
+        self, serving: ServingSpec | None, versions: Versions, first_step: int, drafter_folder: Path
     ) -> list[Any]:
         """Begin to load the models. Cluster.get waits for what this returns; no other call may come before.
 
-        serving: how the drafter is served; None without one. drafter_folder: where a drafter version is. first_step: steps
+        serving: how the drafter is served; None without one. drafter_folder: where the first one is. first_step: steps
         made before. Every engine of every run has a seed of its own for every step that a run is resumed after, so that a
         resumed engine does not draw the first steps' noise again.
         """
-        self._drafter_folder = drafter_folder
         self._specs = [
             EngineSpec(
                 rollout=self._config.rollout,
                 model_path=str(self._nodes.model_path),
-                drafter_folder=None if serving is None else str(drafter_folder(versions.drafter)),
+                drafter_folder=None if serving is None else str(drafter_folder),
                 serving=serving,
                 seed=derived_seed("engine", self._config.seed, i, first_step),
                 scratch=str(self._nodes.scratch[node] / self._roles[i]),
@@ -139,7 +138,10 @@ class RolloutEngines:
         return [engine for engine in range(len(self._actors)) if engine not in self._away]
 
     def lose(self, engine: int, failure: RunFailure) -> None:
-        """Quarantine an engine and begin to start it again. Raises the failure when too few engines are left."""
+        """Quarantine an engine and begin to start it again, as it was started first. See `come_back` for what it gets then.
+
+        Raises the failure when too few engines are left.
+        """
         if engine in self._away:
             return
         if len(self.in_dispatch) - 1 < self._config.cluster.min_engines:
@@ -153,7 +155,9 @@ class RolloutEngines:
             self._actors[engine] = self._new_actor(engine)
         except RunFailure:  # its node has gone
             return
-        self._away[engine] = self._actors[engine].start.remote(self._spec_of_record(engine))
+        spec = self._specs[engine]
+        spec = self._specs[engine] = replace(spec, seed=derived_seed(spec.seed, "started again"))  # draws nothing twice
+        self._away[engine] = self._actors[engine].start.remote(spec)
         self._new.append(engine)
 
     def take_starting(self) -> list[tuple[int, Any]]:
@@ -185,8 +189,7 @@ class RolloutEngines:
     def _take_over(self, engine: int, other: int) -> None:
         """An engine that has the policy of record gets the drafter and the settings that another one has."""
         actor = self._actors[engine]
-        if self._drafter is not None and self._specs[engine].versions.drafter < self._drafter[1]:
-            # It was published after the engine began to start. The others keep the file.
+        if self._drafter is not None:  # the others keep the file
             path = self._nodes.bring(f"{self._specs[other].scratch}/{KEPT_DRAFTER}", self.node_of[engine])
             payload = replace(self._drafter[0], path=path)
             self._cluster.get([actor.call.remote("update_drafter", payload, self._drafter[1])])
@@ -203,18 +206,6 @@ class RolloutEngines:
             self._cluster.get([actor.call.remote("history", "load", here)])
         for method, args in self._settings.items():
             self._cluster.get([actor.call.remote(method, *args)])
-
-    def _spec_of_record(self, engine: int) -> EngineSpec:
-        """What an engine is started again with. Its seed is a new one: the first draws are not made twice."""
-        spec = self._specs[engine]
-        versions = Versions(self._policy[1] if self._policy else spec.versions.policy, spec.versions.drafter)
-        spec = replace(spec, versions=versions, seed=derived_seed(spec.seed, "started again"))
-        if self._drafter is not None and spec.drafter_folder is not None:
-            version = self._drafter[1]
-            folder = str(self._drafter_folder(version))
-            spec = replace(spec, drafter_folder=folder, versions=replace(versions, drafter=version))
-        self._specs[engine] = spec
-        return spec
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

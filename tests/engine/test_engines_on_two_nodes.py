@@ -43,7 +43,7 @@ def together(
     (folder / "config.json").write_text("{}")
     nodes.check(folder / "config.json", "tiny:llama")
     engines = RolloutEngines(cluster, nodes, config)
-    cluster.get(engines.start(SERVING, Versions(0, 0), 0, lambda v: folder / f"v{v}" if v else drafter_folder))
+    cluster.get(engines.start(SERVING, Versions(0, 0), 0, drafter_folder))
     yield engines, nodes, cluster
     nodes.close()
     cluster.stop()
@@ -64,7 +64,6 @@ def test_weights_reach_both_nodes_or_none(
     )
     good = write_payload(first, nodes.scratch[nodes.local] / "drafter.safetensors", torch.float32)
     engines.update_drafter(good, 1)
-    fitted_drafter.save(engines._drafter_folder(1), torch.float32)  # as the controller does
     assert engines.call("served_digests", sorted(good.digests), True) == [good.digests] * 2
     policy = write_payload(moved_target_state, nodes.scratch[nodes.local] / "policy.safetensors", torch.float32)
     engines.update_policy(policy, 1)

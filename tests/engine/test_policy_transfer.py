@@ -66,7 +66,7 @@ def roles(
         (folder / "config.json").write_text("{}")
         nodes.check(folder / "config.json", "tiny:llama")
         engines = RolloutEngines(cluster, nodes, config)
-        starting = engines.start(SERVING, Versions(0, 0), 0, lambda v: folder / f"v{v}" if v else drafter_folder)
+        starting = engines.start(SERVING, Versions(0, 0), 0, drafter_folder)
         learner = start_policy(cluster, nodes, config)
         engines.receive_from(learner)
         cluster.get(starting)

@@ -106,7 +106,7 @@ class Engines(RolloutEngines):
         self.start_after(0)
 
     def start_after(self, step: int) -> list[Any]:
-        return self.start(ServingSpec("eagle3"), Versions(0, 0), step, lambda version: Path(f"v{version:04d}"))
+        return self.start(ServingSpec("eagle3"), Versions(0, 0), step, Path("v0000"))
 
     def _new_actor(self, engine: int) -> Any:
         if engine in getattr(self, "_away", ()):
@@ -161,7 +161,7 @@ def test_an_engine_that_dies_is_out_until_it_serves_what_is_of_record() -> None:
     assert engines.update_drafter(PAYLOAD, 3).seconds == pytest.approx(0.3)
     assert engines.in_dispatch == [0] and engines._cluster.killed == [dead]  # type: ignore[attr-defined]
     [(engine, (_, spec))] = engines.take_starting()
-    assert (engine, spec.drafter_folder, str(spec.versions)) == (1, "v0000", "p4-d0"), "no drafter was of record then"
+    assert (engine, spec.drafter_folder, str(spec.versions)) == (1, "v0000", "p0-d0"), "it starts as it did first"
     assert engines.take_starting() == []
     engines.update_policy(PAYLOAD, 5)
     assert engines.stand_ins[1].log == [], "nothing is asked of an engine that starts"
@@ -170,7 +170,7 @@ def test_an_engine_that_dies_is_out_until_it_serves_what_is_of_record() -> None:
     engines.come_back(1)
     back = ["node of rollout_1/drafter.safetensors p5", "update", "draft 0"]
     assert engines.in_dispatch == [0, 1] and engines.stand_ins[1].log == back
-    assert engines.stand_ins[1].served == [0, 3], "it was published while the engine started"
+    assert engines.stand_ins[1].served == [0, 3], "and it is given what is of record"
     with pytest.raises(RunFailure, match="died"):
         Engines(Engine()).lose(0, RunFailure("it died"))
 
