@@ -358,7 +358,6 @@ class Controller:
             step=self.step,
             versions=self.versions,
             config=self.config.model_dump(mode="json"),
-            tracking_run_id=self.records.tracker.run_id,
             seconds=self.run_seconds,
             lossless=self.monitor.state(),
             drafting=None if publisher is None else publisher.state(),

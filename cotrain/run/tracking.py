@@ -43,11 +43,10 @@ class Tracker(AbstractContextManager["Tracker"]):
         self,
         config: RunConfig | SidecarConfig,
         *,
-        run_id: str | None = None,
         history: Sequence[Mapping[str, Any]] = (),
         say: Callable[[str], None] = print,
     ) -> None:
-        """Start a run, or go on with `run_id`.
+        """Start a run, or go on with the newest one of this run folder where there is a `history`.
 
         `history` are the rows of metrics.jsonl that a resume has kept; those that MLflow lacks are sent. `say` gets the
         few lines that a user must read, also from the sending thread. Raises ValueError naming tracking.uri when the
@@ -58,7 +57,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._config, self._say = config, say
         self._client = connect(self.uri)
         self._experiment = experiment_id(self._client, self.uri)
-        self.run_id = self._start_run(run_id)
+        self.run_id = self._start_run(resumes=bool(history))
         self._last_step = self._sent_step = int(self._client.get_run(self.run_id).data.metrics.get(MARKER, 0))
         self._served = ServedDrafts()
         found = self._client.search_model_versions(f"run_id = '{self.run_id}' AND tags.drafter_version LIKE '%'")
@@ -149,19 +148,19 @@ class Tracker(AbstractContextManager["Tracker"]):
             stopped = exc_type is not None and issubclass(exc_type, KeyboardInterrupt | SystemExit)
             self.finish("FINISHED" if exc_type is None else "KILLED" if stopped else "FAILED")
 
-    def _start_run(self, run_id: str | None) -> str:
-        """Continue the run `run_id` or create one, with its parameters. Returns the run's id."""
+    def _start_run(self, resumes: bool) -> str:
+        """Continue the newest run of this folder or create one, with its parameters. Returns the run's id."""
         config, client, experiments = self._config, self._client, [self._experiment]
         # The caller holds the run folder's lock, so whatever still says RUNNING for this folder has died.
         folder = hashlib.blake2b(str((config.run_root / config.name).resolve()).encode(), digest_size=6).hexdigest()
         of_this_folder = f"tags.`{FOLDER_TAG}` = '{folder}'"
         for stale in client.search_runs(experiments, f"{of_this_folder} AND attributes.status = 'RUNNING'"):
             client.set_terminated(stale.info.run_id, "FAILED")
-        if run_id is not None:
-            if client.search_runs(experiments, f"attributes.run_id = '{run_id}'"):
-                client.update_run(run_id, status="RUNNING")
-                return run_id
-            self._say(f"MLflow at {self.uri} does not know run {run_id}; a new one is started from metrics.jsonl")
+        if resumes:
+            if newest := client.search_runs(experiments, of_this_folder, max_results=1):  # the newest comes first
+                client.update_run(newest[0].info.run_id, status="RUNNING")
+                return newest[0].info.run_id
+            self._say(f"MLflow at {self.uri} has no run of this folder; a new one is started from metrics.jsonl")
         tags = {FOLDER_TAG: folder, "config_hash": config_hash(config)}
         if parent_run := os.environ.get(PARENT_RUN_VARIABLE):
             tags[MLFLOW_PARENT_RUN_ID] = parent_run

@@ -129,14 +129,13 @@ class Initialisation:
         metrics = RowFile(self.run_dir.metrics, resumed_step=state.step)
         with self.console.phase("MLflow"):
             history = read_rows(self.run_dir.metrics)
-            tracker = Tracker(self.config, run_id=state.tracking_run_id, history=history, say=self.console.say)
+            tracker = Tracker(self.config, history=history, say=self.console.say)
         stack.enter_context(tracker)
 
         def log(update: int, row: Mapping[str, float]) -> None:
             metrics.write(update, row)
             tracker.log_step(update, row)
 
-        state = replace(state, tracking_run_id=tracker.run_id)
         return tracker, RunRecord(self.config, self.run_dir, state, self.console.say, log, self.stop_requested)
 
     def _training(self, record: RunRecord, split: sources.Split, features: Features) -> Training:

@@ -123,7 +123,7 @@ def _start_tracking(
 
     history = read_rows(run_dir.metrics)
     thread = stack.enter_context(ThreadPoolExecutor(1))
-    future = thread.submit(Tracker, config, run_id=state.tracking_run_id, history=history, say=console.say)
+    future = thread.submit(Tracker, config, history=history, say=console.say)
     stack.push(lambda *exc_info: None if future.exception() else future.result().__exit__(*exc_info))
     return future
 
