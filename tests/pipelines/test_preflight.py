@@ -257,8 +257,9 @@ def test_a_tap_that_leaves_the_gate_too_few_rollouts_is_refused(build, model: Pa
 
 def test_gpu_that_is_not_there_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "machine", lambda: {"gpus": []})
-    [line] = quick_problems(build("cluster.device=cuda"))
-    assert line == 'cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"'
+    monkeypatch.setattr(preflight, "engine_device", lambda: "cuda")
+    [line] = quick_problems(build())
+    assert line.startswith("vLLM is installed for GPUs, but there is none; run `make setup` again")
 
 
 def test_too_little_disk_and_shared_memory_are_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ def test_a_resume_may_change_the_length_and_the_surroundings(run_config, tmp_pat
         "steps": 9,
         "checkpoint": {"every": 1},
         "tracking": {"log_drafters": False},
-        "cluster": {"device": "cpu"},
+        "cluster": {"strategy": "SPREAD"},
     }
     check_resume(run_config(**changes, run_root=tmp_path / "moved"), {}, saved)
 
