@@ -7,12 +7,12 @@ import hashlib
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from mlflow.entities import LoggedModelOutput, Metric, Param
@@ -64,8 +64,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         found = sorted(found, key=lambda row: int(row.version))
         # By drafter version; the newest where one was registered twice.
         self._registered = {int(row.tags["drafter_version"]): row for row in found}
-        self._sender, self._try_again = ThreadPoolExecutor(1, "mlflow"), Event()
-        self._down = self._finished = self._gave_up = False
+        self._sender, self._waiting = ThreadPoolExecutor(1, "mlflow"), deque[tuple[Callable[[], Any], Future]]()
+        self._down = self._finished = False
         for row in history:
             self.log_step(row["step"], row)
 
@@ -102,7 +102,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Queue a published drafter: LoggedModel, metrics linked at `step`, registered version, alias `serving`.
 
         `tags` must hold init and data_fingerprint. The folder must stay until the future is done; its result is the
-        registered version, None with tracking.log_drafters off or when MLflow did not take it.
+        registered version, or None with tracking.log_drafters off. Without MLflow it is never done.
         """
         all_tags = {
             "policy_version": str(versions.policy),
@@ -133,10 +133,10 @@ class Tracker(AbstractContextManager["Tracker"]):
     def finish(self, status: str = "FINISHED", timeout_s: float = 60.0) -> None:
         """Send what waits, set the status (FINISHED, KILLED or FAILED), and say what could not be sent."""
         self._finished = True
-        last = self._enqueue(lambda: self._client.set_terminated(self.run_id, status))
-        wait([last], timeout_s)
-        if self._gave_up or not last.done():
-            self._gave_up = True
+        self._enqueue(lambda: self._client.set_terminated(self.run_id, status))
+        wait([self._sender.submit(self._send_waiting)], timeout_s)
+        self._sender.shutdown(wait=False, cancel_futures=True)
+        if self._waiting:
             again = resume_arguments(self._config.run_root, self._config.name)
             self._say(
                 f"MLflow did not take everything after step {self._sent_step}. Nothing is lost: steps are in "
@@ -174,35 +174,30 @@ class Tracker(AbstractContextManager["Tracker"]):
     # -- the sending thread ------------------------------------------------------------------------------------------
 
     def _enqueue(self, send: Callable[[], Any]) -> Future:
-        done = self._sender.submit(self._deliver, send)
-        self._try_again.set()
+        done: Future = Future()
+        self._waiting.append((send, done))
+        self._sender.submit(self._send_waiting)
         return done
 
-    def _deliver(self, send: Callable[[], Any]) -> Any:
-        """Call `send` until MLflow takes it; what is queued later is a new chance, and `finish` the last one.
-
-        None when MLflow never took it.
-        """
-        while not self._gave_up:
-            self._try_again.clear()
-            last_chance = self._finished
+    def _send_waiting(self) -> None:
+        """Send what waits, up to the first that MLflow does not take; whatever is queued later is a new chance."""
+        while self._waiting:
+            send, done = self._waiting[0]
             try:
-                result = send()
+                done.set_result(send())
             except FileNotFoundError as error:
                 self._say(f"a drafter was deleted before MLflow took it: {error.filename}")
-                return None
+                done.set_result(None)
             except Exception as error:  # Whatever a store or its network raises, the run goes on without it.
                 if not self._down:
                     self._say(f"MLflow takes no metrics ({first_line(error)}); the run goes on, each step tries again")
-                self._down, self._gave_up = True, last_chance
-                if not last_chance:
-                    self._try_again.wait()
+                self._down = True
+                return
             else:
                 if self._down:
                     self._say("MLflow takes metrics again, and gets those that it has missed")
                 self._down = False
-                return result
-        return None
+            self._waiting.popleft()
 
     def _send_drafter(self, folder: Path, tags: dict[str, str], metrics: Mapping[str, float], step: int) -> int:
         """Register a drafter, unless a resumed run has come past the same one again, and move alias `serving` to it."""
