@@ -72,7 +72,7 @@ def read_command_line(
     if not parsed.dry_run:
         return config, resume
     print(to_toml(config), flush=True)
-    problems = quick_problems(config, resume, command, on_this_machine=not cluster)
+    problems = find_problems(config, resume, command, quick=True, on_this_machine=not cluster)
     if cluster:
         problems += _problems(lambda: print(plan(config, *cluster)))
     if problems:
@@ -87,30 +87,18 @@ def check_run(config: RunConfig, resume: bool = False, command: str = "train") -
     A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. `cotrain init` trains no
     policy and reads init.source itself.
     """
-    problems = quick_problems(config, resume, command)
-    checks: list[Check] = [_check_model]
-    if command == "train":
-        problems += _problems(_check_task, config)
-        checks.append(_check_space)
-    if config.drafter is not None:
-        checks += [_check_drafter_shape, _check_tap, *([] if resume else [_check_drafter_init])]
-    try:
-        model = resolve_model(config.policy.model)
-    except ValueError as error:
-        raise ConfigError(list(dict.fromkeys([*problems, str(error)]))) from error
-    for check in checks:
-        problems += _problems(check, config, model)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))  # quick_problems checks a local model too
-    return model
+    if problems := find_problems(config, resume, command):
+        raise ConfigError(problems)
+    return resolve_model(config.policy.model)
 
 
-def quick_problems(
-    config: RunConfig, resume: bool = False, command: str = "train", on_this_machine: bool = True
+def find_problems(
+    config: RunConfig, resume: bool = False, command: str = "train", quick: bool = False, on_this_machine: bool = True
 ) -> list[str]:
-    """The problems that show within seconds, without torch, a download or a conversion (for --dry-run).
+    """What is wrong with a run before it starts, each problem with the field and the fix.
 
-    on_this_machine: the run is to be here, and so the device that it asks for.
+    quick: only what shows within seconds, without torch, a download or a conversion (for --dry-run). on_this_machine: the
+    run is to be here, and so the device that it needs.
     """
     problems = []
     if not resume and (config.run_root / config.name).exists():
@@ -124,9 +112,20 @@ def quick_problems(
         )
     if config.tracking.uri is not None:  # _check_space covers the default, which is sqlite in the run root
         problems += _problems(check_uri, tracking_uri(config))
-    for check in (_check_local_model, _check_vllm, *([_check_device] if on_this_machine else [])):
+    trains = command == "train" and not quick
+    for check in (_check_vllm, *([_check_device] if on_this_machine else []), *([_check_task] if trains else [])):
         problems += _problems(check, config)
-    return problems
+    if quick and not Path(config.policy.model).expanduser().exists():
+        return problems
+    try:
+        model = resolve_model(config.policy.model)
+    except ValueError as error:
+        return [*problems, str(error)]
+    checks: list[Check] = [] if quick else [_check_model, *([_check_space] if trains else [])]
+    if config.drafter is not None:
+        first = [] if resume or quick else [_check_drafter_init]
+        checks += [*([] if quick else [_check_drafter_shape]), _check_tap, *first]
+    return problems + [line for check in checks for line in _problems(check, config, model)]
 
 
 def _problems(check: Check, *arguments: Any) -> list[str]:
@@ -136,14 +135,6 @@ def _problems(check: Check, *arguments: Any) -> list[str]:
         return error.problems
     except ValueError as error:
         return [str(error)]
-
-
-def _check_local_model(config: RunConfig) -> None:
-    model = Path(config.policy.model).expanduser()
-    if model.exists():
-        resolve_model(config.policy.model)
-        if config.drafter is not None:
-            _check_tap(config, model)
 
 
 def _check_vllm(config: RunConfig) -> list[str]:

@@ -15,7 +15,7 @@ from cotrain.config.errors import ConfigError
 from cotrain.config.load import load_config
 from cotrain.config.schema import RunConfig
 from pipelines import preflight
-from pipelines.preflight import check_run, quick_problems
+from pipelines.preflight import check_run, find_problems
 
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,6 +60,11 @@ def build(tmp_path: Path, model: Path):
         return load_config([], [*names, *lengths, *drafter, *task, *overrides])
 
     return config
+
+
+def quick_problems(config: RunConfig) -> list[str]:
+    """What a dry run refuses."""
+    return find_problems(config, quick=True)
 
 
 def problems(config: RunConfig) -> list[str]:
