@@ -30,7 +30,7 @@ def run(tmp_path):
 
 
 def state_at(step, config=None, fingerprints=None):
-    return RunState(step, Versions(step, step // 2), {"epoch": 0}, config or {}, fingerprints or {}, "run-id")
+    return RunState(step, Versions(step, step // 2), {"epoch": 0}, config or {}, fingerprints or {})
 
 
 def save(run, step, keep_last=9, content=b"weights"):
