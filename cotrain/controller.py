@@ -164,7 +164,9 @@ class Controller:
         row |= {"versions/policy": served.policy, "versions/drafter": served.drafter}
         row |= {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         row["time/step_s"] = time.perf_counter() - started
-        row |= idle_metrics(row, self.producer.busy_seconds(), self.roles.drafter is not None)
+        generating = {i: sum(total.seconds for total in steps) for i, steps in self._engine_steps.items()}
+        engines = [generating.get(i, 0.0) for i in range(self.config.rollout.num_engines)]
+        row |= idle_metrics(row, engines, seconds if self._lags else row["time/step_s"], self.roles.drafter is not None)
         self.run_seconds += row["time/step_s"]
         prompts = {group.prompt.id: group.prompt for group in groups}
         self._report(step, row, rollouts, outcome.events if outcome is not None else [], prompts)

@@ -77,7 +77,6 @@ class Producer:
         self._window: list[tuple[int, RolloutBatch]] = []
         self._lost_features = 0
         self._outstanding = [0] * config.rollout.num_engines  # requests
-        self._busy, self._busy_since = [0.0] * config.rollout.num_engines, [0.0] * config.rollout.num_engines
         reactor.tick, reactor.describe = self._tick, lambda: self.ledger.describe()
         self.start(0)
 
@@ -145,16 +144,6 @@ class Producer:
         self._window.clear()
         return merge(batches) if batches else None
 
-    def busy_seconds(self) -> list[float]:
-        """Seconds in which each engine had requests, since the last call."""
-        now = time.perf_counter()
-        for engine, outstanding in enumerate(self._outstanding):
-            if outstanding:
-                self._busy[engine] += now - self._busy_since[engine]
-                self._busy_since[engine] = now
-        busy, self._busy = self._busy, [0.0] * len(self._busy)
-        return busy
-
     def metrics(self) -> dict[str, float]:
         """Groups by what they are at, and what was lost."""
         count, lost = self.ledger.count, self.ledger.lost
@@ -197,8 +186,6 @@ class Producer:
         bundles: dict[int, list[Group]] = defaultdict(list)
         while self._queue and (engine := self._place()) is not None:
             bundles[engine].append(self._queue.popleft())
-            if not self._outstanding[engine]:
-                self._busy_since[engine] = time.perf_counter()
             self._outstanding[engine] += self._config.rollout.samples_per_prompt
         for engine, groups in bundles.items():
             for bundle in [groups] if together else [[group] for group in groups]:
@@ -249,7 +236,7 @@ class Producer:
 
     def _finished(self, engine: int, numbers: list[int], batch: RolloutBatch) -> None:
         samples = self._config.rollout.samples_per_prompt
-        self._has_less(engine, numbers)
+        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
         self._window.append((engine, batch))
         self._engines.share_history(engine, batch.rollouts)
         for place, number in enumerate(numbers):
@@ -265,17 +252,12 @@ class Producer:
             self._score(number)
         self._dispatch()
 
-    def _has_less(self, engine: int, numbers: list[int]) -> None:
-        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
-        if not self._outstanding[engine]:
-            self._busy[engine] += time.perf_counter() - self._busy_since[engine]
-
     # -- engines that die ---------------------------------------------------------------------------------------------
 
     def _engine_died(self, engine: int, numbers: list[int], failure: RunFailure) -> None:
         """Its groups start over elsewhere, and it is started again."""
         self._engines.lose(engine, failure)
-        self._has_less(engine, numbers)
+        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
         for number in reversed(numbers):
             self._queue.appendleft(self.ledger.lose(number, ENGINE_DIED))
             self._event("lost", number, reason=ENGINE_DIED, engine=engine)
