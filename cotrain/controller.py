@@ -4,7 +4,6 @@ With stream.max_policy_lag = 0 no group is under way when weights change. Above,
 the while, and engines take weights in the middle of them. Every token carries the versions that made it.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,13 +36,12 @@ from cotrain.tasks.prompts import write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
-from drafters.files import write_json
 
 POLICY_FILE = "policy.safetensors"
 """Weights of the policy on their way to the engines, in the folder in shared memory of the learner's node."""
 
-STREAM, HISTORY = "stream.json", "history.safetensors"
-"""File of a checkpoint with the state of the Producer, where generation is ahead."""
+HISTORY = "history.safetensors"
+"""File of a checkpoint with what the engines draft from, where they draft from history."""
 
 
 @dataclass
@@ -91,8 +89,7 @@ class Controller:
         self.last_rollouts: list[ScoredRollout] = []
         """Those that the last step trained on."""
         self.producer = Producer(config, roles.engines, roles.rewards, prompts, roles.reactor, records.events)
-        saved = run_dir.checkpoint(state.step) / STREAM
-        self.producer.start(state.step, json.loads(saved.read_text()) if saved.is_file() else None)
+        self.producer.start(state.step, state.stream)
         self._lags, self._advice = config.stream.max_policy_lag > 0, Advice()
         self._training = (
             DrafterTraining(config, roles.drafter, roles.reactor, records.events) if roles.drafter else None
@@ -363,9 +360,9 @@ class Controller:
             seconds=self.run_seconds,
             lossless=self.monitor.state(),
             drafting=None if publisher is None else publisher.state(),
+            stream=self.producer.state(),
         )
         with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last) as folder:
-            write_json(folder / STREAM, self.producer.state())
             self.roles.policy.call("save", folder / "policy")
             if drafter is not None:
                 drafter.call("save", folder / "drafter")

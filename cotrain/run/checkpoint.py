@@ -53,6 +53,8 @@ class RunState:
     """LosslessMonitor.state()."""
     drafting: dict[str, Any] | None = None
     """Publisher.state(); None without a drafter."""
+    stream: dict[str, Any] | None = None
+    """Producer.state(), of a run."""
 
 
 @contextmanager

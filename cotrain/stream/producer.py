@@ -176,7 +176,7 @@ class Producer:
             rollouts = [asdict(rollout) for rollout in result.rollouts]
             rows.append({"number": number, "index": result.index, "rollouts": rollouts, "rewards": result.rewards})
         tapped = sum(batch.feature_stats.get("num_rollouts", 0) for _, batch in self._window)
-        lost = {"lost": self.ledger.lost, "lost_features": self._lost_features + tapped}
+        lost = {"lost": dict(self.ledger.lost), "lost_features": self._lost_features + tapped}
         return {"groups": rows, "lengths": self._lengths.state()} | lost
 
     # -- from state to state ------------------------------------------------------------------------------------------
