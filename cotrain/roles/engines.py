@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,11 @@ class RolloutEngines:
         self._roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
         self.node_of = [cluster.node_of[role] for role in self._roles]
         self._actors = [self._new_actor(i) for i in range(len(self._roles))]
-        self._away: dict[int, Any] = {}  # quarantined engines, and the reference of their start
+        self._away: set[int] = set()  # quarantined engines
+        self.starts: Callable[[int, Any], None] = lambda engine, reference: None
+        """Called with an engine that is started again, and the reference of its start: `come_back` is to follow."""
         self._deaths: Counter[int] = Counter()
         self._settings: dict[str, tuple[Any, ...]] = {}  # of record, too: the last call of each of SETTINGS
-        self._new: list[int] = []  # those of them that nobody waits for yet
         self._learner: Learner | None = None
         self._connected: list[Any] = []  # actors that the learner sends the policy to
         self._returning: list[int] = []  # engines that have started and wait for it
@@ -147,7 +148,7 @@ class RolloutEngines:
         if len(self.in_dispatch) - 1 < self._config.cluster.min_engines:
             raise failure
         self._deaths[engine] += 1
-        self._away[engine] = None
+        self._away.add(engine)
         self._cluster.kill(self._actors[engine])
         if self._deaths[engine] > MOST_RESTARTS:
             return
@@ -157,13 +158,7 @@ class RolloutEngines:
             return
         spec = self._specs[engine]
         spec = self._specs[engine] = replace(spec, seed=derived_seed(spec.seed, "started again"))  # draws nothing twice
-        self._away[engine] = self._actors[engine].start.remote(spec)
-        self._new.append(engine)
-
-    def take_starting(self) -> list[tuple[int, Any]]:
-        """Engines that were quarantined since the last call, each with the reference of its start."""
-        new, self._new = self._new, []
-        return [(engine, self._away[engine]) for engine in new]
+        self.starts(engine, self._actors[engine].start.remote(spec))
 
     def give_up(self, engine: int, _: RunFailure) -> None:
         """End what is left of an engine that was started again and has died. It stays in quarantine."""
@@ -184,7 +179,7 @@ class RolloutEngines:
             here = replace(payload, path=self._nodes.bring(payload.path, node))
             self._cluster.get([actor.call.remote("update_policy", here, version)])
         self._take_over(engine, self.in_dispatch[0])
-        del self._away[engine]
+        self._away.remove(engine)
 
     def _take_over(self, engine: int, other: int) -> None:
         """An engine that has the policy of record gets the drafter and the settings that another one has."""
@@ -264,8 +259,7 @@ class RolloutEngines:
         """
         learner, returning, self._returning = self._learner, self._returning, []
         assert learner is not None
-        for engine in returning:
-            del self._away[engine]
+        self._away.difference_update(returning)
         self._ask(dict.fromkeys(self.in_dispatch, ("hold", keep_kv)), UPDATE_SECONDS)
         actors = [self._actors[engine] for engine in self.in_dispatch]
         if actors != self._connected:

@@ -78,6 +78,7 @@ class Producer:
         self._lost_features = 0
         self._outstanding = [0] * config.rollout.num_engines  # requests
         reactor.tick, reactor.describe = self._tick, lambda: self.ledger.describe()
+        engines.starts = self._starts
         self.start(0)
 
     def start(self, served: int, saved: dict[str, Any] | None = None) -> None:
@@ -96,7 +97,6 @@ class Producer:
 
     def admit(self) -> None:
         """Let groups begin for which there are slots."""
-        self._watch_starts()
         begins = []
         for group in self.ledger.admit():
             if group.number in self._saved:
@@ -261,13 +261,11 @@ class Producer:
         for number in reversed(numbers):
             self._queue.appendleft(self.ledger.lose(number, ENGINE_DIED))
             self._event("lost", number, reason=ENGINE_DIED, engine=engine)
-        self._watch_starts()
         self._dispatch()
 
-    def _watch_starts(self) -> None:
-        """Engines that are started again come back when they have started."""
-        for engine, starting in self._engines.take_starting():
-            self._reactor.add(starting, partial(self._came_back, engine), partial(self._engines.give_up, engine))
+    def _starts(self, engine: int, starting: Any) -> None:
+        """An engine that is started again comes back when it has started."""
+        self._reactor.add(starting, partial(self._came_back, engine), partial(self._engines.give_up, engine))
 
     def _came_back(self, engine: int, _: None) -> None:
         self._engines.come_back(engine)

@@ -48,9 +48,6 @@ class Engines:
         self.seeds: list[int | None] = []
         self.in_dispatch = [0]
 
-    def take_starting(self) -> list[Any]:
-        return []
-
     def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
         pass
 

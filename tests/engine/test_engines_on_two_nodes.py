@@ -110,9 +110,11 @@ def test_an_engine_that_dies_in_mid_generation_comes_back_with_what_is_of_record
     assert alike(tokens(survivor), alone)
     with pytest.raises(RunFailure) as failure:
         cluster.get(started[1:])
+    begun: list[tuple[int, Any]] = []
+    engines.starts = lambda *starts: begun.append(starts)
     engines.lose(1, failure.value)
     assert engines.in_dispatch == [0] and alike(tokens(engines.generate(requests[:4], tap=False, **greedy)), alone)
-    [(engine, starting)] = engines.take_starting()
+    [(engine, starting)] = begun
     cluster.get([starting])
     engines.come_back(engine)
     assert engines.in_dispatch == [0, 1]
@@ -155,7 +157,9 @@ def test_a_node_that_is_gone_takes_its_engine_with_it_and_nothing_else(
     gone = engines.node_of.index(remote)
     cut_off(two_nodes.second)
     policy = write_payload(target_state, nodes.scratch[nodes.local] / "policy.safetensors", torch.float32)
+    begun: list[tuple[int, Any]] = []
+    engines.starts = lambda *starts: begun.append(starts)
     engines.update_policy(policy, 2)
-    assert engines.in_dispatch == [1 - gone] and engines.take_starting() == []
+    assert engines.in_dispatch == [1 - gone] and begun == []
     batch = engines.generate(make_requests(4), tap=False)
     assert {rollout.versions.policy for rollout in batch.rollouts} == {2}

@@ -116,8 +116,10 @@ def test_an_engine_that_died_comes_back_with_the_next_update_and_the_drafter_of_
     os.kill(psutil.Process(pid).children(recursive=True)[0].pid, signal.SIGKILL)
     with pytest.raises(RunFailure) as failure:
         cluster.get([running])
+    started: list[tuple[int, Any]] = []
+    engines.starts = lambda *starts: started.append(starts)
     engines.lose(1, failure.value)
-    [(engine, starting)] = engines.take_starting()
+    [(engine, starting)] = started
     drafter = write_payload(
         fitted_drafter.state_for_serving(), nodes.scratch[nodes.local] / "drafter.safetensors", torch.float32
     )

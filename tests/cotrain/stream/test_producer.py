@@ -26,7 +26,8 @@ class Engines:
     def __init__(self) -> None:
         self.calls: list[tuple[int, list[str]]] = []
         self.seeds: dict[str, list[int | None]] = {}
-        self.in_dispatch, self.starting = [0], list[tuple[int, Reference]]()
+        self.in_dispatch = [0]
+        self.starts: Any = None
         self.shared: list[tuple[int, int]] = []
 
     def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
@@ -43,11 +44,7 @@ class Engines:
     def lose(self, engine: int, failure: RunFailure) -> None:
         if engine in self.in_dispatch:
             self.in_dispatch.remove(engine)
-            self.starting.append((engine, Reference(("start", engine))))
-
-    def take_starting(self) -> list[tuple[int, Reference]]:
-        starting, self.starting = self.starting, []
-        return starting
+            self.starts(engine, Reference(("start", engine)))
 
     def come_back(self, engine: int) -> None:
         self.in_dispatch.append(engine)
