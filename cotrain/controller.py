@@ -342,8 +342,8 @@ class Controller:
         self.records.metrics.write(step, row)
         tracker.log_step(step, row)
         write_samples(self.run_dir.samples_file(step), rollouts, prompts, self.prompts.tokenizer)
-        notes = [event.in_short() for event in events] + [self.mode or ""]
-        console.step(step, self.config.steps, row, self.versions, tracker.missing_steps, [*filter(None, notes)])
+        notes = [tracker.behind, *(event.in_short() for event in events), self.mode or ""]
+        console.step(step, self.config.steps, row, self.versions, notes)
         for advice in self._advice.look(row, self.config.stream.max_policy_lag) if self._lags else ():
             console.say(f"  {advice}")
         for event in events:

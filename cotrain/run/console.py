@@ -66,24 +66,16 @@ class Console:
             self.say(f"{title}: {duration(time.monotonic() - started)}")
 
     def step(
-        self,
-        step: int,
-        steps: int | None,
-        metrics: Metrics,
-        versions: Versions,
-        missing_steps: int = 0,
-        notes: Sequence[str] = (),
+        self, step: int, steps: int | None, metrics: Metrics, versions: Versions, notes: Sequence[str] = ()
     ) -> None:
-        """Print the step line. steps: None for rounds without a planned end. missing_steps: steps that MLflow has not got. notes: what else to say of this step."""
+        """Print the step line. steps: None for rounds without a planned end. notes: what else to say, where it is not empty."""
         if (seconds := metrics.get("time/step_s")) is not None:
             self._step_seconds.append(seconds)
         line = [step_line(step, steps, metrics, versions)]
         if steps is not None and self._step_seconds and step < steps:
             left = (steps - step) * sum(self._step_seconds) / len(self._step_seconds)
             line.append(f"eta {duration(left, decimals=0)}")
-        if missing_steps:
-            line.append(f"mlflow {missing_steps} behind")
-        self.say("  ".join([*line, *notes]))
+        self.say("  ".join([*line, *filter(None, notes)]))
 
 
 def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions) -> str:

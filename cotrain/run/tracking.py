@@ -70,9 +70,10 @@ class Tracker(AbstractContextManager["Tracker"]):
             self.log_step(row["step"], row)
 
     @property
-    def missing_steps(self) -> int:
-        """Steps that MLflow has not got because it is not answering; 0 while all is well."""
-        return self._last_step - self._sent_step if self._down else 0
+    def behind(self) -> str:
+        """How many steps MLflow has not got because it is not answering, for a step line; empty while all is well."""
+        missing = self._last_step - self._sent_step if self._down else 0
+        return f"mlflow {missing} behind" if missing else ""
 
     def log_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Queue one step, unless MLflow has it already: a replayed step is not recorded twice.

@@ -182,8 +182,8 @@ class DrafterService:
             row |= self._trainer.train(step, self._config.drafter.updates_per_step)
         self._metrics.write(step, row)
         self._tracker.log_step(step, row)
-        notes = [*filter(None, [*(event.in_short() for event in events), publisher.mode])]
-        self._console.step(step, None, row, versions, self._tracker.missing_steps, notes)
+        notes = [self._tracker.behind, *(event.in_short() for event in events), publisher.mode or ""]
+        self._console.step(step, None, row, versions, notes)
         self._note(events)
 
     def _note(self, events: list[DrafterEvent]) -> None:

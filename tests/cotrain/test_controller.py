@@ -160,7 +160,7 @@ class Nodes:
 class Tracker:
     """Notes what it is told."""
 
-    missing_steps, run_id = 0, "run"
+    behind = ""
 
     def __init__(self) -> None:
         self.drafters: list[tuple[int, dict[str, float], dict[str, str]]] = []

@@ -57,16 +57,9 @@ def test_time_left_is_of_the_last_steps_and_ends_with_the_run(stream):
     assert lines[0].endswith("eta 18m") and lines[-2].endswith("eta 2s") and "eta" not in lines[-1]
 
 
-def test_steps_that_mlflow_lacks_are_in_the_line(stream):
-    Console(stream).step(2, 2, {}, Versions(2, 0), missing_steps=3)
-    assert stream.getvalue() == "step 2/2  p2 d0  mlflow 3 behind\n"
-
-
 def test_notes_end_the_line(stream):
-    Console(stream).step(
-        2, 2, {}, Versions(2, 1), notes=["drafter kept back, no gain is certain", "without speculation"]
-    )
-    assert stream.getvalue() == "step 2/2  p2 d1  drafter kept back, no gain is certain  without speculation\n"
+    Console(stream).step(2, 2, {}, Versions(2, 1), ["mlflow 3 behind", "", "drafter kept back, no gain is certain"])
+    assert stream.getvalue() == "step 2/2  p2 d1  mlflow 3 behind  drafter kept back, no gain is certain\n"
 
 
 def test_the_banner_says_where_to_look(stream, run_config, run):

@@ -132,13 +132,13 @@ def test_an_outage_is_said_once_and_made_up_for(run_config, client, drafter_fold
         for step in (2, 3):
             tracker.log_step(step, {"a": step})
         registered = tracker.log_drafter(drafter_folder(), Versions(2, 1), 2, {}, TAGS)
-        wait_until(lambda: tracker.missing_steps == 2)
+        wait_until(lambda: tracker.behind == "mlflow 2 behind")
         tracker.log_step(4, {"a": 4})
-        wait_until(lambda: tracker.missing_steps == 3)
+        wait_until(lambda: tracker.behind == "mlflow 3 behind")
         monkeypatch.undo()
         tracker.log_step(5, {"a": 5})
         assert registered.result(timeout=60) == 1
-        wait_until(lambda: tracker.missing_steps == 0)
+        wait_until(lambda: tracker.behind == "")
     assert steps_of(client, tracker.run_id) == [(step, step) for step in range(1, 6)]
     assert said == [
         "MLflow takes no metrics (connection refused); the run goes on, each step tries again",
