@@ -96,8 +96,8 @@ class Cluster:
         on_sigterm = signal.getsignal(signal.SIGTERM)
         self._ray = start_ray(config.cluster.address)
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
-        kind = "GPU" if engine_device() == "cuda" else "no kind"
-        gpus = [int(node["Resources"].get(kind, 0)) for node in self._ray.nodes() if node["Alive"]]
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        gpus = [int(node["Resources"].get("GPU", 0)) if engine_device() == "cuda" else 0 for node in nodes]
         self.device, self.gpus = place(config, gpus)
         self._group, self._places = reserve(config, self.gpus)
         self.node_of = {role: node for role, (_, node) in self._places.items()}
