@@ -339,9 +339,7 @@ def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: A
     drawn = [f"p{index}" for step in range(1, lag + 2) for index in order.step(step)]
     for chosen in ("longest_first", "drawn"):
         stream = new(lag=lag, order=chosen)
-        stream.producer._lengths.load(
-            {"logs": {n: i / 9 for i, n in enumerate(drawn)}, "errors": [], "inside": []}
-        )
+        stream.producer._lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}, "errors": [], "inside": []})
         stream.step()
         begun = [name for _, names in stream.engines.calls for name in names][: len(drawn)]
         steps = [drawn[i : i + P] for i in range(0, len(drawn), P)]
