@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on: the start banner and one line a step.
+"""What a person reads while a run goes on: what is under way, and one line a step.
 
 Numbers come from the rows of metrics.jsonl; what was not measured is left out. A terminal also shows what is going on.
 """
@@ -11,9 +11,7 @@ from typing import TextIO
 
 from rich.console import Console as RichConsole
 
-from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
-from cotrain.run.run_dir import RunDir
 
 Metrics = Mapping[str, float | None]
 
@@ -46,13 +44,6 @@ class Console:
 
     def say(self, text: str) -> None:
         self._rich.print(text)
-
-    def banner(self, config: RunConfig, run_dir: RunDir, notes: Mapping[str, str]) -> None:
-        """Say what starts, where, and how to watch it. notes: further lines, by their label."""
-        rollouts = f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples"
-        lines = {"run": str(run_dir.path), "policy": config.policy.model, "steps": f"{config.steps} ({rollouts})"}
-        lines |= {**notes, "log": f"tail -f {run_dir.logs}/*.log", "metrics": f"tail -f {run_dir.metrics}"}
-        self.say(aligned(lines))
 
     @contextmanager
     def phase(self, title: str, *, terminal_only: bool = False) -> Iterator[None]:
