@@ -123,7 +123,7 @@ def find_problems(
         return [*problems, str(error)]
     checks: list[Check] = [] if quick else [_check_model, *([_check_space] if trains else [])]
     if config.drafter is not None:
-        first = [] if resume or quick else [_check_drafter_init]
+        first: list[Check] = [] if resume or quick else [_check_drafter_init]
         checks += [*([] if quick else [_check_drafter_shape]), _check_tap, *first]
     return problems + [line for check in checks for line in _problems(check, config, model)]
 
