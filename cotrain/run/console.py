@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on: the start banner and one line a step.
+"""What a person reads while a run goes on: what is under way, and one line a step.
 
 Numbers come from the rows of metrics.jsonl; what was not measured is left out. A terminal also shows what is going on.
 """
@@ -11,9 +11,7 @@ from typing import TextIO
 
 from rich.console import Console as RichConsole
 
-from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
-from cotrain.run.run_dir import RunDir
 
 Metrics = Mapping[str, float | None]
 
@@ -47,13 +45,6 @@ class Console:
     def say(self, text: str) -> None:
         self._rich.print(text)
 
-    def banner(self, config: RunConfig, run_dir: RunDir, notes: Mapping[str, str]) -> None:
-        """Say what starts, where, and how to watch it. notes: further lines, by their label."""
-        rollouts = f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples"
-        lines = {"run": str(run_dir.path), "policy": config.policy.model, "steps": f"{config.steps} ({rollouts})"}
-        lines |= {**notes, "log": f"tail -f {run_dir.logs}/*.log", "metrics": f"tail -f {run_dir.metrics}"}
-        self.say(aligned(lines))
-
     @contextmanager
     def phase(self, title: str, *, terminal_only: bool = False) -> Iterator[None]:
         """Show what is going on; `terminal_only` for parts of a step, which would flood a log."""
@@ -66,24 +57,16 @@ class Console:
             self.say(f"{title}: {duration(time.monotonic() - started)}")
 
     def step(
-        self,
-        step: int,
-        steps: int | None,
-        metrics: Metrics,
-        versions: Versions,
-        missing_steps: int = 0,
-        notes: Sequence[str] = (),
+        self, step: int, steps: int | None, metrics: Metrics, versions: Versions, notes: Sequence[str] = ()
     ) -> None:
-        """Print the step line. steps: None for rounds without a planned end. missing_steps: steps that MLflow has not got. notes: what else to say of this step."""
+        """Print the step line. steps: None for rounds without a planned end. notes: what else to say, where it is not empty."""
         if (seconds := metrics.get("time/step_s")) is not None:
             self._step_seconds.append(seconds)
         line = [step_line(step, steps, metrics, versions)]
         if steps is not None and self._step_seconds and step < steps:
             left = (steps - step) * sum(self._step_seconds) / len(self._step_seconds)
             line.append(f"eta {duration(left, decimals=0)}")
-        if missing_steps:
-            line.append(f"mlflow {missing_steps} behind")
-        self.say("  ".join([*line, *notes]))
+        self.say("  ".join([*line, *filter(None, notes)]))
 
 
 def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions) -> str:

@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -60,6 +61,16 @@ def package_versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
+
+
+def differing_versions(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """What is not the same on all nodes. facts: versions of packages, by node."""
+    problems = []
+    for package in dict.fromkeys(package for found in facts.values() for package in found):
+        versions = {name: found.get(package, "missing") for name, found in facts.items()}
+        if len(set(versions.values())) > 1:
+            problems.append(f"{package} is " + ", ".join(f"{version} on {name}" for name, version in versions.items()))
+    return problems
 
 
 def machine() -> dict[str, Any]:

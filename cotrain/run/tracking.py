@@ -7,12 +7,12 @@ import hashlib
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from mlflow.entities import LoggedModelOutput, Metric, Param
@@ -43,11 +43,10 @@ class Tracker(AbstractContextManager["Tracker"]):
         self,
         config: RunConfig | SidecarConfig,
         *,
-        run_id: str | None = None,
         history: Sequence[Mapping[str, Any]] = (),
         say: Callable[[str], None] = print,
     ) -> None:
-        """Start a run, or go on with `run_id`.
+        """Start a run, or go on with the newest one of this run folder where there is a `history`.
 
         `history` are the rows of metrics.jsonl that a resume has kept; those that MLflow lacks are sent. `say` gets the
         few lines that a user must read, also from the sending thread. Raises ValueError naming tracking.uri when the
@@ -58,22 +57,23 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._config, self._say = config, say
         self._client = connect(self.uri)
         self._experiment = experiment_id(self._client, self.uri)
-        self.run_id = self._start_run(run_id)
+        self.run_id = self._start_run(resumes=bool(history))
         self._last_step = self._sent_step = int(self._client.get_run(self.run_id).data.metrics.get(MARKER, 0))
         self._served = ServedDrafts()
         found = self._client.search_model_versions(f"run_id = '{self.run_id}' AND tags.drafter_version LIKE '%'")
         found = sorted(found, key=lambda row: int(row.version))
         # By drafter version; the newest where one was registered twice.
         self._registered = {int(row.tags["drafter_version"]): row for row in found}
-        self._sender, self._try_again = ThreadPoolExecutor(1, "mlflow"), Event()
-        self._down = self._finished = self._gave_up = False
+        self._sender, self._waiting = ThreadPoolExecutor(1, "mlflow"), deque[tuple[Callable[[], Any], Future]]()
+        self._down = self._finished = False
         for row in history:
             self.log_step(row["step"], row)
 
     @property
-    def missing_steps(self) -> int:
-        """Steps that MLflow has not got because it is not answering; 0 while all is well."""
-        return self._last_step - self._sent_step if self._down else 0
+    def behind(self) -> str:
+        """How many steps MLflow has not got because it is not answering, for a step line; empty while all is well."""
+        missing = self._last_step - self._sent_step if self._down else 0
+        return f"mlflow {missing} behind" if missing else ""
 
     def log_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Queue one step, unless MLflow has it already: a replayed step is not recorded twice.
@@ -103,7 +103,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Queue a published drafter: LoggedModel, metrics linked at `step`, registered version, alias `serving`.
 
         `tags` must hold init and data_fingerprint. The folder must stay until the future is done; its result is the
-        registered version, None with tracking.log_drafters off or when MLflow did not take it.
+        registered version, or None with tracking.log_drafters off. Without MLflow it is never done.
         """
         all_tags = {
             "policy_version": str(versions.policy),
@@ -134,10 +134,10 @@ class Tracker(AbstractContextManager["Tracker"]):
     def finish(self, status: str = "FINISHED", timeout_s: float = 60.0) -> None:
         """Send what waits, set the status (FINISHED, KILLED or FAILED), and say what could not be sent."""
         self._finished = True
-        last = self._enqueue(lambda: self._client.set_terminated(self.run_id, status))
-        wait([last], timeout_s)
-        if self._gave_up or not last.done():
-            self._gave_up = True
+        self._enqueue(lambda: self._client.set_terminated(self.run_id, status))
+        wait([self._sender.submit(self._send_waiting)], timeout_s)
+        self._sender.shutdown(wait=False, cancel_futures=True)
+        if self._waiting:
             again = resume_arguments(self._config.run_root, self._config.name)
             self._say(
                 f"MLflow did not take everything after step {self._sent_step}. Nothing is lost: steps are in "
@@ -149,19 +149,19 @@ class Tracker(AbstractContextManager["Tracker"]):
             stopped = exc_type is not None and issubclass(exc_type, KeyboardInterrupt | SystemExit)
             self.finish("FINISHED" if exc_type is None else "KILLED" if stopped else "FAILED")
 
-    def _start_run(self, run_id: str | None) -> str:
-        """Continue the run `run_id` or create one, with its parameters. Returns the run's id."""
+    def _start_run(self, resumes: bool) -> str:
+        """Continue the newest run of this folder or create one, with its parameters. Returns the run's id."""
         config, client, experiments = self._config, self._client, [self._experiment]
         # The caller holds the run folder's lock, so whatever still says RUNNING for this folder has died.
         folder = hashlib.blake2b(str((config.run_root / config.name).resolve()).encode(), digest_size=6).hexdigest()
         of_this_folder = f"tags.`{FOLDER_TAG}` = '{folder}'"
         for stale in client.search_runs(experiments, f"{of_this_folder} AND attributes.status = 'RUNNING'"):
             client.set_terminated(stale.info.run_id, "FAILED")
-        if run_id is not None:
-            if client.search_runs(experiments, f"attributes.run_id = '{run_id}'"):
-                client.update_run(run_id, status="RUNNING")
-                return run_id
-            self._say(f"MLflow at {self.uri} does not know run {run_id}; a new one is started from metrics.jsonl")
+        if resumes:
+            if newest := client.search_runs(experiments, of_this_folder, max_results=1):  # the newest comes first
+                client.update_run(newest[0].info.run_id, status="RUNNING")
+                return newest[0].info.run_id
+            self._say(f"MLflow at {self.uri} has no run of this folder; a new one is started from metrics.jsonl")
         tags = {FOLDER_TAG: folder, "config_hash": config_hash(config)}
         if parent_run := os.environ.get(PARENT_RUN_VARIABLE):
             tags[MLFLOW_PARENT_RUN_ID] = parent_run
@@ -175,35 +175,30 @@ class Tracker(AbstractContextManager["Tracker"]):
     # -- the sending thread ------------------------------------------------------------------------------------------
 
     def _enqueue(self, send: Callable[[], Any]) -> Future:
-        done = self._sender.submit(self._deliver, send)
-        self._try_again.set()
+        done: Future = Future()
+        self._waiting.append((send, done))
+        self._sender.submit(self._send_waiting)
         return done
 
-    def _deliver(self, send: Callable[[], Any]) -> Any:
-        """Call `send` until MLflow takes it; what is queued later is a new chance, and `finish` the last one.
-
-        None when MLflow never took it.
-        """
-        while not self._gave_up:
-            self._try_again.clear()
-            last_chance = self._finished
+    def _send_waiting(self) -> None:
+        """Send what waits, up to the first that MLflow does not take; whatever is queued later is a new chance."""
+        while self._waiting:
+            send, done = self._waiting[0]
             try:
-                result = send()
+                done.set_result(send())
             except FileNotFoundError as error:
                 self._say(f"a drafter was deleted before MLflow took it: {error.filename}")
-                return None
+                done.set_result(None)
             except Exception as error:  # Whatever a store or its network raises, the run goes on without it.
                 if not self._down:
                     self._say(f"MLflow takes no metrics ({first_line(error)}); the run goes on, each step tries again")
-                self._down, self._gave_up = True, last_chance
-                if not last_chance:
-                    self._try_again.wait()
+                self._down = True
+                return
             else:
                 if self._down:
                     self._say("MLflow takes metrics again, and gets those that it has missed")
                 self._down = False
-                return result
-        return None
+            self._waiting.popleft()
 
     def _send_drafter(self, folder: Path, tags: dict[str, str], metrics: Mapping[str, float], step: int) -> int:
         """Register a drafter, unless a resumed run has come past the same one again, and move alias `serving` to it."""

@@ -42,11 +42,11 @@ def serve(config: SidecarConfig, resume: bool, stop: Callable[[], bool]) -> list
     console = Console(sys.stdout)
     with ExitStack() as stack:
         prepared = prepare(config, resume, stack)
-        run_dir, run_id = prepared.run_dir, prepared.state.tracking_run_id
+        run_dir = prepared.run_dir
         console.say(
             f"sidecar {run_dir.path}: engines of {config.model} find it in COTRAIN_SIDECAR={prepared.spool.folder}"
         )
-        tracker = Tracker(config, run_id=run_id, history=read_rows(run_dir.metrics), say=console.say)
+        tracker = Tracker(config, history=read_rows(run_dir.metrics), say=console.say)
         DrafterService(prepared, stack.enter_context(tracker), console).run(stop)
         return prepared.spool.verdicts()
 
@@ -182,8 +182,8 @@ class DrafterService:
             row |= self._trainer.train(step, self._config.drafter.updates_per_step)
         self._metrics.write(step, row)
         self._tracker.log_step(step, row)
-        notes = [*filter(None, [*(event.in_short() for event in events), publisher.mode])]
-        self._console.step(step, None, row, versions, self._tracker.missing_steps, notes)
+        notes = [self._tracker.behind, *(event.in_short() for event in events), publisher.mode or ""]
+        self._console.step(step, None, row, versions, notes)
         self._note(events)
 
     def _note(self, events: list[DrafterEvent]) -> None:
@@ -196,8 +196,8 @@ class DrafterService:
     def _save(self) -> int:
         """Save everything but the text of requests. Returns the round."""
         served = replace(self._state.versions, drafter=self._trainer.drafter_version)
-        state = replace(self._state, versions=served, task_position=self._intake.heads)
-        state = replace(state, drafting=self._publisher.state(), tracking_run_id=self._tracker.run_id)
+        drafting, heads = self._publisher.state(), self._intake.heads
+        state = replace(self._state, versions=served, task_position=heads, drafting=drafting)
         with new_checkpoint(self._prepared.run_dir, state, self._config.checkpoint.keep_last) as folder:
             self._trainer.save(folder / "trainer", with_features=False)
         return state.step

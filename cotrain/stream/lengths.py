@@ -26,8 +26,8 @@ class LengthHistory:
     def __init__(self) -> None:
         self._logs: dict[str, float] = {}
         self._overall = 0.0
-        # Log of length over expected length and whether it was truncated, of prompts not seen before (0) and seen (1).
-        self._errors = [deque[tuple[float, bool]](maxlen=KEPT) for _ in range(2)]
+        # Log of length over expected length and whether it was truncated, of prompts that had been seen before.
+        self._errors = deque[tuple[float, bool]](maxlen=KEPT)
         self._inside = deque[bool](maxlen=KEPT)
 
     def expected(self, prompt_id: str) -> float:
@@ -40,9 +40,8 @@ class LengthHistory:
         Past responses tell how lengths scatter around what is expected: where some of them were truncated, their quantiles are
         those of Kaplan and Meier, and where too many were, the result is a lower bound. None where no response was that long.
         """
-        kept = self._errors[prompt_id in self._logs] or self._errors[prompt_id not in self._logs]
         expected = self.expected(prompt_id)
-        longer = sorted((n, cut) for error, cut in kept if (n := expected * math.exp(error)) > generated)
+        longer = sorted((n, cut) for error, cut in self._errors if (n := expected * math.exp(error)) > generated)
         if not longer:
             return None
         lengths, cut = np.array(longer).T
@@ -55,8 +54,8 @@ class LengthHistory:
         known, usual = self._logs.get(prompt_id), self.remaining(prompt_id, 0)
         expected = math.log(self.expected(prompt_id))
         logs = [math.log(max(1, length)) for length in lengths]
-        if self._logs:
-            self._errors[known is not None] += [(log - expected, cut) for log, cut in zip(logs, truncated, strict=True)]
+        if known is not None:
+            self._errors += [(log - expected, cut) for log, cut in zip(logs, truncated, strict=True)]
         if known is not None and usual is not None:
             low, *_, high = usual
             self._inside += [n <= high and (cut or n >= low) for n, cut in zip(lengths, truncated, strict=True)]
@@ -71,7 +70,7 @@ class LengthHistory:
 
         A truncated response that was expected to be longer is no error.
         """
-        errors = [max(0.0, error) if cut else abs(error) for error, cut in self._errors[True]]
+        errors = [max(0.0, error) if cut else abs(error) for error, cut in self._errors]
         return float(np.median(errors)) if errors else None
 
     def metrics(self) -> dict[str, float]:
@@ -82,14 +81,13 @@ class LengthHistory:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        errors = [[[error, cut] for error, cut in kept] for kept in self._errors]
-        return {"logs": dict(self._logs), "errors": errors, "inside": list(self._inside)}
+        return {"logs": dict(self._logs), "errors": [*map(list, self._errors)], "inside": list(self._inside)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a `state`."""
         self._logs = dict(state["logs"])
         self._overall = sum(self._logs.values()) / max(1, len(self._logs))
-        self._errors = [deque([(error, cut) for error, cut in kept], maxlen=KEPT) for kept in state["errors"]]
+        self._errors = deque([(error, cut) for error, cut in state["errors"]], maxlen=KEPT)
         self._inside = deque(state["inside"], maxlen=KEPT)
 
 

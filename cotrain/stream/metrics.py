@@ -75,13 +75,15 @@ def lag_metrics(rollouts: Sequence[Rollout], policy_version: int) -> dict[str, f
     return {name: float(value) for name, value in metrics.items()}
 
 
-def idle_metrics(row: dict[str, float], engines_busy: Sequence[float], has_drafter: bool) -> dict[str, float]:
-    """Share of the step in which each role had nothing to do. engines_busy: seconds of each engine."""
-    busy = {f"rollout_{i}": seconds for i, seconds in enumerate(engines_busy)}
-    busy["policy"] = row.get("time/update_s", 0.0)
+def idle_metrics(
+    row: dict[str, float], engines_busy: Sequence[float], engines_span: float, has_drafter: bool
+) -> dict[str, float]:
+    """Share of the step in which each role had nothing to do. engines_busy: seconds of each engine's steps, in so many."""
+    busy = {f"rollout_{i}": seconds / engines_span for i, seconds in enumerate(engines_busy)}
+    busy["policy"] = row.get("time/update_s", 0.0) / row["time/step_s"]
     if has_drafter:
-        busy["drafter"] = row.get("drafter/train_s", 0.0) + row.get("drafter/score_s", 0.0)
-    return {f"idle/{role}": max(0.0, 1 - seconds / row["time/step_s"]) for role, seconds in busy.items()}
+        busy["drafter"] = (row.get("drafter/train_s", 0.0) + row.get("drafter/score_s", 0.0)) / row["time/step_s"]
+    return {f"idle/{role}": max(0.0, 1 - share) for role, share in busy.items()}
 
 
 STARVED_STEPS, STARVED_SHARE = 20, 0.5

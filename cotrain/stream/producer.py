@@ -77,8 +77,8 @@ class Producer:
         self._window: list[tuple[int, RolloutBatch]] = []
         self._lost_features = 0
         self._outstanding = [0] * config.rollout.num_engines  # requests
-        self._busy, self._busy_since = [0.0] * config.rollout.num_engines, [0.0] * config.rollout.num_engines
         reactor.tick, reactor.describe = self._tick, lambda: self.ledger.describe()
+        engines.starts = self._starts
         self.start(0)
 
     def start(self, served: int, saved: dict[str, Any] | None = None) -> None:
@@ -97,7 +97,6 @@ class Producer:
 
     def admit(self) -> None:
         """Let groups begin for which there are slots."""
-        self._watch_starts()
         begins = []
         for group in self.ledger.admit():
             if group.number in self._saved:
@@ -145,16 +144,6 @@ class Producer:
         self._window.clear()
         return merge(batches) if batches else None
 
-    def busy_seconds(self) -> list[float]:
-        """Seconds in which each engine had requests, since the last call."""
-        now = time.perf_counter()
-        for engine, outstanding in enumerate(self._outstanding):
-            if outstanding:
-                self._busy[engine] += now - self._busy_since[engine]
-                self._busy_since[engine] = now
-        busy, self._busy = self._busy, [0.0] * len(self._busy)
-        return busy
-
     def metrics(self) -> dict[str, float]:
         """Groups by what they are at, and what was lost."""
         count, lost = self.ledger.count, self.ledger.lost
@@ -187,7 +176,7 @@ class Producer:
             rollouts = [asdict(rollout) for rollout in result.rollouts]
             rows.append({"number": number, "index": result.index, "rollouts": rollouts, "rewards": result.rewards})
         tapped = sum(batch.feature_stats.get("num_rollouts", 0) for _, batch in self._window)
-        lost = {"lost": self.ledger.lost, "lost_features": self._lost_features + tapped}
+        lost = {"lost": dict(self.ledger.lost), "lost_features": self._lost_features + tapped}
         return {"groups": rows, "lengths": self._lengths.state()} | lost
 
     # -- from state to state ------------------------------------------------------------------------------------------
@@ -197,8 +186,6 @@ class Producer:
         bundles: dict[int, list[Group]] = defaultdict(list)
         while self._queue and (engine := self._place()) is not None:
             bundles[engine].append(self._queue.popleft())
-            if not self._outstanding[engine]:
-                self._busy_since[engine] = time.perf_counter()
             self._outstanding[engine] += self._config.rollout.samples_per_prompt
         for engine, groups in bundles.items():
             for bundle in [groups] if together else [[group] for group in groups]:
@@ -249,7 +236,7 @@ class Producer:
 
     def _finished(self, engine: int, numbers: list[int], batch: RolloutBatch) -> None:
         samples = self._config.rollout.samples_per_prompt
-        self._has_less(engine, numbers)
+        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
         self._window.append((engine, batch))
         self._engines.share_history(engine, batch.rollouts)
         for place, number in enumerate(numbers):
@@ -265,27 +252,20 @@ class Producer:
             self._score(number)
         self._dispatch()
 
-    def _has_less(self, engine: int, numbers: list[int]) -> None:
-        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
-        if not self._outstanding[engine]:
-            self._busy[engine] += time.perf_counter() - self._busy_since[engine]
-
     # -- engines that die ---------------------------------------------------------------------------------------------
 
     def _engine_died(self, engine: int, numbers: list[int], failure: RunFailure) -> None:
         """Its groups start over elsewhere, and it is started again."""
         self._engines.lose(engine, failure)
-        self._has_less(engine, numbers)
+        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
         for number in reversed(numbers):
             self._queue.appendleft(self.ledger.lose(number, ENGINE_DIED))
             self._event("lost", number, reason=ENGINE_DIED, engine=engine)
-        self._watch_starts()
         self._dispatch()
 
-    def _watch_starts(self) -> None:
-        """Engines that are started again come back when they have started."""
-        for engine, starting in self._engines.take_starting():
-            self._reactor.add(starting, partial(self._came_back, engine), partial(self._engines.give_up, engine))
+    def _starts(self, engine: int, starting: Any) -> None:
+        """An engine that is started again comes back when it has started."""
+        self._reactor.add(starting, partial(self._came_back, engine), partial(self._engines.give_up, engine))
 
     def _came_back(self, engine: int, _: None) -> None:
         self._engines.come_back(engine)

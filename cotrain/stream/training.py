@@ -9,15 +9,11 @@ from cotrain.stream.reactor import Reactor
 
 
 class DrafterTraining:
-    """Keeps the drafter trainer at work.
-
-    Without lag a round is one call. With lag each update is one, so that new heads and features never wait for a whole round.
-    """
+    """Keeps the drafter trainer at work. Each update is a call, so that new heads and features never wait for a whole round."""
 
     def __init__(self, config: RunConfig, trainer: Learner, reactor: Reactor, events: RowFile):
         assert config.drafter is not None
         self._round = config.drafter.updates_per_step
-        self._together = 1 if config.stream.max_policy_lag else self._round
         self._trainer, self._reactor, self._events = trainer, reactor, events
         self._left, self.under_way = 0, False
         self._rows: list[dict[str, float]] = []
@@ -39,18 +35,18 @@ class DrafterTraining:
             return {}
         metrics = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
         seconds = sum(row["drafter/train_s"] for row in rows)
-        return metrics | {"drafter/train_s": seconds, "drafter/updates": len(rows) * self._together}
+        return metrics | {"drafter/train_s": seconds, "drafter/updates": len(rows)}
 
     def _go_on(self, step: int) -> None:
         self.under_way = True
-        [reference] = self._trainer.begin("train", step, self._together)
+        [reference] = self._trainer.begin("train", step, 1)
         self._reactor.add(reference, partial(self._trained, step))
 
     def _trained(self, step: int, returned: tuple[dict[str, float], float, float]) -> None:
         metrics, began, ended = returned
         self._rows.append(metrics)
         self._events.write(step, {"time": ended, "event": "drafter trained", "seconds": ended - began})
-        self._left -= self._together
+        self._left -= 1
         self.under_way = False
         if self._left > 0:
             self._go_on(step)

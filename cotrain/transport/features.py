@@ -1,13 +1,9 @@
 """Feature shards: hidden states of several rollouts, from the engine to the trainer.
 
-The vLLM worker writes them, so only torch, safetensors and plain data are imported. The rows of the rollouts lie one
-after the other. Row t of a rollout belongs to its token t; `feature_mask` is False where the engine has no hidden
-state: in holes, and always for the last token, which was sampled but never fed back.
-
-N tokens of R rollouts, A aux layers, H hidden size:
-
-    token_ids [N] int64        aux_hidden [N, A*H], final_hidden [N, H] in the engine's dtype
-    feature_mask [N] bool      lengths, prompt_length, policy_version, earlier_tokens, drafter_version [R] int64
+The vLLM worker writes them, so only torch, safetensors and plain data are imported. Rollout i of T tokens has the
+tensors "i.token_ids" and so on, one for each of ROWS, with the shapes of FeatureRecord. Row t belongs to token t;
+`feature_mask` is False where the engine has no hidden state: in holes, and always for the last token, which was sampled
+but never fed back.
 """
 
 import hashlib
@@ -17,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,17 +22,17 @@ from drafters.base import SamplingParams
 ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
 """Fields of FeatureRecord with a row a token."""
 
-NUMBERS = ("prompt_length", "policy_version", "earlier_tokens", "drafter_version")
-"""Fields of FeatureRecord with a number a rollout."""
+OTHERS = ("prompt_length", "policy_version", "sampling", "aux_layers", "earlier_tokens", "drafter_version")
+"""Its other fields, which a shard has as JSON."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureRecord:
-    """Features of one rollout of T tokens."""
+    """Features of one rollout of T tokens. A is the number of aux layers, H the hidden size."""
 
     token_ids: Tensor  # [T] int64, prompt and response
-    aux_hidden: Tensor  # [T, A*H], layers ascending
-    final_hidden: Tensor  # [T, H], after the target's final norm
+    aux_hidden: Tensor  # [T, A*H] in the engine's dtype, layers ascending
+    final_hidden: Tensor  # [T, H] in the engine's dtype, after the target's final norm
     feature_mask: Tensor  # [T] bool
     prompt_length: int
     policy_version: int
@@ -78,13 +73,11 @@ class FeatureRecord:
 
 
 def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
-    """Write rollouts of one sampling and set of aux layers as one shard."""
-    first = records[0]
-    joined = {name: torch.cat([getattr(record, name) for record in records]) for name in ROWS}
-    numbers = {name: torch.tensor([getattr(record, name) for record in records]) for name in NUMBERS}
-    numbers["lengths"] = torch.tensor([record.num_tokens for record in records])
-    shared = {"sampling": asdict(first.sampling), "aux_layers": first.aux_layers}
-    save_file(joined | numbers, path, metadata={"cotrain": json.dumps(shared)})
+    """Write rollouts as one shard."""
+    # Copies, because safetensors writes no two tensors that share memory.
+    tensors = {f"{i}.{name}": getattr(record, name).clone() for i, record in enumerate(records) for name in ROWS}
+    others = [{name: getattr(record, name) for name in OTHERS} for record in records]
+    save_file(tensors, path, metadata={"cotrain": json.dumps(others, default=asdict)})
 
 
 def read_shard(path: str | Path) -> list[FeatureRecord]:
@@ -95,30 +88,27 @@ def read_shard(path: str | Path) -> list[FeatureRecord]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            shared = json.loads(file.metadata()["cotrain"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return _records(tensors, shared)
-    except (FileNotFoundError, SafetensorError, ValueError, RuntimeError, KeyError) as error:
+            others = json.loads(file.metadata()["cotrain"])
+            return [
+                _checked(i, {name: file.get_tensor(f"{i}.{name}").clone() for name in ROWS}, fields)
+                for i, fields in enumerate(others)
+            ]
+    except (FileNotFoundError, SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ValueError(f"feature shard {path} cannot be read: {error}") from error
 
 
-def _records(tensors: dict[str, Tensor], shared: dict[str, Any]) -> list[FeatureRecord]:
-    lengths: list[int] = tensors["lengths"].tolist()
-    columns: dict[str, list[Any]] = {name: [r.clone() for r in tensors[name].split(lengths)] for name in ROWS}
-    columns |= {name: tensors[name].tolist() for name in NUMBERS}
-    sampling, aux_layers = SamplingParams(**shared["sampling"]), tuple(shared["aux_layers"])
-    width, num_layers = tensors["aux_hidden"].shape[1], len(aux_layers)
-    if width != (expected := num_layers * tensors["final_hidden"].shape[1]):
+def _checked(index: int, rows: dict[str, Tensor], fields: dict[str, Any]) -> FeatureRecord:
+    fields |= {"sampling": SamplingParams(**fields["sampling"]), "aux_layers": tuple(fields["aux_layers"])}
+    record = FeatureRecord(**rows, **fields)
+    width, num_layers = record.aux_hidden.shape[1], len(record.aux_layers)
+    if len(lengths := {len(tensor) for tensor in rows.values()}) > 1:
+        raise ValueError(f"the tensors of rollout {index} have {sorted(lengths)} rows")
+    if width != (expected := num_layers * record.final_hidden.shape[1]):
         raise ValueError(f"aux_hidden has {width} columns, {num_layers} layers have {expected}")
-    records = [
-        FeatureRecord(**dict(zip(columns, row, strict=True)), sampling=sampling, aux_layers=aux_layers)
-        for row in zip(*columns.values(), strict=True)
-    ]
-    for index, record in enumerate(records):
-        if record.feature_mask[-1]:
-            raise ValueError(f"rollout {index} claims features for its last token, which was never fed back")
-        for name in ("aux_hidden", "final_hidden"):
-            broken = record.feature_mask & ~getattr(record, name).isfinite().all(-1)
-            if broken.any():
-                raise ValueError(f"{name} of rollout {index} is not finite at position {int(broken.nonzero()[0])}")
-    return records
+    if record.feature_mask[-1]:
+        raise ValueError(f"rollout {index} claims features for its last token, which was never fed back")
+    for name in ("aux_hidden", "final_hidden"):
+        broken = record.feature_mask & ~rows[name].isfinite().all(-1)
+        if broken.any():
+            raise ValueError(f"{name} of rollout {index} is not finite at position {int(broken.nonzero()[0])}")
+    return record

@@ -17,7 +17,7 @@ from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import scratch_folder
 from cotrain.run.checkpoint import model_fingerprints
-from cotrain.run.provenance import package_versions
+from cotrain.run.provenance import differing_versions, package_versions
 
 PART_BYTES = 256 * 2**20
 """Bytes of a file that are in the object store at once."""
@@ -31,9 +31,9 @@ class NodeAgent:
         self._stack = ExitStack()
         self.scratch = self._stack.enter_context(scratch_folder(run))
 
-    def facts(self) -> tuple[Path, dict[str, str]]:
-        """The node's folder in shared memory, and its versions of Python and of the packages that a run uses."""
-        return self.scratch, package_versions()
+    def folder(self) -> Path:
+        """The node's folder in shared memory."""
+        return self.scratch
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of a function on this node."""
@@ -78,9 +78,8 @@ class Nodes:
         self._here = NodeAgent(run)
         others = set(cluster.node_of.values()) - {self.local}
         self._agents = {node: cluster.start_agent(NodeAgent, node, run) for node in others}
-        self._facts = {self.local: self._here.facts()}
-        self._facts |= {node: cluster.get([agent.facts.remote()])[0] for node, agent in self._agents.items()}
-        self.scratch: dict[str, Path] = {node: scratch for node, (scratch, _) in self._facts.items()}
+        folders = cluster.get([agent.folder.remote() for agent in self._agents.values()])
+        self.scratch: dict[str, Path] = {self.local: self._here.scratch} | dict(zip(self._agents, folders, strict=True))
         self.model_path = Path()
         """Where all nodes have the policy's model."""
 
@@ -96,16 +95,11 @@ class Nodes:
 
         marker: a file in the run's folder. Raises RunFailure naming the nodes and what to do.
         """
-        problems, (_, ours) = [], self._facts[self.local]
         self.model_path, fingerprints = _model(model)
+        versions = {self._cluster.node_name(node): self.call(node, package_versions) for node in self.scratch}
+        problems = [f"{line}; install the same version on each" for line in differing_versions(versions)]
         for node in self._agents:
             name = self._cluster.node_name(node)
-            _, theirs = self._facts[node]
-            problems += [
-                f"{name} has {package} {theirs.get(package, 'not installed')}, this node {version}; install the same there"
-                for package, version in ours.items()
-                if theirs.get(package) != version
-            ]
             if self.call(node, _text, marker) != marker.read_text():
                 problems.append(f"{name} does not see {marker.parent}; set run_root to a folder that all nodes share")
             try:

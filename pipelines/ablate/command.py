@@ -42,9 +42,9 @@ def main(arguments: Sequence[str]) -> int:
     restore_state(study)
     print("\n".join(_plan(study)), flush=True)
     if parsed.dry_run:
-        from pipelines.preflight import quick_problems
+        from pipelines.preflight import find_problems
 
-        if problems := quick_problems(study.shared, resume=True):
+        if problems := find_problems(study.shared, resume=True, quick=True):
             raise ConfigError(problems)
         print("no problem found; models, data and drafters are checked when the study starts")
         return 0

@@ -2,12 +2,12 @@
 
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from cotrain.process.cluster import start_ray
-from cotrain.run.provenance import package_versions
+from cotrain.run.provenance import differing_versions, package_versions
 from pipelines.doctor.check import Problem
 
 ANSWER_SECONDS = 60.0
@@ -56,7 +56,7 @@ class Nodes:
     def nodes(self) -> str:
         """Python and packages are the same on all nodes."""
         facts = {name: self._answer(name, agent.facts.remote()) for name, agent in self._agents.items()}
-        if problems := different(facts):
+        if problems := differing_versions(facts):
             raise Problem("; ".join(problems))
         (found, *_) = facts.values()
         return ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "ray", "cotrain")) + " on each"
@@ -79,16 +79,6 @@ class Nodes:
             return self._ray.get(reference, timeout=ANSWER_SECONDS)
         except self._ray.exceptions.RayError as error:
             raise Problem(f"{name} does not answer: {str(error).strip().rpartition(chr(10))[-1]}") from error
-
-
-def different(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """What is not the same on all nodes. facts: versions of packages, by node."""
-    problems = []
-    for package in dict.fromkeys(package for found in facts.values() for package in found):
-        versions = {name: found.get(package, "missing") for name, found in facts.items()}
-        if len(set(versions.values())) > 1:
-            problems.append(f"{package} is " + ", ".join(f"{version} on {name}" for name, version in versions.items()))
-    return problems
 
 
 @asynccontextmanager

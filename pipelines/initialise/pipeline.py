@@ -21,14 +21,14 @@ from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to, two_stage_stop
-from cotrain.process.cluster import device_of
+from cotrain.process.cluster import engine_device
 from cotrain.records import RolloutRequest, SpeculationCounts, Versions
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state
 from cotrain.run.console import Console, duration
 from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import tracking_uri
-from cotrain.run.provenance import machine, write_provenance
+from cotrain.run.provenance import write_provenance
 from cotrain.run.registry import first_drafter
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
@@ -119,9 +119,8 @@ class Initialisation:
         assert self.config.drafter is not None
         init, folder = self.config.drafter.init, self.run_dir.path / "drafter_init"
         first = first_drafter(tracking_uri(self.config), init, self.model, folder)
-        device = device_of(self.config, len(machine()["gpus"]))
         spec = replace(trainer_spec(self.config), total_updates=total_updates)
-        return Distiller(spec, self.model, first, device)
+        return Distiller(spec, self.model, first, engine_device())
 
     def _records(self, stack: AsyncExitStack) -> tuple[Tracker, RunRecord]:
         """MLflow and metrics.jsonl as they stood at the checkpoint, and where training goes on from there."""
@@ -129,14 +128,13 @@ class Initialisation:
         metrics = RowFile(self.run_dir.metrics, resumed_step=state.step)
         with self.console.phase("MLflow"):
             history = read_rows(self.run_dir.metrics)
-            tracker = Tracker(self.config, run_id=state.tracking_run_id, history=history, say=self.console.say)
+            tracker = Tracker(self.config, history=history, say=self.console.say)
         stack.enter_context(tracker)
 
         def log(update: int, row: Mapping[str, float]) -> None:
             metrics.write(update, row)
             tracker.log_step(update, row)
 
-        state = replace(state, tracking_run_id=tracker.run_id)
         return tracker, RunRecord(self.config, self.run_dir, state, self.console.say, log, self.stop_requested)
 
     def _training(self, record: RunRecord, split: sources.Split, features: Features) -> Training:

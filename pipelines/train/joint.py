@@ -6,6 +6,7 @@ Modules that import torch, MLflow or transformers are imported in functions, whi
 import os
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib import import_module
@@ -89,7 +90,7 @@ def train(config: RunConfig, resume: bool) -> int:
                 steps.write(state.step, {"measured": roles.engines.call("time_draft_lengths", timed)})
         write_json(run_dir.logs / "startup.json", ready_s)
         console.say("ready after: " + ", ".join(f"{part} {seconds:.1f}s" for part, seconds in ready_s.items()))
-        console.banner(config, run_dir, _notes(config, model_path, cluster, len(task)))
+        console.say(aligned(banner(config, run_dir, model_path, cluster.gpus, len(task))))
         records = Records(metrics, decisions, events, steps, tracker, console)
         controller = Controller(config, run_dir, roles, Prompts(task, order, tokenizer), records, state)
         controller.stop_requested = stop
@@ -123,7 +124,7 @@ def _start_tracking(
 
     history = read_rows(run_dir.metrics)
     thread = stack.enter_context(ThreadPoolExecutor(1))
-    future = thread.submit(Tracker, config, run_id=state.tracking_run_id, history=history, say=console.say)
+    future = thread.submit(Tracker, config, history=history, say=console.say)
     stack.push(lambda *exc_info: None if future.exception() else future.result().__exit__(*exc_info))
     return future
 
@@ -218,9 +219,12 @@ def _write_report(run_dir: RunDir, console: Console) -> Path | None:
         return None
 
 
-def _notes(config: RunConfig, model_path: Path, cluster: Cluster, num_prompts: int) -> dict[str, str]:
-    """Lines of the banner on what drafts, the devices and MLflow."""
-    notes = {}
+def banner(
+    config: RunConfig, run_dir: RunDir, model_path: Path, gpus: Mapping[str, float], num_prompts: int
+) -> dict[str, str]:
+    """What starts, where, and how to watch it, by label. gpus: those of each role; num_prompts: prompts of the task."""
+    rollouts = f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples"
+    notes = {"run": str(run_dir.path), "policy": config.policy.model, "steps": f"{config.steps} ({rollouts})"}
     if config.drafter is not None:
         model = config.drafter.model
         first = config.drafter.init or ("the policy's own head" if native_head(model_path) else model.first_weights)
@@ -230,6 +234,7 @@ def _notes(config: RunConfig, model_path: Path, cluster: Cluster, num_prompts: i
         if config.steps * config.rollout.prompts_per_step <= num_prompts:
             notes["history"] += f"; none of the {num_prompts:,} prompts comes twice, so that others have to do"
     notes["devices"] = f"CPU, {num_cores()} threads for each process"
-    if gpus := cluster.gpus:
+    if gpus:
         notes["devices"] = f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"
-    return notes | {"mlflow": f"cotrain ui{uri_argument(tracking_uri(config))}"}
+    notes["mlflow"] = f"cotrain ui{uri_argument(tracking_uri(config))}"
+    return notes | {"log": f"tail -f {run_dir.logs}/*.log", "metrics": f"tail -f {run_dir.metrics}"}

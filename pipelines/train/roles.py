@@ -37,7 +37,7 @@ def start_roles(
         # Written anew on a resume too: a run that was killed may have left half of it.
         drafter.call("save_checkpoint", run_dir.drafter(versions.drafter), versions.drafter)
         ready("drafter")
-    loading = engines.start(serving, versions, state.step, run_dir.drafter)
+    loading = engines.start(serving, versions, state.step, run_dir.drafter(versions.drafter))
     policy = start_policy(cluster, nodes, config)
     engines.receive_from(policy)
     from transformers import AutoTokenizer  # takes seconds to import, which pass while engines and policy load

@@ -48,9 +48,6 @@ class Engines:
         self.seeds: list[int | None] = []
         self.in_dispatch = [0]
 
-    def take_starting(self) -> list[Any]:
-        return []
-
     def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
         pass
 
@@ -163,7 +160,7 @@ class Nodes:
 class Tracker:
     """Notes what it is told."""
 
-    missing_steps, run_id = 0, "run"
+    behind = ""
 
     def __init__(self) -> None:
         self.drafters: list[tuple[int, dict[str, float], dict[str, str]]] = []
@@ -200,7 +197,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
                 "samples_per_prompt": SAMPLES,
                 "draft_sample_method": method,
             },
-            drafter={"model": {"type": "eagle3"}} | (drafter or {}),
+            drafter={"model": {"type": "eagle3"}, "updates_per_step": 1} | (drafter or {}),
             **fields,
         )
         resumes = (config.run_root / name).exists()

@@ -16,6 +16,7 @@ from cotrain.config.schema import RolloutConfig
 from cotrain.process.failures import RunFailure
 from cotrain.records import Versions
 from cotrain.roles.engines import RolloutEngines
+from cotrain.run.provenance import package_versions
 from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import WeightUpdateRefused, write_payload
 from drafters.base import Drafter
@@ -43,7 +44,7 @@ def together(
     (folder / "config.json").write_text("{}")
     nodes.check(folder / "config.json", "tiny:llama")
     engines = RolloutEngines(cluster, nodes, config)
-    cluster.get(engines.start(SERVING, Versions(0, 0), 0, lambda v: folder / f"v{v}" if v else drafter_folder))
+    cluster.get(engines.start(SERVING, Versions(0, 0), 0, drafter_folder))
     yield engines, nodes, cluster
     nodes.close()
     cluster.stop()
@@ -64,7 +65,6 @@ def test_weights_reach_both_nodes_or_none(
     )
     good = write_payload(first, nodes.scratch[nodes.local] / "drafter.safetensors", torch.float32)
     engines.update_drafter(good, 1)
-    fitted_drafter.save(engines._drafter_folder(1), torch.float32)  # as the controller does
     assert engines.call("served_digests", sorted(good.digests), True) == [good.digests] * 2
     policy = write_payload(moved_target_state, nodes.scratch[nodes.local] / "policy.safetensors", torch.float32)
     engines.update_policy(policy, 1)
@@ -110,9 +110,11 @@ def test_an_engine_that_dies_in_mid_generation_comes_back_with_what_is_of_record
     assert alike(tokens(survivor), alone)
     with pytest.raises(RunFailure) as failure:
         cluster.get(started[1:])
+    begun: list[tuple[int, Any]] = []
+    engines.starts = lambda *starts: begun.append(starts)
     engines.lose(1, failure.value)
     assert engines.in_dispatch == [0] and alike(tokens(engines.generate(requests[:4], tap=False, **greedy)), alone)
-    [(engine, starting)] = engines.take_starting()
+    [(engine, starting)] = begun
     cluster.get([starting])
     engines.come_back(engine)
     assert engines.in_dispatch == [0, 1]
@@ -133,17 +135,16 @@ def test_a_node_with_other_software_another_model_or_without_the_run_folder_is_r
         found = call(node, function, *args)
         if node == nodes.local:
             return found
+        if function is package_versions:
+            return found | {"torch": "2.0.0"}
         return None if args == (marker,) else (found[0], {"model": "another"})
 
     nodes.check(marker, "tiny:llama")
-    [remote] = nodes.scratch.keys() - {nodes.local}
-    scratch, versions = nodes._facts[remote]
-    monkeypatch.setitem(nodes._facts, remote, (scratch, versions | {"torch": "2.0.0"}))
     monkeypatch.setattr(nodes, "call", other)
     with pytest.raises(RunFailure) as failure:
         nodes.check(marker, "tiny:llama")
     message = str(failure.value)
-    assert f"has torch 2.0.0, this node {versions['torch']}; install the same there" in message
+    assert "torch is " in message and "2.0.0 on " in message and "; install the same version on each" in message
     assert f"does not see {tmp_path}; set run_root to a folder that all nodes share" in message
     assert "has another policy.model, or elsewhere" in message
 
@@ -156,7 +157,9 @@ def test_a_node_that_is_gone_takes_its_engine_with_it_and_nothing_else(
     gone = engines.node_of.index(remote)
     cut_off(two_nodes.second)
     policy = write_payload(target_state, nodes.scratch[nodes.local] / "policy.safetensors", torch.float32)
+    begun: list[tuple[int, Any]] = []
+    engines.starts = lambda *starts: begun.append(starts)
     engines.update_policy(policy, 2)
-    assert engines.in_dispatch == [1 - gone] and engines.take_starting() == []
+    assert engines.in_dispatch == [1 - gone] and begun == []
     batch = engines.generate(make_requests(4), tap=False)
     assert {rollout.versions.policy for rollout in batch.rollouts} == {2}

@@ -56,7 +56,6 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
         {
             "name": "isolation",
             "steps": 2,
-            "cluster": {"device": "cpu"},
             "policy": PolicyConfig(model="tiny:llama"),
             "rollout": RolloutConfig(
                 prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=32, max_new_tokens=32, dtype="float32"

@@ -66,7 +66,7 @@ def roles(
         (folder / "config.json").write_text("{}")
         nodes.check(folder / "config.json", "tiny:llama")
         engines = RolloutEngines(cluster, nodes, config)
-        starting = engines.start(SERVING, Versions(0, 0), 0, lambda v: folder / f"v{v}" if v else drafter_folder)
+        starting = engines.start(SERVING, Versions(0, 0), 0, drafter_folder)
         learner = start_policy(cluster, nodes, config)
         engines.receive_from(learner)
         cluster.get(starting)
@@ -116,8 +116,10 @@ def test_an_engine_that_died_comes_back_with_the_next_update_and_the_drafter_of_
     os.kill(psutil.Process(pid).children(recursive=True)[0].pid, signal.SIGKILL)
     with pytest.raises(RunFailure) as failure:
         cluster.get([running])
+    started: list[tuple[int, Any]] = []
+    engines.starts = lambda *starts: started.append(starts)
     engines.lose(1, failure.value)
-    [(engine, starting)] = engines.take_starting()
+    [(engine, starting)] = started
     drafter = write_payload(
         fitted_drafter.state_for_serving(), nodes.scratch[nodes.local] / "drafter.safetensors", torch.float32
     )

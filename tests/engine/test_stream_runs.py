@@ -32,7 +32,7 @@ def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(root: Path)
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    saved = json.loads((root / "killed/checkpoints/step_000004/stream.json").read_text())
+    saved = json.loads((root / "killed/checkpoints/step_000004/state.json").read_text())["stream"]
     numbers = [row["number"] for row in saved["groups"]]
     assert all(4 * P <= number < 6 * P for number in numbers)
     output = train(root, "--resume", "killed")

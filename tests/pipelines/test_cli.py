@@ -100,7 +100,7 @@ def test_overrides_may_stand_on_either_side_of_options() -> None:
         (["train", SMOKE, "stpes=3"], "stpes: unknown field; did you mean steps?"),
         (["train", "no.toml"], "no.toml: no such file"),
         (["train", SMOKE, "rollout.num_speculative_tokens=4"], "rollout.num_speculative_tokens: 4 is above"),
-        (["train", SMOKE, "cluster.device=cuda", "--dry-run"], "cluster.device"),
+        (["train", SMOKE, "tracking.uri=nowhere", "--dry-run"], "tracking.uri"),
         (["train", "--resume", "nothing"], "--resume nothing: no such run in runs"),
         (["train", SMOKE, "--steps", "3"], "unrecognized arguments: --steps"),
         (["drafters", "list", "extra"], "unrecognized arguments: extra"),

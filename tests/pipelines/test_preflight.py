@@ -15,7 +15,7 @@ from cotrain.config.errors import ConfigError
 from cotrain.config.load import load_config
 from cotrain.config.schema import RunConfig
 from pipelines import preflight
-from pipelines.preflight import check_run, quick_problems
+from pipelines.preflight import check_run, find_problems
 
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,6 +60,11 @@ def build(tmp_path: Path, model: Path):
         return load_config([], [*names, *lengths, *drafter, *task, *overrides])
 
     return config
+
+
+def quick_problems(config: RunConfig) -> list[str]:
+    """What a dry run refuses."""
+    return find_problems(config, quick=True)
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -257,8 +262,9 @@ def test_a_tap_that_leaves_the_gate_too_few_rollouts_is_refused(build, model: Pa
 
 def test_gpu_that_is_not_there_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "machine", lambda: {"gpus": []})
-    [line] = quick_problems(build("cluster.device=cuda"))
-    assert line == 'cluster.device = "cuda", but there is no GPU; use "auto" or "cpu"'
+    monkeypatch.setattr(preflight, "engine_device", lambda: "cuda")
+    [line] = quick_problems(build())
+    assert line.startswith("vLLM is installed for GPUs, but there is none; run `make setup` again")
 
 
 def test_too_little_disk_and_shared_memory_are_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:

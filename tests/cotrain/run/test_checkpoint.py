@@ -30,7 +30,7 @@ def run(tmp_path):
 
 
 def state_at(step, config=None, fingerprints=None):
-    return RunState(step, Versions(step, step // 2), {"epoch": 0}, config or {}, fingerprints or {}, "run-id")
+    return RunState(step, Versions(step, step // 2), {"epoch": 0}, config or {}, fingerprints or {})
 
 
 def save(run, step, keep_last=9, content=b"weights"):
@@ -198,7 +198,7 @@ def test_a_resume_may_change_the_length_and_the_surroundings(run_config, tmp_pat
         "steps": 9,
         "checkpoint": {"every": 1},
         "tracking": {"log_drafters": False},
-        "cluster": {"device": "cpu"},
+        "cluster": {"strategy": "SPREAD"},
     }
     check_resume(run_config(**changes, run_root=tmp_path / "moved"), {}, saved)
 

@@ -4,7 +4,6 @@ import pytest
 
 from cotrain.records import Versions
 from cotrain.run.console import Console, step_line
-from cotrain.run.run_dir import RunDir
 
 FULL = {
     "time/step_s": 8.1,
@@ -23,12 +22,6 @@ FULL = {
 @pytest.fixture
 def stream():
     return io.StringIO()
-
-
-@pytest.fixture
-def run(tmp_path):
-    with RunDir.create(tmp_path / "runs", "first") as run_dir:
-        yield run_dir
 
 
 def test_the_step_line_of_a_step_that_measured_everything(stream):
@@ -57,28 +50,9 @@ def test_time_left_is_of_the_last_steps_and_ends_with_the_run(stream):
     assert lines[0].endswith("eta 18m") and lines[-2].endswith("eta 2s") and "eta" not in lines[-1]
 
 
-def test_steps_that_mlflow_lacks_are_in_the_line(stream):
-    Console(stream).step(2, 2, {}, Versions(2, 0), missing_steps=3)
-    assert stream.getvalue() == "step 2/2  p2 d0  mlflow 3 behind\n"
-
-
 def test_notes_end_the_line(stream):
-    Console(stream).step(
-        2, 2, {}, Versions(2, 1), notes=["drafter kept back, no gain is certain", "without speculation"]
-    )
-    assert stream.getvalue() == "step 2/2  p2 d1  drafter kept back, no gain is certain  without speculation\n"
-
-
-def test_the_banner_says_where_to_look(stream, run_config, run):
-    Console(stream).banner(run_config(), run, {"mlflow": "cotrain ui --uri [5000]", "tap": "3 of 64 rollouts"})
-    for text in (
-        str(run.path),
-        "4 (8 prompts x 8 samples)",
-        f"tail -f {run.metrics}",
-        "--uri [5000]",
-        "  tap      3 of 64",
-    ):
-        assert text in stream.getvalue()
+    Console(stream).step(2, 2, {}, Versions(2, 1), ["mlflow 3 behind", "", "drafter kept back [5000]"])
+    assert stream.getvalue() == "step 2/2  p2 d1  mlflow 3 behind  drafter kept back [5000]\n"
 
 
 def test_phases_in_a_log_are_lines_and_those_of_a_step_are_silent(stream):

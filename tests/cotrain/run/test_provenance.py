@@ -54,7 +54,9 @@ def test_an_installed_package_inside_a_repository_is_no_checkout(checkout):
 
 def test_the_config_hash_covers_what_decides_a_step(run_config, tmp_path):
     one = run_config()
-    assert config_hash(one) == config_hash(run_config(name="b", steps=9, run_root=tmp_path, cluster={"device": "cpu"}))
+    assert config_hash(one) == config_hash(
+        run_config(name="b", steps=9, run_root=tmp_path, cluster={"strategy": "SPREAD"})
+    )
     assert config_hash(one) != config_hash(run_config(seed=1))
 
 

@@ -94,7 +94,7 @@ def test_a_resume_goes_on_without_recording_a_step_twice(run_config, client):
         for step in range(1, 6):
             tracker.log_step(step, {"a": step})
     history = [{"step": step, "a": step} for step in range(1, 4)]
-    with Tracker(run_config(steps=9), run_id=tracker.run_id, history=history) as resumed:
+    with Tracker(run_config(steps=9), history=history) as resumed:
         assert resumed.run_id == tracker.run_id
         for step in range(4, 8):
             resumed.log_step(step, {"a": step + 0.5})
@@ -106,9 +106,9 @@ def test_a_resume_goes_on_without_recording_a_step_twice(run_config, client):
 def test_a_resume_at_another_store_sends_the_whole_history(run_config, client):
     said = []
     history = [{"step": step, "a": step, "b": None} for step in range(1, 4)]
-    with Tracker(run_config(), run_id="0" * 32, history=history, say=said.append) as tracker:
+    with Tracker(run_config(), history=history, say=said.append) as tracker:
         pass
-    assert "does not know run" in said[0]
+    assert "has no run of this folder" in said[0]
     assert steps_of(client, tracker.run_id) == [(1, 1), (2, 2), (3, 3)]
 
 
@@ -132,13 +132,13 @@ def test_an_outage_is_said_once_and_made_up_for(run_config, client, drafter_fold
         for step in (2, 3):
             tracker.log_step(step, {"a": step})
         registered = tracker.log_drafter(drafter_folder(), Versions(2, 1), 2, {}, TAGS)
-        wait_until(lambda: tracker.missing_steps == 2)
+        wait_until(lambda: tracker.behind == "mlflow 2 behind")
         tracker.log_step(4, {"a": 4})
-        wait_until(lambda: tracker.missing_steps == 3)
+        wait_until(lambda: tracker.behind == "mlflow 3 behind")
         monkeypatch.undo()
         tracker.log_step(5, {"a": 5})
         assert registered.result(timeout=60) == 1
-        wait_until(lambda: tracker.missing_steps == 0)
+        wait_until(lambda: tracker.behind == "")
     assert steps_of(client, tracker.run_id) == [(step, step) for step in range(1, 6)]
     assert said == [
         "MLflow takes no metrics (connection refused); the run goes on, each step tries again",
@@ -202,7 +202,7 @@ def test_best_is_the_best_of_one_run_at_one_draft_length(run_config, client, dra
     assert (tags["acceptance_length"], tags["num_speculative_tokens"], tags["num_drafts"]) == ("1.6", "1", "200")
     assert tags["sampling"] == "temperature 1, top_p 1, top_k 0, probabilistic drafts"
     history = [{"step": 2, "versions/drafter": 1, **short[0]}, {"step": 3, "versions/drafter": 2, **short[1]}]
-    with Tracker(run_config(), run_id=tracker.run_id, history=history) as resumed:
+    with Tracker(run_config(), history=history) as resumed:
         resumed.log_step(5, served(2, metrics_of(counts(200, 1, (50,), 3))))
     assert version_of("best") == 1, "200 of 400 now: a resumed run goes on counting"
     with Tracker(run_config(name="second")) as second:
@@ -215,7 +215,7 @@ def test_a_resumed_run_registers_an_equal_drafter_once_and_another_anew(run_conf
     with Tracker(run_config()) as tracker:
         tracker.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS)
         tracker.log_drafter(drafter_folder(b"2"), Versions(2, 2), 2, {}, TAGS)
-    with Tracker(run_config(), run_id=tracker.run_id) as resumed:
+    with Tracker(run_config(), history=[{"step": 2}]) as resumed:
         assert resumed.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS).result(60) == 1
         assert int(client.get_model_version_by_alias(resumed.registered_model, "serving").version) == 1
         assert resumed.log_drafter(drafter_folder(b"new"), Versions(2, 2), 2, {}, TAGS).result(60) == 3

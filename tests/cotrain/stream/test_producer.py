@@ -26,7 +26,8 @@ class Engines:
     def __init__(self) -> None:
         self.calls: list[tuple[int, list[str]]] = []
         self.seeds: dict[str, list[int | None]] = {}
-        self.in_dispatch, self.starting = [0], list[tuple[int, Reference]]()
+        self.in_dispatch = [0]
+        self.starts: Any = None
         self.shared: list[tuple[int, int]] = []
 
     def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
@@ -43,11 +44,7 @@ class Engines:
     def lose(self, engine: int, failure: RunFailure) -> None:
         if engine in self.in_dispatch:
             self.in_dispatch.remove(engine)
-            self.starting.append((engine, Reference(("start", engine))))
-
-    def take_starting(self) -> list[tuple[int, Reference]]:
-        starting, self.starting = self.starting, []
-        return starting
+            self.starts(engine, Reference(("start", engine)))
 
     def come_back(self, engine: int) -> None:
         self.in_dispatch.append(engine)
@@ -342,9 +339,7 @@ def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: A
     drawn = [f"p{index}" for step in range(1, lag + 2) for index in order.step(step)]
     for chosen in ("longest_first", "drawn"):
         stream = new(lag=lag, order=chosen)
-        stream.producer._lengths.load(
-            {"logs": {n: i / 9 for i, n in enumerate(drawn)}, "errors": [[], []], "inside": []}
-        )
+        stream.producer._lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}, "errors": [], "inside": []})
         stream.step()
         begun = [name for _, names in stream.engines.calls for name in names][: len(drawn)]
         steps = [drawn[i : i + P] for i in range(0, len(drawn), P)]
@@ -356,7 +351,7 @@ def test_the_order_of_every_step_is_compared_with_the_one_drawn_and_its_lengths_
     stream = new(lag=lag)
     names = [f"p{index}" for step in (1, 2) for index in PromptOrder(NUM_PROMPTS, P, 0).step(step)]
     logs = {name: [0.0, 0.1, 0.2, 3.0][i % P] for i, name in enumerate(names)}
-    stream.producer._lengths.load({"logs": logs, "errors": [[], []], "inside": []})
+    stream.producer._lengths.load({"logs": logs, "errors": [], "inside": []})
     plain = stream.answer
 
     def answer(reference: Reference) -> None:

@@ -43,16 +43,16 @@ def new(run_config: Any, tmp_path: Path) -> Any:
     return build
 
 
-def test_without_lag_a_round_is_one_call(new: Any) -> None:
+def test_a_round_is_waited_for(new: Any) -> None:
     trainer, _, training, _ = new(lag=0)
     training.begin(3)
     training.finish()
-    assert trainer.made == [("train", 3, 4)]
-    assert training.metrics() == {"drafter/train_s": 0.5, "drafter/loss": 1.0, "drafter/updates": 4}
+    assert trainer.made == [("train", 3, 1)] * 4
+    assert training.metrics() == {"drafter/train_s": 2.0, "drafter/loss": 2.5, "drafter/updates": 4}
     assert training.metrics() == {}
 
 
-def test_with_lag_other_calls_come_between_two_updates(new: Any) -> None:
+def test_other_calls_come_between_two_updates(new: Any) -> None:
     trainer, reactor, training, events = new(lag=1)
     training.begin(3)
     heads = trainer.begin("set_target_weights")

@@ -12,16 +12,16 @@ TENSOR_FIELDS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
 
 
 def rewrite(path, **changes):
-    """Change tensors or metadata (None: take out) of a shard."""
+    """Change tensors or metadata (None: take out) of the last rollout of a shard."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        shared = json.loads(file.metadata()["cotrain"])
+        others = json.loads(file.metadata()["cotrain"])
     for name, value in changes.items():
-        part = shared if name in shared else tensors
-        part[name] = value
+        part, key = (others[1], name) if name in others[1] else (tensors, f"1.{name}")
+        part[key] = value
         if value is None:
-            del part[name]
-    save_file(tensors, path, metadata={"cotrain": json.dumps(shared)})
+            del part[key]
+    save_file(tensors, path, metadata={"cotrain": json.dumps(others)})
 
 
 @pytest.fixture
@@ -74,8 +74,9 @@ def test_a_missing_or_truncated_shard_is_an_error_that_names_it(shard):
     [
         ({"aux_layers": [2, 4]}, "aux_hidden has 192 columns, 2 layers have 128"),
         ({"policy_version": None}, "policy_version"),
-        ({"lengths": torch.tensor([10, 8])}, "split"),
-        ({"feature_mask": torch.ones(17, dtype=torch.bool)}, "rollout 0 claims features for its last token"),
+        ({"sampling": 3}, "mapping"),
+        ({"token_ids": torch.arange(6)}, r"the tensors of rollout 1 have \[6, 7\] rows"),
+        ({"feature_mask": torch.ones(7, dtype=torch.bool)}, "rollout 1 claims features for its last token"),
         ({"final_hidden": None}, "final_hidden"),
     ],
 )
@@ -88,13 +89,13 @@ def test_garbled_shard_is_an_error_that_says_what_is_wrong(shard, change, messag
 @pytest.mark.parametrize("name", ["aux_hidden", "final_hidden"])
 def test_feature_that_is_not_finite_is_named_unless_it_is_a_hole(shard, name):
     with safe_open(shard, framework="pt") as file:
-        hidden = file.get_tensor(name).clone()
-    hidden[12, 3] = torch.nan
-    mask = torch.ones(17, dtype=torch.bool)
-    mask[[9, 12, 16]] = False
+        hidden = file.get_tensor(f"1.{name}").clone()
+    hidden[2, 3] = torch.nan
+    mask = torch.ones(7, dtype=torch.bool)
+    mask[[2, 6]] = False
     rewrite(shard, **{name: hidden, "feature_mask": mask})
     read_shard(shard)
-    mask[12] = True
+    mask[2] = True
     rewrite(shard, feature_mask=mask)
     with pytest.raises(ValueError, match=f"{name} of rollout 1 is not finite at position 2"):
         read_shard(shard)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cotrain.run.provenance import package_versions
 from cotrain.transport import nodes
 from cotrain.transport.nodes import NodeAgent, read_part, write_part
 
@@ -26,7 +27,7 @@ def test_a_file_arrives_in_parts_and_takes_its_name_when_it_is_whole(
 
 def test_an_agent_says_what_its_node_has() -> None:
     agent = NodeAgent("run")
-    scratch, versions = agent.facts()
+    scratch, versions = agent.folder(), agent.call(package_versions)
     assert scratch.is_dir() and {"python", "cotrain", "torch", "ray", "transformers"} < versions.keys()
     agent.close()
     assert not scratch.exists()

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.doctor.nodes import NodeAgent, different
+from cotrain.run.provenance import differing_versions
+from pipelines.doctor.nodes import NodeAgent
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_another_version_on_one_node_is_named_and_equal_ones_are_not() -> None:
     facts = {"node 0": {"python": "3.11.7", "torch": "2.13.0", "vllm": "0.32.0"}}
-    assert different(facts | {"node 1": facts["node 0"]}) == []
+    assert differing_versions(facts | {"node 1": facts["node 0"]}) == []
     other = facts["node 0"] | {"torch": "2.12.1"}
     del other["vllm"]
-    assert different(facts | {"node 1": other}) == [
+    assert differing_versions(facts | {"node 1": other}) == [
         "torch is 2.13.0 on node 0, 2.12.1 on node 1",
         "vllm is 0.32.0 on node 0, missing on node 1",
     ]
