@@ -93,13 +93,11 @@ class RolloutEngine:
         room = min(room_for(rollout.num_speculative_tokens), rollout.max_model_len - max(map(len, timed)))
         sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
         await self._reads_prompts(True)
-        kinds = ["all"] + ["verification"] * (self.spec.drafter_folder is not None) + ["one"]
-        if rollout.history is None:
-            kinds = kinds[:1]
+        kinds = ["all"]
+        if rollout.history is not None:
+            kinds += ["verification", "one"] if self.spec.drafter_folder is not None else ["one"]
         tables: list[list[list[float]]] = []
         for kind in kinds:
-            if rollout.history is not None:
-                await self._call("cotrain_history", "measure", kind)
             await self._speculation("begin_measuring", kind)
             deadline = time.perf_counter() + rollout.speculation.measure_seconds / len(kinds)
             rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(rollout.max_num_seqs)}
@@ -111,7 +109,6 @@ class RolloutEngine:
                 rounds[size].append(time.perf_counter() - started)
             tables.append(await self._speculation("end_measuring"))
         if rollout.history is not None:
-            await self._call("cotrain_history", "measure", "")
             await self._speculation("choose_per_request", rollout.speculation.per_request)
         await self.set_num_speculative_tokens(None)
         return tables[0]
