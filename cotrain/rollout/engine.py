@@ -393,8 +393,7 @@ class RolloutEngine:
 
     async def _stamp(self, versions: Versions) -> None:
         """Stamp tokens, and rows of the tap, with these versions from now on."""
-        if self.spec.drafter_folder is not None or self.spec.rollout.history is not None:
-            await self._call("cotrain_set_policy_version", versions.policy)
+        await self._call("cotrain_set_policy_version", versions.policy)
         async with death_in_words(self._engine):
             await self._engine.update_weight_version(str(versions))
         self.versions = versions
@@ -417,7 +416,7 @@ class RolloutEngine:
     # -- history -----------------------------------------------------------------------------------------------------
 
     async def history(self, action: str, *args: Any) -> Any:
-        """Call a method of the worker's HistoryDrafting."""
+        """Call a method of the worker's HistoryDrafting, or of its index."""
         return await self._call("cotrain_history", action, *args)
 
     async def add_history(self, rollouts: Sequence[Rollout]) -> None:
@@ -430,10 +429,7 @@ class RolloutEngine:
 
     async def set_draft_sample_method(self, method: str) -> None:
         """Greedy or probabilistic drafting from the next step on."""
-        if self.spec.drafter_folder is not None:
-            await self._call("cotrain_set_draft_sample_method", method)
-        if self.spec.rollout.history is not None:
-            await self._call("cotrain_history", "set_draws", method == "probabilistic")
+        await self._call("cotrain_set_draft_sample_method", method)
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""

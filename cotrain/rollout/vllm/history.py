@@ -53,12 +53,15 @@ class HistoryDrafting:
     """
 
     def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
-        """is_alone: there is no drafter, and vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft."""
+        """is_alone: there is no drafter, and vLLM takes this for its n-gram look-up.
+
+        draws: see SuffixIndex.draft. It may be set later.
+        """
         self.index = index
         self._fit, self._measured = HalfLifeFit(), ""
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
         self._take, self._has_passes = model_runner.take_draft_token_ids, True
-        self._is_alone, self._draws = is_alone, draws
+        self._is_alone, self.draws = is_alone, draws
         longest = model_runner.num_spec_tokens
         self._of_drafter = ServedAcceptance(longest)
         self._of_match = [ServedAcceptance(longest) for _ in (*MATCHES, None)]
@@ -84,22 +87,6 @@ class HistoryDrafting:
             self._fit.observe(self.index, rollout)
             self.index.add(key_of(rollout.prompt_token_ids), rollout.token_ids, rollout.policy_version)
 
-    def forget(self) -> None:
-        """Forget all rollouts."""
-        self.index.forget()
-
-    def save(self, path: str) -> None:
-        """See SuffixIndex."""
-        self.index.save(path)
-
-    def load(self, path: str) -> None:
-        """See SuffixIndex."""
-        self.index.load(path)
-
-    def set_draws(self, on: bool) -> None:
-        """Draw tokens from now on, or propose the likeliest."""
-        self._draws = on
-
     def take_report(self) -> dict[str, dict[str, float]]:
         """counts: drafts, draft tokens and accepted ones by proposer since the last call. state: size and half-life."""
         counts, self._counts = self._counts, Counter()
@@ -114,7 +101,7 @@ class HistoryDrafting:
         request_ids = list(runner.input_batch.req_ids)
         texts = self._texts(sampled, len(request_ids))
         self._learn(scheduler_output, dict(zip(request_ids, texts, strict=True)))
-        draws = self._draws and not sampling_metadata.all_greedy
+        draws = self.draws and not sampling_metadata.all_greedy
         greedy = [not draws] * len(texts)
         if draws and not sampling_metadata.all_random:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
@@ -146,8 +133,8 @@ class HistoryDrafting:
     ) -> tuple[list[Draft | None], list[int]]:
         """Each request's draft from history, or None where the drafter is to propose, and how many tokens it drafts.
 
-        While steps are timed, see SpeculationController.begin_measuring, requests draft the full length. At "all" the drafter
-        proposes, if there is one. Otherwise any tokens stand for drafts from history, of every request or of "one".
+        While steps are timed, see SpeculationController.begin_measuring, requests draft the full length. At "all" the
+        drafter proposes, if there is one. Otherwise any tokens stand for drafts from history, of all requests or of "one".
         """
         if self._measured:
             num_requests = 1 if self._measured == "one" else len(texts)
