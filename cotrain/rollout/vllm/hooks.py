@@ -175,8 +175,8 @@ class DraftingHook(TapHook):
         self._runner.propose_draft_token_ids = propose
 
     def no_drafts(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Tensor:
-        """What the runner takes for no drafts."""
-        return no_drafts(sampled)
+        """What the runner takes for no drafts [R, 0], after a step that sampled [R, 1 or more] tokens."""
+        return sampled.new_empty((sampled.shape[0], 0))
 
     def propose(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:
         """Stand in for vLLM's propose_draft_token_ids."""
@@ -197,7 +197,7 @@ class DraftingHook(TapHook):
             for rows, num_valid in zip(rows_of_step, (sampled >= 0).sum(1).tolist(), strict=False):
                 token_ids, states = rows.token_ids[:num_valid], rows.hidden[:num_valid]
                 self._unread.add(Rows(rows.request, rows.first_position, token_ids, states))
-        return no_drafts(sampled)
+        return self.no_drafts(scheduler_output, sampled)
 
     def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
         """Read vLLM's CommonAttentionMetadata."""
@@ -253,11 +253,6 @@ def _attention_of(runs: list[Rows], positions: Tensor, blocks: Tensor, block_siz
         slot_mapping=slots + (positions % block_size).to(device),
         seq_lens_cpu_upper_bound=ends,
     )
-
-
-def no_drafts(sampled: Tensor) -> Tensor:
-    """Return the proposal [R, 0] after a step that sampled [R, 1 or more] tokens."""
-    return sampled.new_empty((sampled.shape[0], 0))
 
 
 def request_id_of(internal_id: str) -> str:
