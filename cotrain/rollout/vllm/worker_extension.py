@@ -16,6 +16,7 @@ from cotrain.process.children import follow_parent
 from cotrain.rollout.tap_admission import TapRequest
 from cotrain.rollout.vllm import cpu
 from cotrain.rollout.vllm.hooks import DraftingHook, sample_plainly_without_drafts
+from cotrain.rollout.vllm.interface import wrap
 from cotrain.rollout.vllm.weight_transfer import ServedWeights, of_all_ranks
 from cotrain.rollout.vllm.weights import differing_tensors
 from cotrain.transport.features import write_records
@@ -62,7 +63,7 @@ class CotrainWorker:
         target, kept = worker.get_model(), Path(keep_folder) / f"rank_{worker.rank}"
         self._cotrain_weights = {False: ServedWeights(target, worker.model_config, kept / "target")}
         if worker.speculative_config is not None:
-            sample_plainly_without_drafts(runner)
+            wrap(runner, "_sample", sample_plainly_without_drafts)
         if has_drafter:
             self._cotrain_hook = DraftingHook(runner)
             config = worker.speculative_config.draft_model_config
