@@ -29,7 +29,7 @@ from cotrain.records import (
     Window,
 )
 from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
-from cotrain.rollout.speculation.measurement import MEASURE_ROUNDS, measured_sizes, room_for
+from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
 from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
 from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments
 from cotrain.rollout.vllm.engine_death import death_in_words
@@ -100,12 +100,13 @@ class RolloutEngine:
         for kind in kinds:
             await self._speculation("begin_measuring", kind)
             deadline = time.perf_counter() + rollout.speculation.measure_seconds / len(kinds)
-            for size in MEASURE_ROUNDS * measured_sizes(rollout.max_num_seqs):
-                if time.perf_counter() > deadline:
-                    break
+            rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(rollout.max_num_seqs)}
+            while (size := next_size(rounds, deadline - time.perf_counter())) is not None:
+                started = time.perf_counter()
                 names = [f"timing{i}" for i in range(size)]
                 batch = {name: RolloutRequest(name, 0, timed[i % len(timed)], None) for i, name in enumerate(names)}
                 await self._run(batch, sampling)
+                rounds[size].append(time.perf_counter() - started)
             tables.append(await self._speculation("end_measuring"))
         if rollout.history is not None:
             await self._speculation("choose_per_request", rollout.speculation.per_request)

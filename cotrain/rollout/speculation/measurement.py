@@ -4,11 +4,13 @@ Batches of requests decode while the draft length goes from the longest to 0 and
 computed once, and a slow moment of the machine hits all lengths alike.
 """
 
+from collections.abc import Mapping
+
 MEASURE_STEPS = 5
 """Steps of one length in a row. The first still verifies what the length before drafted, so that 4 are timed."""
 
 MEASURE_ROUNDS = 8
-"""Batches of requests of each size, which take turns as long as there is time."""
+"""Batches of requests of one size, if the time suffices."""
 
 
 def measured_sizes(max_batch: int) -> list[int]:
@@ -20,6 +22,15 @@ def measured_sizes(max_batch: int) -> list[int]:
 def measured_length(num_steps: int, max_speculative_tokens: int) -> int:
     """Draft length of the step that follows so many measured ones."""
     return max_speculative_tokens - num_steps // MEASURE_STEPS % (max_speculative_tokens + 1)
+
+
+def next_size(rounds: Mapping[int, list[float]], seconds_left: float) -> int | None:
+    """Batch size to measure next: the one that took the least time so far. None when there is nothing left to do.
+
+    rounds: for each of measured_sizes, the seconds that each of its batches took.
+    """
+    left = [size for size, seconds in rounds.items() if len(seconds) < MEASURE_ROUNDS]
+    return min(left, key=lambda size: sum(rounds[size])) if left and seconds_left > 0 else None
 
 
 def room_for(max_speculative_tokens: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cotrain.rollout.speculation.controller import Step
-from cotrain.rollout.speculation.measurement import MEASURE_ROUNDS, measured_sizes, room_for
+from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
 
 K = 3
 
@@ -116,11 +116,12 @@ class SimulatedEngine:
         """As RolloutEngine.time_draft_lengths does for one kind of steps."""
         self.rule.begin_measuring(kind)
         self.of_one = kind == "one"
+        rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(max_batch)}
         deadline = self.now + seconds
-        for size in MEASURE_ROUNDS * measured_sizes(max_batch):
-            if self.now > deadline:
-                break
+        while (size := next_size(rounds, deadline - self.now)) is not None:
+            started = self.now
             self.drain([room_for(K)] * size)
+            rounds[size].append(self.now - started)
         self.rule.end_measuring()
         self.of_one = False
 

@@ -9,9 +9,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from cotrain.rollout.speculation.controller import LIVE_STEPS, SpeculationController, Step
 from cotrain.rollout.speculation.measurement import (
+    MEASURE_ROUNDS,
     MEASURE_STEPS,
     measured_length,
     measured_sizes,
+    next_size,
     room_for,
 )
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
@@ -166,8 +168,15 @@ def test_somebody_elses_batches_are_measured_whatever_their_size() -> None:
     assert controller.draft_lengths(now)[3] == 0, "a drafter that is never right is off"
 
 
-def test_batch_sizes_are_measured_the_largest_first() -> None:
+def test_batch_sizes_share_the_time_the_largest_first() -> None:
     assert measured_sizes(16) == [16, 4, 1] and measured_sizes(1) == [1] and measured_sizes(5) == [5, 4, 1]
+    rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(16)}
+    found = []
+    while (size := next_size(rounds, 10.0)) is not None:
+        found.append(size)
+        rounds[size].append({16: 4.0, 4: 2.0, 1: 1.0}[size])
+    assert found[:7] == [16, 4, 1, 1, 4, 1, 1] and len(found) == 3 * MEASURE_ROUNDS
+    assert next_size({16: []}, 0.0) is None
 
 
 class FakeScheduler:
