@@ -196,9 +196,9 @@ class RolloutEngines:
                     raise RunFailure(f"{self._roles[engine]} was started again and does not serve what the others do")
         if self._drafts_from_history:
             path = f"{self._specs[other].scratch}/{HISTORY}"
-            self._cluster.get([self._actors[other].call.remote("history", "save", path)])
+            self._cluster.get([self._actors[other].call.remote("history", "index.save", path)])
             here = self._nodes.bring(path, self.node_of[engine])
-            self._cluster.get([actor.call.remote("history", "load", here)])
+            self._cluster.get([actor.call.remote("history", "index.load", here)])
         for method, args in self._settings.items():
             self._cluster.get([actor.call.remote(method, *args)])
 
@@ -230,7 +230,7 @@ class RolloutEngines:
 
     def save_history(self, path: Path) -> None:
         """Write what one engine knows: all know the same, but for the order in which they learnt it."""
-        self._ask({self.in_dispatch[0]: ("history", "save", str(path))})
+        self._ask({self.in_dispatch[0]: ("history", "index.save", str(path))})
 
     def proposer_metrics(self) -> dict[str, float]:
         """Drafts, draft tokens and accepted ones by proposer since the last call, and the size of the history."""

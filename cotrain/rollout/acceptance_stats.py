@@ -1,12 +1,10 @@
 """SpeculationCounts of requests and of steps; nothing is cumulative."""
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import chain, pairwise
-
-import numpy as np
+from itertools import pairwise
 
 from cotrain.records import Rollout, SpeculationCounts, Versions
 
@@ -42,21 +40,14 @@ def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:
 
     The depth is told from the end of the response, since drafting pauses, if ever, while the batch is large.
     """
-    drafting = [rollout for rollout in rollouts if rollout.verification_steps]
-    if not drafting:
-        return []
-    lengths = [len(rollout.verification_steps) for rollout in drafting]
-    flat = chain.from_iterable(chain.from_iterable(rollout.verification_steps for rollout in drafting))
-    steps = np.fromiter(flat, np.int64, 2 * sum(lengths)).reshape(-1, 2)
-    emitted = np.cumsum(1 + steps[:, 1])
-    ends = np.repeat(emitted[np.cumsum(lengths) - 1], lengths)
-    left = ends - emitted + 1 + steps[:, 1]  # tokens of the response from the step on, and those cut off at its end
-    start = np.repeat([len(rollout.token_ids) for rollout in drafting], lengths) - left
-    depth = np.searchsorted(DEPTHS, np.maximum(start, 0), side="right") - 1
-    most = int(steps.max()) + 1
-    counts = np.bincount((depth * most + steps[:, 0]) * most + steps[:, 1])
-    kinds = np.flatnonzero(counts).tolist()
-    return [[DEPTHS[kind // most**2], kind // most % most, kind % most, int(counts[kind])] for kind in kinds]
+    counts: Counter[tuple[int, int, int]] = Counter()
+    for rollout in rollouts:
+        start = len(rollout.token_ids) - sum(1 + accepted for _, accepted in rollout.verification_steps)
+        for drafted, accepted in rollout.verification_steps:
+            depth = DEPTHS[bisect_right(DEPTHS, max(start, 0)) - 1]  # below 0: the last step went on after the end
+            counts[depth, drafted, accepted] += 1
+            start += 1 + accepted
+    return [[*kind, number] for kind, number in sorted(counts.items())]
 
 
 def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:

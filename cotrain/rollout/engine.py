@@ -29,7 +29,6 @@ from cotrain.records import (
     Window,
 )
 from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
-from cotrain.rollout.history_feed import HistoryFeed
 from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
 from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
 from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments
@@ -50,7 +49,6 @@ class RolloutEngine:
         self.decode_seconds = 0.0
         """Seconds of the last generate, from when every request had its first token until the last token."""
         self._engine: Any = None
-        self._history = HistoryFeed(functools.partial(self._call, "cotrain_history", "add"))
         self._chooses = False  # is the draft length chosen by the engine's speculation controller?
         self._batches = self._tapped_bytes = 0
         self._salt: dict[str, str] = {}  # keeps prefixes of one policy version from requests of the next
@@ -95,13 +93,11 @@ class RolloutEngine:
         room = min(room_for(rollout.num_speculative_tokens), rollout.max_model_len - max(map(len, timed)))
         sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
         await self._reads_prompts(True)
-        kinds = ["all"] + ["verification"] * (self.spec.drafter_folder is not None) + ["one"]
-        if rollout.history is None:
-            kinds = kinds[:1]
+        kinds = ["all"]
+        if rollout.history is not None:
+            kinds += ["verification", "one"] if self.spec.drafter_folder is not None else ["one"]
         tables: list[list[list[float]]] = []
         for kind in kinds:
-            if rollout.history is not None:
-                await self._call("cotrain_history", "measure", kind)
             await self._speculation("begin_measuring", kind)
             deadline = time.perf_counter() + rollout.speculation.measure_seconds / len(kinds)
             rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(rollout.max_num_seqs)}
@@ -113,7 +109,6 @@ class RolloutEngine:
                 rounds[size].append(time.perf_counter() - started)
             tables.append(await self._speculation("end_measuring"))
         if rollout.history is not None:
-            await self._call("cotrain_history", "measure", "")
             await self._speculation("choose_per_request", rollout.speculation.per_request)
         await self.set_num_speculative_tokens(None)
         return tables[0]
@@ -171,7 +166,6 @@ class RolloutEngine:
             await self._speculation("begin", False)
         started = time.perf_counter()
         outputs = await self._run(named, overrides, first_of_each_prompt(tapped), learns=True)
-        await self._history.sent()
         seconds = time.perf_counter() - started
         if overrides:
             await self._speculation("begin")
@@ -238,14 +232,14 @@ class RolloutEngine:
         computed_whole: Container[str] = (),
         learns: bool = False,
     ) -> list[Any]:
-        """computed_whole: names of requests that compute their prompt although it may be in the prefix cache. learns:
-        responses enter the history as they finish, if there is one."""
+        """computed_whole: names of requests that compute their prompt although it may be in the prefix cache. learns: what
+        they generate is drafted from as soon as each of them ends, if the engine drafts from history."""
         engine, queues = self._engine, []
 
         async def finished(name: str, queue: Any) -> Any:
             output = await queue.get()
-            if learns and self.spec.rollout.history is not None:
-                self._history.add([self._rollout(requests[name], output)])
+            if learns:
+                await self.add_history([self._rollout(requests[name], output)])
             return output
 
         async with death_in_words(engine):
@@ -399,8 +393,7 @@ class RolloutEngine:
 
     async def _stamp(self, versions: Versions) -> None:
         """Stamp tokens, and rows of the tap, with these versions from now on."""
-        if self.spec.drafter_folder is not None or self.spec.rollout.history is not None:
-            await self._call("cotrain_set_policy_version", versions.policy)
+        await self._call("cotrain_set_policy_version", versions.policy)
         async with death_in_words(self._engine):
             await self._engine.update_weight_version(str(versions))
         self.versions = versions
@@ -423,22 +416,20 @@ class RolloutEngine:
     # -- history -----------------------------------------------------------------------------------------------------
 
     async def history(self, action: str, *args: Any) -> Any:
-        """Call a method of the worker's HistoryDrafting."""
+        """Call a method of the worker's HistoryDrafting, or of its index."""
         return await self._call("cotrain_history", action, *args)
 
     async def add_history(self, rollouts: Sequence[Rollout]) -> None:
-        """Draft from these as well: rollouts of other engines."""
-        self._history.add(rollouts)
-        await self._history.sent()
+        """Draft from these finished rollouts as well, if the engine drafts from history: its own, and those of others."""
+        if self.spec.rollout.history is not None:
+            rows = [(r.prompt_token_ids, r.token_ids, r.log_probs, r.versions.policy) for r in rollouts]
+            await self._call("cotrain_history", "add", rows)
 
     # -- switches and caches -----------------------------------------------------------------------------------------
 
     async def set_draft_sample_method(self, method: str) -> None:
         """Greedy or probabilistic drafting from the next step on."""
-        if self.spec.drafter_folder is not None:
-            await self._call("cotrain_set_draft_sample_method", method)
-        if self.spec.rollout.history is not None:
-            await self._call("cotrain_history", "set_draws", method == "probabilistic")
+        await self._call("cotrain_set_draft_sample_method", method)
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""

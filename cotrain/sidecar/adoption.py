@@ -3,6 +3,7 @@
 All others start exactly as the host asked for, and one line says why, and what to do about it.
 """
 
+import copy
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,36 +42,31 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
     """
     if not os.environ.get(VARIABLE):  # the host has taken it away since the plugin was loaded
         return original(args, *rest, **options)
-    host_args = dict(vars(args))
     try:
+        ours = copy.copy(args)  # a host that calls this again for the same engine gets the same answer
         spool = Spool(os.environ[VARIABLE])
         settings = check_arguments(args, spool)
-        args.speculative_config, args.async_scheduling = dict(settings.speculative_config), False
-        config = original(args, *rest, **options)
+        ours.speculative_config, ours.async_scheduling = dict(settings.speculative_config), False
+        config = original(ours, *rest, **options)
         check_config(config)
         setattr(config.scheduler_config, MARK, True)
         config.scheduler_config.get_scheduler_cls()  # the plugin's: where it fails, no engine is adopted
         _claim(spool, settings)
-        # A host that calls this again for the same engine gets the same answer.
-        args.speculative_config, args.async_scheduling = None, host_args["async_scheduling"]
         log.info("cotrain: this engine of %s drafts with what the trainer of %s trains", args.model, spool.folder)
-        _tell(host_args, None)
+        _tell(args.model, None)
         return config
     except Exception as error:
         is_known = isinstance(error, NotAdopted)
         reason = str(error) if is_known else f"{type(error).__name__}: {error}"
         log.warning("cotrain: this engine of %s gets no drafter: %s", args.model, reason, exc_info=not is_known)
-        _tell(host_args, reason)
-    vars(args).clear()
-    vars(args).update(host_args)
+        _tell(args.model, reason)
     return original(args, *rest, **options)
 
 
-def _tell(host_args: dict[str, Any], reason: str | None) -> None:
+def _tell(model: str, reason: str | None) -> None:
     """Leave the verdict on an engine in the spool. Ends the process in a check of the host's command."""
     with suppress(OSError):
-        verdict = {"model": host_args.get("model"), "pid": os.getpid(), "reason": reason}
-        Spool(os.environ[VARIABLE]).add_verdict(verdict)
+        Spool(os.environ[VARIABLE]).add_verdict({"model": model, "pid": os.getpid(), "reason": reason})
     if CHECK_VARIABLE in os.environ:
         raise SystemExit("cotrain: the check ends here, before a model is loaded")
 

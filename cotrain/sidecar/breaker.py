@@ -1,6 +1,5 @@
 """What the sidecar hooks into an engine must never end it: a hook that fails is left out, and soon for good."""
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -9,15 +8,6 @@ from typing import Any
 MOST_FAILURES = 3
 
 log = logging.getLogger("vllm.cotrain")  # below vLLM's logger, so that lines appear where the host's own do
-
-
-def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Let `hook` stand in for a method of a class or of one object; it gets the method as its first argument."""
-    original = getattr(owner, name)
-    if not hasattr(original, "cotrain_hook"):
-        wrapped: Any = functools.wraps(original)(lambda *args, **options: hook(original, *args, **options))
-        wrapped.cotrain_hook = hook
-        setattr(owner, name, wrapped)
 
 
 class Breaker:

@@ -43,7 +43,7 @@ def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen
     trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         deadline = time.monotonic() + READY_SECONDS
-        while not is_ready(spool):
+        while not Spool(spool).is_alive():
             if trainer.poll() is not None:
                 raise RunFailure("the drafter's trainer has ended before it was ready; it says why above")
             if time.monotonic() > deadline:
@@ -53,13 +53,6 @@ def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen
         stop_trainer(trainer)
         raise
     return trainer
-
-
-def is_ready(spool: str | Path) -> bool:
-    """Has a living trainer written its settings?"""
-    with suppress(ValueError):
-        return Spool(spool).settings() is not None and Spool(spool).is_alive()
-    return False
 
 
 def stop_trainer(trainer: subprocess.Popen[bytes]) -> None:

@@ -28,8 +28,8 @@ def _wrap_all() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+    from cotrain.rollout.vllm.interface import wrap
     from cotrain.sidecar.adoption import configured
-    from cotrain.sidecar.breaker import wrap
 
     wrap(EngineArgs, "create_engine_config", configured)
     wrap(SchedulerConfig, "get_scheduler_cls", _scheduler_class)
@@ -52,8 +52,8 @@ def _scheduler_class(original: Callable[..., Any], scheduler_config: Any) -> Any
 
 def _init_device(original: Callable[..., Any], wrapper: Any) -> Any:
     """Attach to a worker of an adopted engine, once it has loaded its model."""
+    from cotrain.rollout.vllm.interface import wrap
     from cotrain.sidecar.adoption import MARK
-    from cotrain.sidecar.breaker import wrap
 
     worker = wrapper.worker
     if getattr(wrapper.vllm_config.scheduler_config, MARK, False):

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from cotrain.rollout.vllm import weights
-from cotrain.sidecar.breaker import wrap
+from cotrain.rollout.vllm.interface import wrap
 from cotrain.transport.payload import digest, write_payload
 
 KEPT_VERSIONS = 4

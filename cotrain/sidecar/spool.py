@@ -50,12 +50,12 @@ class Spool:
         self._settings, self._owner = self.folder / "settings.json", self.folder / "owner"
 
     def create(self, settings: Settings) -> None:
-        """Make the folder, which nobody else may read, and write the settings. This object is then the trainer's."""
+        """Make the folder, which nobody else may read, and write the settings. From then on the trainer lives."""
         self.current.parent.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
+        write_json(self._settings, asdict(settings))
         self._lock = (self.folder / "trainer").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        write_json(self._settings, asdict(settings))
 
     def settings(self) -> Settings:
         """Raises ValueError when there are none, or when another version of cotrain wrote them."""

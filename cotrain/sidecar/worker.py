@@ -17,6 +17,7 @@ from vllm.config import set_current_vllm_config
 from cotrain.records import Versions
 from cotrain.rollout.vllm import cpu
 from cotrain.rollout.vllm.hooks import DraftingHook, sample_plainly_without_drafts
+from cotrain.rollout.vllm.interface import wrap
 from cotrain.rollout.vllm.model_runner_v2 import SpeculatorHook
 from cotrain.rollout.vllm.weight_transfer import ServedWeights
 from cotrain.sidecar.breaker import Breaker
@@ -53,7 +54,7 @@ class WorkerSidecar:
         self._knows_policy = worker.vllm_config.load_config.load_format != "dummy"
         self._write_facts()
         if not worker.use_v2_model_runner:
-            sample_plainly_without_drafts(runner)
+            wrap(runner, "_sample", sample_plainly_without_drafts)
         kind = SpeculatorHook if worker.use_v2_model_runner else DraftingHook
         self._hook: SpeculatorHook | DraftingHook = kind(runner, name_of=str)
         self._hook.reads_prompts = self._settings.adaptive

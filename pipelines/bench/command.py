@@ -179,7 +179,7 @@ async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Calla
     for round_ in range(-1, rounds):  # round -1 warms up: kernels, allocator and caches of every batch size
         for name in FROM_HISTORY:
             if round_ == 0 and name in running:
-                await running[name].history("forget")
+                await running[name].history("index.forget")
         shift = max(round_, 0) % len(bench.arms)
         for batch in sorted(set(bench.options.batch)):
             for arm in bench.arms[shift:] + bench.arms[:shift]:

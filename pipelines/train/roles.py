@@ -55,7 +55,7 @@ def start_roles(
         engines.update_policy(payload, versions.policy)
     history = run_dir.checkpoint(state.step) / HISTORY
     if config.rollout.history is not None and state.step and history.is_file():
-        engines.call("history", "load", str(history))
+        engines.call("history", "index.load", str(history))
     ready("engine")
     publisher = None
     if drafter is not None:

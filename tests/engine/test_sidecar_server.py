@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cotrain.sidecar.launch import is_ready
 from cotrain.sidecar.spool import Spool, read_json
 from tests.sidecar_parts import host_environment
 
@@ -158,8 +157,8 @@ def trainer(folder: Path, empty_mlflow_database: Path) -> Iterator[Spool]:
         "name=server",
     ]
     with process([*command, *DRAFTER], host_environment(folder, None), folder, "trainer.log") as running:
-        wait_for(lambda: is_ready(folder / "spool"), running)
-        yield Spool(folder / "spool")
+        wait_for((spool := Spool(folder / "spool")).is_alive, running)
+        yield spool
     assert running.returncode == 0
 
 

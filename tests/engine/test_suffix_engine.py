@@ -135,11 +135,11 @@ def test_a_saved_history_is_taken_over(historian: LiveEngine, tmp_path: Path) ->
     path = str(tmp_path / "history.safetensors")
     requests = make_requests(4, seed=11)
     historian.greedy(requests, tap=False)
-    historian.run(historian.engine.history("save", path))
-    historian.run(historian.engine.history("forget"))
+    historian.run(historian.engine.history("index.save", path))
+    historian.run(historian.engine.history("index.forget"))
     counts(historian)
     assert historian.run(historian.engine.history("take_report"))["state"]["history/tokens"] == 0
-    historian.run(historian.engine.history("load", path))
+    historian.run(historian.engine.history("index.load", path))
     historian.greedy(requests, tap=False)
     assert_history_was_right(historian)
 
@@ -148,7 +148,7 @@ def test_rollouts_of_another_engine_are_drafted_from(historian: LiveEngine) -> N
     requests = make_requests(4, seed=29)
     historian.run(historian.engine.set_num_speculative_tokens(0))
     batch = historian.greedy(requests, tap=False)
-    historian.run(historian.engine.history("forget"))
+    historian.run(historian.engine.history("index.forget"))
     historian.run(historian.engine.add_history(batch.rollouts))
     historian.run(historian.engine.set_num_speculative_tokens(3))
     counts(historian)
@@ -163,7 +163,7 @@ def test_a_new_drafter_is_chosen_as_soon_as_more_is_expected_of_it(
     """What the drafter before it had accepted says nothing of the new one."""
     requests = make_requests(16, seed=31)
     historian.run(historian.engine.set_num_speculative_tokens(3))
-    historian.run(historian.engine.history("forget"))
+    historian.run(historian.engine.history("index.forget"))
     historian.send_drafter(untrained_drafter.state_for_serving())
     historian.generate(requests, tap=False)
     counts(historian)

@@ -59,8 +59,9 @@ class SpeculationController:
         self._acceptance, self._trials = ServedAcceptance(max_speculative_tokens), Trials()
         self._costs: StepCosts | None = None
         # Seconds by (draft length, batch size), while measuring.
-        self._measured: dict[tuple[int, int], list[float]] | None = None
-        self._measured_kind = "all"  # see begin_measuring
+        self._measured: dict[tuple[int, int], list[float]] = {}
+        self.measured_kind = ""
+        """What is being measured, see begin_measuring; empty while nothing is."""
         self._live = False  # are the measured batches somebody else's, of whatever size?
         self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
@@ -112,29 +113,29 @@ class SpeculationController:
         and in those of "one" a single request drafts. live: batches of every size, until `has_measured`, instead of
         `measured_sizes`.
         """
-        self._measured, self._num_steps, self._measured_kind, self._live = {}, 0, kind, live
+        self._measured, self._num_steps, self.measured_kind, self._live = {}, 0, kind, live
 
     @property
     def has_measured(self) -> bool:
         """Were LIVE_STEPS engine steps of each draft length timed at one batch size since `begin_measuring`?"""
-        lengths, known = range(self.max_speculative_tokens + 1), self._measured or {}
+        lengths, known = range(self.max_speculative_tokens + 1), self._measured
         return any(all(len(known.get((k, b), ())) >= LIVE_STEPS for k in lengths) for k0, b in known if not k0)
 
     def end_measuring(self) -> list[list[float]]:
         """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns [length, batch size,
         seconds, their relative standard error, steps] of each; none: too few steps, and the length stays fixed."""
-        assert self._measured is not None
-        measured, self._measured = self._measured, None
+        measured, self._measured = self._measured, {}
+        kind, longest, self.measured_kind = self.measured_kind, self._longest_measured, ""
         if self._live:
             measured = {cell: seconds for cell, seconds in measured.items() if len(seconds) >= LIVE_STEPS}
         self.begin(self._learns)
         try:
-            costs = StepCosts(self._longest_measured, self.max_batch, measured)
+            costs = StepCosts(longest, self.max_batch, measured)
         except ValueError:
             return []
-        if self._measured_kind == "all":
+        if kind == "all":
             self._costs, self._fixed = costs, None
-        elif self._costs is not None and self._measured_kind == "verification":
+        elif self._costs is not None and kind == "verification":
             self._costs.set_verification(costs)
         elif self._costs is not None:
             self._costs.set_first_draft(costs)
@@ -172,13 +173,13 @@ class SpeculationController:
         self._end_step(now)
         self._started = now
         length = self._trials.num_speculative_tokens if self._fixed is None else self._fixed
-        if self._measured is not None:
+        if self.measured_kind:
             length = measured_length(self._num_steps, self._longest_measured)
         return [0, *map(int, self._chosen)] if length is None else [length] * (self.max_batch + 1)
 
     @property
     def _longest_measured(self) -> int:
-        return 1 if self._measured_kind == "one" else self.max_speculative_tokens
+        return 1 if self.measured_kind == "one" else self.max_speculative_tokens
 
     def prices(self, batch: int) -> tuple[list[float], list[float], float] | None:
         """[K+1] each: tokens that a request of a batch would get without speculation in the time of a step of each length,
@@ -187,7 +188,7 @@ class SpeculationController:
 
         None where all requests have the same length: by choice, or while a length is fixed, measured or tried.
         """
-        chooses = self._per_request and self._fixed is None and self._measured is None
+        chooses = self._per_request and self._fixed is None and not self.measured_kind
         if not chooses or self._costs is None or self._trials.num_speculative_tokens is not None:
             return None
         of_history, of_drafter = (self._costs.ratios(has_passes)[:, batch - 1].tolist() for has_passes in (False, True))
@@ -217,8 +218,8 @@ class SpeculationController:
         if step is None:
             return
         seconds, before, self._before = now - self._started, self._before, step
-        chooses = self._fixed is None and self._measured is None
-        of_drafter = self._measured is not None and self._measured_kind == "all" and not self._drafts_are_free
+        chooses = self._fixed is None and not self.measured_kind
+        of_drafter = self.measured_kind == "all" and not self._drafts_are_free
         if self._learns and (chooses or of_drafter):
             self._acceptance.observe(step.drafts)
         kind = "prompts" if step.computes_prompts else "steady" if step.steady else "mixed"
@@ -226,9 +227,9 @@ class SpeculationController:
         total[:] = total[0] + 1, total[1] + step.num_tokens, total[2] + seconds
         if step.computes_prompts:
             return
-        if self._measured is not None:
+        if self.measured_kind:
             self._num_steps += 1
-            one = self._measured_kind == "one" and len(step.drafts) == step.num_speculative_tokens
+            one = self.measured_kind == "one" and len(step.drafts) == step.num_speculative_tokens
             if (kind == "steady" or one) and (self._live or step.batch in measured_sizes(self.max_batch)):
                 self._measured.setdefault((step.num_speculative_tokens, step.batch), []).append(seconds)
         elif chooses and self._costs is not None:

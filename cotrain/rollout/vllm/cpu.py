@@ -4,7 +4,6 @@ Every patch names its end condition. cpu_packing.py is the other file about the 
 """
 
 import copy
-import functools
 import gc
 import pkgutil
 import sys
@@ -27,6 +26,7 @@ from cotrain.rollout.vllm.interface import (
     RUNNER,
     SAMPLING,
     moved,
+    wrap,
 )
 
 CPU_ARGUMENTS = {
@@ -258,7 +258,6 @@ def apply_patches() -> None:
     correct()
 
 
-@functools.cache
 def correct() -> tuple[str, ...]:
     """Apply the patches to a CPU build, once a process, whatever its version. Returns their names.
 
@@ -278,6 +277,4 @@ def correct() -> tuple[str, ...]:
 
 def apply(patch: Callable[..., Any]) -> None:
     owner, name = PATCHES[patch]
-    place = pkgutil.resolve_name(owner)
-    original = getattr(place, name)
-    setattr(place, name, functools.wraps(original)(lambda *args, **kwargs: patch(original, *args, **kwargs)))
+    wrap(pkgutil.resolve_name(owner), name, patch)

@@ -52,12 +52,15 @@ class HistoryDrafting:
     """
 
     def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
-        """is_alone: there is no drafter, and vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft."""
+        """is_alone: there is no drafter, and vLLM takes this for its n-gram look-up.
+
+        draws: see SuffixIndex.draft. It may be set later.
+        """
         self.index = index
-        self._fit, self._measured_kind = HalfLifeFit(), ""
+        self._fit, self._measured = HalfLifeFit(), ""
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
         self._take, self._has_passes = model_runner.take_draft_token_ids, True
-        self._is_alone, self._draws = is_alone, draws
+        self._is_alone, self.draws = is_alone, draws
         longest = model_runner.num_spec_tokens
         self._of_drafter = ServedAcceptance(longest)
         self._of_match = [ServedAcceptance(longest) for _ in (*MATCHES, None)]
@@ -83,30 +86,6 @@ class HistoryDrafting:
             self._fit.observe(self.index, rollout)
             self.index.add(key_of(rollout.prompt_token_ids), rollout.token_ids, rollout.policy_version)
 
-    def forget(self) -> None:
-        """Forget all rollouts."""
-        self.index.forget()
-
-    def save(self, path: str) -> None:
-        """See SuffixIndex."""
-        self.index.save(path)
-
-    def load(self, path: str) -> None:
-        """See SuffixIndex."""
-        self.index.load(path)
-
-    def measure(self, kind: str) -> None:
-        """Let requests draft the full length, to time steps with; an empty name ends it.
-
-        kind: see SpeculationController.begin_measuring. At "all" the drafter proposes, if there is one. Otherwise any
-        tokens stand for drafts from history, of every request or of "one".
-        """
-        self._measured_kind = kind
-
-    def set_draws(self, on: bool) -> None:
-        """Draw tokens from now on, or propose the likeliest."""
-        self._draws = on
-
     def take_report(self) -> dict[str, dict[str, float]]:
         """counts: drafts, draft tokens and accepted ones by proposer since the last call. state: size and half-life."""
         counts, self._counts = self._counts, Counter()
@@ -117,10 +96,11 @@ class HistoryDrafting:
 
     def _hooked(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, *rest: Any) -> Any:
         runner, k = self._runner, scheduler_output.num_spec_tokens_to_schedule
+        self._measured = scheduler_output.cotrain_measured
         request_ids = list(runner.input_batch.req_ids)
         texts = self._texts(sampled, len(request_ids))
         self._learn(scheduler_output, dict(zip(request_ids, texts, strict=True)))
-        draws = self._draws and not sampling_metadata.all_greedy
+        draws = self.draws and not sampling_metadata.all_greedy
         greedy = [not draws] * len(texts)
         if draws and not sampling_metadata.all_random:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
@@ -150,10 +130,14 @@ class HistoryDrafting:
     def _propose_from_history(
         self, request_ids: list[str], texts: list[Text], greedy: list[bool], k: int, prices: Any
     ) -> tuple[list[Draft | None], list[int]]:
-        """Each request's draft from history, or None where the drafter is to propose, and how many tokens it drafts."""
-        if self._measured_kind:
-            num_requests = 1 if self._measured_kind == "one" else len(texts)
-            fills = k and (self._is_alone or self._measured_kind != "all")
+        """Each request's draft from history, or None where the drafter is to propose, and how many tokens it drafts.
+
+        While steps are timed, see SpeculationController.begin_measuring, requests draft the full length. At "all" the
+        drafter proposes, if there is one. Otherwise any tokens stand for drafts from history, of all requests or of "one".
+        """
+        if self._measured:
+            num_requests = 1 if self._measured == "one" else len(texts)
+            fills = k and (self._is_alone or self._measured != "all")
             lengths = [k if i < num_requests else 0 for i in range(len(texts))]
             return [filler(text, n) if fills and n else None for text, n in zip(texts, lengths, strict=True)], lengths
         drafts = [
@@ -195,7 +179,7 @@ class HistoryDrafting:
         verified = scheduler_output.scheduled_spec_decode_tokens
         for request, text in texts.items():
             asked, drafted = self._asked.pop(request, None), len(verified.get(request, ()))
-            if asked is None or not (drafted and text.num_new) or self._measured_kind:
+            if asked is None or not (drafted and text.num_new) or self._measured:
                 continue  # vLLM drops drafts of requests that it computes again
             accepted = min(text.num_new - 1, drafted)
             name = "drafter" if asked.match is None else "history"

@@ -88,18 +88,13 @@ def passes(runs: Sequence[Rows], most_rows: int) -> Iterator[list[Rows]]:
         ]
 
 
-def sample_plainly_without_drafts(model_runner: Any) -> None:
+def sample_plainly_without_drafts(sample: Callable[..., Any], logits: Any, drafts: Any) -> Any:
     """Let a step in which no request has draft tokens use the sampler of an engine that does not speculate.
 
     vLLM's rejection sampler does all its work for such a step too: a quarter of the step for 16 requests of
     SmolLM2-135M on two cores. On a CPU it also fails there with top-k set, which ends the engine.
     """
-    sample = model_runner._sample
-
-    def sample_step(logits: Any, drafts: Any) -> Any:
-        return sample(logits, drafts if drafts is not None and drafts.max_spec_len else None)
-
-    model_runner._sample = sample_step
+    return sample(logits, drafts if drafts is not None and drafts.max_spec_len else None)
 
 
 class TapHook:
@@ -175,8 +170,8 @@ class DraftingHook(TapHook):
         self._runner.propose_draft_token_ids = propose
 
     def no_drafts(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Tensor:
-        """What the runner takes for no drafts."""
-        return no_drafts(sampled)
+        """What the runner takes for no drafts [R, 0], after a step that sampled [R, 1 or more] tokens."""
+        return sampled.new_empty((sampled.shape[0], 0))
 
     def propose(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:
         """Stand in for vLLM's propose_draft_token_ids."""
@@ -197,7 +192,7 @@ class DraftingHook(TapHook):
             for rows, num_valid in zip(rows_of_step, (sampled >= 0).sum(1).tolist(), strict=False):
                 token_ids, states = rows.token_ids[:num_valid], rows.hidden[:num_valid]
                 self._unread.add(Rows(rows.request, rows.first_position, token_ids, states))
-        return no_drafts(sampled)
+        return self.no_drafts(scheduler_output, sampled)
 
     def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
         """Read vLLM's CommonAttentionMetadata."""
@@ -253,11 +248,6 @@ def _attention_of(runs: list[Rows], positions: Tensor, blocks: Tensor, block_siz
         slot_mapping=slots + (positions % block_size).to(device),
         seq_lens_cpu_upper_bound=ends,
     )
-
-
-def no_drafts(sampled: Tensor) -> Tensor:
-    """Return the proposal [R, 0] after a step that sampled [R, 1 or more] tokens."""
-    return sampled.new_empty((sampled.shape[0], 0))
 
 
 def request_id_of(internal_id: str) -> str:

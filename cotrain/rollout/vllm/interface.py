@@ -8,6 +8,7 @@ import dis
 import functools
 import inspect
 import pkgutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,15 @@ USED_ON_CPU = {
     "vllm._custom_ops:cpu_prepack_moe_weight": "weight isa",
     "vllm._custom_ops:causal_conv1d_weight_pack": "weight",
 }
+
+
+def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Let `hook` stand in for a function of a module, class or object, once; it gets that as its first argument."""
+    original = getattr(owner, name)
+    if not hasattr(original, "cotrain_hook"):
+        wrapped: Any = functools.wraps(original)(lambda *args, **options: hook(original, *args, **options))
+        wrapped.cotrain_hook = hook
+        setattr(owner, name, wrapped)
 
 
 def moved() -> list[str]:

@@ -70,7 +70,8 @@ class DraftLengthScheduler(WatchedScheduler, Scheduler):
         super().cotrain_start()
 
     def cotrain_stamp(self, output: Any) -> None:
-        # The worker, which knows each request's match, reads it: see HistoryDrafting.
+        # The worker, which knows each request's match, reads them: see HistoryDrafting.
+        output.cotrain_measured = self.controller.measured_kind
         output.cotrain_prices = self.controller.prices(max(1, len(output.num_scheduled_tokens)))
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:

@@ -4,6 +4,7 @@ Methods carry the prefix `cotrain_`, since vLLM mixes this class into its own. T
 every tensor-parallel rank.
 """
 
+import operator
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from cotrain.process.children import follow_parent
 from cotrain.rollout.tap_admission import TapRequest
 from cotrain.rollout.vllm import cpu
 from cotrain.rollout.vllm.hooks import DraftingHook, sample_plainly_without_drafts
+from cotrain.rollout.vllm.interface import wrap
 from cotrain.rollout.vllm.weight_transfer import ServedWeights, of_all_ranks
 from cotrain.rollout.vllm.weights import differing_tensors
 from cotrain.transport.features import write_records
@@ -61,7 +63,7 @@ class CotrainWorker:
         target, kept = worker.get_model(), Path(keep_folder) / f"rank_{worker.rank}"
         self._cotrain_weights = {False: ServedWeights(target, worker.model_config, kept / "target")}
         if worker.speculative_config is not None:
-            sample_plainly_without_drafts(runner)
+            wrap(runner, "_sample", sample_plainly_without_drafts)
         if has_drafter:
             self._cotrain_hook = DraftingHook(runner)
             config = worker.speculative_config.draft_model_config
@@ -88,9 +90,12 @@ class CotrainWorker:
             self._cotrain_history.weigh_by(policy_version)
 
     def cotrain_history(self, action: str, *args: Any) -> Any:
-        """Call a method of the HistoryDrafting; "save" writes on rank 0 alone, since all ranks know the same."""
-        if action != "save" or self.rank == 0:  # type: ignore[attr-defined]
-            return getattr(self._cotrain_history, action)(*args)
+        """Call a method of the HistoryDrafting, or of its index as "index.forget", "index.load" and "index.save".
+
+        All ranks know the same, so that rank 0 alone writes what is saved.
+        """
+        if action != "index.save" or self.rank == 0:  # type: ignore[attr-defined]
+            return operator.attrgetter(action)(self._cotrain_history)(*args)
 
     def cotrain_start_tapping(self, requests: dict[str, tuple[str, int, int]]) -> None:
         """Tap these requests until their features are taken. requests: request id -> fields of its TapRequest.
@@ -137,7 +142,11 @@ class CotrainWorker:
 
     def cotrain_set_draft_sample_method(self, method: str) -> None:
         """Greedy or probabilistic drafting from the next step on."""
-        self.model_runner.drafter._enable_probabilistic_draft_probs = method == "probabilistic"  # type: ignore[attr-defined]
+        draws = method == "probabilistic"
+        if True in self._cotrain_weights:
+            self.model_runner.drafter._enable_probabilistic_draft_probs = draws  # type: ignore[attr-defined]
+        if self._cotrain_history is not None:
+            self._cotrain_history.draws = draws
 
     def cotrain_served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Checksums of the named tensors of the last update; empty for those that a rank does not serve exactly so.

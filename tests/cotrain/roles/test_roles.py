@@ -204,10 +204,10 @@ def test_all_engines_know_the_same_history() -> None:
     engines.lose(2, RunFailure("it died"))
     engines.come_back(2)
     file = "shm/node of rollout_0/rollout_0/history.safetensors"
-    assert engines.stand_ins[0].log[-1] == f"save {file}"
-    assert engines.stand_ins[2].log == [f"load node of rollout_2/{file}"]
+    assert engines.stand_ins[0].log[-1] == f"index.save {file}"
+    assert engines.stand_ins[2].log == [f"index.load node of rollout_2/{file}"]
     engines.save_history(Path("checkpoint"))
-    assert engines.stand_ins[0].log[-1] == "save checkpoint"
+    assert engines.stand_ins[0].log[-1] == "index.save checkpoint"
 
 
 def test_what_an_engine_has_seen_is_known_by_its_number_whichever_are_away() -> None:

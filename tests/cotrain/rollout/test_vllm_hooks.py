@@ -8,6 +8,7 @@ import torch
 
 from cotrain.rollout.vllm import hooks as vllm_hooks
 from cotrain.rollout.vllm.hooks import Rows
+from cotrain.rollout.vllm.interface import wrap
 
 AUX = [torch.randn(6, 4), torch.randn(6, 4)]  # one row of padding
 HIDDEN = torch.randn(6, 4)
@@ -250,6 +251,6 @@ def test_vllm_puts_its_own_suffix_on_request_ids():
 
 def test_a_step_without_drafts_is_sampled_as_without_speculation():
     runner = SimpleNamespace(_sample=lambda logits, drafts: drafts)
-    vllm_hooks.sample_plainly_without_drafts(runner)
+    wrap(runner, "_sample", vllm_hooks.sample_plainly_without_drafts)
     none, some = SimpleNamespace(max_spec_len=0), SimpleNamespace(max_spec_len=2)
     assert [runner._sample("logits", drafts) for drafts in (None, none, some)] == [None, None, some]

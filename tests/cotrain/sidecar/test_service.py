@@ -45,7 +45,7 @@ class Service:
         self.spool, self.folder = Spool(config.spool_folder), config.run_root / config.name
         self._thread = threading.Thread(target=self._serve, args=(resume,), daemon=True)
         self._thread.start()
-        self.until(lambda: self.spool.is_alive() and read_json(self.spool.folder / "settings.json") is not None)
+        self.until(self.spool.is_alive)
 
     def _serve(self, resume: bool) -> None:
         self.verdicts = serve(self.config, resume, self.stop.is_set)
