@@ -38,7 +38,7 @@ def main() -> None:
         arm["name"]: {run["seed"]: totals(folder / run["folder"]) for run in arm["runs"] if run["status"] == "finished"}
         for arm in arms
     }
-    [plain] = [arm["name"] for arm in arms if not arm["speculation"]]
+    [plain] = [a["name"] for a in arms if not read_run(folder / a["runs"][0]["folder"]).speculates]
     head = ["arm", "whole step", "generation", "acceptance length", "reward", "seconds a 1,000 tokens", *PARTS, "rest"]
     print("| " + " | ".join(head) + " |\n|---|" + "--:|" * (len(head) - 1))
     for name, of_arm in runs.items():

@@ -66,10 +66,8 @@ def _plan(study: Study) -> Iterator[str]:
     for run in _needed_inits(study.arms):
         yield f"  init   {run.config.name}: {next_action(run)}, {run.config.init.tokens:,} tokens"
     for arm in study.arms:
-        about = arm.fields()
-        what = f"init {arm.init}, k {about['num_speculative_tokens']}, {about['objective']}"
         actions = (f"seed {run.config.seed} {next_action(run)}" for run in arm.runs)
-        yield f"  arm    {arm.name} ({what if about['speculation'] else 'no speculation'}): {', '.join(actions)}"
+        yield f"  arm    {arm.name}: {', '.join(actions)}"
 
 
 def _needed_inits(arms: Sequence[Arm]) -> list[Run]:

@@ -38,7 +38,7 @@ def save_state(study: Study) -> None:
             {"seed": run.config.seed, "folder": f"runs/{run.config.name}", "status": run.status, "error": run.error}
             for run in arm.runs
         ]
-        arms.append(arm.fields() | {"runs": runs})
+        arms.append({"name": arm.name, "runs": runs})
     head = {"name": study.config.name, "steps": study.shared.steps, "seeds": list(study.config.seeds)}
     write_json(study.folder / STUDY, head | {"arms": arms})
 

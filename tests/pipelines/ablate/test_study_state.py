@@ -90,7 +90,7 @@ def test_a_folder_of_another_study_is_refused_with_the_field_named(study_file, o
 def test_a_changed_arm_and_initialisation_are_named(study_file):
     start_all(load_study(study_file))
     text = study_file.read_text()
-    study_file.write_text(text.replace("online = true", 'online = true\npolicy = "frozen"').replace("500", "600"))
+    study_file.write_text(text.replace('"drafter.train" = true', '"policy.train" = false').replace("500", "600"))
     with pytest.raises(ConfigError) as error:
         restore_state(load_study(study_file))
     assert error.value.problems[:2] == [
@@ -103,7 +103,7 @@ def test_arms_and_seeds_may_be_added(study_file):
     start_all(study)
     study.arms[0].runs[0].status = "finished"
     save_state(study)
-    study_file.write_text(study_file.read_text() + '\n[[arms]]\nname = "k 1"\nnum_speculative_tokens = 1\n')
+    study_file.write_text(study_file.read_text() + '\n[[arms]]\nname = "k 1"\nrollout.num_speculative_tokens = 1\n')
     study = load_study(study_file)
     restore_state(study)
     assert [run.status for run in study.arms[0].runs] == ["finished", "missing"]

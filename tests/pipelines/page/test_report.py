@@ -33,7 +33,7 @@ def test_a_run_by_name_or_folder(root: Path, name: str, capsys: pytest.CaptureFi
 
 
 def test_a_study(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_study(root / "study", [arm("generic", "generic", True)], {})
+    write_study(root / "study", [arm("generic")], {})
     assert main(["report", "study"]) == 0
     assert "cotrain study" in Path(capsys.readouterr().out.strip()).read_text()
     assert (root / "study" / REPORT / "table.csv").is_file()
