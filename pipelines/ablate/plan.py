@@ -3,10 +3,11 @@
 Imports no torch. An arm sets fields of the run configuration, but none that makes runs incomparable.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -67,12 +68,17 @@ class Run:
     """One `cotrain init` or `cotrain train`, and how it ended."""
 
     command: Literal["init", "train"]
-    title: str
+    name: str
+    """Of its arm, or of the initialisation."""
     config: RunConfig
     needs: "Run | None" = None
     """The initialisation it starts from."""
     status: Status = "missing"
     error: str | None = None
+
+    @property
+    def title(self) -> str:
+        return f"init {self.name}" if self.command == "init" else f"{self.name}, seed {self.config.seed}"
 
     @property
     def folder(self) -> Path:
@@ -84,38 +90,24 @@ class Run:
         return self.config.run_root.parent / "logs" / f"{self.command}-{self.config.name}.log"
 
 
-@dataclass(eq=False, frozen=True)
-class Arm:
-    """One configuration that the study compares with others."""
-
-    name: str
-    config: RunConfig
-    """The configuration of its runs, but for name and seed."""
-    runs: list[Run]
-    """One for each seed."""
-
-    @property
-    def slug(self) -> str:
-        return re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-.")
-
-
 @dataclass(frozen=True)
 class Study:
     config: StudyConfig
     here: Path
     """Folder of the study file."""
     shared: RunConfig
-    inits: dict[str, Run] = field(default_factory=dict)
-    arms: list[Arm] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    """In their order: the initialisations that arms need, then all arms for each seed, so that a study that is stopped early
+    has whole comparisons of fewer seeds."""
 
     @property
     def folder(self) -> Path:
         return self.config.folder / self.config.name
 
-
-def runs_of(arms: Sequence[Arm]) -> list[Run]:
-    """Seeds go outside: a study that is stopped early has whole comparisons of fewer seeds."""
-    return [run for same_seed in zip(*(arm.runs for arm in arms), strict=True) for run in same_seed]
+    @property
+    def trainings(self) -> list[Run]:
+        """The runs of arms."""
+        return [run for run in self.runs if run.command == "train"]
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
@@ -133,16 +125,21 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     if shared.tracking.uri is None:  # one store for inits/ and runs/, so that all are nested under one run
         own["tracking"] = {"uri": f"sqlite:///{folder / 'mlflow.db'}"}
     study = Study(config, here, parse_config(merge(shared.model_dump(mode="json"), own)))
+    inits, arms = dict[str, Run](), list[Run]()
     for name, fields in config.inits.items():
         with _collect(problems, f"inits.{name}"):
-            study.inits[name] = Run("init", f"init {name}", _init_config(study, name, fields))
+            inits[name] = Run("init", name, _init_config(study, name, fields))
     for number, fields in enumerate(config.arms, 1):
         with _collect(problems, f"arm {fields.get('name', number)!r}"):
-            study.arms.append(_arm(study, validated(ArmConfig, fields)))
-    if not study.arms and not problems:
+            arms.append(_arm(study, validated(ArmConfig, fields), inits, arms))
+    if not arms and not problems:
         problems.append("arms: the study has none; add [[arms]]")
     if problems:
         raise ConfigError(problems)
+    study.runs.extend(dict.fromkeys(arm.needs for arm in arms if arm.needs))
+    for seed, arm in itertools.product(config.seeds, arms):
+        own = {"name": f"{arm.config.name}-s{seed}", "seed": seed}
+        study.runs.append(replace(arm, config=arm.config.model_copy(update=own)))
     return study
 
 
@@ -154,28 +151,26 @@ def _collect(problems: list[str], where: str) -> Iterator[None]:
         problems += [f"{where}: {line}" for line in error.problems]
 
 
-def _arm(study: Study, given: ArmConfig) -> Arm:
-    """Raises ConfigError naming the field when the arm is wrong, alone or beside those before it."""
+def _arm(study: Study, given: ArmConfig, inits: dict[str, Run], others: Sequence[Run]) -> Run:
+    """The run of an arm, before it has a seed. Raises ConfigError naming the field when it is wrong, alone or beside others."""
     config = parse_config(_with_fields(study, given.model_extra or {}, NOT_OF_ARMS))
     if given.init is not None:
         if config.drafter is None:
             raise ConfigError(["init: the arm has no drafter that could start from it; leave it out"])
         drafter = config.drafter.model_copy(update={"init": _init_source(study, given.init)})
         config = config.model_copy(update={"drafter": drafter})
-    arm, made_by = Arm(given.name, config, []), study.inits.get(given.init or NO_INIT)
-    for other in study.arms:
-        if arm.slug == other.slug:
-            raise ConfigError([f"would share run folders {arm.slug}-s* with {other.name!r}; rename one"])
-        if config == other.config:
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", given.name).strip("-.")
+    for other in others:
+        if slug == other.config.name:
+            raise ConfigError([f"would share run folders {slug}-s* with {other.name!r}; rename one"])
+        if config == other.config.model_copy(update={"name": config.name}):
             raise ConfigError([f"is the same as {other.name!r}; change or remove one"])
+    made_by = inits.get(given.init or NO_INIT)
     if (made := made_by and made_by.config.drafter) and config.drafter and made.model != config.drafter.model:
         ours, theirs = (model.model_dump(exclude_none=True) for model in (config.drafter.model, made.model))
         fix = "give both the same drafter.model"
         raise ConfigError([f"init: inits.{given.init} makes a drafter with {theirs}, the arm has {ours}; {fix}"])
-    for seed in study.config.seeds:
-        own = config.model_copy(update={"name": f"{arm.slug}-s{seed}", "seed": seed})
-        arm.runs.append(Run("train", f"{arm.name}, seed {seed}", own, made_by))
-    return arm
+    return Run("train", given.name, config.model_copy(update={"name": slug}), made_by)
 
 
 def _with_fields(study: Study, given: Table, refused: Sequence[str]) -> Table:

@@ -25,7 +25,7 @@ def test_arms_differ_from_the_shared_configuration_only_in_what_they_set(study_f
             )
         ],
     )
-    config = study.arms[0].runs[1].config
+    config = study.trainings[1].config
     expected = study.shared.model_dump(mode="json")
     expected |= {"name": "x-s1", "seed": 1, "run_root": str(study.folder / "runs")}
     expected["policy"]["train"] = False
@@ -35,7 +35,7 @@ def test_arms_differ_from_the_shared_configuration_only_in_what_they_set(study_f
 
 
 def test_without_speculation_there_is_no_drafter(study_file):
-    [arm] = load_study(study_file, [arms("name='x', drafter='none'")]).arms
+    arm = load_study(study_file, [arms("name='x', drafter='none'")]).runs[0]
     assert arm.config.drafter is None and arm.config.policy == load_study(study_file).shared.policy
 
 
@@ -43,13 +43,13 @@ def test_an_arm_drafts_from_history_alone_or_beside_the_drafter(study_file):
     alone = "name='alone', drafter='none', 'rollout.speculation.proposers'=[{type='suffix'}]"
     beside = "name='beside', 'rollout.speculation.proposers'=[{type='eagle3'}, {type='suffix'}]"
     study = load_study(study_file, [arms(alone, beside)])
-    proposers = [[p.type for p in arm.config.rollout.speculation.proposers] for arm in study.arms]
+    proposers = [[p.type for p in arm.config.rollout.speculation.proposers] for arm in study.runs[:2]]
     assert proposers == [["suffix"], ["eagle3", "suffix"]]
-    assert [arm.config.drafter is None for arm in study.arms] == [True, False]
+    assert [arm.config.drafter is None for arm in study.runs[:2]] == [True, False]
 
 
 def test_an_initialisation_overrides_the_shared_configuration(study_file):
-    init = load_study(study_file).inits["generic"].config
+    init = load_study(study_file).runs[0].config
     assert init.init.tokens == 500 and init.init.source.path == str(study_file.with_name("prompts.jsonl"))
     assert (init.name, init.run_root.name) == ("generic", "inits")
 
@@ -97,17 +97,22 @@ def test_all_problems_are_found_in_one_pass(study_file):
 
 def test_an_arm_may_have_another_drafter_and_then_needs_one_of_its_kind(study_file):
     mtp = "name='mtp', 'drafter.model.trained_depth'=2, 'rollout.num_speculative_tokens'=2, drafter.model={type='mtp'}"
-    [arm] = load_study(study_file, [arms(mtp)]).arms
+    arm = load_study(study_file, [arms(mtp)]).runs[0]
     assert arm.config.drafter.model.model_dump() == {"type": "mtp", "trained_depth": 2}
-    [arm] = load_study(study_file, [arms("name='x', drafter.model={draft_vocab_size=64}, init='none'")]).arms
+    arm = load_study(study_file, [arms("name='x', drafter.model={draft_vocab_size=64}, init='none'")]).runs[0]
     assert arm.config.drafter.model.type == "eagle3" and arm.config.drafter.model.trained_depth == 3
     [line] = problems(study_file, arms("name='mtp', drafter.model={type='mtp'}, init='generic'"))
     assert line.startswith("arm 'mtp': init: inits.generic makes a drafter with {'type': 'eagle3', 'draft_vocab_size'")
     fitting = "inits.other={'init.source.type'='policy', 'drafter.model.type'='mtp'}"
-    study = load_study(study_file, [arms("name='mtp', drafter.model={type='mtp'}, init='other'"), fitting])
-    assert study.inits["other"].config.drafter.model == study.arms[0].config.drafter.model
+    init, *runs = load_study(study_file, [arms("name='mtp', drafter.model={type='mtp'}, init='other'"), fitting]).runs
+    assert init.name == "other" and {run.needs for run in runs} == {init}
+    assert init.config.drafter.model == runs[0].config.drafter.model
 
 
 def test_the_type_of_a_source_may_come_after_its_fields(study_file):
     later = "inits.later={'init.source.path'='prompts.jsonl', 'init.source.type'='dataset'}"
-    assert load_study(study_file, [later]).inits["later"].config.init.source.path.endswith("prompts.jsonl")
+    assert (
+        load_study(study_file, [later, arms("name='x', init='later'")])
+        .runs[0]
+        .config.init.source.path.endswith("prompts.jsonl")
+    )
