@@ -66,7 +66,6 @@ def test_an_initialisation_overrides_the_shared_configuration(study_file):
         (arms("name='x', task.seed=1"), "arm 'x': task.seed: must not differ between runs"),
         (arms("name='x', 'rollout.max_new_tokens'=1"), "arm 'x': rollout.max_new_tokens: must not differ between runs"),
         (arms("name='x', drafter.trian=true"), "did you mean drafter.train?"),
-        (arms("name='x', drafter='none', 'drafter.model.type'='mtp', init='no'"), "arm 'x': init: 'no' is none of generic, none"),
         (arms("name='x', drafter='none', 'drafter.train'=false"), "arm 'x': drafter.model: missing"),
         (arms("name='x', drafter='none', init='none'"), "arm 'x': init: the arm has no drafter that could start from it"),
         (arms("name='x', init='genric'"), "arm 'x': init: 'genric' is none of generic, none"),

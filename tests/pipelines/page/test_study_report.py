@@ -149,7 +149,7 @@ def test_runs_link_to_their_own_reports(whole: Path) -> None:
 
 
 def test_more_arms_than_a_figure_can_tell_apart_are_in_two(tmp_path: Path) -> None:
-    arms = [arm(f"rate {i}", policy={"model": "tiny:llama", "kl_coefficient": i}) for i in range(9)]
+    arms = [arm(f"rate-{i}", policy={"model": "tiny:llama", "kl_coefficient": i}) for i in range(9)]
     page = page_of(write_study(tmp_path / "s", arms, {}))
     found = {plot.name: plot.alt.count(" first, ") for section in page.sections for plot in section.plots if plot.alt}
     assert (found["acceptance_length_1"], found["acceptance_length_2"]) == (7, 2)
