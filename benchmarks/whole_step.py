@@ -38,7 +38,8 @@ def main() -> None:
         arm["name"]: {run["seed"]: totals(folder / run["folder"]) for run in arm["runs"] if run["status"] == "finished"}
         for arm in arms
     }
-    [plain] = [arm["name"] for arm in arms if not arm["speculation"]]
+    finished = [(arm["name"], folder / r["folder"]) for arm in arms for r in arm["runs"] if r["status"] == "finished"]
+    [plain] = {name for name, run in finished if not read_run(run).speculates}
     head = ["arm", "whole step", "generation", "acceptance length", "reward", "seconds a 1,000 tokens", *PARTS, "rest"]
     print("| " + " | ".join(head) + " |\n|---|" + "--:|" * (len(head) - 1))
     for name, of_arm in runs.items():

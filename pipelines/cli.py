@@ -134,12 +134,11 @@ def report(arguments: Sequence[str]) -> int:
         description="Write the report of a run or a study into its report/ folder: report.html, which needs no other "
         "file, and its figures as PNGs; for a study also its table as Markdown and CSV.",
     )
-    parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name below the run root")
-    parser.add_argument("--run-root", type=Path, default=Path("runs"), help="folder of all runs (default %(default)s)")
+    parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name below runs/")
     options = parser.parse_args(arguments)
     from pipelines.page.folders import STUDY, find
 
-    folder = find(options.folder, options.run_root)
+    folder = find(options.folder)
     if (folder / STUDY).is_file():
         from pipelines.ablate.report import write_study_report as write
     else:

@@ -12,7 +12,7 @@ from cotrain.config.load import ConfigError, load_config, parse_config
 from cotrain.config.schema import RunConfig
 from cotrain.tasks.base import build_task
 from drafters.config import Section
-from pipelines.ablate.plan import ArmConfig, StudyConfig, load_study, runs_of
+from pipelines.ablate.plan import ArmConfig, StudyConfig, load_study
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(ROOT.glob("configs/**/*.toml"))
@@ -59,8 +59,7 @@ def test_the_reward_of_the_study_of_drift_pays_for_different_words(monkeypatch: 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_study_loads_with_all_its_runs(path: Path) -> None:
-    study = load_study(path)
-    runs = runs_of(study.arms)
+    runs = load_study(path).trainings
     assert len({run.config.name for run in runs}) == len(runs) > 1
 
 

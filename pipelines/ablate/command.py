@@ -18,7 +18,7 @@ from cotrain.process.children import two_stage_stop
 from cotrain.run.console import duration
 from cotrain.run.mlflow_store import tracking_uri
 from pipelines.ablate.jobs import execute, is_complete, last_error, next_action, restore_state, save_state
-from pipelines.ablate.plan import Arm, Run, Status, Study, load_study, runs_of
+from pipelines.ablate.plan import Run, Status, Study, load_study
 from pipelines.page.folders import STUDY
 
 FOLDER_TAG = "cotrain.study_folder"
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(problems)
         print("no problem found; models, data and drafters are checked when the study starts")
         return 0
-    _check(study.arms)
+    _check(study)
     study.folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(study.folder / "study.lock", timeout=0):
@@ -62,29 +62,22 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(study: Study) -> Iterator[str]:
     """What would run, with what is done already."""
-    yield f"study {study.config.name} in {study.folder}: {len(study.arms)} arms x {len(study.config.seeds)} seeds"
-    for run in _needed_inits(study.arms):
-        yield f"  init   {run.config.name}: {next_action(run)}, {run.config.init.tokens:,} tokens"
-    for arm in study.arms:
-        about = arm.fields()
-        what = f"init {arm.init}, k {about['num_speculative_tokens']}, {about['objective']}"
-        actions = (f"seed {run.config.seed} {next_action(run)}" for run in arm.runs)
-        yield f"  arm    {arm.name} ({what if about['speculation'] else 'no speculation'}): {', '.join(actions)}"
+    arms, seeds = len(study.config.arms), len(study.config.seeds)
+    yield f"study {study.config.name} in {study.folder}: {arms} arms x {seeds} seeds"
+    for run in study.runs:
+        tokens = f", {run.config.init.tokens:,} tokens" if run.command == "init" else ""
+        yield f"  {run.title}: {next_action(run)}{tokens}"
 
 
-def _needed_inits(arms: Sequence[Arm]) -> list[Run]:
-    return list(dict.fromkeys(run.needs for run in runs_of(arms) if run.needs))
-
-
-def _check(arms: Sequence[Arm]) -> None:
+def _check(study: Study) -> None:
     """What can be checked before a model loads; a drafter given by the user is checked by the runs themselves."""
     from pipelines.preflight import check_run
 
-    for arm in arms:
+    for run in {run.name: run for run in study.trainings}.values():  # one of each arm
         try:
-            check_run(arm.config, resume=True)  # an arm is never run under a name of its own
+            check_run(run.config, resume=True)  # an arm is never run under a name of its own
         except ConfigError as error:
-            raise ConfigError([f"{line} (in arm {arm.name!r})" for line in error.problems]) from None
+            raise ConfigError([f"{line} (in arm {run.name!r})" for line in error.problems]) from None
 
 
 def _run_study(study: Study) -> int:
@@ -97,11 +90,11 @@ def _run_study(study: Study) -> int:
     client, parent = _open_mlflow_run(study)
     save_state(study)
     with two_stage_stop(print, "step") as stopped:
-        _run_all(study, [*_needed_inits(study.arms), *runs_of(study.arms)], stopped, parent)
+        _run_all(study, stopped, parent)
     page = write_study_report(study.folder)
     _close_mlflow_run(client, parent, study)
     print(f"\n{page.with_name('table.md').read_text()}\nreport: {page}")
-    failed = [run for run in runs_of(study.arms) if run.status == "failed"]
+    failed = [run for run in study.trainings if run.status == "failed"]
     for run in failed:
         print(f"  {run.title}: {run.error}")
     took = duration(time.monotonic() - started)
@@ -112,9 +105,9 @@ def _run_study(study: Study) -> int:
     return 1 if failed else 0
 
 
-def _run_all(study: Study, runs: Sequence[Run], stopped: Callable[[], bool], parent: str) -> None:
+def _run_all(study: Study, stopped: Callable[[], bool], parent: str) -> None:
     """Run those that are not finished, and keep in study.json how each of them ends."""
-    waiting, started = [run for run in runs if next_action(run) != "finished"], time.monotonic()
+    waiting, started = [run for run in study.runs if next_action(run) != "finished"], time.monotonic()
     for number, run in enumerate(waiting, 1):
         if stopped():
             return
@@ -128,7 +121,7 @@ def _run_all(study: Study, runs: Sequence[Run], stopped: Callable[[], bool], par
 def _ended(run: Run, keep_checkpoints: bool, stopped: Callable[[], bool], parent: str) -> tuple[Status, str | None]:
     """Execute a run. Returns how it ended, and why if it failed."""
     if run.needs and run.needs.status == "failed":
-        return "failed", f"its initialisation {run.needs.config.name} failed: {run.needs.error}"
+        return "failed", f"its initialisation {run.needs.name} failed: {run.needs.error}"
     exit_status = execute(run, stopped, parent)
     if exit_status == 0 and is_complete(run):
         if not keep_checkpoints:  # gigabytes that nothing reads any more
@@ -164,7 +157,7 @@ def _close_mlflow_run(client: Any, run_id: str, study: Study) -> None:
 
     from cotrain.run.mlflow_store import first_line
 
-    finished = all(run.status == "finished" for run in runs_of(study.arms))
+    finished = all(run.status == "finished" for run in study.trainings)
     try:
         for file in (STUDY, "report/table.md", "report/report.html"):
             client.log_artifact(run_id, str(study.folder / file))

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cotrain.config.errors import ConfigError
 from cotrain.config.load import to_toml
@@ -22,7 +22,7 @@ from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
 from drafters.files import read_object, write_json
-from pipelines.ablate.plan import Run, Study, runs_of
+from pipelines.ablate.plan import Run, Study
 from pipelines.page.folders import STUDY
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
@@ -32,15 +32,12 @@ Action = Literal["finished", "resume", "start", "start over"]
 
 
 def save_state(study: Study) -> None:
-    arms = []
-    for arm in study.arms:
-        runs = [
-            {"seed": run.config.seed, "folder": f"runs/{run.config.name}", "status": run.status, "error": run.error}
-            for run in arm.runs
-        ]
-        arms.append(arm.fields() | {"runs": runs})
+    arms = dict[str, list[dict[str, Any]]]()
+    for run in study.trainings:
+        ended = {"folder": f"runs/{run.config.name}", "status": run.status, "error": run.error}
+        arms.setdefault(run.name, []).append({"seed": run.config.seed} | ended)
     head = {"name": study.config.name, "steps": study.shared.steps, "seeds": list(study.config.seeds)}
-    write_json(study.folder / STUDY, head | {"arms": arms})
+    write_json(study.folder / STUDY, head | {"arms": [{"name": arm, "runs": runs} for arm, runs in arms.items()]})
 
 
 def restore_state(study: Study) -> None:
@@ -49,8 +46,8 @@ def restore_state(study: Study) -> None:
     Raises ConfigError when runs in the study's folder were made with other settings, naming each. Arms,
     initialisations and seeds may be added.
     """
-    runs, changes = runs_of(study.arms), dict[str, str]()
-    for run in (*study.inits.values(), *runs):
+    changes = dict[str, str]()
+    for run in study.runs:
         if not (path := run.folder / "config.json").is_file():
             continue
         old, new = flatten(json.loads(path.read_text())), flatten(run.config.model_dump(mode="json"))
@@ -63,7 +60,7 @@ def restore_state(study: Study) -> None:
         raise ConfigError([*problems, f"folder: {study.folder} holds runs with the settings above; set name=..."])
     if (study.folder / STUDY).is_file():
         known = {run["folder"]: run for arm in read_object(study.folder / STUDY)["arms"] for run in arm["runs"]}
-        for run in runs:
+        for run in study.trainings:
             ended = known.get(f"runs/{run.config.name}", {})
             run.status, run.error = ended.get("status", "missing"), ended.get("error")
 

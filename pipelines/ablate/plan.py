@@ -1,57 +1,49 @@
 """From a study file to its runs: each initialisation and each arm with every seed, all checked in one pass.
 
-Imports no torch. An arm can set nothing but what is ablated, so that two arms never differ by accident.
+Imports no torch. An arm sets fields of the run configuration, but none that makes runs incomparable.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt
 
 from cotrain.config.errors import ConfigError, did_you_mean, validated
 from cotrain.config.load import Table, load_config, merge, parse_config, read_tables, table_of
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import NAME, RunConfig
 from cotrain.run.provenance import flatten
 from drafters.config import Section
 
 NO_INIT = "none"
 
+OF_THE_STUDY = ("name", "run_root", "seed", "steps", "checkpoint", "cluster", "drafter.init", "policy.model")
+"""Fields and sections that neither an arm nor an initialisation may set."""
 
-class ArmConfig(Section):
-    """One arm. A field that is left out is the shared configuration's."""
+NOT_OF_ARMS = (
+    *(*OF_THE_STUDY, "init", "task", "tracking", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
+    *("rollout.max_prompt_tokens", "rollout.max_new_tokens"),
+)
+NOT_OF_INITS = (*OF_THE_STUDY, "policy", "stream", "lossless")
+
+
+class ArmConfig(Section, extra="allow"):
+    """One arm. Any other key is a field of the run configuration, and its value that of the arm."""
 
     name: str = Field(pattern=r"[A-Za-z0-9]")
     """Name in tables and plots; its run folders are named by its letters and digits."""
     init: str | None = None
     """First weights of the drafter: a name of [inits], "none" (random), a checkpoint folder (relative to the study
-    file), or a models:/ URI."""
-    model: dict[str, Any] | None = None
-    """Fields of drafter.model that differ from the shared configuration; with another `type`, all of them."""
-    online: bool | None = None
-    """Co-train the drafter (true), or freeze it (false)."""
-    policy: Literal["moving", "frozen"] | None = None
-    """Train the policy, or keep it as it is (no drift)."""
-    num_speculative_tokens: PositiveInt | None = None
-    """Draft tokens per verification step (k)."""
-    objective: dict[str, Any] | None = None
-    """Fields of drafter.objective that differ from the shared configuration."""
-    speculation: bool = True
-    """False: no drafter, and without `history` the baseline. Such an arm sets no field of the drafter."""
-    history: bool = False
-    """Draft from past rollouts: beside the drafter, or alone with speculation = false."""
-    order: Literal["longest_first", "drawn"] | None = None
-    """Which prompts of a step begin first."""
-    per_request: bool | None = None
-    """With `history`: choose the draft length for each request, or for each batch size alone."""
+    file), or a models:/ URI. Default: drafter.init of the shared configuration."""
 
 
 class StudyConfig(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=NAME)
     """Name of the study: its folder below `folder`, and its MLflow run."""
     config: tuple[str, ...] = Field(min_length=1)
     """Configuration files shared by all arms, relative to the study file; later ones win."""
@@ -68,9 +60,6 @@ class StudyConfig(Section):
 
 
 DATA_FILES = (".json", ".jsonl", ".parquet")
-INIT_SECTIONS = ("init", "task", "rollout", "drafter", "tracking")
-"""What an initialisation may set. It shares the policy with the arms, and must make the drafter they start from."""
-
 Status = Literal["finished", "failed", "missing"]
 
 
@@ -79,12 +68,17 @@ class Run:
     """One `cotrain init` or `cotrain train`, and how it ended."""
 
     command: Literal["init", "train"]
-    title: str
+    name: str
+    """Of its arm, or of the initialisation."""
     config: RunConfig
     needs: "Run | None" = None
     """The initialisation it starts from."""
     status: Status = "missing"
     error: str | None = None
+
+    @property
+    def title(self) -> str:
+        return f"init {self.name}" if self.command == "init" else f"{self.name}, seed {self.config.seed}"
 
     @property
     def folder(self) -> Path:
@@ -96,56 +90,24 @@ class Run:
         return self.config.run_root.parent / "logs" / f"{self.command}-{self.config.name}.log"
 
 
-@dataclass(eq=False, frozen=True)
-class Arm:
-    """One combination of what the study varies."""
-
-    name: str
-    init: str
-    """none (random), a name of the study's [inits] such as generic or in-domain, or the checkpoint given."""
-    config: RunConfig
-    """The configuration of its runs, but for name and seed."""
-    runs: list[Run]
-    """One for each seed."""
-
-    @property
-    def slug(self) -> str:
-        return re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-.")
-
-    def fields(self) -> dict[str, Any]:
-        """What tables show of the arm, with everything filled in."""
-        config, drafter = self.config, self.config.drafter
-        proposers: list[str] = [] if drafter is None else [drafter.model.type]
-        proposers += [] if config.rollout.history is None else ["suffix"]
-        return {
-            "name": self.name,
-            "init": self.init,
-            "model": " + ".join(proposers) or NO_INIT,
-            "online": drafter is not None and drafter.train,
-            "policy": "moving" if config.policy.train else "frozen",
-            "num_speculative_tokens": config.rollout.num_speculative_tokens if config.speculates else 0,
-            "objective": drafter.objective.type if drafter else NO_INIT,
-            "speculation": config.speculates,
-        }
-
-
 @dataclass(frozen=True)
 class Study:
     config: StudyConfig
     here: Path
     """Folder of the study file."""
     shared: RunConfig
-    inits: dict[str, Run] = field(default_factory=dict)
-    arms: list[Arm] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    """In their order: the initialisations that arms need, then all arms for each seed, so that a study that is stopped early
+    has whole comparisons of fewer seeds."""
 
     @property
     def folder(self) -> Path:
         return self.config.folder / self.config.name
 
-
-def runs_of(arms: Sequence[Arm]) -> list[Run]:
-    """Seeds go outside: a study that is stopped early has whole comparisons of fewer seeds."""
-    return [run for same_seed in zip(*(arm.runs for arm in arms), strict=True) for run in same_seed]
+    @property
+    def trainings(self) -> list[Run]:
+        """The runs of arms."""
+        return [run for run in self.runs if run.command == "train"]
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
@@ -163,16 +125,21 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     if shared.tracking.uri is None:  # one store for inits/ and runs/, so that all are nested under one run
         own["tracking"] = {"uri": f"sqlite:///{folder / 'mlflow.db'}"}
     study = Study(config, here, parse_config(merge(shared.model_dump(mode="json"), own)))
+    inits, arms = dict[str, Run](), list[Run]()
     for name, fields in config.inits.items():
         with _collect(problems, f"inits.{name}"):
-            study.inits[name] = Run("init", f"init {name}", _init_config(study, name, fields))
+            inits[name] = Run("init", name, _init_config(study, name, fields))
     for number, fields in enumerate(config.arms, 1):
         with _collect(problems, f"arm {fields.get('name', number)!r}"):
-            study.arms.append(_arm(study, validated(ArmConfig, fields)))
-    if not study.arms and not problems:
+            arms.append(_arm(study, validated(ArmConfig, fields), inits, arms))
+    if not arms and not problems:
         problems.append("arms: the study has none; add [[arms]]")
     if problems:
         raise ConfigError(problems)
+    study.runs.extend(dict.fromkeys(arm.needs for arm in arms if arm.needs))
+    for seed, arm in itertools.product(config.seeds, arms):
+        own = {"name": f"{arm.config.name}-s{seed}", "seed": seed}
+        study.runs.append(replace(arm, config=arm.config.model_copy(update=own)))
     return study
 
 
@@ -184,52 +151,42 @@ def _collect(problems: list[str], where: str) -> Iterator[None]:
         problems += [f"{where}: {line}" for line in error.problems]
 
 
-def _arm(study: Study, given: ArmConfig) -> Arm:
-    """Raises ConfigError naming the field when the arm is wrong, alone or beside those before it."""
-    config = _arm_config(study, given)
-    init = given.init or (config.drafter and config.drafter.init) or NO_INIT
-    arm, made_by = Arm(given.name, init, config, []), study.inits.get(init)
-    for other in study.arms:
-        if arm.slug == other.slug:
-            raise ConfigError([f"would share run folders {arm.slug}-s* with {other.name!r}; rename one"])
-        if config == other.config:
+def _arm(study: Study, given: ArmConfig, inits: dict[str, Run], others: Sequence[Run]) -> Run:
+    """The run of an arm, before it has a seed. Raises ConfigError naming the field when it is wrong, alone or beside others."""
+    config = parse_config(_with_fields(study, given.model_extra or {}, NOT_OF_ARMS))
+    if given.init is not None:
+        if config.drafter is None:
+            raise ConfigError(["init: the arm has no drafter that could start from it; leave it out"])
+        drafter = config.drafter.model_copy(update={"init": _init_source(study, given.init)})
+        config = config.model_copy(update={"drafter": drafter})
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", given.name).strip("-.")
+    for other in others:
+        if slug == other.config.name:
+            raise ConfigError([f"would share run folders {slug}-s* with {other.name!r}; rename one"])
+        if config == other.config.model_copy(update={"name": config.name}):
             raise ConfigError([f"is the same as {other.name!r}; change or remove one"])
+    made_by = inits.get(given.init or NO_INIT)
     if (made := made_by and made_by.config.drafter) and config.drafter and made.model != config.drafter.model:
         ours, theirs = (model.model_dump(exclude_none=True) for model in (config.drafter.model, made.model))
         fix = "give both the same drafter.model"
-        raise ConfigError([f"init: inits.{init} makes a drafter with {theirs}, the arm has {ours}; {fix}"])
-    for seed in study.config.seeds:
-        own = config.model_copy(update={"name": f"{arm.slug}-s{seed}", "seed": seed})
-        arm.runs.append(Run("train", f"{arm.name}, seed {seed}", own, made_by))
-    return arm
+        raise ConfigError([f"init: inits.{given.init} makes a drafter with {theirs}, the arm has {ours}; {fix}"])
+    return Run("train", given.name, config.model_copy(update={"name": slug}), made_by)
 
 
-def _arm_config(study: Study, given: ArmConfig) -> RunConfig:
-    shared, drafter = study.shared.model_dump(mode="json"), study.shared.drafter
-    if not given.speculation:
-        if wrong := given.model_fields_set - {"name", "policy", "speculation", "history", "order", "per_request"}:
-            raise ConfigError([f"{name}: an arm without speculation has no drafter; leave it out" for name in wrong])
-        shared |= {"drafter": None}
-    elif drafter is None:
-        raise ConfigError(["speculation: the shared config has no [drafter]; add one, or set speculation = false"])
-    else:
-        # Not merged as other tables are: there a new `type` would take the other fields back to their defaults.
-        shared["drafter"]["objective"] |= given.objective or {}
-        shared["drafter"] = merge(shared["drafter"], {"model": given.model or {}})
-    proposers = [{"type": shared["drafter"]["model"]["type"]}] if given.speculation else []
-    changes = {
-        "policy.train": given.policy and given.policy == "moving",
-        "rollout.order": given.order,
-        "rollout.num_speculative_tokens": given.num_speculative_tokens,
-        "rollout.speculation.proposers": [*proposers, {"type": "suffix"}] if given.history else None,
-        "rollout.speculation.per_request": given.per_request if given.history else None,
-        "drafter.train": given.online,
-    }
-    for path, value in changes.items():
-        shared = merge(shared, table_of(path, value)) if value is not None else shared
-    if given.init is not None:
-        shared["drafter"]["init"] = _init_source(study, given.init)
-    return parse_config(shared)
+def _with_fields(study: Study, given: Table, refused: Sequence[str]) -> Table:
+    """The shared configuration with other values of these fields. As on a command line, "none" unsets one.
+
+    A key may be a whole path, as in "init.tokens" = 500. Raises ConfigError naming those of refused fields and sections.
+    """
+    fields = flatten(given)
+    if fixed := [path for path in fields if any(f"{path}.".startswith(f"{other}.") for other in refused)]:
+        fix = "set it in the shared config, or by name, seeds and an arm's init in the study file"
+        raise ConfigError([f"{path}: must not differ between runs of a study; {fix}" for path in fixed])
+    table = study.shared.model_dump(mode="json")
+    # A section comes before its fields, and `type` is the first of these, since another one resets the section.
+    for path in sorted(fields, key=lambda path: (path.count("."), not path.endswith(".type"))):
+        table = merge(table, table_of(path, None if fields[path] == "none" else fields[path]))
+    return table
 
 
 def _init_source(study: Study, init: str) -> str | None:
@@ -250,25 +207,15 @@ def _init_source(study: Study, init: str) -> str | None:
 
 def _init_config(study: Study, name: str, given: Table) -> RunConfig:
     """Raises ConfigError naming the fields of the initialisation."""
-    fields = flatten(given)
-    problems = [
-        f"{path}: an initialisation shares this with the arms; put {path} in the shared config"
-        for path in fields
-        if path.split(".")[0] not in INIT_SECTIONS or path.startswith("drafter.init")
-    ]
     if name == NO_INIT:
-        problems.append(f"{NO_INIT!r} means random weights; choose another name")
+        raise ConfigError([f"{NO_INIT!r} means random weights; choose another name"])
+    fields = flatten(given)
     source = fields.get("init.source.path")
     if isinstance(source, str):  # relative to the study file, or a hub id
         file = study.here / Path(source).expanduser()
         if file.exists():
             fields["init.source.path"] = str(file)
         elif source.endswith(DATA_FILES):
-            problems.append(f"init.source.path: there is no {file}; the path is relative to the study file")
-    if problems:
-        raise ConfigError(problems)
-    table = study.shared.model_dump(mode="json") | {"name": name, "run_root": str(study.folder / "inits")}
-    # A key may be a whole path, as in "init.tokens" = 500. Types come first, since another `type` resets its section.
-    for path in sorted(fields, key=lambda path: not path.endswith(".type")):
-        table = merge(table, table_of(path, fields[path]))
-    return parse_config(table)
+            raise ConfigError([f"init.source.path: there is no {file}; the path is relative to the study file"])
+    table = _with_fields(study, fields, NOT_OF_INITS)
+    return parse_config(table | {"name": name, "run_root": str(study.folder / "inits")})

@@ -1,5 +1,7 @@
 """What the report of a study shows: the comparison of its arms, their curves with the spread over seeds, what failed."""
 
+import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,10 +11,10 @@ import pandas as pd
 from markupsafe import Markup
 
 from drafters.files import read_object
-from pipelines.page.figures import range_figure
+from pipelines.page.figures import MOST_LINES, range_figure
 from pipelines.page.folders import STUDY
 from pipelines.page.page import NOT_MEASURED, REPORT, Fact, Page, Plot, Section, line_plot, write_page
-from pipelines.page.record import read_run
+from pipelines.page.record import RunRecord, read_run
 
 NONE = "-"
 LENGTH, SPEED, REWARD = "rollout/acceptance_length", "rollout/tokens_per_s", "policy/reward"
@@ -30,16 +32,22 @@ HOW_TO_READ = (
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """A study with the metrics of its finished runs."""
+    """A study with its finished runs."""
 
     about: dict[str, Any]
-    """Name, number of steps and seeds."""
-    arms: pd.DataFrame
-    """What study.json says of each arm; the index is its name."""
+    """What study.json says: name, number of steps, seeds and arms."""
     runs: pd.DataFrame
     """A row for each run: its folder, linked to its own report, arm, seed, and finished or why not."""
-    steps: pd.DataFrame
-    """The metrics of each finished run, by arm, seed and step."""
+    finished: dict[tuple[str, int], RunRecord]
+    """By arm and seed."""
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """The metrics of each finished run, by arm, seed and step."""
+        columns = [LENGTH, SPEED, REWARD, TOKENS, STEP_TIME]
+        nothing = pd.DataFrame(columns=columns, index=pd.Index([], name="step"), dtype=float)
+        tables = {key: run.metrics for key, run in self.finished.items()}
+        return pd.concat({(NONE, NONE): nothing} | tables, names=["arm", "seed"])
 
     @cached_property
     def measured(self) -> pd.DataFrame:
@@ -47,14 +55,30 @@ class StudyRecord:
         before = self.about["steps"] - max(1, self.about["steps"] // 3)
         counted = self.steps[self.steps.index.get_level_values("step") > before]
         means = counted.groupby(["arm", "seed"], sort=False).mean()
+        plain = {_compared(run): key for key, run in self.finished.items() if not run.speculates}
+        baselines = [plain.get(_compared(self.finished[key]), (NONE, NONE)) for key in means.index]
         speeds = {GAIN: means[SPEED], STEP_GAIN: means[TOKENS] / means[STEP_TIME]}
-        return means.assign(**{name: self._gain(speed) for name, speed in speeds.items()})
+        return means.assign(**{name: speed / speed.reindex(baselines).to_numpy() for name, speed in speeds.items()})
 
-    def _gain(self, speeds: pd.Series) -> pd.Series:
-        """Ratio of each run to the no-speculation arm of the same policy and seed."""
-        plain = {arm.policy: arm.Index for arm in self.arms.itertuples() if not arm.speculation}
-        baselines = [(plain.get(self.arms["policy"][arm], NONE), seed) for arm, seed in speeds.index]
-        return speeds / speeds.reindex(baselines).to_numpy()
+    @cached_property
+    def fields(self) -> pd.DataFrame:
+        """The fields in which arms differ, by arm, as far as a run of it is finished; NaN in a section that it lacks."""
+        arms = {arm: run.settings for (arm, _), run in self.finished.items()}
+        rows = [{path: _text(value) for path, value in settings.items()} for settings in arms.values()]
+        table = pd.DataFrame(rows, index=list(arms)).drop(columns=["name", "seed"], errors="ignore")
+        return table.loc[:, table.nunique() > 1].reindex([arm["name"] for arm in self.about["arms"]])
+
+
+def _compared(run: RunRecord) -> str:
+    """What a run has in common with the one without speculation that its speeds are compared with."""
+    return json.dumps({path: value for path, value in run.settings.items() if path.startswith(("seed", "policy."))})
+
+
+def _text(value: Any) -> str:
+    """A value of a configuration. A drafter that the study has made goes by its name in [inits]."""
+    if isinstance(value, str):
+        return re.sub(r".*/inits/(.+)/drafter", r"\1", value)
+    return "none" if value is None else json.dumps(value)
 
 
 def write_study_report(folder: Path) -> Path:
@@ -67,48 +91,37 @@ def write_study_report(folder: Path) -> Path:
     path.with_name("table.md").write_text(table.to_markdown(index=False, disable_numparse=True) + "\n")
     spreads = study.measured.groupby("arm").agg(["mean", "min", "max"])
     spreads.columns = [" ".join(names) for names in spreads.columns]
-    study.arms.assign(seeds=table["seeds"].to_numpy()).join(spreads).to_csv(path.with_name("table.csv"))
+    study.fields.rename_axis("name").assign(seeds=table["seeds"].to_numpy()).join(spreads).to_csv(
+        path.with_name("table.csv")
+    )
     return path
 
 
 def read_study(folder: Path) -> StudyRecord:
     """Raises ValueError naming study.json. The table of runs says which finished run cannot be read."""
-    about, runs, tables = read_object(folder / STUDY), [], {}
+    about, runs, finished = read_object(folder / STUDY), [], {}
     for arm in about["arms"]:
-        for run in arm.pop("runs"):
+        for run in arm["runs"]:
             outcome = run["error"] or run["status"]
             if run["status"] == "finished":
                 try:
-                    tables[arm["name"], run["seed"]] = read_run(folder / run["folder"]).metrics
+                    finished[arm["name"], run["seed"]] = read_run(folder / run["folder"])
                 except ValueError as error:
                     outcome = f"finished, but {error}"
             page = f"{run['folder']}/{REPORT}/report.html"
             link = Markup('<a href="../{}">{}</a>').format(page, run["folder"])
             runs.append((link if (folder / page).is_file() else run["folder"], arm["name"], run["seed"], outcome))
-    columns = [LENGTH, SPEED, REWARD, TOKENS, STEP_TIME]
-    nothing = pd.DataFrame(columns=columns, index=pd.Index([], name="step"), dtype=float)
-    steps = pd.concat({(NONE, NONE): nothing} | tables, names=["arm", "seed"])
     # Links would become mere text in a column of pandas' own string type.
     shown = pd.DataFrame(runs, columns=["run", "arm", "seed", "outcome"], dtype=object)
-    return StudyRecord(about, pd.DataFrame(about.pop("arms")).set_index("name"), shown, steps)
+    return StudyRecord(about, shown, finished)
 
 
 def comparison(study: StudyRecord) -> pd.DataFrame:
-    """A row of text for each arm: initialisation x online x k x objective x policy, and what it measured."""
-    arms, plain = study.arms, ~study.arms["speculation"]
-    trained = arms["online"].map({True: " co-trained", False: " frozen"})
-    table = pd.DataFrame(
-        {
-            "initialisation": arms["init"].mask(plain, NONE),
-            "drafter": (arms.get("model", "") + trained).str.strip().mask(plain, "no speculation"),
-            "k": arms["num_speculative_tokens"].astype(str).mask(plain, NONE),
-            "objective": arms["objective"].mask(plain, NONE),
-            "policy": arms["policy"],
-        }
-    )
+    """A row of text for each arm: the fields in which arms differ, and what it measured."""
+    table = study.fields.copy()
     for name, column in COMPARED.items():
         table[name] = study.measured[column].groupby("arm").agg(_spread)
-    finished = study.measured.groupby("arm").size().reindex(arms.index, fill_value=0)
+    finished = study.measured.groupby("arm").size().reindex(table.index, fill_value=0)
     table["seeds"] = finished.astype(str) + f"/{len(study.about['seeds'])}"
     return table.fillna(NONE).rename_axis("arm").reset_index()
 
@@ -122,17 +135,17 @@ def _spread(values: pd.Series) -> str:
 
 
 def study_page(study: StudyRecord) -> Page:
-    """The page of a study; arms may be unfinished. Arms of one policy and k are compared with each other."""
-    about, arms = study.about, study.arms
+    """The page of a study; arms may be unfinished. A figure holds as many arms as can be told apart."""
+    about, drafting = study.about, study.measured[LENGTH].dropna().index.unique("arm")
     unfinished = int((study.runs["outcome"] != "finished").sum())
     facts = [Fact("Runs that failed or are missing", f"{unfinished} of {len(study.runs)}", "they are in no number")]
     plots: list[Plot] = []
-    for (policy, k), group in arms[arms["speculation"]].groupby(["policy", "num_speculative_tokens"], sort=False):
-        plots += _group_plots(study, group, policy, k)
+    for first in range(0, len(drafting), MOST_LINES):
+        plots += _acceptance_plots(study, drafting[first : first + MOST_LINES], 1 + first // MOST_LINES)
     return Page(
         title=about["name"],
         kind="cotrain study",
-        subtitle=f"arms: {len(arms)}, seeds: {len(about['seeds'])}, steps of each run: {about['steps']}",
+        subtitle=f"arms: {len(about['arms'])}, seeds: {len(about['seeds'])}, steps of each run: {about['steps']}",
         facts=facts,
         sections=[
             Section("Comparison", [HOW_TO_READ], comparison(study)),
@@ -142,22 +155,22 @@ def study_page(study: StudyRecord) -> Page:
     )
 
 
-def _group_plots(study: StudyRecord, arms: pd.DataFrame, policy: str, k: int) -> list[Plot]:
-    slug, title = f"{policy}_policy_k{k}", f"{policy} policy, k = {k}"
+def _acceptance_plots(study: StudyRecord, arms: pd.Index, number: int) -> list[Plot]:
+    """Acceptance of these arms over the steps, and by draft position."""
     spreads = study.steps[LENGTH].groupby(["arm", "step"]).agg(["mean", "min", "max"])
-    finished = {name: spreads.loc[name] for name in study.measured.index.unique("arm") if name in arms.index}
-    positions = study.measured.reindex(columns=[f"{POSITION}{i}" for i in range(1, k + 1)]).groupby("arm").mean()
-    positions.columns = range(1, k + 1)
+    of_arm = {name: spreads.loc[name] for name in arms}
+    positions = study.measured.filter(regex=f"^{POSITION}").groupby("arm").mean()
+    positions = positions.rename(columns=lambda name: int(name.removeprefix(POSITION))).sort_index(axis="columns")
     return [
         line_plot(
-            f"acceptance_length_{slug}", f"Acceptance length, {title}",
-            {name: spread["mean"] for name, spread in finished.items()}, "acceptance length",
+            f"acceptance_length_{number}", "Acceptance length",
+            {name: spread["mean"] for name, spread in of_arm.items()}, "acceptance length",
             "Tokens a verification step emits: mean over seeds, and a band from the lowest seed to the highest.",
-            bands={name: (spread["min"], spread["max"]) for name, spread in finished.items()}, floor="1: no gain",
+            bands={name: (spread["min"], spread["max"]) for name, spread in of_arm.items()}, floor="1: no gain",
         ),
         line_plot(
-            f"acceptance_by_position_{slug}", f"Acceptance by draft position, {title}",
-            {name: positions.loc[name] for name in finished}, "accepted share",
+            f"acceptance_by_position_{number}", "Acceptance by draft position",
+            {name: positions.loc[name] for name in arms}, "accepted share",
             "Share of verification steps that accepted all draft tokens up to this position, over the last third.",
             xlabel="draft position",
         ),

@@ -19,14 +19,13 @@ into DIR/drafter. A policy that came with an MTP head gets the trained head back
 def main(arguments: Sequence[str]) -> int:
     """Write the folders and print how to serve them. Raises ValueError for a run without checkpoint, or a used DIR."""
     parser = argparse.ArgumentParser(prog="cotrain export", description=DESCRIPTION)
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below the run root")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
     parser.add_argument("out", metavar="DIR", type=Path, help="a new folder")
-    parser.add_argument("--run-root", type=Path, default=Path("runs"), help="folder of all runs (default %(default)s)")
     options = parser.parse_args(arguments)
     out: Path = options.out
     if out.exists():
         raise ValueError(f"DIR: {out} exists; give a new folder")
-    run = find(options.run, options.run_root)
+    run = find(options.run)
     config = read_config(run / "config.json")
     whole = (path for path in sorted((run / "checkpoints").glob("step_*"), reverse=True) if not find_defect(path))
     checkpoint = next(whole, None)

@@ -21,6 +21,8 @@ INK, MUTED, GRID = "#1c2129", "#5b6470", "#d9dee5"
 COLOURS = ("#0b62a8", "#c2410c", "#0f7b55", "#8a3ea8", "#8a6200", "#b0215c", "#46606e")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1)), (0, (1, 3)))
 MARKERS = ("o", "s", "D", "v", "P", "X", "<")
+MOST_LINES = len(MARKERS)
+"""More of them in one figure look alike."""
 MARKS = ("^", "x", "|")
 
 STYLE: dict[Any, Any] = {

@@ -38,6 +38,11 @@ class RunRecord:
         """Is it the drafter's part alone, beside somebody else's trainer or server?"""
         return "spool" in self.settings
 
+    @property
+    def speculates(self) -> bool:
+        """Does anything propose draft tokens?"""
+        return "drafter.model.type" in self.settings or bool(self.settings.get("rollout.speculation.proposers"))
+
     def column(self, metric: str) -> pd.Series:
         """One value a step, all NaN when no step measured it."""
         return self.metrics.get(metric, pd.Series(float("nan"), index=self.metrics.index))

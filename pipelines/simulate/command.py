@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(["--check: it predicts a run as it was; name the run with --run, and leave out the rest"])
         from pipelines.simulate.run_base import check_run
 
-        return check_run(find(options.run, options.run_root))
+        return check_run(find(options.run))
     system = _system(options)
     if options.out is not None:
         try:
@@ -86,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("given", nargs="*", metavar="SYSTEM.toml|key=value", help="a system, and fields of it")
     parser.add_argument("--run", metavar="RUN", help="take the system from a finished run: a folder or a name")
-    parser.add_argument("--run-root", type=Path, default=Path("runs"), help="folder of all runs (default %(default)s)")
     text = "cells for each of these values, 0..7 or 1,2,4; all combinations when given several times"
     parser.add_argument("--sweep", action="append", metavar="key=values", help=text)
     parser.add_argument("--check", action="store_true", help="with --run: predict the run itself from what it measured")
@@ -106,7 +105,7 @@ def _system(options: argparse.Namespace) -> System:
     from pipelines.simulate.run_base import renamed, run_system
 
     options.sweep = renamed(options.sweep or ())
-    return run_system(find(options.run, options.run_root), overrides)
+    return run_system(find(options.run), overrides)
 
 
 def _fit(path: Path) -> str:

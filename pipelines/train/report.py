@@ -123,7 +123,7 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
         factor = f"; half of the lengths were within a factor of {np.exp(errors.iloc[-1]):.2f}" if errors.size else ""
         value = f"makespan {speedups.mean():.2f} times shorter than in the order drawn"
         facts.append(Fact("order", value, f"(by the lengths that came out{factor})"))
-    if not _speculates(run):
+    if not run.speculates:
         return facts
     # Weighted, because a step with a dozen verification steps says little.
     acceptance = _from_to(run, SERVED, "rollout/num_drafts")
@@ -146,10 +146,6 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
         return [*facts, Fact("speed", "not measured in this run", "`cotrain bench` measures it")]
     gain = f"decoding {_from_to(run, SPEEDUP)} times no speculation"
     return [*facts, Fact("speed", gain, "by step times measured in this run")]
-
-
-def _speculates(run: RunRecord) -> bool:
-    return DRAFTER in run.settings or bool(run.column("history/drafts").any())
 
 
 def _lossless(run: RunRecord, greedy_identical: bool | None) -> Fact:
@@ -181,7 +177,7 @@ def _from_to(run: RunRecord, metric: str, weight: str = "") -> str:
 
 
 def _speculation(run: RunRecord) -> Section:
-    if not _speculates(run):
+    if not run.speculates:
         return Section("Speculation", ["This run has no drafter: its rollouts were generated without one."])
     columns = {name: run.column(f"{name}/accepted_tokens") / run.column(f"{name}/drafted_tokens") for name in PROPOSERS}
     by_proposer = {PROPOSERS[name]: column for name, column in columns.items() if column.any()}

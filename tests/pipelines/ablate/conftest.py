@@ -22,17 +22,17 @@ folder = "{folder}"
 [[arms]]
 name = "generic, frozen"
 init = "generic"
-online = false
+"drafter.train" = false
 
 [[arms]]
 name = "random, co-trained"
 init = "none"
-online = true
+"drafter.train" = true
 
 [[arms]]
 name = "no speculation"
-speculation = false
-policy = "frozen"
+drafter = "none"
+"policy.train" = false
 """
 
 

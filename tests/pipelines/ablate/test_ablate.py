@@ -24,7 +24,7 @@ SEED_1 = [call.replace("-s0", "-s1") for call in SEED_0]
 @pytest.fixture(autouse=True)
 def no_preflight(monkeypatch):
     """Model and task are not what is tested here, and take seconds."""
-    monkeypatch.setattr("pipelines.ablate.command._check", lambda arms: None)
+    monkeypatch.setattr("pipelines.ablate.command._check", lambda study: None)
 
 
 @pytest.fixture
@@ -51,8 +51,7 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, t
     state = json.loads((folder / "study.json").read_text())
     assert state["steps"] == 3 and state["seeds"] == [0, 1]
     assert state["arms"][0] == {
-        "name": "generic, frozen", "init": "generic", "model": "eagle3", "online": False, "policy": "moving",
-        "num_speculative_tokens": 3, "objective": "lk_hybrid", "speculation": True,
+        "name": "generic, frozen",
         "runs": [
             {"seed": seed, "folder": f"runs/generic-frozen-s{seed}", "status": "finished", "error": None}
             for seed in (0, 1)
@@ -109,10 +108,7 @@ def test_a_dry_run_writes_nothing(study_file, calls, tmp_path, capsys):
     assert main([str(study_file), "--dry-run"]) == 0
     assert calls() == [] and not (tmp_path / "studies").exists()
     output = capsys.readouterr().out
-    assert (
-        "init   generic: start, 500 tokens" in output
-        and "no speculation (no speculation): seed 0 start, seed 1 start" in output
-    )
+    assert "init generic: start, 500 tokens" in output and "no speculation, seed 1: start" in output
 
 
 @pytest.fixture
@@ -199,7 +195,7 @@ def test_a_folder_of_another_study_is_refused(study_file, calls, store, no_page,
 def test_what_is_wrong_with_an_arm_is_said_before_anything_runs(study_file, monkeypatch):
     monkeypatch.setattr("pipelines.preflight.check_run", refuse)
     with pytest.raises(ConfigError) as error:
-        check_arms(load_study(study_file).arms)
+        check_arms(load_study(study_file))
     assert error.value.problems == ["no drafter (in arm 'no speculation')"]
 
 

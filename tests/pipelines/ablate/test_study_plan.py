@@ -18,9 +18,14 @@ def arms(*fields: str) -> str:
 
 def test_arms_differ_from_the_shared_configuration_only_in_what_they_set(study_file):
     study = load_study(
-        study_file, [arms("name='x', init='generic', online=false, policy='frozen', num_speculative_tokens=2")]
+        study_file,
+        [
+            arms(
+                "name='x', init='generic', 'drafter.train'=false, policy={train=false}, rollout.num_speculative_tokens=2"
+            )
+        ],
     )
-    config = study.arms[0].runs[1].config
+    config = study.trainings[1].config
     expected = study.shared.model_dump(mode="json")
     expected |= {"name": "x-s1", "seed": 1, "run_root": str(study.folder / "runs")}
     expected["policy"]["train"] = False
@@ -30,25 +35,21 @@ def test_arms_differ_from_the_shared_configuration_only_in_what_they_set(study_f
 
 
 def test_without_speculation_there_is_no_drafter(study_file):
-    study = load_study(study_file, [arms("name='x', speculation=false, policy='frozen'")])
-    [arm], config = study.arms, study.arms[0].config
-    fields = {"init": "none", "model": "none", "online": False, "num_speculative_tokens": 0, "objective": "none"}
-    assert config.drafter is None and arm.fields() == fields | {"name": "x", "policy": "frozen", "speculation": False}
-    assert config.policy.model_dump() == study.shared.policy.model_dump() | {"train": False}
+    arm = load_study(study_file, [arms("name='x', drafter='none'")]).runs[0]
+    assert arm.config.drafter is None and arm.config.policy == load_study(study_file).shared.policy
 
 
 def test_an_arm_drafts_from_history_alone_or_beside_the_drafter(study_file):
-    alone, beside = "name='x', speculation=false, history=true", "name='y', history=true, order='drawn'"
+    alone = "name='alone', drafter='none', 'rollout.speculation.proposers'=[{type='suffix'}]"
+    beside = "name='beside', 'rollout.speculation.proposers'=[{type='eagle3'}, {type='suffix'}]"
     study = load_study(study_file, [arms(alone, beside)])
-    proposers = [[p.type for p in arm.config.rollout.speculation.proposers] for arm in study.arms]
+    proposers = [[p.type for p in arm.config.rollout.speculation.proposers] for arm in study.runs[:2]]
     assert proposers == [["suffix"], ["eagle3", "suffix"]]
-    assert [arm.fields()["model"] for arm in study.arms] == ["suffix", "eagle3 + suffix"]
-    assert [arm.fields()["speculation"] for arm in study.arms] == [True, True]
-    assert [arm.config.rollout.order for arm in study.arms] == ["longest_first", "drawn"]
+    assert [arm.config.drafter is None for arm in study.runs[:2]] == [True, False]
 
 
 def test_an_initialisation_overrides_the_shared_configuration(study_file):
-    init = load_study(study_file).inits["generic"].config
+    init = load_study(study_file).runs[0].config
     assert init.init.tokens == 500 and init.init.source.path == str(study_file.with_name("prompts.jsonl"))
     assert (init.name, init.run_root.name) == ("generic", "inits")
 
@@ -56,23 +57,29 @@ def test_an_initialisation_overrides_the_shared_configuration(study_file):
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        (arms("name='x', policy.lr=1e-5"), "arm 'x': policy: must be 'moving' or 'frozen', got {'lr': 1e-05}"),
-        (arms("name='x', steps=4"), "arm 'x': steps: unknown field; the top level has name, init, model, online, policy"),
-        (arms("name='x', onlin=true"), "did you mean online?"),
-        (arms("name='x', speculation=false, online=true"), "arm 'x': online: an arm without speculation has no drafter"),
+        (arms("name='x', policy.lr=1e-5"), "arm 'x': policy.lr: unknown field; did you mean policy.optimizer.learning_rate?"),
+        (arms("name='x', policy='frozen'"), "arm 'x': policy: must be a valid table"),
+        (arms("name='x', steps=4"), "arm 'x': steps: must not differ between runs of a study; set it in the shared config"),
+        (arms("name='x', seed=4"), "arm 'x': seed: must not differ between runs of a study; set it in the shared config, or by name, seeds"),
+        (arms("name='x', 'drafter.init'='a'"), "arm 'x': drafter.init: must not differ between runs"),
+        (arms("name='x', 'tracking.uri'='a'"), "arm 'x': tracking.uri: must not differ between runs"),
+        (arms("name='x', task.seed=1"), "arm 'x': task.seed: must not differ between runs"),
+        (arms("name='x', 'rollout.max_new_tokens'=1"), "arm 'x': rollout.max_new_tokens: must not differ between runs"),
+        (arms("name='x', drafter.trian=true"), "did you mean drafter.train?"),
+        (arms("name='x', drafter='none', 'drafter.train'=false"), "arm 'x': drafter.model: missing"),
+        (arms("name='x', drafter='none', init='none'"), "arm 'x': init: the arm has no drafter that could start from it"),
         (arms("name='x', init='genric'"), "arm 'x': init: 'genric' is none of generic, none"),
-        (arms("name='x', num_speculative_tokens=4"), "arm 'x': rollout.num_speculative_tokens: 4 is above drafter.model.trained_depth = 3"),
-        (arms("name='x', objective={typ=1}"), "arm 'x': drafter.objective.typ: unknown field; did you mean"),
-        (arms("name='x', policy='still'"), "arm 'x': policy: must be 'moving' or 'frozen', got 'still'"),
-        (arms("name='x'", "name='y', num_speculative_tokens=3"), "arm 'y': is the same as 'x'; change or remove one"),
-        (arms("name='x y'", "name='x-y', num_speculative_tokens=1"), "arm 'x-y': would share run folders x-y-s* with 'x y'; rename one"),
+        (arms("name='x', 'rollout.num_speculative_tokens'=4"), "arm 'x': rollout.num_speculative_tokens: 4 is above drafter.model.trained_depth = 3"),
+        (arms("name='x', drafter.objective={typ=1}"), "arm 'x': drafter.objective.typ: unknown field; did you mean"),
+        (arms("name='x'", "name='y', rollout.num_speculative_tokens=3"), "arm 'y': is the same as 'x'; change or remove one"),
+        (arms("name='x y'", "name='x-y', rollout.num_speculative_tokens=1"), "arm 'x-y': would share run folders x-y-s* with 'x y'; rename one"),
         (arms("init='none'"), "arm 1: name: missing: Name in tables"),
         ("arms=[]", "arms: the study has none"),
         ("seeds=[1,1]", "seeds: [1, 1] holds a seed twice"),
         ("seed=[1]", "seed: unknown field; did you mean seeds?"),
         ("config=['bas.toml']", "bas.toml: no such file; did you mean"),
         ("name='a b'", "name: String should match pattern"),
-        ("inits.generic={'policy.model'='other'}", "inits.generic: policy.model: an initialisation shares this"),
+        ("inits.generic={'policy.model'='other'}", "inits.generic: policy.model: must not differ between runs"),
         ("inits.generic={'init.source.path'='no.jsonl'}", "the path is relative to the study file"),
         ("inits.generic={'init.tokens'=0}", "inits.generic: init.tokens: must be greater than 0"),
         ("inits={none={}}", "inits.none: 'none' means random weights"),
@@ -83,24 +90,28 @@ def test_a_wrong_study_is_refused_with_the_field_named(study_file, override, pro
 
 
 def test_all_problems_are_found_in_one_pass(study_file):
-    found = problems(study_file, arms("name='x', rollout.top_p=0.5", "name='y', init='no'"), "inits.b={name='c'}")
+    found = problems(study_file, arms("name='x', steps=1", "name='y', init='no'"), "inits.b={name='c'}")
     assert [line.partition(": ")[0] for line in found] == ["inits.b", "arm 'x'", "arm 'y'"]
 
 
 def test_an_arm_may_have_another_drafter_and_then_needs_one_of_its_kind(study_file):
-    mtp = "name='mtp', model={type='mtp'}, init='none'"
-    [arm] = load_study(study_file, [arms(mtp)]).arms
-    assert arm.fields()["model"] == "mtp" and arm.config.drafter.model.type == "mtp"
-    [arm] = load_study(study_file, [arms("name='x', model={draft_vocab_size=64}, init='none'")]).arms
-    assert arm.fields()["model"] == "eagle3"
-    assert arm.config.drafter.model.trained_depth == 3
-    [line] = problems(study_file, arms("name='mtp', model={type='mtp'}, init='generic'"))
+    mtp = "name='mtp', 'drafter.model.trained_depth'=2, 'rollout.num_speculative_tokens'=2, drafter.model={type='mtp'}"
+    arm = load_study(study_file, [arms(mtp)]).runs[0]
+    assert arm.config.drafter.model.model_dump() == {"type": "mtp", "trained_depth": 2}
+    arm = load_study(study_file, [arms("name='x', drafter.model={draft_vocab_size=64}, init='none'")]).runs[0]
+    assert arm.config.drafter.model.type == "eagle3" and arm.config.drafter.model.trained_depth == 3
+    [line] = problems(study_file, arms("name='mtp', drafter.model={type='mtp'}, init='generic'"))
     assert line.startswith("arm 'mtp': init: inits.generic makes a drafter with {'type': 'eagle3', 'draft_vocab_size'")
     fitting = "inits.other={'init.source.type'='policy', 'drafter.model.type'='mtp'}"
-    study = load_study(study_file, [arms("name='mtp', model={type='mtp'}, init='other'"), fitting])
-    assert study.inits["other"].config.drafter.model == study.arms[0].config.drafter.model
+    init, *runs = load_study(study_file, [arms("name='mtp', drafter.model={type='mtp'}, init='other'"), fitting]).runs
+    assert init.name == "other" and {run.needs for run in runs} == {init}
+    assert init.config.drafter.model == runs[0].config.drafter.model
 
 
 def test_the_type_of_a_source_may_come_after_its_fields(study_file):
     later = "inits.later={'init.source.path'='prompts.jsonl', 'init.source.type'='dataset'}"
-    assert load_study(study_file, [later]).inits["later"].config.init.source.path.endswith("prompts.jsonl")
+    assert (
+        load_study(study_file, [later, arms("name='x', init='later'")])
+        .runs[0]
+        .config.init.source.path.endswith("prompts.jsonl")
+    )

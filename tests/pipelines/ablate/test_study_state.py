@@ -9,12 +9,12 @@ from cotrain.config.load import write_config
 from cotrain.run.checkpoint import SCHEMA
 from cotrain.run.run_dir import RunDir
 from pipelines.ablate.jobs import next_action, restore_state, save_state
-from pipelines.ablate.plan import load_study, runs_of
+from pipelines.ablate.plan import load_study
 
 
 @pytest.fixture
 def run(study_file):
-    return load_study(study_file).arms[1].runs[0]
+    return next(run for run in load_study(study_file).trainings if run.name == "random, co-trained")
 
 
 def make_run(run, steps: int = 0, checkpoint: int | None = None) -> None:
@@ -52,7 +52,7 @@ def test_a_run_that_is_being_run_is_not_touched(run):
 
 
 def test_an_initialisation_is_made_once(study_file):
-    init = load_study(study_file).inits["generic"]
+    init = load_study(study_file).runs[0]
     assert next_action(init) == "start"
     make_run(init)
     (init.folder / "config.json").unlink()
@@ -64,7 +64,7 @@ def test_an_initialisation_is_made_once(study_file):
 
 
 def start_all(study) -> None:
-    for run in (*study.inits.values(), *runs_of(study.arms)):
+    for run in study.runs:
         make_run(run)
 
 
@@ -90,7 +90,7 @@ def test_a_folder_of_another_study_is_refused_with_the_field_named(study_file, o
 def test_a_changed_arm_and_initialisation_are_named(study_file):
     start_all(load_study(study_file))
     text = study_file.read_text()
-    study_file.write_text(text.replace("online = true", 'online = true\npolicy = "frozen"').replace("500", "600"))
+    study_file.write_text(text.replace('"drafter.train" = true', '"policy.train" = false').replace("500", "600"))
     with pytest.raises(ConfigError) as error:
         restore_state(load_study(study_file))
     assert error.value.problems[:2] == [
@@ -101,10 +101,11 @@ def test_a_changed_arm_and_initialisation_are_named(study_file):
 def test_arms_and_seeds_may_be_added(study_file):
     study = load_study(study_file, ["seeds=[0]"])
     start_all(study)
-    study.arms[0].runs[0].status = "finished"
+    study.trainings[0].status = "finished"
     save_state(study)
-    study_file.write_text(study_file.read_text() + '\n[[arms]]\nname = "k 1"\nnum_speculative_tokens = 1\n')
+    study_file.write_text(study_file.read_text() + '\n[[arms]]\nname = "k 1"\nrollout.num_speculative_tokens = 1\n')
     study = load_study(study_file)
     restore_state(study)
-    assert [run.status for run in study.arms[0].runs] == ["finished", "missing"]
-    assert [run.status for run in study.arms[3].runs] == ["missing", "missing"]
+    statuses = {run.title: run.status for run in study.trainings}
+    assert statuses.pop("generic, frozen, seed 0") == "finished"
+    assert len(statuses) == 7 and set(statuses.values()) == {"missing"}

@@ -55,13 +55,10 @@ def write_run(folder: Path, rows: Sequence[Row], **changes: Any) -> Path:
     return folder
 
 
-def arm(name: str, init: str, online: bool, **changes: Any) -> dict[str, Any]:
-    """An arm of study.json whose seeds 0 and 1 are finished."""
-    return {
-        "name": name, "init": init, "model": "eagle3", "online": online, "policy": "moving", "num_speculative_tokens": 2, "speculation": True,
-        "objective": "soft_cross_entropy",
-        "runs": [{"seed": seed, "folder": f"runs/{name}-s{seed}", "status": "finished", "error": None} for seed in (0, 1)],
-    } | changes  # fmt: skip
+def arm(name: str, **config: Any) -> dict[str, Any]:
+    """An arm of study.json whose seeds 0 and 1 are finished. `config`: top-level fields of its configuration."""
+    runs = [{"seed": seed, "folder": f"runs/{name}-s{seed}", "status": "finished", "error": None} for seed in (0, 1)]
+    return {"name": name, "config": config, "runs": runs}
 
 
 def write_study(folder: Path, arms: Sequence[dict[str, Any]], lengths: dict[str, Sequence[float]]) -> Path:
@@ -70,18 +67,19 @@ def write_study(folder: Path, arms: Sequence[dict[str, Any]], lengths: dict[str,
     An arm without speculation generates 40 tokens/s, the others 40 times their acceptance length.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"name": folder.name, "steps": 6, "seeds": [0, 1], "arms": list(arms)}
+    told = [{"name": one["name"], "runs": one["runs"]} for one in arms]
+    content = {"name": folder.name, "steps": 6, "seeds": [0, 1], "arms": told}
     (folder / "study.json").write_text(json.dumps(content))
     for one in arms:
         for run, length in zip(one["runs"], lengths.get(one["name"], [1.0, 1.0]), strict=True):
             if run["status"] != "finished":
                 continue
-            served = [1.0] * 4 + [length] * 2
+            served, drafts = [1.0] * 4 + [length] * 2, one["config"].get("drafter", True)
             rows = [
-                row(i, rollout__acceptance_length=value, rollout__tokens_per_s=40 * value)
+                row(i, rollout__acceptance_length=value if drafts else None, rollout__tokens_per_s=40 * value)
                 for i, value in enumerate(served, start=1)
             ]
-            write_run(folder / run["folder"], rows, seed=run["seed"])
+            write_run(folder / run["folder"], rows, seed=run["seed"], **one["config"])
     return folder
 
 

@@ -23,26 +23,20 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.mark.parametrize("name", ["first", "runs/first"])
-def test_a_run_by_name_or_folder(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(root / "first", [{"step": 1}])
+@pytest.mark.parametrize(("name", "folder"), [("first", "runs"), ("runs/first", "runs"), ("other/first", "other")])
+def test_a_run_by_name_or_folder(root: Path, name: str, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path(folder) / "first", [{"step": 1}])
     assert main(["report", name]) == 0
     page = Path(capsys.readouterr().out.strip())
-    assert page == Path("runs/first/report/report.html")
+    assert page == Path(folder) / "first" / "report" / "report.html"
     assert "cotrain run" in page.read_text()
 
 
 def test_a_study(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_study(root / "study", [arm("generic", "generic", True)], {})
+    write_study(root / "study", [arm("generic")], {})
     assert main(["report", "study"]) == 0
     assert "cotrain study" in Path(capsys.readouterr().out.strip()).read_text()
     assert (root / "study" / REPORT / "table.csv").is_file()
-
-
-def test_another_run_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "elsewhere" / "first", [{"step": 1}])
-    assert main(["report", "first", "--run-root", str(tmp_path / "elsewhere")]) == 0
-    assert "elsewhere/first/report/report.html" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

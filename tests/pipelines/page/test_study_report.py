@@ -12,10 +12,15 @@ from pipelines.ablate.report import COMPARED, comparison, read_study, study_page
 from pipelines.page.page import Page
 from tests.pipelines.page.conftest import arm, images, words, write_study
 
-PLAIN = arm("plain", "none", False, speculation=False, num_speculative_tokens=0, objective="none")
-GENERIC_FROZEN = arm("generic-frozen", "generic", False)
-GENERIC_ONLINE = arm("generic-online", "generic", True)
-IN_DOMAIN = arm("in-domain-frozen", "in-domain", False)
+
+def drafter(init: str | None, train: bool) -> dict[str, Any]:
+    return {"model": {"type": "eagle3"}, "init": init and f"runs/study/inits/{init}/drafter", "train": train}
+
+
+PLAIN = arm("plain", drafter=None)
+GENERIC_FROZEN = arm("generic-frozen", drafter=drafter("generic", False))
+GENERIC_ONLINE = arm("generic-online", drafter=drafter("generic", True))
+IN_DOMAIN = arm("in-domain-frozen", drafter=drafter("in-domain", False))
 LENGTHS = {
     "generic-frozen": (1.4, 1.6),
     "generic-online": (1.7, 1.8),
@@ -44,17 +49,27 @@ def whole(tmp_path: Path) -> Path:
 
 def test_the_table_has_the_last_third_over_seeds(whole: Path) -> None:
     rows = rows_of(whole)
-    assert (rows[0]["drafter"], rows[0]["initialisation"], rows[0][GAIN]) == ("no speculation", "-", "1.00")
+    assert (rows[0]["drafter.train"], rows[0]["drafter.init"], rows[0][GAIN]) == ("-", "-", "1.00")
     online = rows[2]
-    assert (online["initialisation"], online["drafter"], online["k"]) == ("generic", "eagle3 co-trained", "2")
+    assert (online["arm"], online["drafter.init"], online["drafter.train"]) == ("generic-online", "generic", "true")
     assert online[LENGTH] == online[GAIN] == "1.75 (1.70..1.80)"
     assert online[STEP_GAIN] == "1.00"  # the steps of all arms take 30 s for 1000 tokens
     assert online["seeds"] == "2/2"
+    assert list(online)[:3] == ["arm", "drafter.init", "drafter.train"]  # in nothing else do the arms differ
+
+
+def test_values_that_are_no_words_are_shown_as_in_a_study_file(tmp_path: Path) -> None:
+    proposers = {"speculation": {"proposers": [{"type": "eagle3"}]}}
+    arms = [arm("random", drafter=drafter(None, True)), arm("given", drafter=drafter("a", True), rollout=proposers)]
+    random, given = rows_of(write_study(tmp_path / "s", arms, {}))
+    assert (random["drafter.init"], random["rollout.speculation.proposers"]) == ("none", "[]")
+    assert (given["drafter.init"], given["rollout.speculation.proposers"]) == ("a", '[{"type": "eagle3"}]')
 
 
 def test_the_gain_is_against_the_same_seed_and_policy(tmp_path: Path) -> None:
     """A no-speculation arm of the frozen policy says nothing about the moving one, nor one seed about another."""
-    folder = write_study(tmp_path / "s", [PLAIN | {"policy": "frozen"}, IN_DOMAIN], LENGTHS)
+    frozen = arm("plain", drafter=None, policy={"model": "tiny:llama", "train": False})
+    folder = write_study(tmp_path / "s", [frozen, IN_DOMAIN], LENGTHS)
     assert rows_of(folder)[1][GAIN] == "-"
     arms = [failed(PLAIN, 0, "died"), GENERIC_ONLINE]
     assert rows_of(write_study(tmp_path / "seeds", arms, LENGTHS))[1][GAIN] == "1.80"
@@ -68,7 +83,7 @@ def test_the_report_shows_arms_with_the_table_in_files(whole: Path) -> None:
     for name in LENGTHS:
         assert f">{name}<" in svg
     assert {path.stem for path in page.parent.glob("*.png")} == {
-        "acceptance_length_moving_policy_k2", "acceptance_by_position_moving_policy_k2", "net_gain"
+        "acceptance_length_1", "acceptance_by_position_1", "net_gain"
     }  # fmt: skip
     markdown = (whole / "report" / "table.md").read_text().splitlines()
     assert len(markdown) == 2 + 4
@@ -101,7 +116,7 @@ def test_what_drafters_cost_is_in_the_table(whole: Path) -> None:
 
 
 def test_failed_and_missing_runs_are_named(tmp_path: Path) -> None:
-    missing = arm("later", "none", True)
+    missing = arm("later")
     missing["runs"] = [run | {"status": "missing"} for run in missing["runs"]]
     arms = [PLAIN, failed(GENERIC_ONLINE, 1, "engine died: out of memory"), missing]
     folder = write_study(tmp_path / "s", arms, LENGTHS)
@@ -131,6 +146,13 @@ def test_runs_link_to_their_own_reports(whole: Path) -> None:
     (report / "report.html").write_text("")
     links = re.findall(r'<a href="([^"]*)">', write_study_report(whole).read_text())
     assert links == ["../runs/plain-s0/report/report.html"]
+
+
+def test_more_arms_than_a_figure_can_tell_apart_are_in_two(tmp_path: Path) -> None:
+    arms = [arm(f"rate-{i}", policy={"model": "tiny:llama", "kl_coefficient": i}) for i in range(9)]
+    page = page_of(write_study(tmp_path / "s", arms, {}))
+    found = {plot.name: plot.alt.count(" first, ") for section in page.sections for plot in section.plots if plot.alt}
+    assert (found["acceptance_length_1"], found["acceptance_length_2"]) == (7, 2)
 
 
 def test_a_study_that_is_no_json_is_refused(whole: Path) -> None:
