@@ -9,8 +9,29 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from cotrain.config.load import load, merge
 from cotrain.config.rules import depth_problems
-from cotrain.config.schema import NAME, CheckpointConfig, DrafterConfig, FeatureTapConfig, TrackingConfig
+from cotrain.config.schema import (
+    NAME,
+    CheckpointConfig,
+    DrafterBufferConfig,
+    DrafterConfig,
+    FeatureTapConfig,
+    TrackingConfig,
+)
 from drafters.config import Section
+
+
+class SidecarBufferConfig(DrafterBufferConfig):
+    """Bound of the drafter trainer's feature buffer."""
+
+    max_age: NonNegativeInt = 0
+    """Oldest policy version trained on, counted back from the newest in the buffer (0: only the newest). A host may load
+    weights that are far from those before, whose text then teaches the drafter what is wrong now."""
+
+
+class SidecarDrafterConfig(DrafterConfig):
+    """The drafter and how it is trained."""
+
+    buffer: SidecarBufferConfig = SidecarBufferConfig()
 
 
 class SidecarConfig(Section):
@@ -22,7 +43,7 @@ class SidecarConfig(Section):
     """Name of the sidecar: its folder below run_root and its MLflow run. Letters, digits, '.', '_' and '-'."""
     model: Annotated[str, Field(min_length=1)]
     """The host's policy: local folder or hub id, as the host names it."""
-    drafter: DrafterConfig
+    drafter: SidecarDrafterConfig
     """The drafter, eagle3 where no type is given. An alarm switches speculation and training off, and never ends a host, whatever on_drafter_failure says."""
     num_speculative_tokens: PositiveInt = 3
     """Draft tokens per verification step (k)."""
