@@ -84,9 +84,7 @@ class TargetSpec:
         for name in names:
             theirs, ours = getattr(self, name), getattr(target, name)
             if theirs != ours:
-                raise ValueError(
-                    f"{source} was made for another target: its {name} is {theirs}, this target's is {ours}"
-                )
+                raise ValueError(f"{source} was made for another target: its {name} is {theirs}, this one's is {ours}")
 
     def layer_config(self) -> dict[str, object]:
         """The fields of config.json that all drafters of these sizes write."""

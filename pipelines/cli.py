@@ -15,24 +15,15 @@ from cotrain.run.mlflow_store import DEFAULT_URI, absolute_uri, sqlite_file
 
 COMMANDS = {
     "train": ("pipelines.cli:train", "train a policy and its drafter"),
-    "run": (
-        "pipelines.sidecar.command:run",
-        "train a drafter beside your own trainer or server, whose command follows --",
-    ),
-    "sidecar": (
-        "pipelines.sidecar.command:sidecar",
-        "the same in two terminals, or check an engine of yours beforehand",
-    ),
+    "run": ("pipelines.sidecar.command:run", "train a drafter beside your own trainer or server (COMMAND after --)"),
+    "sidecar": ("pipelines.sidecar.command:sidecar", "the same in two terminals, or check your engine beforehand"),
     "init": ("pipelines.cli:init", "train a drafter on the policy's own rollouts, before RL"),
     "ablate": ("pipelines.ablate.command:main", "run a study: arms x seeds, and one table"),
     "report": ("pipelines.cli:report", "write the report of a run or a study"),
     "export": ("pipelines.export.command:main", "write a run's policy and drafter as folders that stock vLLM serves"),
     "verify": ("pipelines.verify.command:main", "test whether speculation leaves the sampled distribution alone"),
     "bench": ("pipelines.bench.command:main", "measure speculation arms side by side on one engine"),
-    "simulate": (
-        "pipelines.simulate.command:main",
-        "simulate steps of a system or a run, with and without speculation",
-    ),
+    "simulate": ("pipelines.simulate.command:main", "simulate a system or a run, with and without speculation"),
     "doctor": ("pipelines.doctor.command:main", "check this machine or cluster before a run is started on it"),
     "drafters": ("pipelines.cli:drafters", "list or pull the drafters that runs have published"),
     "ui": ("pipelines.cli:ui", "print how to look at the runs in a browser"),

@@ -38,9 +38,7 @@ def add_engine_options(parser: argparse.ArgumentParser, command: str, tokens: in
     parser.add_argument("--drafter", help="checkpoint folder, models:/NAME@serving or native")
     parser.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="MLflow of models:/... (default %(default)s)")
     parser.add_argument("--dtype", choices=sorted(BYTES), help="of the engine (default bfloat16)")
-    parser.add_argument(
-        "--tokens", type=at_least(2), default=tokens, help="length of every response (default %(default)s)"
-    )
+    parser.add_argument("--tokens", type=at_least(2), default=tokens, help="of each response (default %(default)s)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of prompts and sampling (default %(default)s)")
     parser.add_argument("--tensor-parallel-size", type=at_least(1), help="ranks of an engine (1, or --config's)")
     parser.add_argument("--threads", type=at_least(1), default=threads.num_cores(), help="OpenMP threads (all cores)")

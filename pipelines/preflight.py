@@ -158,9 +158,7 @@ def _check_device(config: RunConfig) -> None:
     """This machine has a GPU if vLLM's build is for one, and as many as the run needs."""
     gpus = len(machine()["gpus"]) if engine_device() == "cuda" else 0
     if engine_device() == "cuda" and not gpus:
-        raise ValueError(
-            "vLLM is installed for GPUs, but there is none; run `make setup` again, which takes its CPU build"
-        )
+        raise ValueError("vLLM is installed for GPUs, but there is none; run `make setup` again, for its CPU build")
     if config.cluster.address is None:
         place(config, [gpus])
 

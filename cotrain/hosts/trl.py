@@ -62,9 +62,8 @@ class CotrainCallback(TrainerCallback):
         counted = tuple(sum(state.get(name, 0) for state in states) for name in COUNTS)
         drafts, drafted, accepted = (now - before for now, before in zip(counted, self._counted, strict=True))
         self._counted = counted
-        numbers = {
-            f"cotrain/{name}": float(states[0][name]) for name in ("policy_version", "drafter_version") if states
-        }
+        names = ("policy_version", "drafter_version") if states else ()
+        numbers = {f"cotrain/{name}": float(states[0][name]) for name in names}
         if drafts:
             numbers |= {"cotrain/acceptance_length": 1 + accepted / drafts, "cotrain/draft_length": drafted / drafts}
         return numbers

@@ -5,11 +5,7 @@ from dataclasses import dataclass
 from drafters.base import SamplingParams
 
 PLAIN = SamplingParams(1.0, 1.0, 0, "")
-STANDARD_SAMPLINGS: tuple[SamplingParams, ...] = (
-    PLAIN,
-    SamplingParams(0.7, 0.9, 0, ""),
-    SamplingParams(1.3, 1.0, 20, ""),
-)
+STANDARD_SAMPLINGS = (PLAIN, SamplingParams(0.7, 0.9, 0, ""), SamplingParams(1.3, 1.0, 20, ""))
 GREEDY = SamplingParams(0.0, 1.0, 0, "")
 
 METHODS = ("greedy", "probabilistic")

@@ -123,9 +123,7 @@ def check_model(folder: Path) -> None:
     settings = folder / "tokenizer_config.json"
     in_settings = settings.is_file() and "chat_template" in json.loads(settings.read_text())
     if not in_settings and not (folder / "chat_template.jinja").is_file():
-        raise ValueError(
-            f"{folder}: the tokenizer has no chat template; put one into the folder as chat_template.jinja"
-        )
+        raise ValueError(f"{folder}: the tokenizer has no chat template; put one there as chat_template.jinja")
 
 
 def has_linear_attention(model: Path) -> bool:

@@ -52,9 +52,7 @@ def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[st
     needed = ranks * config.rollout.num_engines + config.policy.num_processes
     if (transfer == "nccl" and num_gpus < needed) or (transfer == "ipc" and num_gpus != 1):
         needs = f"{needed} GPUs for engines and learner" if transfer == "nccl" else "one GPU that all roles share"
-        raise ValueError(
-            f'policy.weight_transfer: "{transfer}" needs {needs}, and there are {num_gpus}; set it to "files"'
-        )
+        raise ValueError(f'policy.weight_transfer: "{transfer}" needs {needs}, there are {num_gpus}; set it to "files"')
     if not num_gpus:
         return "cpu", {}
     roles = [role for role in roles_of(config) if role != "rewards"]
@@ -179,9 +177,7 @@ class Cluster:
     def _failure(self, actors: Collection[str], what: str) -> RunFailure:
         logs = [self._actors[actor][1] for actor in sorted(actors)]
         roles = " and ".join(Path(log).stem for log in logs)
-        return RunFailure(
-            f"{roles}: {what}. Look into {', '.join(logs)}. What was saved is whole: continue with {self._resume}"
-        )
+        return RunFailure(f"{roles}: {what}. See {', '.join(logs)}. What was saved is whole: go on with {self._resume}")
 
     def kill(self, actor: Any) -> None:
         """Kill one actor, which may be dead. Whoever waits for it is told that its process has died."""

@@ -51,9 +51,7 @@ def check_uri(uri: str) -> None:
     if database := sqlite_file(uri):
         nearest = next(path for path in (database, *database.parents) if path.exists())
         if not os.access(nearest, os.W_OK):
-            raise ValueError(
-                f"tracking.uri: {database} cannot be written; set tracking.uri or run_root to a place that can"
-            )
+            raise ValueError(f"tracking.uri: {database} cannot be written; set tracking.uri or run_root elsewhere")
     elif uri.startswith(("http://", "https://")):
         try:
             urlopen(f"{uri.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_S).close()

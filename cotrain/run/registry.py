@@ -68,9 +68,7 @@ def pull_drafter(uri: str, spec: str, folder: Path) -> ModelVersion:
             raise ValueError(f"cannot download {source_uri}: {first_line(error)}") from error
         for name in FILES:
             if not (source / name).is_file() or file_digest(source / name) != row.tags[DIGEST_TAG + name]:
-                raise ValueError(
-                    f"{name} of {source_uri} is missing or differs from what was registered; pull another version"
-                )
+                raise ValueError(f"{name} of {source_uri} is missing or differs from its record; pull another version")
         os.replace(source, folder)
     return row
 

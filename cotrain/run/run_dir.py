@@ -38,9 +38,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         try:
             (root / name).mkdir(parents=True)
         except OSError as error:
-            raise ValueError(
-                f"run_root: cannot create {root / name} ({error.strerror}); set run_root=... or name=..."
-            ) from None
+            raise ValueError(f"run_root: cannot make {root / name} ({error.strerror}); set run_root or name") from None
         return cls(root, name)
 
     def close(self) -> None:

@@ -122,6 +122,4 @@ def _claim(spool: Spool, settings: Settings) -> None:
     """Let the spool belong to this host, unless it is for several. Raises NotAdopted."""
     host = os.environ.get(HOST_VARIABLE) or f"session {os.getsid(0)}"
     if not settings.replicas and (owner := spool.other_owner(host)):
-        raise NotAdopted(
-            f"process {owner['pid']} of another host uses {spool.folder}: start a trainer for this host too"
-        )
+        raise NotAdopted(f"process {owner['pid']} of another host uses {spool.folder}: start another trainer")

@@ -162,9 +162,7 @@ class Engines:
         live = {name: engine.state for name, engine in self._intake.engines.items() if engine.lives and engine.state}
         refused = [why for state in live.values() if (why := state["refused"].get(str(self.version))) is not None]
         served = {name: state["drafter_version"] == self.version for name, state in live.items()}
-        idle = {
-            name for name, state in live.items() if state.get("generated_tokens", 0) == self._generated.get(name, 0)
-        }
+        idle = {n for n, state in live.items() if state.get("generated_tokens", 0) == self._generated.get(n, 0)}
         return refused, any(served.values()) and all(served[name] or name in idle for name in live)
 
     def _write(self, **changes: Any) -> None:

@@ -102,9 +102,7 @@ class PolicyWatch:
         embeddings = [module for module in found if not isinstance(module, ParallelLMHead)]
         heads = [m for m in found if isinstance(m, ParallelLMHead) and m.weight is not embeddings[0].weight]
         if len(embeddings) != 1 or len(heads) > 1:
-            raise ValueError(
-                f"the policy has {len(embeddings)} embeddings and {len(heads)} heads; one of each is known"
-            )
+            raise ValueError(f"there are {len(embeddings)} embeddings and {len(heads)} heads, and not one of each")
         named = zip(("model.embed_tokens.weight", "lm_head.weight"), [*embeddings, *heads], strict=False)
         return {name: m.weight.detach()[: m.shard_indices.num_org_elements] for name, m in named}
 

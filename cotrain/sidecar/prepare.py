@@ -55,9 +55,7 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
         trainer.load(run_dir.checkpoint(state.step) / "trainer")
     serving = trainer.serving()
     if serving.target_overrides:
-        raise ValueError(
-            f"drafter.model.type: a host would have to change its policy for {serving.method!r}; use eagle3"
-        )
+        raise ValueError(f"drafter.model.type: a host must change its policy for {serving.method!r}; use eagle3")
     spool = Spool(config.spool_folder)
     stack.callback(shutil.rmtree, spool.folder, ignore_errors=True)
     shutil.rmtree(spool.folder, ignore_errors=True)
@@ -99,9 +97,7 @@ def _checked_model(config: SidecarConfig, resume: bool) -> Path:
 
     folder, spool = config.run_root / config.name, config.spool_folder
     if not resume and folder.exists():
-        problems.append(
-            f"name: {folder} is already there; continue it with --resume {config.name}, or choose another name"
-        )
+        problems.append(f"name: {folder} is already there; continue it with --resume {config.name}, or set name")
     if spool.exists() and Spool(spool).is_alive():
         problems.append(f"spool: another trainer uses {spool}; stop it, or choose another folder or name")
     elif spool.exists() and any(spool.iterdir()) and not (spool / "settings.json").exists():

@@ -43,9 +43,7 @@ def serve(config: SidecarConfig, resume: bool, stop: Callable[[], bool]) -> list
     with ExitStack() as stack:
         prepared = prepare(config, resume, stack)
         run_dir = prepared.run_dir
-        console.say(
-            f"sidecar {run_dir.path}: engines of {config.model} find it in COTRAIN_SIDECAR={prepared.spool.folder}"
-        )
+        console.say(f"sidecar {run_dir.path} for {config.model}, found by COTRAIN_SIDECAR={prepared.spool.folder}")
         tracker = Tracker(config, history=read_rows(run_dir.metrics), say=console.say)
         DrafterService(prepared, stack.enter_context(tracker), console).run(stop)
         return prepared.spool.verdicts()

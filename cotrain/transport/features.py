@@ -99,7 +99,7 @@ def read_shard(path: str | Path) -> list[FeatureRecord]:
 
 def _checked(index: int, rows: dict[str, Tensor], fields: dict[str, Any]) -> FeatureRecord:
     fields |= {"sampling": SamplingParams(**fields["sampling"]), "aux_layers": tuple(fields["aux_layers"])}
-    record = FeatureRecord(**rows, **fields)
+    record = FeatureRecord(**fields | rows)
     width, num_layers = record.aux_hidden.shape[1], len(record.aux_layers)
     if len(lengths := {len(tensor) for tensor in rows.values()}) > 1:
         raise ValueError(f"the tensors of rollout {index} have {sorted(lengths)} rows")

@@ -78,16 +78,12 @@ def head_sizes(target: TargetSpec) -> TargetSpec:
             f"for {', '.join(TARGETS)})"
         )
     elif target.rope_type != "default":
-        problem = (
-            f'an MTP head rotates as its target, but only rope_type "default" can be trained, not {target.rope_type!r}'
-        )
+        problem = f'an MTP head rotates as its target; only rope_type "default" is trained, not {target.rope_type!r}'
     elif found is QWEN3_NEXT and target.experts is not None:
         return target
     elif found is QWEN3_NEXT or target.experts is not None:
         has, needs = ("a", "no") if target.experts else ("no", "a")
-        problem = (
-            f"the target's first layer has {has} mixture of experts, where vLLM's head of this format needs {needs}"
-        )
+        problem = f"the target's first layer has {has} mixture of experts, and vLLM's head needs {needs}"
     elif target.hidden_size % heads:
         problem = f"an MTP head needs a hidden size that its {heads} attention heads divide, not {target.hidden_size}"
     else:

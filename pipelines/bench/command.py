@@ -24,9 +24,7 @@ from pipelines import engines
 from pipelines.bench.report import ADAPTIVE, METHODS, NO_SPECULATION, Arm, Turn, write_results
 from pipelines.engines import at_least
 
-DRAFTED = {"greedy": "greedy"} | dict.fromkeys(
-    ("probabilistic", "mixed", ADAPTIVE, f"{ADAPTIVE}-mixed"), "probabilistic"
-)
+DRAFTED = {"greedy": "greedy"} | dict.fromkeys(("probabilistic", "mixed", ADAPTIVE, "adaptive-mixed"), "probabilistic")
 """How the drafter's tokens are sampled, by method. Probabilistic drafts are greedy ones at temperature 0."""
 
 FROM_HISTORY = ("suffix", "mixed", f"{ADAPTIVE}-suffix", f"{ADAPTIVE}-mixed")
@@ -144,10 +142,7 @@ def choose_arms(
     if "probabilistic" in methods and temperature == 0:
         raise ValueError("--methods: probabilistic drafts are greedy ones at --temperature 0; use greedy")
     arms = [Arm(m, k) for m in METHODS[1:] if m in methods for k in draft_lengths]
-    return [
-        NO_SPECULATION,
-        *(arm for arm in arms if not arm.adapts or arm.num_speculative_tokens == max(draft_lengths)),
-    ]
+    return [NO_SPECULATION, *(a for a in arms if not a.adapts or a.num_speculative_tokens == max(draft_lengths))]
 
 
 async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], list[str]]:

@@ -11,10 +11,7 @@ from drafters.files import write_json
 from pipelines.page.figures import range_figure
 
 ADAPTIVE = "adaptive"
-METHODS = (
-    *("none", "ngram", "suffix", "greedy", "probabilistic", "mixed"),
-    *(ADAPTIVE, f"{ADAPTIVE}-suffix", f"{ADAPTIVE}-mixed"),
-)
+METHODS = ("none", "ngram", "suffix", "greedy", "probabilistic", "mixed", ADAPTIVE, "adaptive-suffix", "adaptive-mixed")
 OF_ONE_ENGINE = {"none": "stock", "greedy": "drafter", "probabilistic": "drafter", ADAPTIVE: "drafter"}
 """Engines by method; every other method has an engine of its own, since it may draft from what that has generated."""
 

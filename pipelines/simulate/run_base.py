@@ -220,9 +220,7 @@ def compared(run: Run) -> dict[str, tuple[float, float]]:
     """Seconds of all steps together, predicted and measured, for each of BOUNDS."""
     steps = sorted(run.times["step"])
     if run.config.stream.max_policy_lag:
-        raise ValueError(
-            "--check: with stream.max_policy_lag above 0 steps are generated side by side: none has its own time"
-        )
+        raise ValueError("--check: with stream.max_policy_lag above 0 no step has a time of its own")
     if len(steps) < 4:
         raise ValueError(f"--check: {len(steps)} whole steps in {run.folder} are too few to hold some out; 4 do")
     held, known = ([n for i, n in enumerate(steps) if (i % 4 > 1) == out] for out in (True, False))

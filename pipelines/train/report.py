@@ -198,9 +198,7 @@ def _speculation(run: RunRecord) -> Section:
         _curve(run, "speedup"),
     ]  # fmt: skip
     if by_proposer:
-        text = (
-            "Draft tokens of each proposer that were accepted. A request takes the one that is expected to give more."
-        )
+        text = "Draft tokens of each proposer that were accepted. A request takes the one expected to give more."
         title = "Accepted share of the draft tokens, by proposer"
         plots.append(line_plot("acceptance_by_proposer", title, by_proposer, "accepted share", text))
     if DRAFTER in run.settings:

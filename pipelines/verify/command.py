@@ -33,12 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--history", action="store_true", help=text)
     parser.add_argument("--k", type=at_least(1), help="longest draft; all shorter ones are tried too (default 3)")
     parser.add_argument("--batch", type=at_least(1), default=32, help="most requests at once (default %(default)s)")
-    parser.add_argument(
-        "--alpha", type=share, default=0.01, help="false-alarm rate of all checks (default %(default)s)"
-    )
-    parser.add_argument(
-        "--distance", type=share, default=0.05, help="find this total variation distance or more (default %(default)s)"
-    )
+    parser.add_argument("--alpha", type=share, default=0.01, help="rate of false alarms (default %(default)s)")
+    parser.add_argument("--distance", type=share, default=0.05, help="total variation to find (default %(default)s)")
     return parser
 
 
@@ -78,7 +74,7 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
     if not args.model or not args.drafter:
         raise ValueError("--model and --drafter: give both; a --config names a model too")
     args.k, args.dtype = args.k or asked.num_speculative_tokens, args.dtype or asked.dtype
-    samplings = STANDARD_SAMPLINGS
+    samplings: tuple[SamplingParams, ...] = STANDARD_SAMPLINGS
     if config and asked.temperature > 0:  # greedy text is always checked
         samplings = (SamplingParams(asked.temperature, asked.top_p, asked.top_k, ""),)
     task = config.task if config else engines.DEFAULT_TASK

@@ -195,7 +195,7 @@ def test_a_head_of_another_model_is_refused(mimo: Path, tmp_path: Path) -> None:
     build_drafter(MtpConfig(type="mtp"), target, seed=0).save(tmp_path / "other", torch.float32)
     edit(tmp_path / "other", intermediate_size=512)
     [line] = problems(config(mimo, f"drafter.init={tmp_path}/other"))
-    assert "was made for another target: its intermediate_size is 512, this target's is 256" in line
+    assert "was made for another target: its intermediate_size is 512, this one's is 256" in line
 
 
 def test_a_drafter_of_another_kind_is_refused(mimo: Path, tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ def test_what_is_served_is_what_is_saved(kind, drafter, folder, target_weights):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": 32}, r"hidden.size is 16, this target's is 32"),
-        ({"vocab_size": 41}, r"vocab\w* is 40, this target's is 41"),
+        ({"hidden_size": 32}, r"hidden.size is 16, this one's is 32"),
+        ({"vocab_size": 41}, r"vocab\w* is 40, this one's is 41"),
     ],
 )
 def test_a_drafter_for_another_target_is_refused(kind, folder, change, message):

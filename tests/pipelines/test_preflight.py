@@ -165,8 +165,8 @@ def test_drafter_of_this_target_passes(build, drafter: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": 64}, "drafter.init: .* made for another target: its hidden_size is 32, this target's is 64"),
-        ({"vocab_size": 96}, "drafter.init: .* made for another target: its vocab_size is 64, this target's is 96"),
+        ({"hidden_size": 64}, "drafter.init: .* made for another target: its hidden_size is 32, this one's is 64"),
+        ({"vocab_size": 96}, "drafter.init: .* made for another target: its vocab_size is 64, this one's is 96"),
         ({"num_hidden_layers": 5}, r"drafter.init: .* aux layers \[1, 3, 5\] are not ascending ids between 1 and 4"),
     ],
     ids=["hidden size", "vocabulary", "layers"],
@@ -189,7 +189,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(build, tmp_path: Path) -
     config = build(settings, f"drafter.init={folder}")
     build_drafter(config.drafter.model, TargetSpec.from_pretrained(other), seed=0).save(folder, torch.float32)
     [line] = problems(config)
-    assert line.startswith("drafter.init: ") and "its vocab_size is 96, this target's is 64" in line
+    assert line.startswith("drafter.init: ") and "its vocab_size is 96, this one's is 64" in line
     check_run(build(settings))
     [line] = problems(build(settings, f"policy.model={write_model(tmp_path / 'flat', num_hidden_layers=1)}"))
     assert line.startswith("drafter.model.num_layers: 2 layers cannot be cut from the target's 1")

@@ -103,7 +103,7 @@ def test_config_that_cannot_work(model_folder, changes, message):
         ("config.json", r"config\.json does not exist"),
         ("model.safetensors", r"no model\.safetensors \(other weight files: pytorch_model\.bin\)"),
         ("tokenizer.json", r"no tokenizer \(tokenizer\.json\)"),
-        ("chat_template.jinja", r"no chat template; put one into the folder as chat_template\.jinja"),
+        ("chat_template.jinja", r"no chat template; put one there as chat_template\.jinja"),
     ],
 )
 def test_missing_file_is_named(model_folder, missing, message):

@@ -43,10 +43,10 @@ def test_the_build_of_vllm_decides_on_the_device(monkeypatch, tmp_path):
         (
             "nccl",
             1,
-            r'weight_transfer: "nccl" needs 2 GPUs for engines and learner, and there are 1; set it to "files"',
+            r'weight_transfer: "nccl" needs 2 GPUs for engines and learner, there are 1; set it to "files"',
         ),
         ("nccl", 2, None),
-        ("ipc", 2, r'weight_transfer: "ipc" needs one GPU that all roles share, and there are 2; set it to "files"'),
+        ("ipc", 2, r'weight_transfer: "ipc" needs one GPU that all roles share, there are 2; set it to "files"'),
         ("ipc", 1, None),
         ("ipc", 0, "there are 0"),
     ],
@@ -202,7 +202,7 @@ def test_an_actors_own_exception_comes_as_it_is(cluster):
 
 
 def test_a_failure_in_an_actor_is_told_where_to_look(cluster):
-    with pytest.raises(RunFailure, match=r"^drafter: loss nan\. Look into /logs/drafter\.log.*--resume mine$"):
+    with pytest.raises(RunFailure, match=r"^drafter: loss nan\. See /logs/drafter\.log.*--resume mine$"):
         cluster.get([Reference("a", task_error(SelfCheckFailed("loss nan")))])
 
 

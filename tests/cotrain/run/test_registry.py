@@ -87,7 +87,7 @@ def test_a_file_that_changed_in_the_store_is_refused(uri, store, tmp_path):
     files = {path: path.read_bytes() for path in (store / "mlartifacts").rglob("model.safetensors")}
     for path in files:
         path.write_bytes(b"other")
-    with pytest.raises(ValueError, match=r"model\.safetensors of .* differs from what was registered"):
+    with pytest.raises(ValueError, match=r"model\.safetensors of .* differs from its record"):
         pull_drafter(uri, NAME, tmp_path / "out")
     assert len(files) == 2 and not (tmp_path / "out").exists()
     for path, content in files.items():

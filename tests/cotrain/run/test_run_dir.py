@@ -23,7 +23,7 @@ def test_paths_of_a_run(tmp_path):
 
 def test_a_used_name_is_refused(tmp_path):
     RunDir.create(tmp_path, "a").close()
-    with pytest.raises(ValueError, match=r"run_root: cannot create .*/a \(File exists\)"):
+    with pytest.raises(ValueError, match=r"run_root: cannot make .*/a \(File exists\)"):
         RunDir.create(tmp_path, "a")
 
 

@@ -103,7 +103,7 @@ def test_another_vocabulary_is_refused_before_weights_are_read(tmp_path):
     DRAFT_MODEL.make().save(tmp_path, torch.float32)
     (tmp_path / "model.safetensors").unlink()
     edit_config(tmp_path, vocab_size=48)
-    with pytest.raises(ValueError, match="made for another target: its vocab_size is 48, this target's is 40"):
+    with pytest.raises(ValueError, match="made for another target: its vocab_size is 48, this one's is 40"):
         load_drafter(tmp_path, TARGET)
 
 

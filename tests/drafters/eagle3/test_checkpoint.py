@@ -65,7 +65,7 @@ def test_a_drafter_that_reads_layers_the_target_has_not_is_refused(folder):
 
 def test_a_checkpoint_of_another_target_is_refused(folder):
     edit_config(folder, target_hidden_size=32)
-    with pytest.raises(ValueError, match="another target: its hidden_size is 32, this target's is 16"):
+    with pytest.raises(ValueError, match="another target: its hidden_size is 32, this one's is 16"):
         load_drafter(folder, TARGET)
 
 

@@ -93,12 +93,12 @@ def test_several_heads_are_refused(kind, folder):
 def test_the_head_of_another_model_is_refused(kind, folder, change):
     ((name, value),) = change.items()
     mine = getattr(kind.target, name)
-    message = re.escape(f"made for another target: its {name} is {mine}, this target's is {value}")
+    message = re.escape(f"made for another target: its {name} is {mine}, this one's is {value}")
     with pytest.raises(ValueError, match=message):
         load_drafter(folder, dataclasses.replace(kind.target, **change))
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
     edit_config(folder, **({"rope_parameters": rope | change} if name == "rope_theta" else change))
-    message = re.escape(f"made for another target: its {name} is {value}, this target's is {mine}")
+    message = re.escape(f"made for another target: its {name} is {value}, this one's is {mine}")
     with pytest.raises(ValueError, match=message):
         load_drafter(folder, kind.target)
 
@@ -106,7 +106,7 @@ def test_the_head_of_another_model_is_refused(kind, folder, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_type": "llama3"}, "only rope_type \"default\" can be trained, not 'llama3'"),
+        ({"rope_type": "llama3"}, "only rope_type \"default\" is trained, not 'llama3'"),
         ({"model_type": "gemma3"}, "no checkpoint format of MTP heads for a target of model_type gemma3"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -126,7 +126,7 @@ def test_sizes_that_vllm_gives_no_head_are_refused():
     assert "an MTP head needs a hidden size that its 4 attention heads divide, not 18" in odd
     assert shape_problems(QWEN3_NEXT.config, dataclasses.replace(QWEN3_NEXT.target, hidden_size=18)) == []
     (dense,) = shape_problems(QWEN3_NEXT.config, dataclasses.replace(QWEN3_NEXT.target, experts=None))
-    assert "first layer has no mixture of experts, where vLLM's head of this format needs a" in dense
+    assert "first layer has no mixture of experts, and vLLM's head needs a" in dense
 
 
 def test_a_head_of_another_format_is_refused(folder, kind):
