@@ -5,9 +5,10 @@
 tiny, smollm2: time of a step of engines that draft nothing, over that of the same host without the sidecar. All live at once
 and take turns step by step, so that what else the machine does weighs on all alike. "For now": the drafter reads on, since the length may rise again, as it may by default.
 
-served: acceptance length and tokens a second without the sidecar, with a drafter that is frozen, and with one that is trained
-beside the host, before and after an update of the policy that teaches it other text (tiny:llama). First the trainer makes the
-drafter, beside its own host; both arms begin with it. They get the same prompts in the same order. The trainer is stopped while
+served: acceptance length and tokens a second without the sidecar, with a drafter that is frozen, with the same one where the
+engine chooses the draft length, and with one that is trained beside the host, before and after an update of the policy that
+teaches it other text (tiny:llama). First the trainer makes the drafter, beside its own host; all arms begin with it. They get
+the same prompts in the same order. The trainer is stopped while
 it is not its arm's turn, so that its work slows that arm and no other; seconds of an arm are those of its turns.
 
 Prints Markdown tables; --out gets results.json, acceptance.png and trainer.log. Times need a quiet machine.
@@ -39,7 +40,7 @@ from tests.engine import sidecar_host
 
 MODELS = {"tiny": ("tiny:llama", 64), "smollm2": ("bundled:smollm2-135m-instruct", 16)}  # and tokens of a response
 PARTS = (*MODELS, "served")
-PLAIN, FROZEN, TRAINED = "no sidecar", "frozen drafter", "co-trained"
+PLAIN, FROZEN, CHOOSING, TRAINED = "no sidecar", "frozen drafter", "frozen, length chosen", "co-trained"
 ENGINES = {
     "length 0": ({"share": 0.0, "adaptive": False}, 0.01),
     "length 0, tap": ({"share": 1.0, "adaptive": False}, 0.02),
@@ -219,7 +220,11 @@ def served(size: dict[str, int], log: Path, scratch: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         works = stack.enter_context(trainer(spool, scratch, log))
         first = load_drafter(spool.initial, TargetSpec.from_pretrained(model))
-        spools = {FROZEN: make_spool(scratch / "frozen", model, first, share=0.0), TRAINED: spool}
+        spools = {
+            FROZEN: make_spool(scratch / "frozen", model, first, share=0.0),
+            CHOOSING: make_spool(scratch / "choosing", model, first, share=0.0, adaptive=True),
+            TRAINED: spool,
+        }
         hosts = started(stack, model, scratch, spools)
 
         def wave(arm: str, number: int) -> None:
@@ -240,7 +245,8 @@ def served(size: dict[str, int], log: Path, scratch: Path) -> dict[str, Any]:
             start += 1
         published = read_json(spool.current)
         copied = shutil.copy(published["path"], scratch / "frozen.safetensors")
-        write_json(spools[FROZEN].current, published | {"path": str(copied)})
+        for arm in (FROZEN, CHOOSING):
+            write_json(spools[arm].current, published | {"path": str(copied)})
         turns = deque(hosts)
         update = start + size["before"]
         for number in range(start, update + size["after"]):
@@ -267,7 +273,7 @@ def served_table(found: dict[str, Any], out: Path) -> str:
         figures["speed over none"] = part["tokens_s"].div(part["tokens_s"][PLAIN], axis=0)
         for name, values in figures.items():
             cells[f"{span}: {name}"] = [f"{m:.4g} ± {e:.2g}" for m, e in zip(values.mean(), values.sem(), strict=True)]
-    text = pd.DataFrame(cells, index=by_arm["length"].columns).loc[[PLAIN, FROZEN, TRAINED]].T.to_markdown()
+    text = pd.DataFrame(cells, index=by_arm["length"].columns).loc[[PLAIN, FROZEN, CHOOSING, TRAINED]].T.to_markdown()
     trained = frame[frame["arm"] == TRAINED].set_index("number")
     enough = RECOVERED * trained["length"].loc[start : update - 1].mean()
     after = trained.loc[update:]

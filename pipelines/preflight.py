@@ -155,12 +155,13 @@ def _check_vllm(config: RunConfig) -> list[str]:
 
 
 def _check_device(config: RunConfig) -> None:
-    """This machine has a GPU if vLLM's build is for one, and as many as the run needs."""
+    """This machine has a GPU if vLLM's build is for one, and as many as the run needs. The nodes of a cluster tell of theirs."""
+    if config.cluster.address is not None:
+        return
     gpus = len(machine()["gpus"]) if engine_device() == "cuda" else 0
     if engine_device() == "cuda" and not gpus:
         raise ValueError("vLLM is installed for GPUs, but there is none; run `make setup` again, for its CPU build")
-    if config.cluster.address is None:
-        place(config, [gpus])
+    place(config, [gpus])
 
 
 def _check_task(config: RunConfig) -> None:

@@ -58,7 +58,7 @@ class PolicyLearner:
         ValueError when the device is not there, or the number of ranks is not policy.num_processes.
         """
         if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device is 'cuda', but torch sees no GPU; set cluster.device=cpu")
+            raise ValueError("device is 'cuda', but torch sees no GPU; look at CUDA_VISIBLE_DEVICES")
         self._config = config
         self._rollout = rollout
         self.policy_version = 0  # calls of update() behind the current weights
