@@ -3,13 +3,14 @@
     python -m benchmarks.sidecar_cost --out runs/sidecar-cost [--parts tiny smollm2 served] [--small]
 
 tiny, smollm2: time of a step of engines that draft nothing, over that of the same host without the sidecar. All live at once
-and take turns step by step, so that what else the machine does weighs on all alike. "For now": the drafter reads on, since the length may rise again, as it may by default.
+and take turns step by step, so that what else the machine does weighs on all alike. "For now": the drafter reads on, since
+the length may rise again, as it may by default.
 
 served: acceptance length and tokens a second without the sidecar, with a drafter that is frozen, with the same one where the
 engine chooses the draft length, and with one that is trained beside the host, before and after an update of the policy that
 teaches it other text (tiny:llama). First the trainer makes the drafter, beside its own host; all arms begin with it. They get
-the same prompts in the same order. The trainer is stopped while
-it is not its arm's turn, so that its work slows that arm and no other; seconds of an arm are those of its turns.
+the same prompts in the same order. The trainer is stopped while it is not its arm's turn, so that its work slows that arm and
+no other; seconds of an arm are those of its turns.
 
 Prints Markdown tables; --out gets results.json, acceptance.png and trainer.log. Times need a quiet machine.
 """
