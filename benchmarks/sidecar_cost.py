@@ -1,6 +1,6 @@
 """What the sidecar costs a host and what it brings: engines of a plain vLLM LLM, with it and without it, in turns.
 
-    python -m benchmarks.sidecar_cost --out runs/sidecar-cost [--parts tiny smollm2 served] [--small]
+    python -m benchmarks.sidecar_cost --out runs/sidecar-cost [--parts tiny smollm2 served] [--small] [--trainer key=value]
 
 tiny, smollm2: time of a step of engines that draft nothing, over that of the same host without the sidecar. All live at once
 and take turns step by step, so that what else the machine does weighs on all alike. "For now": the drafter reads on, since
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -175,9 +175,9 @@ def overhead_table(found: dict[str, Any]) -> str:
 
 
 @contextmanager
-def trainer(spool: Any, scratch: Path, log: Path) -> Iterator[Callable[[], Any]]:
+def trainer(spool: Any, fields: Sequence[str], scratch: Path, log: Path) -> Iterator[Callable[[], Any]]:
     """`cotrain sidecar`, stopped but inside of the contexts that the yielded function returns."""
-    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", MODELS["tiny"][0], "--share", "1", *TRAINER]
+    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", MODELS["tiny"][0], "--share", "1", *fields]
     command += ["--spool", str(spool.folder), f"run_root={scratch}/runs"]
     process = start_trainer(["sh", "-c", f"exec {shlex.join(command)} >{shlex.quote(str(log))} 2>&1"], spool.folder)
 
@@ -209,7 +209,7 @@ def moved(model: Path, folder: Path) -> Path:
     return folder
 
 
-def served(size: dict[str, int], log: Path, scratch: Path) -> dict[str, Any]:
+def served(size: dict[str, int], fields: Sequence[str], log: Path, scratch: Path) -> dict[str, Any]:
     """Waves of the arms, numbers of the first one of all arms and of the first after the update, and tokens of each."""
     from drafters.base import TargetSpec
     from drafters.build import load_drafter
@@ -219,7 +219,7 @@ def served(size: dict[str, int], log: Path, scratch: Path) -> dict[str, Any]:
     model = resolve_model(name)
     other = moved(model, scratch / "moved")
     with ExitStack() as stack:
-        works = stack.enter_context(trainer(spool, scratch, log))
+        works = stack.enter_context(trainer(spool, fields, scratch, log))
         first = load_drafter(spool.initial, TargetSpec.from_pretrained(model))
         spools = {
             FROZEN: make_spool(scratch / "frozen", model, first, share=0.0),
@@ -293,18 +293,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all three")
     parser.add_argument("--small", action="store_true", help="a few rounds, which show that it works and nothing else")
+    parser.add_argument(
+        "--trainer", nargs="+", default=[], metavar="key=value", help="fields of the trainer, for served"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True)
     os.environ.update(threads.engine_environment(THREADS))
     size, git = {n: s[args.small] for n, s in SIZES.items()}, git_state(Path(threads.__file__).parents[1])[0]
-    options = {"sizes": size, "requests": REQUESTS, "tokens": MODELS, "threads": THREADS, "trainer": TRAINER}
+    options: dict[str, Any] = {
+        "sizes": size,
+        "requests": REQUESTS,
+        "tokens": MODELS,
+        "threads": THREADS,
+        "trainer": [*TRAINER, *args.trainer],
+    }
     results: dict[str, Any] = here_and_now() | {"git": git, "options": options, "load_average": os.getloadavg()}
     print(json.dumps(results))
     for part in args.parts:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="cotrain-cost-", dir="/dev/shm") as scratch:
             if part == "served":
-                found = served(size, args.out / "trainer.log", Path(scratch))
+                found = served(size, options["trainer"], args.out / "trainer.log", Path(scratch))
                 text = served_table(found, args.out)
             else:
                 found = overhead(*MODELS[part], size[part], Path(scratch))
