@@ -111,8 +111,8 @@ def test_an_engine_that_died_comes_back_with_the_next_update_and_the_drafter_of_
     roles: tuple[RolloutEngines, Learner, Nodes, Any], fitted_drafter: Drafter, tmp_path: Path
 ) -> None:
     engines, _, nodes, cluster = roles
-    running = engines.begin_generate(1, make_requests(4), False)
     pid = cluster._ray.get(engines._actors[1].__ray_call__.remote(lambda actor: os.getpid()))
+    running = engines.begin_generate(1, make_requests(4), False)
     os.kill(psutil.Process(pid).children(recursive=True)[0].pid, signal.SIGKILL)
     with pytest.raises(RunFailure) as failure:
         cluster.get([running])
