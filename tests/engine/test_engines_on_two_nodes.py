@@ -103,8 +103,8 @@ def test_an_engine_that_dies_in_mid_generation_comes_back_with_what_is_of_record
     greedy = {"temperature": 0.0, "seed": None}
     alone = tokens(engines.generate(requests[:4], tap=False, **greedy))
     digests = [engines._policy[0].digests, engines._drafter[0].digests]  # type: ignore[index]
-    started = [engines._actors[e].call.remote("generate", requests[:4], False, **greedy) for e in (0, 1)]
     pid = cluster._ray.get(engines._actors[1].__ray_call__.remote(lambda actor: os.getpid()))
+    started = [engines._actors[e].call.remote("generate", requests[:4], False, **greedy) for e in (0, 1)]
     os.kill(psutil.Process(pid).children(recursive=True)[0].pid, signal.SIGKILL)
     [survivor] = cluster.get(started[:1])
     assert alike(tokens(survivor), alone)
