@@ -156,12 +156,11 @@ def _check_vllm(config: RunConfig) -> list[str]:
 
 def _check_device(config: RunConfig) -> None:
     """This machine has a GPU if vLLM's build is for one, and as many as the run needs. The nodes of a cluster tell of theirs."""
-    if config.cluster.address is not None:
-        return
-    gpus = len(machine()["gpus"]) if engine_device() == "cuda" else 0
-    if engine_device() == "cuda" and not gpus:
+    gpus = len(machine()["gpus"]) * (engine_device() == "cuda")
+    if config.cluster.address is None and engine_device() == "cuda" and not gpus:
         raise ValueError("vLLM is installed for GPUs, but there is none; run `make setup` again, for its CPU build")
-    place(config, [gpus])
+    if config.cluster.address is None:
+        place(config, [gpus])
 
 
 def _check_task(config: RunConfig) -> None:

@@ -62,9 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(dtype="bfloat16")
     parser.add_argument("--k", type=at_least(1), nargs="+", default=[1, 2, 3], help="draft lengths (default 1 2 3)")
     parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 4, 16], help="batch sizes (default 1 4 16)")
-    parser.add_argument(
-        "--stop-at-eos", action="store_true", help="responses end where the model ends them, after --tokens at most"
-    )
+    parser.add_argument("--stop-at-eos", action="store_true", help="the model ends responses, after --tokens at most")
     text = "the responses of a batch end one after another, the last after --tokens, alike in all arms"
     parser.add_argument("--drain", action="store_true", help=text)
     parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of every arm (default %(default)s)")

@@ -36,6 +36,11 @@ class ServedAcceptance:
         self._trials[:known] = EXPECTED_DRAFTS * np.array([1.0, *expected_rates])[:known]
         self._accepted[:known] = EXPECTED_DRAFTS * np.array(expected_rates)
 
+    @property
+    def is_untried(self) -> bool:
+        """Is nothing known or expected?"""
+        return not self._trials.any()
+
     def observe(self, drafts: Sequence[tuple[int, int]]) -> None:
         """Count one engine step: (draft tokens, accepted ones) of each request with drafts."""
         if not drafts:

@@ -20,8 +20,8 @@ MATCHES = (2, 4, 8, 16)
 """Longest matches with an acceptance of their own: up to 1 token, 2 or 3, and so on."""
 
 EXPLORED = 1 / 32
-"""Requests of a step that on average take the worse proposer, so that both stay known; all of a step do, or none. Where steps
-have prices, they draft one token of it."""
+"""Requests of a step that on average take the worse proposer, so that both stay known; all of a step do, or none. So they do
+when a class of matches comes for the first time. Where steps have prices, they draft one token of it."""
 
 
 class Asked(NamedTuple):
@@ -52,10 +52,7 @@ class HistoryDrafting:
     """
 
     def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
-        """is_alone: there is no drafter, and vLLM takes this for its n-gram look-up.
-
-        draws: see SuffixIndex.draft. It may be set later.
-        """
+        """is_alone: vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft; it may be set later."""
         self.index = index
         self._fit, self._measured = HalfLifeFit(), ""
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
@@ -144,7 +141,8 @@ class HistoryDrafting:
             self._draft(request, text, k, not likeliest) if text.num_new and k else None
             for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
         ]
-        explores = self._rng.random() * len(texts) < EXPLORED
+        classes = {match_class(draft.match) for draft in drafts if draft is not None}
+        explores = self._rng.random() * len(texts) < EXPLORED or any(self._of_match[c].is_untried for c in classes)
         explored = 0 if not explores else k if prices is None else min(k, 1)
         choices = [self._choose(draft, k, explored, not self._is_alone) for draft in drafts]
         if prices is not None and not explored:
