@@ -10,7 +10,10 @@ from cotrain.models.loading import resolve_model
 from tests.engine.mtp_head import *  # noqa: F403
 from tests.engine.mtp_head import Target, running
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.cluster,
+]  # test_mtp_head.py and test_mimo_run.py have the other kinds of heads
 
 
 @pytest.fixture(scope="module")
