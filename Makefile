@@ -39,7 +39,7 @@ test: $(STAMP) ## lint, then all tests
 	$(BIN)/python -m pytest -q -m 'not engine' --numprocesses 2
 	$(BIN)/python -m tests.native_models
 	$(BIN)/python -m pytest -q -m 'engine and not alone and not cluster' --numprocesses 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -q -m 'engine and alone'
+	$(BIN)/python -m pytest -q -m 'engine and alone and not cluster'
 	echo "make test: $$((SECONDS - started)) s"
 
 test-cluster: $(STAMP) ## long runs, most of them on several Ray nodes of this machine; nodes and engines are lost (minutes)
