@@ -69,7 +69,7 @@ class Run:
 
     command: Literal["init", "train"]
     name: str
-    """Of its arm, or of the initialisation."""
+    """Name of its arm, or of the initialisation."""
     config: RunConfig
     needs: "Run | None" = None
     """The initialisation it starts from."""
