@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
 from cotrain.rollout.vllm.history import Asked, HistoryDrafting, Text
 from drafters.suffix.index import Draft, SuffixIndex
 
@@ -68,3 +69,15 @@ def test_the_first_draft_of_a_batch_has_to_be_paid_by_all_that_draft(history: Hi
         choices = [(draft, length)] * drafting + [(None, 0)] * (16 - drafting)
         assert (history._gain(choices, prices) > 0) == pays
     assert history._gain([(None, 0)] * 16, prices) == 0
+
+
+def test_a_class_of_matches_is_tried_when_it_comes_for_the_first_time(history: HistoryDrafting) -> None:
+    history._is_alone = False
+    text = Text(np.arange(1, 9, dtype=np.int32), 4, 1)
+    history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [0.0] * 7, 0)])
+    history._best = [(3, 0.9) for _ in history._of_match] + [(3, 2.0)]
+    for kind in history._of_match:
+        kind.observe([(3, 3)] * 9)
+    assert history._propose_from_history(["a"], [text], [True], 3, None)[0] == [None], "the drafter is better"
+    history._of_match = [ServedAcceptance(3) for _ in history._of_match]
+    assert history._propose_from_history(["a"], [text], [True], 3, None)[0] != [None]
