@@ -197,13 +197,14 @@ class HistoryDrafting:
     def _choose(self, draft: Draft | None, k: int, explored: int, has_drafter: bool) -> tuple[Draft | None, int]:
         """Who proposes, the index with a draft or else the drafter, and how many tokens; looks at the match alone.
 
-        explored: tokens to take from the worse of the two; 0 takes the better.
+        explored: tokens to take from the worse of the two, or from an untried match; 0 takes the better.
         """
         of_drafter = self._best[-1] if has_drafter else (0, 0.0)
         if draft is None or not k:
             return None, of_drafter[0]
         of_match = self._best[match_class(draft.match)]
-        takes = not has_drafter or (of_match[1] > of_drafter[1]) != bool(explored)
+        is_untried = self._of_match[match_class(draft.match)].is_untried
+        takes = not has_drafter or is_untried or (of_match[1] > of_drafter[1]) != bool(explored)
         return draft if takes else None, explored or (of_match if takes else of_drafter)[0]
 
     def _gain(self, choices: list[tuple[Draft | None, int]], prices: tuple[list[float], list[float], float]) -> float:

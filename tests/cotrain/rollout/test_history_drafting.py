@@ -80,4 +80,8 @@ def test_a_class_of_matches_is_tried_when_it_comes_for_the_first_time(history: H
         kind.observe([(3, 3)] * 9)
     assert history._propose_from_history(["a"], [text], [True], 3, None)[0] == [None], "the drafter is better"
     history._of_match = [ServedAcceptance(3) for _ in history._of_match]
-    assert history._propose_from_history(["a"], [text], [True], 3, None)[0] != [None]
+    for of_drafter in (2.0, 0.1):
+        history._best[-1] = (3, of_drafter)
+        assert history._propose_from_history(["a"], [text], [True], 3, None)[0] != [None], (
+            "better or worse than the drafter"
+        )
