@@ -39,7 +39,7 @@ from cotrain.sidecar.launch import start_trainer, stop_trainer
 from cotrain.sidecar.spool import Spool, read_json, write_json
 from tests.engine import sidecar_host
 
-MODELS = {"tiny": ("tiny:llama", 64), "smollm2": ("bundled:smollm2-135m-instruct", 16)}  # and tokens of a response
+MODELS = {"tiny": "tiny:llama", "smollm2": "bundled:smollm2-135m-instruct"}
 PARTS = (*MODELS, "served")
 PLAIN, FROZEN, CHOOSING, TRAINED = "no sidecar", "frozen drafter", "frozen, length chosen", "co-trained"
 ENGINES = {
@@ -49,10 +49,10 @@ ENGINES = {
     "length 0 for now, tap": ({"share": 1.0, "adaptive": True}, 0.02),
 }
 """Settings of the spool, and how much longer a step may take."""
-SIZES = {"tiny": (30, 3), "smollm2": (10, 2), "first": (100, 4), "before": (30, 5), "after": (120, 10)}
+SIZES = {"tiny": (30, 3), "smollm2": (8, 1), "first": (100, 4), "before": (30, 5), "after": (120, 10)}
 """And with --small. Rounds of the models; waves that make the first drafter, and those before the update and after it."""
-REQUESTS, THREADS, UPDATES = 16, 1, 160
-"""Of a wave, of an engine and of the trainer, and optimizer steps of the policy."""
+REQUESTS, TOKENS, THREADS, UPDATES = 16, 64, 1, 160
+"""Of a wave, of a response, of an engine and of the trainer, and optimizer steps of the policy."""
 TRAINER = (
     "name=trained", "adaptive=false", "drafter.model.draft_vocab_size=128", "drafter.batch_tokens=2048",
     "drafter.updates_per_step=30", "tracking.log_drafters=false",
@@ -65,14 +65,14 @@ say = functools.partial(print, file=sys.stderr, flush=True)
 class TimedHost(sidecar_host.Host):
     """The host of the tests, with a clock."""
 
-    def begin_wave(self, number: int, num_tokens: int) -> None:
+    def begin_wave(self, number: int) -> None:
         """Ask for answers to chats of eight letters, which the number decides."""
         from vllm import SamplingParams
 
         tokenizer, draw = self.llm.get_tokenizer(), random.Random(number)
         chats = [[{"role": "user", "content": "".join(draw.choices("0123456789abcdef", k=8))}] for _ in range(REQUESTS)]
         prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
-        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         for i, prompt in enumerate(prompts):
             self.llm.llm_engine.add_request(f"{i}", {"prompt_token_ids": prompt}, params)
 
@@ -86,10 +86,10 @@ class TimedHost(sidecar_host.Host):
             seconds.append((time.perf_counter() - started, time.process_time() - cpu_started))
         return seconds
 
-    def wave(self, number: int, num_tokens: int) -> float:
+    def wave(self, number: int) -> float:
         """Answer chats. Return the seconds that it took."""
         started = time.perf_counter()
-        self.begin_wave(number, num_tokens)
+        self.begin_wave(number)
         self.steps(sys.maxsize)
         return time.perf_counter() - started
 
@@ -111,7 +111,7 @@ def started(stack: ExitStack, model: Path, scratch: Path, spools: dict[str, Any]
     return hosts
 
 
-def overhead(name: str, num_tokens: int, rounds: int, scratch: Path) -> dict[str, Any]:
+def overhead(name: str, rounds: int, scratch: Path) -> dict[str, Any]:
     """Steps, and the shares of each engine's seconds that its worker has counted for the tap and its files."""
     from drafters.base import TargetSpec
     from drafters.build import build_drafter
@@ -129,8 +129,8 @@ def overhead(name: str, num_tokens: int, rounds: int, scratch: Path) -> dict[str
         turns, steps, counted = deque(hosts), list[dict[str, Any]](), dict[str, dict[str, float]]()
         for number in range(-1, rounds):  # the first round warms up
             for host in hosts.values():
-                host("begin_wave", number, num_tokens)
-            for step in range(num_tokens):
+                host("begin_wave", number)
+            for step in range(TOKENS):
                 turns.rotate()  # so that none always follows the same one
                 for e in turns:
                     ((clock, processor),) = hosts[e]("steps", 1)
@@ -153,15 +153,18 @@ def overhead(name: str, num_tokens: int, rounds: int, scratch: Path) -> dict[str
 
 
 def overhead_table(found: dict[str, Any]) -> str:
-    """Markdown. An overhead is the ratio of the sums of all steps, or the median ratio of a step to the one of the host without
-    the sidecar beside it; standard errors are those of the waves."""
+    """Markdown. An overhead is the ratio of the sums of all steps, or of all but the first of a wave, which computes the prompts,
+    or the median ratio of a step to the one of the host without the sidecar beside it; standard errors are those of the waves."""
     import numpy as np
     import pandas as pd
 
     steps = pd.DataFrame(found["steps"])
     rows = pd.DataFrame({"ms a step": steps.groupby("engine")["clock"].mean().map(lambda s: f"{1e3 * s:.3f}")})
-    for kind in ("clock", "processor", "median"):
-        times = steps.pivot(index=["wave", "step"], columns="engine", values="clock" if kind == "median" else kind)
+    for kind in ("clock", "processor", "processor, after the prompts", "median"):
+        of = "processor" if kind.startswith("processor") else "clock"
+        times = steps.pivot(index=["wave", "step"], columns="engine", values=of)
+        if kind.endswith("prompts"):
+            times = times.drop(index=0, level="step")
         if kind == "median":
             waves = times.div(times[PLAIN], axis=0).groupby("wave").median()
         else:
@@ -177,7 +180,7 @@ def overhead_table(found: dict[str, Any]) -> str:
 @contextmanager
 def trainer(spool: Any, fields: Sequence[str], scratch: Path, log: Path) -> Iterator[Callable[[], Any]]:
     """`cotrain sidecar`, stopped but inside of the contexts that the yielded function returns."""
-    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", MODELS["tiny"][0], "--share", "1", *fields]
+    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", MODELS["tiny"], "--share", "1", *fields]
     command += ["--spool", str(spool.folder), f"run_root={scratch}/runs"]
     process = start_trainer(["sh", "-c", f"exec {shlex.join(command)} >{shlex.quote(str(log))} 2>&1"], spool.folder)
 
@@ -215,8 +218,7 @@ def served(size: dict[str, int], fields: Sequence[str], log: Path, scratch: Path
     from drafters.build import load_drafter
     from tests.sidecar_parts import make_spool
 
-    (name, num_tokens), spool, waves = MODELS["tiny"], Spool(scratch / "spool"), list[dict[str, Any]]()
-    model = resolve_model(name)
+    spool, waves, model = Spool(scratch / "spool"), list[dict[str, Any]](), resolve_model(MODELS["tiny"])
     other = moved(model, scratch / "moved")
     with ExitStack() as stack:
         works = stack.enter_context(trainer(spool, fields, scratch, log))
@@ -231,12 +233,12 @@ def served(size: dict[str, int], fields: Sequence[str], log: Path, scratch: Path
         def wave(arm: str, number: int) -> None:
             before = hosts[arm]("counts")
             with works() if arm == TRAINED else nullcontext():
-                seconds = hosts[arm]("wave", number, num_tokens)
+                seconds = hosts[arm]("wave", number)
             new = {name: count - before[name] for name, count in hosts[arm]("counts").items()}
             length = 1 + new.get("accepted_tokens", 0) / max(1, new.get("drafts", 0))
             version = read_json(spools[arm].engines()[0].state)["drafter_version"] if arm in spools else 0
             known = {"arm": arm, "number": number, "length": length, "drafter": version, "seconds": seconds}
-            waves.append(known | {"tokens_s": REQUESTS * num_tokens / seconds})
+            waves.append(known | {"tokens_s": REQUESTS * TOKENS / seconds})
             if number % 10 == 0:
                 say(f"wave {number}, {arm}: acceptance length {length:.2f}, drafter version {version}")
 
@@ -256,7 +258,7 @@ def served(size: dict[str, int], fields: Sequence[str], log: Path, scratch: Path
                 host("update", str(other))
             for arm in turns:
                 wave(arm, number)
-    return {"start": start, "update": update, "tokens": REQUESTS * num_tokens, "recovery": None, "waves": waves}
+    return {"start": start, "update": update, "tokens": REQUESTS * TOKENS, "recovery": None, "waves": waves}
 
 
 def served_table(found: dict[str, Any], out: Path) -> str:
@@ -303,7 +305,7 @@ def main() -> None:
     options: dict[str, Any] = {
         "sizes": size,
         "requests": REQUESTS,
-        "tokens": MODELS,
+        "tokens": TOKENS,
         "threads": THREADS,
         "trainer": [*TRAINER, *args.trainer],
     }
@@ -316,7 +318,7 @@ def main() -> None:
                 found = served(size, options["trainer"], args.out / "trainer.log", Path(scratch))
                 text = served_table(found, args.out)
             else:
-                found = overhead(*MODELS[part], size[part], Path(scratch))
+                found = overhead(MODELS[part], size[part], Path(scratch))
                 text = overhead_table(found)
         results[part] = found | {"took_s": time.perf_counter() - began}
         (args.out / "results.json").write_text(json.dumps(results))
