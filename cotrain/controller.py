@@ -1,7 +1,7 @@
-"""The loop of a run, which docs/architecture.md draws, and docs/asynchronous.md for generation ahead of learning.
+"""The loop of a run. docs/architecture.md draws it; docs/asynchronous.md describes generation ahead of learning.
 
-With stream.max_policy_lag = 0 no group is under way when weights change. Above, groups of later steps are generated all
-the while, and engines take weights in the middle of them. Every token carries the versions that made it.
+With stream.max_policy_lag = 0, no group is being generated when weights change. With a larger lag, groups of later steps are
+generated all the time, and engines take weights in the middle of them. Every token carries the versions that generated it.
 """
 
 import time
@@ -38,17 +38,17 @@ from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
 
 POLICY_FILE = "policy.safetensors"
-"""Weights of the policy on their way to the engines, in the folder in shared memory of the learner's node."""
+"""File with the policy's weights on their way to the engines, in a shared-memory folder of the learner's node."""
 
 HISTORY = "history.safetensors"
-"""File of a checkpoint with what the engines draft from, where they draft from history."""
+"""File of a checkpoint with the index of finished rollouts, if the engines draft from history."""
 
 
 @dataclass
 class Roles:
-    """Who takes part, and the nodes they are on.
+    """The roles of a run, and the nodes that they run on.
 
-    `drafter` and `publisher` are None without speculation; the trainer of a frozen drafter only scores it.
+    `drafter` and `publisher` are None without speculation. A frozen drafter also has a trainer, which only scores it.
     """
 
     engines: RolloutEngines
@@ -80,21 +80,21 @@ class Controller:
     def __init__(
         self, config: RunConfig, run_dir: RunDir, roles: Roles, prompts: Prompts, records: Records, state: RunState
     ):
-        """state: where the run stands; the roles are there already."""
+        """state: where the run stands. The roles must have been started from it already."""
         self.config, self.run_dir, self.roles, self.prompts, self.records = config, run_dir, roles, prompts, records
         self.step, self.versions, self._first_state = state.step, state.versions, state
         self.run_seconds = state.seconds
         """Seconds of all steps, those before a resume included."""
         self.stop_requested: Callable[[], bool] = lambda: False
         self.last_rollouts: list[ScoredRollout] = []
-        """Those that the last step trained on."""
+        """The rollouts that the last step trained on."""
         self.producer = Producer(config, roles.engines, roles.rewards, prompts, roles.reactor, records.events)
         self.producer.start(state.step, state.stream)
         self._lags, self._advice = config.stream.max_policy_lag > 0, Advice()
         self._training = (
             DrafterTraining(config, roles.drafter, roles.reactor, records.events) if roles.drafter else None
         )
-        self._heads: list[Any] = []  # the trainer reads the policy's head
+        self._heads: list[Any] = []  # calls in which the trainer reads the policy's head
         self._checked = False
         self._window_began, self._waited = time.perf_counter(), 0.0
         rollout = config.rollout
@@ -108,7 +108,7 @@ class Controller:
         self._engine_steps: dict[int, list[StepTotal]] = {}
 
     def run(self) -> bool:
-        """All remaining steps. Returns False when it was asked to stop early; the run is saved either way."""
+        """Run all remaining steps. Returns False if it was asked to stop early; the run is saved either way."""
         while self.step < self.config.steps and not self.stop_requested():
             self._one_step(self.step + 1)
             self.step += 1
@@ -119,7 +119,7 @@ class Controller:
 
     @property
     def mode(self) -> str | None:
-        """What every step line says while alarms have switched speculation off."""
+        """Text that every step line shows while an alarm has switched speculation off; None otherwise."""
         return None if self.roles.publisher is None else self.roles.publisher.mode
 
     def _one_step(self, step: int) -> None:
@@ -186,7 +186,7 @@ class Controller:
         return [ScoredRollout(*fields) for fields in zip(rollouts, rewards, advantages, strict=True)]
 
     def _window(self, rollouts: list[ScoredRollout]) -> RolloutBatch | None:
-        """What the engines have generated since the last window. Without lag these are the rollouts of the step."""
+        """Return what the engines have generated since the last window: without lag, the rollouts of the step."""
         self._waited += self._seconds.get("wait_for_rollouts", 0.0)
         drafter, nodes = self.roles.drafter, self.roles.nodes
         window = self.producer.window(partial(nodes.bring, node=drafter.node, move=True) if drafter else str)
@@ -205,7 +205,7 @@ class Controller:
 
     def _check_batch(self, batch: RolloutBatch) -> None:
         if any(rollout.versions.policy != self.versions.policy for rollout in batch.rollouts):
-            return  # after a resume with lag some may be of a policy that the learner no longer has
+            return  # after a resume with lag, some may come from a policy that the learner no longer has
         self._checked = True
         rollout = self.config.rollout
         with self._timed("self_check"):
@@ -217,7 +217,7 @@ class Controller:
         self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
     def _check_log_probs(self, step: int, row: dict[str, float]) -> None:
-        """In the first step; with lag in every step, of the tokens that the newest policy generated."""
+        """Check the first step or, with lag and unless on_swap is keep_kv, each step's tokens from the newest policy."""
         rollout, gap = self.config.rollout, row.get("policy/rollout_log_prob_gap")
         if self._lags and self.config.stream.on_swap != "keep_kv":
             gap = row.get("policy/rollout_log_prob_gap_lag_0") if row["stream/lag_max"] else gap
@@ -227,10 +227,10 @@ class Controller:
             check_log_probs(gap, rollout.dtype)
 
     def _check_distribution(self, step: int, rollouts: list[ScoredRollout], row: dict[str, float]) -> list[Alarm]:
-        """Check, when it is due, that what the learner's present policy generated has its distribution.
+        """Check, when due, that the tokens that the learner's current policy generated have its distribution.
 
-        It checks whole tails of the step's groups, which were chosen by number. Among rollouts that happen to have
-        ended, short ones would be seen too often.
+        It checks whole last segments of the step's rollouts. A step takes its groups by number: among rollouts that
+        happen to have ended first, short ones would be seen too often.
         """
         monitor, started = self.monitor, time.perf_counter()
         tails = [last_segment(scored.rollout) for scored in rollouts]
@@ -258,9 +258,9 @@ class Controller:
         alarms: list[Alarm],
         row: dict[str, float],
     ) -> Outcome | None:
-        """Policy update; beside it the drafters are scored, one is swapped in or not, and the drafter is trained.
+        """Update the policy. Meanwhile, score the drafters, decide which one serves, and train the drafter.
 
-        With lag the drafter goes on training beside the next step. Raises DrafterAlarm for what ends the run, once recorded.
+        With lag, the drafter's training goes on during the next step. Raises DrafterAlarm, once recorded, if one ends the run.
         """
         policy, drafter, publisher = self.roles.policy, self.roles.drafter, self.roles.publisher
         update = policy.begin("update", rollouts) if self.config.policy.train else None
@@ -303,11 +303,11 @@ class Controller:
             started = time.perf_counter()
             reactor.until(lambda: not ledger.count("admitted", "dispatched"))
             self._waited += time.perf_counter() - started
-        reactor.wait(self._heads)  # the file that is now written again has been read
+        reactor.wait(self._heads)  # the trainer must have read the file before it is written again
         version = self.versions.policy + 1
         payload = self.roles.policy.call("write_payload", nodes.scratch[self.roles.policy.node] / POLICY_FILE)
         if drafter is not None:
-            # Before the engines: features of the new version are of one that the trainer knows.
+            # The trainer comes before the engines, so that it knows the new version when features of it arrive.
             self._heads = drafter.begin("set_target_weights", nodes.bring(payload.path, drafter.node), version)
         keeps = self.config.stream.on_swap == "keep_kv"
         row |= _swap_metrics("policy", self.roles.engines.update_policy(payload, version, keeps))
@@ -315,7 +315,7 @@ class Controller:
         self.versions = Versions(version, self.versions.drafter)
 
     def _keep_drafter(self, step: int, outcome: Outcome) -> None:
-        """The drafter that was put into the engines goes into the registry."""
+        """Record that the engines now serve another drafter, and log this drafter in the registry."""
         drafter, config, event = self.roles.drafter, self.config.drafter, outcome.events[-1]
         assert drafter is not None and config is not None
         folder = self.run_dir.drafter(event.version)

@@ -10,17 +10,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from cotrain.config.schema import OptimizerConfig
 
 BETAS = (0.9, 0.95)
-"""AdamW's running-average coefficients, those usual for language models."""
+"""AdamW's running-average coefficients, as usual for language models."""
 MAX_GRAD_NORM = 1.0
 COSINE_FLOOR = 0.1
-"""Share of the peak learning rate that a cosine schedule ends at."""
+"""Share of the peak learning rate at which a cosine schedule ends."""
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) as a share of the peak.
+    """Return the learning rate of optimizer step `step` (from 0) as a share of the peak.
 
-    Warm-up step i runs at (i + 1) / (warmup_steps + 1): a line from zero whose first step already moves, because a
-    step of rollouts is too dear to be spent on a learning rate of 0.
+    Warm-up step i runs at (i + 1) / (warmup_steps + 1). So the warm-up is linear from zero, but skips zero itself, because
+    a step of rollouts is too expensive to be spent on a learning rate of 0.
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
@@ -33,6 +33,6 @@ def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -
 def build_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig, total_steps: int
 ) -> tuple[AdamW, LambdaLR]:
-    """AdamW over `parameters` and a schedule to step once after each of `total_steps` optimizer steps."""
+    """Return AdamW over `parameters`, and a schedule to be stepped once after each of `total_steps` optimizer steps."""
     optimizer = AdamW(parameters, lr=config.learning_rate, betas=BETAS, weight_decay=0.0, fused=True)
     return optimizer, LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, total_steps))

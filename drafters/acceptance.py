@@ -1,9 +1,9 @@
 """Acceptance length: mean tokens emitted per verification step, the bonus token included.
 
-It is not a mean over all positions of a text (docs/drafters.md). Drafted tokens 1 to k of a start were all accepted with
-probability prod_{j<=k} a_j, a_j = min(1, q_j(x_j) / p_j(x_j)) for the tokens x that the rollout goes on with (greedy drafts: is
-x_j the drafter's likeliest token). And each start counts by the probability v that a verification step begins there: v(0) = 1,
-and a start passes v(s) on to start s + 1 + a with the probability that exactly a of its draft tokens are accepted.
+It is not a mean over all positions of a text (docs/drafters.md). Draft tokens 1 to k of a start were all accepted with
+probability prod_{j<=k} a_j. For the tokens x that the rollout continues with, a_j = min(1, q_j(x_j) / p_j(x_j)), or with greedy
+drafts 1 if x_j is the drafter's likeliest token and else 0. Each start counts with the probability v that a verification step
+begins there: v(0) = 1, and start s adds to v(s + 1 + a) its v(s) times the probability that exactly a draft tokens are accepted.
 """
 
 from collections.abc import Sequence
@@ -15,42 +15,42 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StartAcceptance:
-    """Acceptance at S starts of some rollouts, K draft positions deep; NaN where it is not known.
+    """Acceptance at S starts of some rollouts and K draft positions; NaN where it is not known.
 
-    It is 0 behind an end-of-sequence token, where an engine still drafts but no drafter has learnt to.
+    It is 0 behind an end-of-sequence token, where an engine still drafts but accepts nothing.
     """
 
-    probability: Tensor  # [K, S] that the draft is accepted, over all tokens the target may draw
-    drawn: Tensor  # [K, S] that the rollout's own next token was an accepted draft
+    probability: Tensor  # [K, S] probability that a draft token is accepted, whatever the target draws
+    drawn: Tensor  # [K, S] probability that the token that the rollout drew was an accepted draft
     rollout: Tensor  # [S] int64
     offset: Tensor  # [S] int64, generated tokens before the start's first input; negative: no step begins here
 
 
 @dataclass(frozen=True)
 class RolloutAcceptance:
-    """Each of R rollouts adds this to an acceptance length, in expectation. NaN for a rollout with a hole.
+    """What each of R rollouts adds to the expected acceptance length. NaN for a rollout with a hole.
 
-    The rates of any choice of rollouts are accepted.sum(0) / steps.sum(), so that resampling needs no forward pass.
+    The rates of any subset of rollouts are accepted.sum(0) / steps.sum() over it, so resampling needs no forward pass.
     """
 
-    steps: Tensor  # [R] float64, verification steps
-    accepted: Tensor  # [R, k] float64, of these, steps that accept draft position j and all before it
-    known: Tensor  # [R] int64, acceptances given as numbers; two drafters on the same rollouts have the same
+    steps: Tensor  # [R] float64, expected verification steps
+    accepted: Tensor  # [R, k] float64, expected steps that accept draft position j and all before it
+    known: Tensor  # [R] int64, acceptances that are not NaN; equal for two drafters on the same rollouts
 
     def rates(self) -> list[float]:
-        """Return for each draft position the share of verification steps that accept it and all before it, as vLLM counts.
+        """Return, for each draft position, the share of verification steps that accept it and all before it, as in vLLM.
 
-        Rollouts with a hole are left out; empty when none is left. Unbiased over rollouts sampled from the target.
+        Rollouts with a hole are left out; empty when no rollout is left. Unbiased over rollouts sampled from the target.
         """
         whole = self.steps.isfinite()
         return (self.accepted[whole].sum(0) / self.steps[whole].sum()).tolist() if whole.any() else []
 
 
 def rollout_acceptance(starts: Sequence[StartAcceptance], num_speculative_tokens: int) -> RolloutAcceptance:
-    """Return one row for each rollout in the order given, each part numbering its own from 0.
+    """Return one row for each rollout, in the order of `starts`. Each element of `starts` numbers its rollouts from 0.
 
-    Where acceptance is not known, as beyond the length limit of a rollout, a position has its mean over all rollouts.
-    num_speculative_tokens is at most K.
+    Where an acceptance is unknown, for example beyond a rollout's length limit, it is replaced by the mean of its draft
+    position over all rollouts. num_speculative_tokens is at most K.
     """
     counts = [int(part.rollout.max()) + 1 if len(part.rollout) else 0 for part in starts]
     steps = torch.full((sum(counts),), torch.nan, dtype=torch.float64)
@@ -58,7 +58,7 @@ def rollout_acceptance(starts: Sequence[StartAcceptance], num_speculative_tokens
     known = torch.zeros(sum(counts), dtype=torch.int64)
     if sum(counts):
         tables, exists = _by_rollout(starts, counts, num_speculative_tokens)
-        # Without a hole: the first offsets exist, and the acceptance of the first draft position is known at all of them.
+        # A rollout has no hole if its offsets start at 0 without a gap and all have a known acceptance at the first position.
         whole = exists.any(1) & (exists == exists.cummin(1).values).all(1)
         whole &= (tables[0, :, 0].isfinite() | ~exists).all(1)
         known[whole] = tables[:, whole].isfinite().sum((0, 2, 3))
@@ -67,14 +67,14 @@ def rollout_acceptance(starts: Sequence[StartAcceptance], num_speculative_tokens
 
 
 def rollout_acceptances(starts: Sequence[StartAcceptance], most: int) -> list[RolloutAcceptance]:
-    """Call `rollout_acceptance` at each draft length 1 to `most`: verification steps begin elsewhere at each."""
+    """Call `rollout_acceptance` for each draft length 1 to `most`, which decides where verification steps begin."""
     return [rollout_acceptance(starts, num_speculative_tokens) for num_speculative_tokens in range(1, most + 1)]
 
 
 def _by_rollout(
     starts: Sequence[StartAcceptance], counts: Sequence[int], num_speculative_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return probability and drawn by rollout and offset [2, R, k, L], and which starts exist [R, L]."""
+    """Return `probability` and `drawn` by rollout and offset [2, R, k, L], and which starts exist [R, L]."""
     firsts = [sum(counts[:index]) for index in range(len(counts))]
     rollout = torch.cat([part.rollout + first for part, first in zip(starts, firsts, strict=True)]).cpu()
     offset = torch.cat([part.offset for part in starts]).cpu()
@@ -89,7 +89,7 @@ def _by_rollout(
 
 
 def _steps_and_accepted(tables: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
-    """([R], [R, k]) of the `RolloutAcceptance` of whole rollouts, from what `_by_rollout` returns."""
+    """Return `RolloutAcceptance.steps` [R] and `.accepted` [R, k] of rollouts without holes, from tables of `_by_rollout`."""
     probability, drawn = (_without_unknown(table, exists) for table in tables)
     all_before = torch.cat([torch.ones_like(drawn[:, :1]), drawn.cumprod(1)], dim=1)  # [R, k+1, L]
     visits = _visits(all_before, exists)
@@ -97,7 +97,7 @@ def _steps_and_accepted(tables: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _without_unknown(table: Tensor, exists: Tensor) -> Tensor:
-    """[R, k, L] with the mean of each position where it is unknown, and 0 where there is no start."""
+    """Return [R, k, L] with unknown values replaced by the mean of their draft position, and 0 where there is no start."""
     known = table.isfinite() & exists[:, None]
     filled = torch.where(known, table, 0.0)
     means = filled.sum((0, 2)) / known.sum((0, 2)).clamp(min=1)
@@ -105,7 +105,7 @@ def _without_unknown(table: Tensor, exists: Tensor) -> Tensor:
 
 
 def _visits(all_before: Tensor, exists: Tensor) -> Tensor:
-    """[R, L] probability that a verification step begins at each start."""
+    """Return [R, L], the probability that a verification step begins at each start."""
     num_rollouts, positions, length = all_before.shape
     exactly = all_before - torch.cat([all_before[:, 1:], torch.zeros_like(all_before[:, :1])], dim=1)
     visits = torch.zeros(num_rollouts, length + positions, dtype=all_before.dtype)

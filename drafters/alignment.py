@@ -20,9 +20,9 @@ One rollout "The cat sat on a mat", prompt "The cat", the last token without fea
     target row               2     3     4     -     -     -
     predicts                 on    a     mat   -     -     -
 
-Every row with features and a next token (0 to 4) is context: later rows of its rollout attend to it. Rows without
-features are no context, no start and no target. Rows 0 to 3 are starts: they
-are supervised at some draft position. RoPE positions are the target's: t at draft position 0, t+k at draft position k.
+Every row with features and a next token (0 to 4) is context: later rows of its rollout attend to it. Rows without features are
+neither context nor start nor target. Rows 0 to 3 are starts, because they are supervised at some draft position. RoPE positions
+are the target's: t at draft position 0, t+k at draft position k.
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Whole rollouts packed one after the other.
-
-    Row t belongs to token t; features of row t are those of the target after it read tokens up to t.
-    """
+    """Whole rollouts packed one after the other. Row t has token t and the target's features after it read tokens up to t."""
 
     token_ids: Tensor  # [N] int64
     aux_hidden: Tensor  # [N, A*H], layers ascending
@@ -47,7 +44,7 @@ class DraftBatch:
     response_mask: Tensor  # [N] bool, True where token t was generated (not part of the prompt)
     positions: Tensor  # [N] int64, position within its rollout
     document_ids: Tensor  # [N] int64, which rollout
-    policy_version: int  # whose features these are
+    policy_version: int  # of the policy that computed the features
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Alignment:
     def input_rows(self, position: int) -> Tensor:
         """Return the batch rows [S] of the token that each start is fed at a draft position.
 
-        Starts too near the end of the batch get its last row; they are not supervised from there on.
+        A start too near the end of the batch gets the batch's last row; it is not supervised at that position.
         """
         return (self.start_rows + 1 + position).clamp(max=self.num_rows - 1)
 
@@ -74,6 +71,7 @@ class Alignment:
 
 
 def align(batch: DraftBatch, depth: int) -> Alignment:
+    """Find the context rows, the starts and the supervised draft positions of a batch, for `depth` draft positions."""
     ids, rows = batch.document_ids, torch.arange(len(batch.token_ids), device=batch.token_ids.device)
     context = batch.feature_mask & (ids == _ahead(ids, 1, -1))
     has_target = [_ahead(batch.feature_mask, k + 1, False) for k in range(depth)]
@@ -93,18 +91,18 @@ def align(batch: DraftBatch, depth: int) -> Alignment:
 
 
 def generated_before(batch: DraftBatch, start_rows: Tensor) -> Tensor:
-    """Count the generated tokens [S] before the first input x_{t+1} of each start row t; negative for a prompt token.
+    """Count the generated tokens [S] before the first input x_{t+1} of each start row t; negative if x_{t+1} is a prompt token.
 
-    A verification step begins with a generated token, the first of them at offset 0.
+    Every verification step begins with a generated token as its first input; the first generated token has offset 0.
     """
     prompt_lengths = batch.document_ids[~batch.response_mask].bincount(minlength=len(batch.document_ids))
     return batch.positions[start_rows] + 1 - prompt_lengths[batch.document_ids[start_rows]]
 
 
 def beyond_stop(batch: DraftBatch, start_rows: Tensor, depth: int, eos_token_ids: Sequence[int]) -> Tensor:
-    """[K, S] bool: would draft position k of a start be a token behind the end-of-sequence token of its rollout?
+    """Return [K, S] bool: whether draft position k of a start lies behind the end-of-sequence token of its rollout.
 
-    False behind rollouts that end otherwise, at a length limit for example: there the engine's text goes on.
+    False for rollouts that end otherwise, for example at a length limit, because their text would go on there.
     """
     last = batch.document_ids.bincount().cumsum(0) - 1
     stops = torch.isin(batch.token_ids[last], torch.tensor(eos_token_ids, device=last.device))
@@ -114,12 +112,12 @@ def beyond_stop(batch: DraftBatch, start_rows: Tensor, depth: int, eos_token_ids
 
 
 def _ahead(values: Tensor, distance: int, beyond: int) -> Tensor:
-    """Return [N] the value of the row `distance` ahead; `beyond` where the batch has no such row."""
+    """Return [N], for each row the value `distance` rows ahead, or `beyond` where the batch has no such row."""
     return torch.cat([values[distance:], values.new_full((min(distance, len(values)),), beyond)])
 
 
 def _spans(document_ids: Tensor, is_start: Tensor) -> tuple[tuple[slice, slice], ...]:
-    """`Alignment.spans` from the rollout [C] and the start flag [C] of each context row."""
+    """Return `Alignment.spans` from the rollout [C] and the start flag [C] of each context row."""
     _, document, lengths = document_ids.unique_consecutive(return_inverse=True, return_counts=True)
     num_starts = torch.zeros_like(lengths).index_add_(0, document, is_start.to(lengths.dtype))
     context, starts = (pairwise([0, *counts.cumsum(0).tolist()]) for counts in (lengths, num_starts))

@@ -1,4 +1,4 @@
-"""The contract every drafter keeps, and the tensors that go in and come out of it.
+"""The interface that every drafter implements, and the tensors that go in and come out.
 
 Shape letters: N packed tokens, A aux layers, H target hidden size, V target vocabulary, K draft positions, S starts.
 """
@@ -23,18 +23,18 @@ from drafters.target import TargetSpec as TargetSpec
 from drafters.unroll import ZeroCentredRMSNorm
 
 LARGEST_WEIGHT = 1e4
-"""Largest weight W of a drafter that an engine can serve. Keys and values that overflow stay in an engine's KV cache
-and spoil drafting under the next, sound drafter as well. The input of every projection has passed an RMSNorm of gain at
-most W, so that for hidden size H its outputs are at most H W^2, and those of an MLP of width I at most I H^2 W^5. With
-H = 16,384 and I = 65,536 that is 2e33: bfloat16 and float32, which end at 3e38, hold it whatever the drafter reads."""
+"""Largest absolute weight W with which a drafter is served. Keys and values that overflow stay in the engine's KV cache and
+also spoil drafting with the next drafter, even if that one is sound. The input of every projection has passed an RMSNorm of
+gain at most W. For hidden size H, its outputs are therefore at most H W^2, and those of an MLP of width I at most I H^2 W^5.
+With H = 16,384 and I = 65,536 that is 2e33, which bfloat16 and float32 (up to 3e38) hold whatever the drafter reads."""
 
 TRAINED_DEPTH = "trained_draft_positions"
-"""Field of config.json with the draft positions that a drafter was trained on."""
+"""Field of config.json that holds the number of draft positions unrolled in training."""
 
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """The two matrices a drafter borrows from the target, of one policy version. Never trained, never saved."""
+    """The two matrices that a drafter borrows from the target, at one policy version. It neither trains nor saves them."""
 
     embedding: Tensor  # [V, H]
     head: Tensor  # [V, H], the target's full lm_head (the embedding again when tied)
@@ -43,7 +43,7 @@ class TargetWeights:
 
 @dataclass(frozen=True, order=True)
 class SamplingParams:
-    """The engine samples like this; the drafter is trained and scored against this processed distribution."""
+    """How the engine samples. The drafter is trained and scored against the distribution that these settings give."""
 
     temperature: float
     top_p: float
@@ -53,11 +53,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class ServingSpec:
-    """An engine must know this of a drafter before it loads the drafter's folder."""
+    """What an engine must know about a drafter before it loads the drafter's folder."""
 
     method: str  # vLLM's name for this kind of speculation
     aux_layers: tuple[int, ...] = ()  # target layers read, ascending; id k = Hugging Face hidden_states[k]
-    target_overrides: tuple[tuple[str, object], ...] = ()  # fields of the target's config that the drafter's code reads
+    target_overrides: tuple[tuple[str, object], ...] = ()  # set in the target's config, where vLLM's drafter reads them
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,19 @@ class Drafter(nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def read(folder: str | Path, target: TargetSpec, depth_if_unstated: int | None) -> tuple[Shape, dict[str, Tensor]]:
-        """Return shape and tensors of a checkpoint folder. Raises ValueError when it is broken or for another target.
+        """Return shape and tensors of a checkpoint folder. Raises ValueError when it is broken or made for another target.
 
-        depth_if_unstated: draft positions trained, for a checkpoint that does not say; None where nobody knows.
+        depth_if_unstated: trained depth to assume where the checkpoint does not state it; None if it is unknown.
         """
 
     @staticmethod
     @abstractmethod
     def to_config(shape: Any) -> dict[str, object]:
-        """Return the contents of config.json of a checkpoint folder."""
+        """Return the contents of config.json for a checkpoint of this shape."""
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Fill parameters and buffers: matrices of Normal(0, 0.02) as Llama starts, no biases, norms of gain 1."""
+        """Fill the parameters: matrices from Normal(0, 0.02) as in Llama, biases 0, norms of gain 1. Subclasses fill buffers."""
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim > 1:
@@ -106,7 +106,7 @@ class Drafter(nn.Module, ABC):
                     parameter.fill_(float(name == "weight" and not isinstance(module, ZeroCentredRMSNorm)))
 
     def start_from(self, policy: str | Path) -> None:
-        """Take over what a new drafter begins with from the folder of the policy; by default nothing.
+        """Copy the first weights of a new drafter from the policy's folder; by default, nothing is copied.
 
         Raises ValueError when the folder's weights do not fit.
         """
@@ -114,33 +114,33 @@ class Drafter(nn.Module, ABC):
     @property
     @abstractmethod
     def serving(self) -> ServingSpec:
-        """Say how an engine serves it."""
+        """Return what an engine must know to serve this drafter."""
 
     @property
     def draft_to_target(self) -> Tensor:
-        """Return the target token ids [V_draft] that it can propose, ascending; all of them unless overridden."""
+        """Return the target token ids [V_draft] that this drafter can propose, ascending; all of them unless overridden."""
         return torch.arange(self.shape.sizes.vocab_size, device=next(self.parameters()).device)
 
     @abstractmethod
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[Sequence[Tensor], Tensor]:
-        """Unroll to trained_depth from every start.
+        """Run the drafter from every start over all draft positions of the alignment.
 
-        Returns what the head reads at each draft position, K tensors [S, H], and the head [V_draft, H].
+        Returns the states that the head reads, one tensor [S, H] for each of K positions, and the head [V_draft, H].
         """
 
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
-        """Pick the draft vocabulary from counts [V] and take over from the target what begins as the target's.
+        """Choose the draft vocabulary from token counts [V], and copy the weights that start as the target's.
 
-        Only before the first optimizer step. Returns the share of counted tokens that is covered.
+        Call it only before the first optimizer step. Returns the share of the counted tokens that the vocabulary covers.
         """
         return 1.0
 
     def state_for_serving(self) -> dict[str, Tensor]:
-        """Return exactly the tensors an engine loads, in checkpoint names; never the target's embedding or head."""
+        """Return exactly the tensors an engine loads, under their checkpoint names; never the target's embedding or head."""
         return self.state_dict()
 
     def overflowing(self) -> list[str]:
-        """List the tensors that are not finite, or with which an engine's numbers might not be; usually empty."""
+        """List the tensors that are not finite or, if all are, those with a weight above LARGEST_WEIGHT; usually empty."""
         largest = {name: float(t.abs().max()) for name, t in self.state_dict().items() if t.is_floating_point()}
         if broken := [f"{name} is not finite" for name, value in largest.items() if not math.isfinite(value)]:
             return broken
@@ -149,8 +149,8 @@ class Drafter(nn.Module, ABC):
     def save(self, folder: str | Path, dtype: torch.dtype) -> None:
         """Write config.json and model.safetensors; stock vLLM serves the folder as it is.
 
-        Whenever the process dies, the folder then holds this drafter, or the one it held before, or none that can be
-        loaded (no config.json). Raises OSError when the disk is full.
+        If the process dies midway, the folder holds this drafter, the one it held before, or none that can be loaded
+        (no config.json). Raises OSError when the disk is full.
         """
         folder = Path(folder)
         state = {
@@ -164,7 +164,7 @@ class Drafter(nn.Module, ABC):
             flush(partial)
             (folder / CONFIG).unlink(missing_ok=True)
             os.replace(partial, folder / WEIGHTS)
-        except SafetensorError as error:  # safetensors' own type for a full disk too
+        except SafetensorError as error:  # safetensors raises its own type for a full disk too
             raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from error
         finally:
             partial.unlink(missing_ok=True)
@@ -173,9 +173,9 @@ class Drafter(nn.Module, ABC):
         flush(folder.parent)
 
     def load(self, folder: str | Path) -> None:
-        """Replace the weights by those of a folder written by `save`; dtype and device stay.
+        """Replace the weights by those of a folder that `save` wrote; dtype and device do not change.
 
-        Raises ValueError for a truncated file and for missing, extra or wrong-shape tensors; the weights then stay.
+        Raises ValueError for a truncated file and for missing, extra or wrong-shape tensors, and then changes nothing.
         """
         tensors = read_tensors(folder)
         self.check_tensors(tensors, folder)

@@ -1,4 +1,4 @@
-"""From a configuration or a checkpoint folder to a drafter."""
+"""Build a drafter from a configuration, or load it from a checkpoint folder."""
 
 from pathlib import Path
 
@@ -23,16 +23,16 @@ ARCHITECTURES = {
     QWEN3_NEXT.architecture: "mtp",
     **dict.fromkeys(FAMILIES.values(), "draft_model"),
 }
-"""Type of a checkpoint, by the architecture in its config.json."""
+"""Type of the drafter in a checkpoint, by the architecture in its config.json."""
 
 
 def build_drafter(config: Eagle3Config | MtpConfig | DraftModelConfig, target: TargetSpec, seed: int) -> Drafter:
-    """Make a drafter in float32 with random weights, the same for the same seed; `start_from` comes next.
+    """Build a drafter in float32 with random weights that depend only on the seed. Call `start_from` next.
 
     Raises ValueError when it cannot fit the target.
     """
     kind = DRAFTERS[config.type]
-    # Without memory first, so that torch's own initialisation neither costs time nor moves the global seed.
+    # On the meta device, torch's own initialisation neither costs time nor advances the global random state.
     with torch.device("meta"):
         drafter = kind(kind.shape_of(config, target))
     empty = {name: torch.empty_like(tensor, device="cpu") for name, tensor in drafter.state_dict().items()}
@@ -42,7 +42,7 @@ def build_drafter(config: Eagle3Config | MtpConfig | DraftModelConfig, target: T
 
 
 def shape_problems(config: Eagle3Config | MtpConfig | DraftModelConfig, target: TargetSpec) -> list[str]:
-    """Say why a drafter of this configuration does not fit the target; empty when it does."""
+    """List the reasons why a drafter of this configuration does not fit the target; empty when it does."""
     try:
         DRAFTERS[config.type].shape_of(config, target)
     except ValueError as error:
@@ -51,7 +51,7 @@ def shape_problems(config: Eagle3Config | MtpConfig | DraftModelConfig, target: 
 
 
 def kind_of(folder: str | Path) -> str:
-    """Return the type of the drafter in a checkpoint folder. Raises ValueError when it holds no known one."""
+    """Return the type of the drafter in a checkpoint folder. Raises ValueError when it is of no known type."""
     architectures = read_config(folder).get("architectures") or [None]
     if architectures[0] not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -67,10 +67,10 @@ def load_drafter(
 ) -> Drafter:
     """Read the drafter of a checkpoint folder, in float32.
 
-    num_positions: positions that the engine is started with (longest prompt and response, and the draft after them);
-    None when the drafter is not going to be served. config: the drafter that is wanted; None takes any. Raises
-    ValueError when the folder holds no known drafter, one of another kind or with other settings than wanted, one made
-    for another target or for fewer positions, or broken tensors.
+    num_positions: positions that the engine needs (longest prompt and response, and the draft after them), or None if
+    the drafter will not be served. config: the wanted type and settings, or None to accept any. Raises ValueError when
+    the folder holds no known drafter, one of another type or with other settings than wanted, one made for another
+    target or for fewer positions, or tensors that are broken or too large to serve.
     """
     kind = kind_of(folder)
     if config is not None and config.type != kind:

@@ -1,12 +1,12 @@
 """The training objective: at one row, and over all draft positions in chunks of target rows.
 
-docs/drafters.md gives the acceptance probability alpha of a draft token, and the objectives. Mass of p outside the draft
-vocabulary is a rejection: p is never renormalised. argmax has no gradient, so that greedy drafts are trained on the
-acceptance of a draft sampled from q, sum_v p(v) q(v), which is p(argmax q) once q is peaked.
+docs/drafters.md defines the acceptance probability alpha of a draft token, and the objectives. Mass of the target's p outside
+the draft vocabulary is a rejection: p is never renormalised. The argmax has no gradient, so greedy drafts are trained on
+sum_v p(v) q(v), the mean of p(v) over drafts from the drafter's q, which approaches p(argmax q) as q gets peaked.
 
-The target's distribution over its whole vocabulary costs more than everything else, and its row r serves draft
-position 0 of start r-1, position 1 of start r-2 and so on. So the outer loop runs over chunks of target rows and the
-inner one over draft positions, gradients are taken on the spot, and nothing of size rows x vocabulary outlives a chunk.
+The target's distribution over its whole vocabulary costs more than everything else, and its row r is compared with draft
+position 0 of start r-1, position 1 of start r-2 and so on. So the outer loop runs over chunks of target rows and the inner
+one over draft positions, gradients are computed at once, and nothing of size rows x vocabulary outlives a chunk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,25 +22,25 @@ from drafters.base import Drafter, SamplingParams, TargetWeights
 from drafters.config import ObjectiveConfig
 
 KL_DECAY = 3.0
-"""How fast lk_hybrid moves from cross-entropy to acceptance; the value of its paper."""
+"""Rate at which lk_hybrid moves from cross-entropy to acceptance as alpha rises; the value of its paper."""
 
 
 class Comparison(NamedTuple):
-    """R rows of drafter logits against the target."""
+    """How R rows of drafter logits compare with the target."""
 
     loss: Tensor  # [R]
-    accepted: Tensor  # [2, R] alpha, over all tokens the target may draw, and for the token that it did draw
-    gradient: Tensor | None  # [R, V_draft] of the loss by the logits
+    accepted: Tensor  # [2, R] acceptance probability: alpha, and that given the token the rollout drew
+    gradient: Tensor | None  # [R, V_draft] of the loss with respect to the logits
 
 
 def compare(
     p: Tensor, logits: Tensor, drawn: Tensor, sampling: SamplingParams, objective: ObjectiveConfig, with_gradient: bool
 ) -> Comparison:
-    """Compare drafter logits [R, V_draft] with p [R, V_draft]; both may be overwritten.
+    """Compare drafter logits [R, V_draft] with target probabilities p [R, V_draft]; both may be overwritten.
 
-    drawn [R]: draft id of the token the rollout goes on with, -1 outside the draft vocabulary. Given that token x, it
-    was an accepted draft with probability min(1, q(x)/p(x)), or for greedy drafts if x = argmax q. lk_hybrid weighs
-    cross-entropy with exp(-KL_DECAY alpha) and 1 - alpha with the rest (arXiv 2602.23881).
+    drawn [R]: draft id of the token the rollout continues with, -1 outside the draft vocabulary. Given this token x, it
+    was an accepted draft with probability min(1, q(x)/p(x)), or with greedy drafts exactly if x = argmax q. lk_hybrid
+    weights cross-entropy with exp(-KL_DECAY alpha) and 1 - alpha with the rest (arXiv 2602.23881).
     """
     greedy = sampling.draft_sample_method == "greedy" or sampling.temperature == 0
     temperature = sampling.temperature or 1.0
@@ -65,10 +65,10 @@ def compare(
 
 
 def _gradient(p: Tensor, q: Tensor, share: Tensor, greedy: bool) -> Tensor:
-    """d/dz of share [R] x cross-entropy - (1 - share) x acceptance, at z = temperature x logits; p and q are overwritten.
+    """Return d/dz of share [R] x cross-entropy - (1 - share) x acceptance, with z = logits / temperature. Overwrites q.
 
-    Cross-entropy: q sum(p) - p. Acceptance sum_v f(v) q(v) has the gradient q (g - E_q[g]) with g = 1[q < p] for
-    sum min(p, q), and g = p for sum p q.
+    Cross-entropy: q sum(p) - p. Acceptance: q (g - E_q[g]), with g = 1[q < p] for sum min(p, q) and g = p for
+    greedy drafts, whose acceptance is sum p q here.
     """
     g = p if greedy else (q < p).to(q.dtype)
     slope = (q * (g - torch.einsum("rv,rv->r", g, q)[:, None])).mul_((1 - share)[:, None])
@@ -78,12 +78,12 @@ def _gradient(p: Tensor, q: Tensor, share: Tensor, greedy: bool) -> Tensor:
 CHUNK_TOKENS = 512
 """Rows whose logits are in memory at once. It bounds peak memory and never changes the result."""
 DEPTH_DECAY = 0.8
-"""Weight of a draft position against the one before it, with depth_weights = "decay"."""
+"""Ratio of a draft position's weight to that of the position before it, with depth_weights = "decay"."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's distribution at the rows of a batch, and what of it a drafter can propose."""
+    """The target's distribution at the rows of a batch, and its part in a drafter's vocabulary."""
 
     batch: DraftBatch
     target: TargetWeights
@@ -101,9 +101,9 @@ class Teacher:
         return logits, logits.logsumexp(-1, keepdim=True)
 
     def of_draft_vocabulary(self, logits: Tensor, normaliser: Tensor) -> Tensor:
-        """Return processed probabilities [R, V_draft] from `processed_logits`, which stay as they are.
+        """Return processed probabilities [R, V_draft] from the results of `processed_logits`, which do not change.
 
-        Rows sum to less than 1: the rest is the mass of tokens the drafter cannot propose, hence a certain rejection.
+        Rows may sum to less than 1: the rest is the mass of tokens the drafter cannot propose, a certain rejection.
         """
         if len(self.draft_to_target) == logits.shape[1]:
             return logits.sub(normaliser).exp_()
@@ -121,8 +121,8 @@ def drafter_loss(
 ) -> tuple[Tensor, Tensor]:
     """Unroll a drafter to its trained depth and compare each position with the target's processed distribution.
 
-    Returns the loss, a differentiable scalar, and that of each draft position [K], detached. Both are about supervised
-    positions alone.
+    Returns the loss, a differentiable scalar, and the mean loss of each draft position [K], detached. Both cover only
+    supervised positions.
     """
     alignment = align(batch, drafter.shape.trained_depth)
     hidden, head = drafter.drafts(batch, alignment, target)
@@ -154,13 +154,13 @@ def acceptances(
 
 
 def _nothing_accepted(head: Tensor, alignment: Alignment) -> Tensor:
-    """Return what `draft_loss` knows of acceptance at the beginning."""
+    """Return the two acceptance tables [2, K, S] before any comparison: all NaN."""
     precision = torch.promote_types(head.dtype, torch.float32)
     return head.new_full((2, *alignment.supervised.shape), torch.nan, dtype=precision)
 
 
 def _by_start(accepted: Tensor, batch: DraftBatch, alignment: Alignment, drafter: Drafter) -> StartAcceptance:
-    """Add each start's rollout and offset, and write 0 behind an end-of-sequence token."""
+    """Add each start's rollout and offset to its acceptance [2, K, S], which is set to 0 behind an end-of-sequence token."""
     rows, eos_token_ids = alignment.start_rows, drafter.shape.sizes.eos_token_ids
     accepted = accepted.masked_fill(beyond_stop(batch, rows, accepted.shape[1], eos_token_ids), 0.0)
     return StartAcceptance(accepted[0], accepted[1], batch.document_ids[rows], generated_before(batch, rows))
@@ -174,13 +174,13 @@ def _comparisons(
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Comparison]]:
     """Compare drafters with the target, a chunk of ascending target rows at a time.
 
-    heads: what each drafter's head reads at the draft positions, the head, and its teacher. Yields the drafter's
-    index, the draft position, its starts [R] in this chunk, what the head reads there [R, H], and the comparison.
+    heads: for each drafter, the states its head reads at each draft position, the head, and its teacher. Yields the
+    drafter's index, the draft position, its starts [R] in this chunk, the states [R, H] there, and the comparison.
     """
     supervised = [(row.nonzero()[:, 0], alignment.target_rows(k)) for k, row in enumerate(alignment.supervised)]
     all_rows = torch.cat([target_rows for _, target_rows in supervised]).unique()
     for chunk in all_rows.split(CHUNK_TOKENS) if len(all_rows) else ():
-        # All teachers are of one target.
+        # All teachers have the same target.
         processed = heads[0][2].processed_logits(chunk)
         probabilities = [teacher.of_draft_vocabulary(*processed) for *_, teacher in heads]
         bounds = torch.stack([chunk[0], chunk[-1] + 1])
@@ -199,7 +199,7 @@ def _comparisons(
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return logits [R, V] with -inf outside the top-k and then the top-p set, in vLLM's order and with its ties.
 
-    Formula: vLLM v1/sample/ops/topk_topp_sampler.py. top_k 0 and top_p 1 are off.
+    Formula: vLLM v1/sample/ops/topk_topp_sampler.py. top_k = 0 and top_p = 1 switch them off.
     """
     if 0 < top_k < logits.shape[-1]:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
@@ -217,30 +217,30 @@ def draft_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the objective over all supervised starts and draft positions.
 
-    hidden: K tensors [S, H], what the drafter's head [V_draft, H] reads for each start. Both distributions are at the
-    rollout temperature, which is what vLLM's drafter applies (at temperature 0 the drafter's logits are taken as they
-    are). The loss of start s at position k has the weight w(k, s), divided by the number of supervised starts of k and
-    normalised to sum 1: DEPTH_DECAY**k, or with depth_weights = "reach" the probability that the position is reached,
-    prod_{j<k} alpha_j(s), of which no gradient is taken (`reach_weights`).
+    hidden: K tensors [S, H], the states that draft_head [V_draft, H] reads for each start. Both distributions are at the
+    rollout temperature, which vLLM's drafter applies too (at temperature 0, the drafter's logits are used unscaled).
+    The loss of start s at position k has the weight w(k, s) divided by the number of supervised starts of k, and the
+    weights are normalised to sum to 1. w is DEPTH_DECAY**k or, with depth_weights = "reach", the probability
+    prod_{j<k} alpha_j(s) that the position is reached, through which no gradient flows (`reach_weights`).
 
-    Returns the loss, differentiable by `hidden` and `draft_head`; the mean loss of each position's supervised starts
-    [K]; and the two tables of `StartAcceptance` [2, K, S], NaN where not supervised.
+    Returns the loss, differentiable in `hidden` and `draft_head`; the mean loss over the supervised starts of each
+    position [K]; and the two tables of `StartAcceptance` [2, K, S], NaN where not supervised.
     """
     return _DraftLoss.apply(teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden)
 
 
 def reach_weights(before: Tensor) -> Tensor:
-    """Return the weight [S'] of some starts at a position: the probability that verification reaches it from there.
+    """Return the weight [S'] of some starts at a position: the probability that verification gets from the start to it.
 
-    before [k, S']: acceptance of the positions before it. It is NaN where such a position predicts a prompt token, which only
-    happens at starts where no verification step begins; these positions count as accepted. Starts of this kind are data beyond
-    what is served, and leaving them out made no better drafter: docs/drafters.md, benchmarks/start_weights.py.
+    before [k, S']: acceptance of the positions before it, NaN where one is not supervised because it predicts a prompt token or
+    its target row has no features; such a position counts as accepted. No verification step begins at starts within the prompt,
+    but leaving these out did not make better drafters: docs/drafters.md, benchmarks/start_weights.py.
     """
     return before.nan_to_num(1.0).prod(0)
 
 
 class _DraftLoss(torch.autograd.Function):
-    """Takes the gradients in the forward pass, so that logits need neither be kept nor computed twice."""
+    """Computes the gradients in the forward pass, so that logits need neither be kept nor computed twice."""
 
     @staticmethod
     def forward(ctx, teacher, alignment, objective, with_gradients, draft_head, *hidden):
@@ -256,7 +256,7 @@ class _DraftLoss(torch.autograd.Function):
             accepted[:, k, starts] = result.accepted
             weight = result.loss.new_full((len(starts),), DEPTH_DECAY**k)
             if objective.depth_weights == "reach":
-                # Rows ascend, so that the acceptance of a start's earlier positions is there already.
+                # Target rows ascend, so the acceptance of a start's earlier positions is already known.
                 weight = reach_weights(accepted[0, :k, starts])
             weight = weight / num_starts[k]
             weights[k] += weight.sum()

@@ -1,4 +1,4 @@
-"""The facts about a target model that a drafter is built for, from its config.json."""
+"""What a drafter needs to know about its target model, read from the target's config.json."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class TargetSpec:
     eos_token_ids: tuple[int, ...] = ()  # always in the draft vocabulary
     rope_type: str = "default"
     partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated
-    experts: Experts | None = None  # of layer 0, where they stand for the MLP
+    experts: Experts | None = None  # of layer 0, if it has experts in place of an MLP
     tie_word_embeddings: bool = False  # the embedding is the output head too
 
     @classmethod
@@ -80,14 +80,14 @@ class TargetSpec:
         )
 
     def check_made_for(self, target: Self, names: Sequence[str], source: str | Path) -> None:
-        """Raise ValueError naming the size in which the drafter in the folder `source` does not fit the target."""
+        """Raise ValueError naming the first of the fields `names` in which the drafter in `source` does not fit the target."""
         for name in names:
             theirs, ours = getattr(self, name), getattr(target, name)
             if theirs != ours:
                 raise ValueError(f"{source} was made for another target: its {name} is {theirs}, this one's is {ours}")
 
     def layer_config(self) -> dict[str, object]:
-        """The fields of config.json that all drafters of these sizes write."""
+        """Return the config.json fields that every kind of drafter writes for these sizes."""
         names = (*COPIED, "num_key_value_heads", "head_dim", "rope_theta")
         return {
             **{name: getattr(self, name) for name in names},

@@ -1,8 +1,8 @@
-"""A decoder layer on packed rows, and its run over all starts at once, several draft positions deep, as serving will.
+"""A decoder layer on packed rows, unrolled from all starts at once over several draft positions, as in serving.
 
-At draft position k each start's query sees the keys of draft position 0 up to its own row, and of each later
-position only its own key: when serving, those are the entries that its verification step has put into the KV cache.
-That is a causal block and k scores a row, never a mask of rows x rows(1 + k). R rows, H hidden size, D head size.
+At draft position k, a start's query sees the keys of draft position 0 up to its own row, and only its own key of each later
+position. In serving, these are the entries that its verification step has put into the KV cache. So a row needs a causal block
+and k more scores, never a mask of rows x rows(1 + k). Shape letters: R rows, H hidden size, D head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ class ZeroCentredRMSNorm(nn.Module):
 class Attention(nn.Module):
     """Projections of grouped-query attention over inputs of any width.
 
-    gated: zero-centred norms on each head's query and key, and a gate behind each head's query, whose sigmoid
-    multiplies the head's output (Qwen3-Next).
+    gated: each head's query and key pass a zero-centred norm, and each head's output is multiplied by the sigmoid of a
+    gate, whose weights follow those of the head's query in q_proj (Qwen3-Next).
     """
 
     def __init__(self, sizes: TargetSpec, input_size: int, bias: bool = False, gated: bool = False) -> None:
@@ -47,30 +47,30 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (ZeroCentredRMSNorm(size, sizes.rms_norm_eps) for _ in range(2))
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[R, heads, D], rotated to positions [R]."""
+        """Return the queries [R, heads, D] with rotary embeddings of positions [R]."""
         queries = F.linear(x, self._query_rows(0)) if self.gated else self.q_proj(x)
         queries = queries.unflatten(-1, (-1, self.sizes.head_dim))
         return self._rotate(self.q_norm(queries) if self.gated else queries, positions)
 
     def keys_and_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, kv heads, D] each; keys rotated to positions [R]."""
+        """Return keys and values [R, kv heads, D]; the keys have rotary embeddings of positions [R]."""
         keys = self.k_proj(x).unflatten(-1, (-1, self.sizes.head_dim))
         keys = self._rotate(self.k_norm(keys) if self.gated else keys, positions)
         return keys, self.v_proj(x).unflatten(-1, (-1, self.sizes.head_dim))
 
     def output(self, attended: Tensor, x: Tensor) -> Tensor:
-        """[R, H] from what each row's heads attended to [R, heads, D]; x [R, width] is the layer's input."""
+        """Project what each row's heads attended to [R, heads, D] to [R, H]; gates read the attention's input x [R, width]."""
         attended = attended.flatten(1)
         if self.gated:
             attended = attended * F.linear(x, self._query_rows(1)).sigmoid()
         return self.o_proj(attended)
 
     def _query_rows(self, part: int) -> Tensor:
-        """Weight of the queries (0) or of the gates (1), which alternate head by head in q_proj."""
+        """Return the weights of the queries (0) or of the gates (1), which alternate head by head in q_proj."""
         return self.q_proj.weight.unflatten(0, (-1, 2, self.sizes.head_dim))[:, part].flatten(0, 1)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate the first dimensions of each head, i with i + size / 2 (the neox layout); the others pass."""
+        """Rotate the first `size` dimensions of each head, i with i + size / 2 (the neox layout); the others do not change."""
         size = int(self.sizes.head_dim * self.sizes.partial_rotary_factor)
         exponents = torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / size
         angles = (positions[:, None].float() * self.sizes.rope_theta**-exponents)[:, None]
@@ -93,14 +93,14 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer that is run again for every draft position, cut in two where attention mixes rows."""
+    """A decoder layer that runs once for every draft position, split into the parts before and after attention."""
 
     self_attn: Attention
     post_attention_layernorm: nn.Module
     mlp: nn.Module
 
     def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what queries, keys and values are projected from [R, width], and the residual [R, H]."""
+        """Return the input [R, width] of the query, key and value projections, and the residual [R, H]."""
         raise NotImplementedError
 
     def finish(self, attended: Tensor, residual: Tensor, x: Tensor) -> Tensor:
@@ -110,10 +110,10 @@ class DraftLayer(nn.Module):
 
 
 MAX_SCORES = 2**24
-"""Attention scores in memory at once, over all heads (64 MiB in float32)."""
+"""Most attention scores in memory at once, over all heads (64 MiB in float32)."""
 
 MAX_STARTS = 2048
-"""Starts whose intermediate tensors are in memory at once."""
+"""Most starts whose intermediate tensors are in memory at once."""
 
 
 def unroll(
@@ -128,9 +128,9 @@ def unroll(
 ) -> list[Tensor]:
     """Return the states [S, H] that the head reads for each start, one tensor for each draft position.
 
-    fuse: the target's hidden states, rows of features [N, F] -> first hidden state [R, H]. The true tokens are fed at
-    every position (teacher forcing); the hidden state fed back is the layer's own output, before the final norm or
-    (recycles_normed) after it.
+    fuse: maps rows of features [N, F], the target's hidden states, to the first hidden state [R, H]. Every position is
+    fed the true token (teacher forcing) and, after the first, the layer's own output of the position before: with
+    recycles_normed after the final norm, otherwise before it.
     """
     dtype = layer.self_attn.o_proj.weight.dtype
     start_positions = batch.positions[alignment.start_rows]
@@ -181,10 +181,10 @@ def attend(
     alignment: Alignment,
     starts: slice,
 ) -> Tensor:
-    """Return the attention output [R, heads, D] of the queries [R, heads, D] of some of the starts.
+    """Return the attention output [R, heads, D] for the queries [R, heads, D] of the starts in the slice `starts`.
 
-    keys and values [C, kv heads, D] of the context rows are seen causally within the rollout; own_keys and own_values,
-    each [R, kv heads, D], only by their own start.
+    A query sees the keys and values [C, kv heads, D] of its rollout's context rows causally. own_keys and own_values,
+    each [R, kv heads, D], are seen only by the start that they belong to.
     """
     chunks = []
     for context, own_starts in alignment.spans:
@@ -202,7 +202,7 @@ def attend(
 def _attend_chunk(
     queries: Tensor, keys: Tensor, values: Tensor, last_seen: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
 ) -> Tensor:
-    """[R, heads, D] from queries [R, heads, D]; row i sees keys [C, kv heads, D] up to last_seen[i], and its own."""
+    """Return [R, heads, D] for queries [R, heads, D]; row i sees keys [C, kv heads, D] up to last_seen[i], and its own."""
     num_rows, num_heads, size = queries.shape
     kv_heads = keys.shape[1]
     # Queries that share a key head become rows of one matrix: [kv heads, R * heads / kv heads, D].
@@ -219,5 +219,5 @@ def _attend_chunk(
 
 
 def _recomputed(function, *args):
-    """Call a function whose intermediate tensors are not kept but computed again in the backward pass."""
+    """Call a function without keeping its intermediate tensors; the backward pass computes them again."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,6 +1,6 @@
 """The `cotrain` command. Imports of torch, Ray, MLflow or vLLM stay inside the commands, so that --help is instant.
 
-Exit status: 0 done, 1 the run's own check failed or a part of it died, 2 something the user can mend.
+Exit status: 0 done, 1 the run's own check failed or a part of it died, 2 an error that the user can fix, 130 interrupted.
 """
 
 import argparse
@@ -28,7 +28,7 @@ COMMANDS = {
     "drafters": ("pipelines.cli:drafters", "list or pull the drafters that runs have published"),
     "ui": ("pipelines.cli:ui", "print how to look at the runs in a browser"),
 }
-"""Where each command is, as a function of its arguments that returns the exit status, and its help."""
+"""By command: its function, which takes the arguments and returns the exit status, and its help text."""
 
 OWN_PACKAGES = ("cotrain", "drafters", "pipelines")
 UI_PORT = 5000
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_message_to_the_user(error: Exception) -> bool:
-    """Our own code raises these for what a user can mend; those of a library are defects."""
+    """Whether our own code has raised this error, for something that a user can fix. Errors of a library are defects."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return (frame.f_globals.get("__package__") or "").partition(".")[0] in OWN_PACKAGES
 
@@ -160,7 +160,7 @@ def drafters(arguments: Sequence[str]) -> int:
 
 
 def ui(arguments: Sequence[str]) -> int:
-    """`cotrain ui`: a server's page, or the command that serves an sqlite file and the page it then has."""
+    """`cotrain ui`: print the page of a server, or the command that serves an sqlite file and the page to open then."""
     parser = argparse.ArgumentParser(prog="cotrain ui")
     parser.add_argument("--uri", default=DEFAULT_URI, help="MLflow tracking URI (default %(default)s)")
     uri = parser.parse_args(arguments).uri

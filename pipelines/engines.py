@@ -61,10 +61,10 @@ def at_least(least: int) -> Callable[[str], int]:
 def prepared_command(
     command: str, args: argparse.Namespace, prepare: Callable[[argparse.Namespace, Path], Any]
 ) -> Iterator[tuple[Path, Any, Callable[[str], None]]]:
-    """A new folder for a command's results, what `prepare` makes of its options, and a way to print to the console.
+    """Yield a new folder for a command's results, what `prepare` returns, and a function that prints to the console.
 
-    `prepare` also gets a path that a drafter of the registry is copied to. The folder is made once it has returned;
-    from there on all other output goes to engine.log. Raises ValueError when the folder holds something already.
+    `prepare` gets the options, and a path for a drafter copied from the registry. The folder is made once it has returned;
+    from then on all other output goes to engine.log. Raises ValueError when the folder is not empty.
     """
     out = args.out or Path("runs") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -93,7 +93,7 @@ class EngineSetup:
     drafter_folder: Path | None
 
     def with_history(self) -> "EngineSetup":
-        """The same, with an engine that drafts from what it has generated as well."""
+        """The same setup with an engine that also drafts from what it has generated."""
         drafter = [] if self.drafter_folder is None else [{"type": kind_of(self.drafter_folder)}]
         speculation = SpeculationConfig.model_validate({"proposers": [*drafter, {"type": "suffix"}]})
         return replace(self, rollout=self.rollout.model_copy(update={"speculation": speculation}))
@@ -110,9 +110,9 @@ class EngineSetup:
 def prepare_engine(
     args: argparse.Namespace, task_config: TaskConfig, num_prompts: int, batch: int, pulled: Path, **rollout: Any
 ) -> EngineSetup:
-    """Find the model, encode prompts of the task, load the drafter; args hold `add_engine_options`.
+    """Find the model, encode prompts of the task, load the drafter. args: the options of `add_engine_options`.
 
-    batch: most requests at once. A drafter of the registry is copied to the folder `pulled`. rollout: fields of
+    batch: maximum requests at once. A drafter of the registry is copied to the folder `pulled`. rollout: fields of
     RolloutConfig, among them num_speculative_tokens. Raises ValueError naming the option and the fix.
     """
     try:
@@ -130,7 +130,7 @@ def prepare_engine(
     task, tokenizer = build_task(task_config, args.seed), AutoTokenizer.from_pretrained(model)
     prompts = [apply_template(tokenizer, task.prompt(index).messages) for index in range(min(num_prompts, len(task)))]
     longest = max(map(len, prompts))
-    # Near the last position vLLM stops drafting for the whole batch, so there are num_speculative_tokens + 1 more of them.
+    # Near the last position vLLM stops drafting for the whole batch, hence num_speculative_tokens + 1 spare positions.
     positions = longest + args.tokens + 2 * (rollout["num_speculative_tokens"] + 1)
     if positions > target.max_position_embeddings:
         raise ValueError(
@@ -193,9 +193,9 @@ async def one_engine(
 
 
 async def send(engine: RolloutEngine, payload: WeightPayload, draft: bool = True) -> None:
-    """Serve an update of drafter or policy under the next version, and read back the whole of it.
+    """Serve an update of the drafter or the policy as the next version, and compare what is served with what was sent.
 
-    Raises RuntimeError naming tensors that are served otherwise than they were sent.
+    Raises RuntimeError naming tensors whose digests differ.
     """
     versions, role = engine.versions, "drafter" if draft else "policy"
     if draft:

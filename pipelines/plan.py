@@ -1,4 +1,4 @@
-"""What would run where on a cluster that is described by two numbers, what it would hold in memory, and what it would send."""
+"""The plan of a run on N nodes of M GPUs: where each role would run, what it would hold in memory, and what it would send."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ TRAINED, FROZEN = 16, 4
 
 
 def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
-    """Say where each role would run, memory by role, and bytes of updates and features, as comments of TOML.
+    """Say where each role would run, its memory, and the bytes of updates and features, as TOML comments.
 
     Raises ValueError naming the field when the nodes cannot hold the run, or the drafter does not fit the policy.
     """
@@ -81,7 +81,7 @@ def _without_memory(config: RunConfig, folder: Path) -> "tuple[PreTrainedModel, 
 def _sizes(
     config: RunConfig, node_of: dict[str, str], policy: "PreTrainedModel", drafter: "Drafter | None"
 ) -> list[str]:
-    """Memory of each role, and bytes of what is sent from where."""
+    """Lines of text: the memory of each role, and the bytes that are sent between nodes."""
     learner, rollout, num_parameters = config.policy, config.rollout, policy.num_parameters()
     dtype, value, num_engines = rollout.dtype, BYTES[rollout.dtype], rollout.num_engines
     sent = drafter.state_for_serving().values() if drafter else ()

@@ -31,15 +31,15 @@ Check = Callable[..., list[str] | None]
 TRAINING_BYTES = 12
 """Bytes a checkpoint keeps per policy parameter: float32 weight and two AdamW moments."""
 POLICY_UPDATES_HELD = 2
-"""Most policy updates in shared memory at once: what a failed one is taken back to, and the one that is written."""
+"""Maximum number of policy updates in shared memory: the served one, for taking back a failed update, and the new one."""
 
 
 def read_command_line(
     command: str, arguments: Sequence[str], description: str, epilog: str
 ) -> tuple[RunConfig, bool] | None:
-    """The configuration that `cotrain COMMAND` was given, and whether it continues a run.
+    """Read the configuration given to `cotrain COMMAND`. Returns it, and whether it continues a run.
 
-    None: --dry-run has printed the configuration and found no problem. Raises ConfigError listing all problems.
+    Returns None when --dry-run has printed it and found no problem. Raises ConfigError listing all problems.
     """
     train = command == "train"
     parser = argparse.ArgumentParser(
@@ -66,7 +66,7 @@ def read_command_line(
     if not parsed.config and not resume:
         example = f"for example configs/smoke.toml; see cotrain {command} --help"
         raise ConfigError([f"CONFIG: no configuration given, {example}"])
-    # An override may hold a slash or a dot, a file name an equals sign: a file that exists is a file.
+    # Overrides may contain slashes and dots, and file names may contain "=", so whatever exists as a file is one.
     overrides = [text for text in parsed.config if "=" in text and not Path(text).is_file()]
     config = load_config([text for text in parsed.config if text not in overrides], overrides, parsed.resume)
     if not parsed.dry_run:
@@ -82,10 +82,10 @@ def read_command_line(
 
 
 def check_run(config: RunConfig, resume: bool = False, command: str = "train") -> Path:
-    """Call before the run folder is made. Returns the model's folder. Raises ConfigError listing all problems.
+    """Check a run before its folder is made. Returns the model's folder. Raises ConfigError listing all problems.
 
-    A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. `cotrain init` trains no
-    policy and reads init.source itself.
+    A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. Task and disk space are not
+    checked for `cotrain init`, which trains no policy and reads init.source itself.
     """
     if problems := find_problems(config, resume, command):
         raise ConfigError(problems)
@@ -97,8 +97,8 @@ def find_problems(
 ) -> list[str]:
     """What is wrong with a run before it starts, each problem with the field and the fix.
 
-    quick: only what shows within seconds, without torch, a download or a conversion (for --dry-run). on_this_machine: the
-    run is to be here, and so the device that it needs.
+    quick: only what can be checked within seconds, without torch, a download or a conversion (for --dry-run).
+    on_this_machine: the run is to start here, so check that the devices it needs are here too.
     """
     problems = []
     if not resume and (config.run_root / config.name).exists():
@@ -155,7 +155,7 @@ def _check_vllm(config: RunConfig) -> list[str]:
 
 
 def _check_device(config: RunConfig) -> None:
-    """This machine has a GPU if vLLM's build is for one, and as many as the run needs. The nodes of a cluster tell of theirs."""
+    """This machine has a GPU if vLLM's build is for one, and as many as the run needs. Nodes of a cluster are not checked."""
     gpus = len(machine()["gpus"]) * (engine_device() == "cuda")
     if config.cluster.address is None and engine_device() == "cuda" and not gpus:
         raise ValueError("vLLM is installed for GPUs, but there is none; run `make setup` again, for its CPU build")
@@ -250,7 +250,7 @@ def _check_drafter_init(config: RunConfig, model: Path) -> None:
 
 
 def _check_tap(config: RunConfig, model: Path) -> None:
-    """The feature tap holds a rollout of full length, and as many of a step as the gate judges on."""
+    """The feature tap has room for a rollout of full length, and in each step for as many as the gate needs."""
     assert config.drafter is not None
     drafter, bound = config.drafter, config.rollout.features.max_bytes
     width = (drafter.model.num_aux_layers + 1) * read_config(model).get("hidden_size", 0)

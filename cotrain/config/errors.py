@@ -1,4 +1,4 @@
-"""What a user reads of a configuration: the help on each field, and what is wrong, one line a problem with the fix."""
+"""The texts about a configuration that a user reads: help for each field, and error lines with the problem and the fix."""
 
 import difflib
 import json
@@ -28,11 +28,11 @@ class SectionHelp:
     kind: str | None
     """Value of `type` when this is one of several kinds of section."""
     location: tuple[str, ...]
-    """Names on the way to it as pydantic reports them, which are those of `path` and the kinds between them."""
+    """The path as pydantic reports it in errors: the names of `path`, each followed by its kind where there are several."""
 
     @property
     def fields(self) -> dict[str, dict[str, Any]]:
-        """JSON Schema of the fields that hold values, as pydantic writes it."""
+        """JSON Schema of each field that holds a value rather than a section, as pydantic writes it."""
         properties: dict[str, dict[str, Any]] = self.section.model_json_schema()["properties"]
         held = self.section.model_fields
         return {name: properties[name] for name in held if not _sections_in(held[name].annotation)}
@@ -41,7 +41,7 @@ class SectionHelp:
 def walk_sections(
     root: type[Section] = RunConfig, path: str = "", kind: str | None = None, location: tuple[str, ...] = ()
 ) -> Iterator[SectionHelp]:
-    """Yield all sections, each before those it holds, in the order of the schema."""
+    """Yield all sections in the order of the schema, each one before the sections inside it."""
     yield SectionHelp(root, path, kind, location)
     for name, field in root.model_fields.items():
         inner = f"{path}.{name}".lstrip(".")
@@ -61,7 +61,7 @@ def _sections_in(annotation: Any) -> list[type[Section]]:
 
 
 def type_name(field: dict[str, Any]) -> str:
-    """A type as a user writes its values: `integer > 0`, `greedy | probabilistic`, `list of 3 integers`."""
+    """Name a field's type for the help text: `integer > 0`, `greedy | probabilistic`, `list of 3 integers`."""
     if "anyOf" in field:
         return " | ".join(type_name(member) for member in field["anyOf"] if member["type"] != "null")
     if "enum" in field:
@@ -103,7 +103,7 @@ def _wrap(text: str, indent: str, width: int) -> list[str]:
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line a problem, each naming the field and the fix."""
+    """All problems of a configuration, one line each. Every line names the field and the fix."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
@@ -112,7 +112,7 @@ class ConfigError(ValueError):
 
 
 def validated(root: type[AnySection], fields: dict[str, Any]) -> AnySection:
-    """A section with these fields. Raises ConfigError listing every wrong one, also of the sections in it."""
+    """Build a section from these fields. Raises ConfigError listing every wrong field, including those of nested sections."""
     try:
         return root.model_validate(fields)
     except ValidationError as error:
@@ -121,7 +121,7 @@ def validated(root: type[AnySection], fields: dict[str, Any]) -> AnySection:
 
 
 def _readable(detail: ErrorDetails, blocks: dict[tuple[str, ...], SectionHelp]) -> str:
-    # A number in a location is the place of an item in a list; such an error is told about the list.
+    # A number in a location is an index into a list; the error line then names the list.
     location = tuple(part for part in detail["loc"] if isinstance(part, str))
     block, name = blocks.get(location[:-1]), location[-1]
     path = f"{block.path}.{name}".lstrip(".") if block else ".".join(location)
@@ -147,11 +147,11 @@ def _readable(detail: ErrorDetails, blocks: dict[tuple[str, ...], SectionHelp]) 
 
 
 def _suggestion(name: str, block: SectionHelp, blocks: Sequence[SectionHelp]) -> str:
-    """The most similar name in this section, else a field of that name or initials elsewhere, else its names."""
+    """Suggest the most similar name here, else a field elsewhere with this name or these initials, else list the names."""
     names = list(block.section.model_fields)
     if hint := did_you_mean(name, names, block.path):
         return hint
-    # The one nearest to where it was written comes first: policy.lr means policy.optimizer.learning_rate.
+    # Fields of subsections come first: policy.lr means policy.optimizer.learning_rate.
     for other in sorted(blocks, key=lambda other: not other.path.startswith(f"{block.path}.")):
         for leaf in other.fields:
             if name in (leaf, "".join(word[0] for word in leaf.split("_"))):
@@ -160,6 +160,6 @@ def _suggestion(name: str, block: SectionHelp, blocks: Sequence[SectionHelp]) ->
 
 
 def did_you_mean(text: Any, names: Sequence[str], level: str = "") -> str:
-    """`; did you mean NAME?` for the most similar name, nothing when none is similar."""
+    """Return `; did you mean NAME?` for the most similar name, or "" if none is similar."""
     close = difflib.get_close_matches(str(text), names, n=1)
     return f"; did you mean {f'{level}.{close[0]}'.lstrip('.')}?" if close else ""

@@ -1,6 +1,6 @@
-"""From TOML files and key=value overrides to a configuration; errors a user can act on: all wrong fields, then all broken rules.
+"""Read a configuration from TOML files and key=value overrides. Errors list all wrong fields or, without any, all broken rules.
 
-Later files win over earlier ones, and overrides over files. config.json is the same schema for machines.
+Later files win over earlier ones, and overrides win over files. config.json holds the same fields for machines.
 """
 
 import json
@@ -21,7 +21,7 @@ Table = dict[str, Any]
 
 
 def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None) -> RunConfig:
-    """Defaults < files from left to right < overrides such as "policy.optimizer.learning_rate=1e-6".
+    """Load defaults, then files from left to right, then overrides such as "policy.optimizer.learning_rate=1e-6"; later wins.
 
     An override's value is read as TOML, a bare word as a string, and `none` as "not set". With `resume`, the saved
     configuration of that run comes before the files. Raises ConfigError listing all problems.
@@ -36,7 +36,7 @@ def load(
     overrides: Sequence[str],
     resume: str | None,
 ) -> AnySection:
-    """As `load_config`, of any schema; `rules` says in words which rules between its fields are broken."""
+    """Load any schema as `load_config` does. `rules` returns a line for each broken rule between its fields."""
     tables = read_tables(files, overrides)
     if resume is not None:
         run_root = reduce(merge, tables, Table()).get("run_root", root.model_fields["run_root"].default)
@@ -45,7 +45,7 @@ def load(
 
 
 def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[Table]:
-    """Read the files, then the overrides. Raises ConfigError listing what is wrong with any of them."""
+    """Return a table for each file, then one for each override. Raises ConfigError listing all that cannot be read."""
     problems: list[str] = []
     tables = [_read_toml(Path(file), problems) for file in files]
     tables += [_read_override(override, problems) for override in overrides]
@@ -55,7 +55,7 @@ def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[T
 
 
 def parse_config(fields: Table) -> RunConfig:
-    """Raises ConfigError listing all wrong fields, or all rules between fields that are broken."""
+    """Build a run's configuration from its fields. Raises ConfigError listing all wrong fields, else all broken rules."""
     return _parse(RunConfig, broken_rules, fields)
 
 
@@ -67,7 +67,7 @@ def _parse(root: type[AnySection], rules: Callable[[AnySection], list[str]], fie
 
 
 def merge(earlier: Table, later: Table) -> Table:
-    """Tables are merged key by key, everything else is replaced; so is a table whose `type` changes."""
+    """Merge tables key by key. Any other value is replaced by the later one, and so is a table whose `type` changes."""
     merged = dict(earlier)
     for key, value in later.items():
         old = merged.get(key)
@@ -100,13 +100,13 @@ def _toml_lines(path: str, value: Any) -> list[str]:
 
 
 def _toml_value(value: Any) -> str:
-    """JSON in one line is TOML but for surrogate pairs, a bare DEL, and the colon after a key."""
+    """Write a value as TOML, which is JSON on one line except for surrogate pairs, a bare DEL, and the colon after a key."""
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return re.sub(r'("(?:[^"\\]|\\.)*")(:?)', lambda match: match[1] + (" =" if match[2] else ""), text)
 
 
 def _read_toml(path: Path, problems: list[str]) -> Table:
-    """The file's table; what is wrong with the file is added to `problems`."""
+    """Return the file's table. What is wrong with the file is added to `problems`; the table is then empty."""
     if not path.is_file():
         found = sorted(str(other) for other in path.parent.glob("*.toml"))
         problems.append(f"{path}: no such file{did_you_mean(path, found)}")
@@ -119,7 +119,7 @@ def _read_toml(path: Path, problems: list[str]) -> Table:
 
 
 def _read_override(text: str, problems: list[str]) -> Table:
-    """Table of one `section.field=value`; what is wrong with it is added to `problems`."""
+    """Return the table of one `section.field=value`. What is wrong with it is added to `problems`; the table is then empty."""
     path, equals, value = text.partition("=")
     if not equals or not all(re.fullmatch(r"\w[\w-]*", name) for name in path.split(".")):
         problems.append(f"{text}: not an override; write section.field=value, for example rollout.temperature=0.8")
@@ -132,7 +132,7 @@ def _read_override(text: str, problems: list[str]) -> Table:
 
 
 def table_of(path: str, value: Any) -> Table:
-    """The table that holds this value at a dotted path."""
+    """Return the nested tables that hold this value at a dotted path."""
     return Table(reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), value))
 
 

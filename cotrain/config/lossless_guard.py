@@ -42,12 +42,12 @@ REASONS = {
     ),
     "loads code that can replace any part of sampling; set it to an empty string": "VLLM_PLUGINS",
 }
-"""Engine arguments and environment variables that are refused, by what they do."""
+"""Engine arguments and environment variables that are refused, grouped by the reason and the fix."""
 
 REFUSED = {name: reason for reason, names in REASONS.items() for name in names.split()}
 
 DIVISIONS = frozenset(name for name in REFUSED if "divides" in REFUSED[name] or "sequence parallelism" in REFUSED[name])
-"""Those that are refused without speculation too, because the worker cannot serve such an engine."""
+"""Arguments that are refused even without speculation, because cotrain's worker cannot serve an engine divided like that."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto", "bfloat16", "float16"),  # a plain cast gives a token the same entry in every batch
@@ -55,11 +55,11 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "nnodes": (1,),
     **dict.fromkeys((name for name in REFUSED if name.endswith("_parallel_size")), (1,)),
 }
-"""Values with which a setting passes, beside those that switch it off: empty, false, or "0" in the environment."""
+"""Values for which a setting is accepted, besides those that switch it off: empty, false, or "0" in the environment."""
 
 
 def engine_problems(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(dotted key, reason and fix) of every vLLM engine argument that is known to be lossy, in nested tables too."""
+    """Yield (dotted key, reason and fix) for every vLLM engine argument known to be lossy, including those in nested tables."""
     for name, value in _dotted(arguments).items():
         if name in REFUSED and value and value not in HARMLESS.get(name, ()):
             use = f", or use {' or '.join(map(repr, HARMLESS[name]))}" if name in HARMLESS else ""
@@ -72,7 +72,7 @@ def _dotted(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The same for the VLLM_* variables of an engine's environment, for example os.environ."""
+    """Yield (name, value with reason and fix) for every such VLLM_* variable of an environment, for example os.environ."""
     for name, value in environment.items():
         if name in REFUSED and value not in ("", "0"):
             yield name, f"{value!r} {REFUSED[name].replace('leave it out', 'unset it')}"

@@ -1,4 +1,4 @@
-"""Rules between the fields of a configuration. Each broken one gives a line that names the field and the fix."""
+"""Rules that concern several fields of a configuration. Each broken rule gives a line that names the field and the fix."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ OWNED_VLLM_ARGUMENTS = {
 
 
 BYTES_PER_TOKEN = 24
-"""A token of the index of rollouts takes these; drafters/suffix/index.py is not imported here, because it brings numba."""
+"""Bytes per token of the index of rollouts, as in drafters/suffix/index.py, which is not imported here because it needs numba."""
 
 
 def broken_rules(config: RunConfig) -> list[str]:
@@ -61,7 +61,7 @@ def _log_probs_are_of_one_law(config: RunConfig) -> Iterator[str]:
     if correction is not None and truncated:
         yield (
             f"policy.behaviour_correction: '{correction}' does not go with {sampling}: the engine's log-probs are then "
-            "of another law than the learner's; leave it out, or set top_p = 1 and top_k = 0"
+            "from another distribution than the learner's; leave it out, or set top_p = 1 and top_k = 0"
         )
     if policy.old_log_probs == "rollout" and truncated:
         yield (
@@ -109,13 +109,13 @@ def _lag_fits_the_run(config: RunConfig) -> Iterator[str]:
         yield f"stream.max_policy_lag: {stream.max_policy_lag} is not below steps = {config.steps}; lower it"
     if rollout.synchronous_batches:
         yield (
-            f"rollout.synchronous_batches: true makes batches the same in every run, which {lag} does not; leave it "
-            f"out, {synchronous}"
+            f"rollout.synchronous_batches: true makes batches the same in every run, which is impossible with {lag}; "
+            f"leave it out, {synchronous}"
         )
     if rollout.top_p < 1 or rollout.top_k > 0:
         yield (
             f"rollout.top_{'p' if rollout.top_p < 1 else 'k'}: with {lag} the loss needs the engine's log-probs, and "
-            f"those of truncated sampling are of another law than the learner's; set top_p = 1 and top_k = 0, "
+            f"those of truncated sampling are from another distribution than the learner's; set top_p = 1 and top_k = 0, "
             f"{synchronous}"
         )
     if policy.old_log_probs == "recomputed" and policy.behaviour_correction is None:
@@ -142,7 +142,7 @@ def _vllm_arguments(config: RunConfig) -> Iterator[str]:
 
 
 def depth_problems(field: str, num_speculative_tokens: int, drafter: DrafterConfig) -> Iterator[str]:
-    """Draft tokens that the drafter is not trained to propose; `field` is where the user sets their number."""
+    """Yield a problem if more tokens are drafted than the drafter is trained for; `field` is what sets their number."""
     if num_speculative_tokens > (depth := drafter.model.trained_depth):
         yield (
             f"{field}: {num_speculative_tokens} is above drafter.model.trained_depth = {depth}; lower it, or raise "
@@ -168,7 +168,7 @@ def _drafter_fits_the_steps(config: RunConfig) -> Iterator[str]:
 
 
 def _proposers_go_together(config: RunConfig) -> Iterator[str]:
-    """Each kind is there once, the drafter's is that of [drafter], and the index holds the rollouts of a step."""
+    """No type is listed twice, a drafter's type is that of [drafter], and the index can hold a step's rollouts."""
     rollout, field = config.rollout, "rollout.speculation.proposers"
     types: list[str] = [proposer.type for proposer in rollout.speculation.proposers]
     drafter = None if config.drafter is None else config.drafter.model.type

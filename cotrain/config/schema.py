@@ -8,13 +8,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
 
 MIN_ROLLOUTS = 16
-"""The gate needs this many rollouts of a step: below that, ratios of their sums are biased by a few long responses."""
+"""Fewest rollouts of a step that the gate needs. With fewer, a few long responses bias the ratios of their sums."""
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, and of its folder
 
 MIN_PROMPTS = 4
-"""Noise is estimated from this many prompts or more. With two or three, the degrees of freedom of Student's t are a
-guess themselves, and the far tail that alarms use is reached 6 to 50 times too often."""
+"""Fewest prompts that noise is estimated from. With two or three, the degrees of freedom of Student's t are themselves a
+guess, and the far tail that alarms use is reached 6 to 50 times too often."""
 
 
 class OptimizerConfig(Section):
@@ -41,14 +41,14 @@ class PolicyConfig(Section):
     num_processes: PositiveInt = 1
     """Learner processes (data parallel through Accelerate)."""
     sharding: Literal["fsdp2"] | None = None
-    """fsdp2: each learner process holds a part of weights, gradients and optimizer, for a policy too large for one GPU.
-    Default: each holds all of it (DDP)."""
+    """fsdp2: each learner process holds a shard of weights, gradients and optimizer state, for a policy too large for one
+    GPU. Default: each process holds all of it (DDP)."""
     weight_transfer: Literal["files", "nccl", "ipc"] = "files"
-    """How weights reach the engines. files: over shared memory or a network, checked before an engine is touched, undone
-    when one refuses. nccl: from GPU to GPU. ipc: within the one GPU that all roles share. Both are vLLM's own: a part of
-    the weights is compared afterwards, and an engine that differs is started again."""
+    """How weights reach the engines. files: over shared memory or a network, checked before any engine is changed, and undone
+    if one refuses. nccl: from GPU to GPU. ipc: within the one GPU that all roles share. nccl and ipc are vLLM's own: some of
+    the weights are compared afterwards, and an engine that differs is restarted."""
     advantage: Literal["group_mean", "group_mean_std"] = "group_mean_std"
-    """Baseline of a prompt's group of samples: its mean reward (Dr. GRPO), or mean and standard deviation (GRPO)."""
+    """Advantage of a sample: its reward minus the mean of its prompt's samples (Dr. GRPO), also divided by their std (GRPO)."""
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
     """Mean over all response tokens (DAPO), mean of each rollout's mean (GRPO), or sum within each rollout divided by
     max_new_tokens (Dr. GRPO)."""
@@ -58,8 +58,8 @@ class PolicyConfig(Section):
     """Denominator of the importance ratio: the engine's behaviour log-probs, or the learner's own before its first
     minibatch. Truncated sampling (top_p < 1, top_k > 0) needs 'recomputed'."""
     behaviour_correction: Literal["truncate", "mask"] | None = None
-    """Each token's loss is multiplied by the learner's probability before its first minibatch over the engine's.
-    truncate cuts this weight at behaviour_cap, mask leaves out tokens where it is outside 1 / behaviour_cap to
+    """Multiply each token's loss by the learner's probability of the token, before its first minibatch, over the engine's.
+    truncate caps this weight at behaviour_cap; mask leaves out tokens whose weight is outside 1 / behaviour_cap to
     behaviour_cap. Needs old_log_probs = "recomputed"."""
     behaviour_cap: Annotated[float, Field(ge=1)] = 2.0
     """Largest weight of a token under behaviour_correction."""
@@ -72,7 +72,7 @@ class PolicyConfig(Section):
     minibatches: PositiveInt = 1
     """Optimizer steps taken on each batch of rollouts."""
     micro_batch_tokens: PositiveInt = 4096
-    """Tokens in one forward-backward; gradients accumulate over as many as are needed."""
+    """Most tokens in one forward and backward pass; gradients accumulate over as many passes as are needed."""
     batching: Literal["padded", "packed"] = "padded"
     """padded: rollouts sorted by length and right-padded. packed: several rollouts share a row, kept apart by
     position ids and a block-diagonal mask."""
@@ -81,40 +81,40 @@ class PolicyConfig(Section):
 
 
 class DrafterProposer(Section):
-    """The drafter of [drafter], which computes its drafts."""
+    """The drafter of [drafter], a model that proposes draft tokens."""
 
     type: Literal["eagle3", "mtp", "draft_model"]
-    """As drafter.model.type."""
+    """The same as drafter.model.type."""
 
 
 class SuffixProposer(Section):
-    """An index of finished rollouts, which proposes what followed the same text before and computes nothing."""
+    """An index of finished rollouts. It proposes the tokens that followed the same text before, and runs no model."""
 
     type: Literal["suffix"]
     """Kind of proposer."""
     max_bytes: PositiveInt = 2**28
-    """Most bytes of the index in each engine, at 24 to about 90 a token; when they are full, faded rollouts and then the oldest
-    are forgotten until half is free."""
+    """Most bytes of the index in each engine, at 24 to about 90 per token. A full index forgets rollouts that have aged out, then
+    the oldest ones, until half of it is free."""
 
 
 class SpeculationConfig(Section):
     """What proposes draft tokens, and how many of them, up to rollout.num_speculative_tokens."""
 
     proposers: tuple[Annotated[DrafterProposer | SuffixProposer, Field(discriminator="type")], ...] = ()
-    """What may propose draft tokens, chosen for each request and step by what is accepted. Default: the drafter alone."""
+    """Proposers of draft tokens, chosen for each request and step by measured acceptance. Default: the drafter alone."""
     adaptive: bool = True
-    """Choose the draft length for each batch size while running, 0 included. False always drafts the most."""
+    """Choose the draft length, 0 included, for each batch size while running. False always drafts num_speculative_tokens."""
     per_request: bool = True
-    """Where history proposes, choose the draft length for each request too, by what is accepted after such a match."""
+    """With an index of rollouts, also choose each request's draft length, by the acceptance of earlier matches like its own."""
     measure_seconds: PositiveFloat = 60.0
-    """Seconds after which no further batch of requests is measured at the start."""
+    """Time limit for measuring step times at the start: after so many seconds no further batch of requests is measured."""
 
 
 class FeatureTapConfig(Section):
-    """Bound of the hidden states kept inside an engine. A draw before a step decides which rollouts are tapped."""
+    """Limit on the hidden states kept inside an engine. A random draw before each step decides which rollouts are tapped."""
 
     max_bytes: PositiveInt = 2 * 2**30
-    """Most bytes held in each engine. The drafter trainer holds those of drafter.buffer.max_age + 1 steps."""
+    """Most bytes held in each engine. The drafter trainer's buffer holds what drafter.buffer.max_age + 1 steps can bring."""
 
 
 class RolloutConfig(Section):
@@ -131,9 +131,9 @@ class RolloutConfig(Section):
     top_k: NonNegativeInt = 0
     """Sample from the k likeliest tokens; 0 is off."""
     max_prompt_tokens: PositiveInt = 512
-    """Longest prompt; a longer one is an error that names it."""
+    """Most tokens of a prompt; a longer prompt is an error that names it."""
     max_new_tokens: PositiveInt = 512
-    """Longest response."""
+    """Most tokens of a response."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response, beside the end-of-sequence token."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -145,10 +145,10 @@ class RolloutConfig(Section):
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     """How the drafter proposes: its most likely token, or a sample from its distribution."""
     order: Literal["longest_first", "drawn"] = "longest_first"
-    """Which prompts of a step begin first: those with the longest responses so far, so that the longest do not end alone, or
-    in the order in which they were drawn."""
+    """Which prompts of a step begin first. longest_first: those with the longest responses so far, so that a long response
+    does not run alone at the end. drawn: in the order in which the prompts were drawn."""
     ignore_eos: bool = False
-    """Generate to max_new_tokens whatever comes (benchmarks)."""
+    """Do not stop at the end-of-sequence token, but generate up to max_new_tokens (for benchmarks)."""
     synchronous_batches: bool = False
     """Hand all requests of a step to the scheduler at once, so that batches are the same in every run."""
     features: FeatureTapConfig = FeatureTapConfig()
@@ -174,7 +174,7 @@ class RolloutConfig(Section):
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Processes of an engine among which its weights are divided; on GPUs, each has one."""
+        """Number of processes that an engine's weights are divided among; on GPUs, each process has one."""
         return int(self.vllm.get("tensor_parallel_size", 1))
 
     @property
@@ -193,29 +193,29 @@ class StreamConfig(Section):
 
     max_policy_lag: NonNegativeInt = 0
     """Most policy versions between the one that generates a token and the one that trains on it. 0: generation and
-    learning take turns. Above: they overlap."""
+    learning take turns. Above 0: they overlap."""
     on_swap: Literal["recompute", "finish", "keep_kv"] = "recompute"
-    """New policy weights while rollouts are generated. recompute: these go on under the new policy, their text computed
-    anew. finish: they end first. keep_kv: they go on over the keys and values of the policy before."""
+    """What happens to running rollouts when new policy weights come. recompute: they go on under the new policy, which computes
+    their KV cache anew. finish: they end before the swap. keep_kv: they go on over the KV cache of the old policy."""
     reward_timeout_s: PositiveFloat = 60.0
     """Seconds for the rewards of one prompt's samples. After that the scoring process is replaced, and the samples are
     generated again."""
 
 
 class GateConfig(Section):
-    """When a candidate replaces the drafter that serves."""
+    """When a candidate replaces the serving drafter."""
 
     publish_when: Literal["gain", "always"] = "gain"
-    """gain: only a candidate that is certain to beat the serving drafter on rollouts neither was trained on, and by more
-    seconds than a swap costs. always: every candidate, unless its acceptances are not finite."""
+    """gain: publish only a candidate that certainly beats the serving drafter on rollouts that neither was trained on, and saves
+    more seconds than a swap costs. always: publish every candidate, unless its acceptances are not finite."""
 
 
 class AlarmConfig(Section):
     """Bounds beyond which a step counts as a failure of the drafter."""
 
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.15
-    """Share of the expected gain (expected acceptance length - 1) by which the served one may fall short beyond its
-    noise: it is expected in float32, of features in the engine's number format."""
+    """Share of the expected gain (expected acceptance length - 1) that may be missing in serving, beyond noise. It allows for
+    the expectation being computed in float32, from features in the engine's number format."""
 
 
 class DrafterBufferConfig(Section):
@@ -250,12 +250,12 @@ class DrafterConfig(Section):
     train_every: PositiveInt = 1
     """Train in every n-th step. Each round of training makes one candidate."""
     updates_per_step: PositiveInt = 8
-    """Optimizer steps in each step that trains."""
+    """Optimizer steps of each round of training."""
     batch_tokens: PositiveInt = 2048
     """Tokens in one optimizer step, packed from whole rollouts."""
     on_drafter_failure: Literal["stop", "continue"] = "stop"
-    """An alarm ends the run with cause and remedy, or lets it go on without speculation and drafter training, as every
-    step line then says. A process that dies or hangs ends the run either way."""
+    """stop: an alarm ends the run with cause and remedy. continue: the run goes on without speculation and drafter training,
+    and every step line says so. A process that dies or hangs ends the run either way."""
 
 
 class DatasetSource(Section):
@@ -264,7 +264,7 @@ class DatasetSource(Section):
     type: Literal["dataset"]
     """Kind of source."""
     path: str
-    """json, jsonl or parquet file, a folder of them, or a hub id, perhaps with a configuration: openai/gsm8k/main."""
+    """json, jsonl or parquet file, a folder of them, or a hub id, optionally with a configuration: openai/gsm8k/main."""
     split: str = "train"
     """Split of a hub dataset; "train[:100]" takes its first 100 rows."""
     prompt_column: str | None = None
@@ -275,11 +275,11 @@ class DatasetTask(DatasetSource):
     """Prompts from a dataset, in any of three schemas: verl's five fields, messages, or prompt/answer."""
 
     answer_column: str | None = None
-    """Column of the answer when its name is not one of the three schemas'."""
+    """Column of the answer when its name is none of those in the three schemas."""
     reward: str = "math_verify"
     """exact, numeric, math_verify, or the dotted path of a function (prompt, response, answer) -> float."""
     system_prompt: str = ""
-    """System message before each question, in place of one that a dataset's row has."""
+    """System message before each question. It replaces one in a dataset's row."""
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
 
@@ -296,7 +296,7 @@ class ReasoningGymTask(Section):
     size: PositiveInt = 1000
     """Number of distinct problems."""
     system_prompt: str = ""
-    """System message before each question, in place of one that a dataset's row has."""
+    """System message before each question."""
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
 
@@ -318,7 +318,7 @@ class RecordedRollouts(Section):
 
 
 class DatasetRollouts(DatasetSource):
-    """Rows of a dataset, whose prompts the policy answers."""
+    """Rollouts in which the policy answers the prompts of a dataset."""
 
 
 class InitConfig(Section):
@@ -333,19 +333,19 @@ class InitConfig(Section):
     epochs: PositiveInt = 3
     """Passes over the training rollouts, at most."""
     holdout: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the prompts kept apart, for early stopping and for the served evaluation."""
+    """Share of the prompts held out for early stopping and for the served evaluation."""
 
 
 class MonitorConfig(Section):
-    """Checks that speculation leaves the sampled distribution alone, of tokens in rollouts that were generated anyway.
-    The first check is of the first step with enough of them."""
+    """Checks, on tokens of rollouts that were generated anyway, that speculation does not change the sampled distribution.
+    The first check is made in the first step with enough speculated tokens."""
 
     every: NonNegativeInt = 10
-    """Steps between two checks, or more where a check takes long or little was speculated; 0 makes none."""
+    """Fewest steps between two checks; more if a check takes long or few tokens were speculated. 0 makes no checks."""
     tokens: PositiveInt = 2048
     """Tokens of one check's forward pass of the policy, prompts included."""
     max_share: Annotated[float, Field(gt=0, le=1)] = 0.005
-    """Largest share of a run's time that goes into checks; the first one is made whatever it costs."""
+    """Largest share of a run's time that checks may take; the first check is made whatever it costs."""
 
 
 class TrackingConfig(Section):
@@ -370,12 +370,12 @@ class ClusterConfig(Section):
     """Which nodes and devices, and how long to wait for them."""
 
     address: str | None = None
-    """Ray cluster to run on, "auto" for the one that this machine belongs to; without one the run starts its own Ray on this
-    machine."""
+    """Address of the Ray cluster to run on; "auto" is the one that this machine belongs to. Default: the run starts its own Ray
+    on this machine."""
     strategy: Literal["PACK", "SPREAD"] = "PACK"
     """Ray's placement strategy: as few nodes as possible, or as many."""
     min_engines: PositiveInt = 1
-    """An engine whose process dies is started again. The run ends when fewer than these are left meanwhile."""
+    """An engine whose process dies is restarted. The run ends if fewer engines than this are left in the meantime."""
     hang_after_s: PositiveFloat = 1800.0
     """Seconds without an answer after which a role counts as hung, which ends the run."""
 

@@ -1,4 +1,4 @@
-"""SidecarConfig: what a user sets of a drafter that is trained beside engines of somebody else. Imports no torch."""
+"""SidecarConfig: the fields of a sidecar, which trains a drafter beside the engines of another framework. Imports no torch."""
 
 import time
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class SidecarBufferConfig(DrafterBufferConfig):
 
     max_age: NonNegativeInt = 0
     """Oldest policy version trained on, counted back from the newest in the buffer (0: only the newest). A host may load
-    weights that are far from those before, whose text then teaches the drafter what is wrong now."""
+    weights that differ much from the previous ones; older text would then train the drafter on an outdated policy."""
 
 
 class SidecarDrafterConfig(DrafterConfig):
@@ -35,7 +35,7 @@ class SidecarDrafterConfig(DrafterConfig):
 
 
 class SidecarConfig(Section):
-    """A drafter that is trained beside a host's engines. Its steps are rounds of drafter.batch_tokens tokens or more."""
+    """A drafter trained beside a host's engines. A step is a training round on drafter.batch_tokens new tokens or more."""
 
     name: Annotated[str, Field(pattern=NAME, json_schema_extra={"default": "sidecar-TIME"})] = Field(
         default_factory=lambda: time.strftime("sidecar-%Y%m%d-%H%M%S")
@@ -44,17 +44,17 @@ class SidecarConfig(Section):
     model: Annotated[str, Field(min_length=1)]
     """The host's policy: local folder or hub id, as the host names it."""
     drafter: SidecarDrafterConfig
-    """The drafter, eagle3 where no type is given. An alarm switches speculation and training off, and never ends a host, whatever on_drafter_failure says."""
+    """The drafter, eagle3 by default. An alarm stops speculation and training, never a host, whatever on_drafter_failure says."""
     num_speculative_tokens: PositiveInt = 3
     """Draft tokens per verification step (k)."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     """How the drafter proposes: its most likely token, or a sample from its distribution."""
     adaptive: bool = True
-    """Choose the draft length by speeds measured on the host's own traffic, 0 included. False always drafts the most."""
+    """Choose the draft length, 0 included, by speeds measured on the host's own traffic. False: always num_speculative_tokens."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the host's requests whose text and hidden states the trainer gets. It keeps them in memory only."""
     replicas: bool = False
-    """Let several hosts join, which all serve the same policy and get the same drafter."""
+    """Let several hosts join. They must all serve the same policy, and all get the same drafter."""
     features: FeatureTapConfig = FeatureTapConfig()
     spool: Path | None = None
     """Folder through which engines and trainer exchange files. Default: cotrain-NAME in /dev/shm, which is memory."""
@@ -63,7 +63,7 @@ class SidecarConfig(Section):
     seed: NonNegativeInt = 0
     """Seed of everything random."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the drafter is trained. The host's engines have the GPUs unless one is spare."""
+    """Device that trains the drafter. Keep cpu unless a GPU is free besides those of the host's engines."""
     tracking: TrackingConfig = TrackingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
@@ -74,7 +74,7 @@ class SidecarConfig(Section):
 
     @property
     def spool_folder(self) -> Path:
-        """Where the spool is."""
+        """Absolute path of the folder through which engines and trainer exchange files."""
         return (self.spool or Path("/dev/shm") / f"cotrain-{self.name}").absolute()
 
     @property
@@ -84,7 +84,7 @@ class SidecarConfig(Section):
 
 
 def broken_rules(config: SidecarConfig) -> list[str]:
-    """Rules between its fields, each broken one with the field and the fix."""
+    """Check the rules that concern several fields. Returns a line with the field and the fix for each broken rule."""
     problems = [*depth_problems("num_speculative_tokens", config.num_speculative_tokens, config.drafter)]
     if (schedule := config.drafter.optimizer.schedule) != "constant":
         end = "needs an end, and a sidecar runs as long as its host"
@@ -95,5 +95,5 @@ def broken_rules(config: SidecarConfig) -> list[str]:
 def load_sidecar(
     files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None
 ) -> SidecarConfig:
-    """As `load_config` for a run. Raises ConfigError listing all problems."""
+    """Load a sidecar's configuration like `load_config` that of a run. Raises ConfigError listing all problems."""
     return load(SidecarConfig, broken_rules, files, overrides, resume)

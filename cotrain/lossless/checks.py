@@ -1,7 +1,7 @@
-"""Tests of emitted tokens against their own laws, over a setting and over each place in a verification step.
+"""Tests of emitted tokens against their own laws, over a whole setting and at each place in a verification step.
 
-The laws differ from token to token and depend on the text so far, so there are no cells to count. The randomised
-probability integral transform turns each token into a number that is uniform given all before it, whatever the laws
+A token's law is its target distribution. It depends on the text so far, so there are no cells to count. The randomised
+probability integral transform turns each token into a number that is uniform given all tokens before it, whatever the laws
 (Smith 1985, Czado et al. 2009): these numbers are independent and uniform for a fixed number of tokens (generate with
 ignore_eos; texts that end at a stop token add a deviation of the order of the number of texts over that of tokens).
 """
@@ -19,11 +19,11 @@ from cotrain.records import Rollout
 from drafters.base import SamplingParams
 
 LOGIT_ERROR = {"float32": 5e-4, "bfloat16": 0.25}
-"""Largest difference of a logit between the engine in this number format and a float32 forward of the same weights:
-kernels that add up in another order, or two units in the last place of a logit of 16 to 32."""
+"""Largest difference of a logit between the engine in this number format and a float32 forward pass of the same weights.
+float32: kernels add up in another order. bfloat16: two units in the last place of a logit of 16 to 32."""
 
 EDGE_SHARE = 0.01
-"""Largest chance that truncation cuts elsewhere than the law does at a token: ties up to the error of a logit."""
+"""Largest probability that truncation cuts elsewhere than the law does at a token: at ties up to the error of a logit."""
 
 RARE_EDGES = 0.01
 """Logit error from which on top-k and top-p often cut at another token than the law does."""
@@ -42,9 +42,9 @@ def setting_checks(
     rng: np.random.Generator,
     logit_error: float,
 ) -> list[CheckResult]:
-    """All checks of one setting's rollouts; samplings and draws are one for each. logit_error: see LOGIT_ERROR.
+    """Make all checks of one setting; each rollout has one entry in samplings and in draws. logit_error: see LOGIT_ERROR.
 
-    Greedy requests of a mixed batch count for `support` alone: their only possible token has probability 1.
+    Greedy requests of a mixed batch count only for `support`: their only possible token has probability 1.
     """
     together = concatenate(draws)
     results = [support_check(together, name)]
@@ -65,13 +65,13 @@ def setting_checks(
 
 
 def support_check(draws: Draws, setting: str) -> CheckResult:
-    """Nothing impossible was drawn. One such token is proof: p is 0 with any, 1 without. Effect: their share."""
+    """Check that no token is outside its law. One such token is proof: p is 0 with any, 1 without. Effect: their share."""
     share = float(draws.outside.mean())
     return CheckResult("support", setting, len(draws), share, "share", 0.0 if share else 1.0)
 
 
 def uniformity_check(draws: Draws, setting: str, rng: np.random.Generator, order: str = BY_PROBABILITY) -> CheckResult:
-    """Kolmogorov-Smirnov test of the transformed tokens, exact in finite samples; rng breaks the discreteness.
+    """Kolmogorov-Smirnov test of the transformed tokens, exact in finite samples; rng randomises the transform.
 
     Effect: largest difference between the observed and the predicted share of tokens up to a point of the order. It
     estimates a lower bound of the mean total variation distance, and that distance itself when the tokens drawn too
@@ -85,13 +85,13 @@ def uniformity_check(draws: Draws, setting: str, rng: np.random.Generator, order
 def returned_log_prob_check(
     returned: Floats, draws: Draws, setting: str, tolerance: float | Floats, edge: float | Floats = 0.0
 ) -> CheckResult:
-    """Log-probs the engine returned [N] are those of the law, up to the tolerance in nats.
+    """Check that the log-probs which the engine returned [N] are those of the law, up to the tolerance in nats.
 
-    edge: how much more a log-prob may differ where truncation cuts at another token than the law. Both are one number,
-    or one for each [N]. A difference beyond both together is proof: p is 0. Otherwise p is the probability of at least
-    as many tokens beyond the tolerance when each is with probability EDGE_SHARE, whatever the others are. So a false
-    alarm needs a logit error beyond the one behind the tolerance, or cuts elsewhere more often than that; p bounds
-    neither. Effect: largest difference. Impossible tokens are left to `support_check`.
+    edge: how much more a log-prob may differ where truncation cuts at another token than the law. Both are one number, or
+    one per token [N]. A difference beyond their sum is proof: p is 0. Otherwise p is the probability that at least this
+    many tokens lie beyond the tolerance if each does with probability EDGE_SHARE, whatever the others do. A false alarm
+    thus needs a larger logit error than the tolerance assumes, or more frequent cuts elsewhere; p bounds neither of them.
+    Effect: largest difference. Impossible tokens are left to `support_check`.
     """
     possible = ~draws.impossible
     gaps = np.abs(returned - draws.log_prob)[possible]
@@ -103,11 +103,11 @@ def returned_log_prob_check(
 
 
 def log_prob_tolerance(sampling: SamplingParams, logit_error: float) -> tuple[float, float]:
-    """(nats by which a returned log-prob may differ from the law's, and how much more where truncation cuts elsewhere).
+    """Return (nats by which a returned log-prob may differ from the law's, nats more where truncation cuts elsewhere).
 
-    A logit error changes a log-prob by up to twice itself. Where top-p cuts one token later, what is kept grows to at
-    most 1, from top_p at least. Top-k keeps all tokens whose logit equals the k-th, in vLLM too: a tie that only one of
-    the two has is a token of at most 1/k of what the other keeps. Both are rare with small errors, and common from
+    A logit error changes a log-prob by up to twice itself. Where top-p cuts one token later, the kept probability grows to
+    at most 1, from at least top_p. Top-k keeps all tokens whose logit equals the k-th, in vLLM too: a tie that only one of
+    the two keeps is a token with at most 1/k of what the other keeps. Both are rare with small errors, and common from
     RARE_EDGES on. The temperature must not be 0.
     """
     edge = -math.log(sampling.top_p) + (math.log1p(1 / sampling.top_k) if sampling.top_k > 0 else 0.0)
@@ -124,9 +124,9 @@ def response_strata(steps: Sequence[tuple[int, int]], num_tokens: int) -> list[s
     were accepted themselves, they would have the laws min(p, q) and max(p - q, 0), up to a factor.
 
     vLLM 0.32 (Scheduler.update_from_output) records a step only if it verified draft tokens, before it cuts the last
-    one at the end of the response. Prefill emits one token unrecorded, and so does every step without drafts: with
-    draft length 0, after a preemption, when the drafter was skipped. When such steps lie between recorded ones nobody
-    can tell where; then all tokens are "unknown". Raises ValueError when steps go on after the response.
+    one at the end of the response. Prefill emits one token without a record, and so does every step without drafts: with
+    draft length 0, after a preemption, or when the drafter was skipped. If such steps lie between recorded ones, nobody can
+    tell where; then all tokens are "unknown". Raises ValueError when steps go on after the response.
     """
     emitted = [1, *(accepted + 1 for _, accepted in steps)]
     if steps and sum(emitted) < num_tokens:
@@ -141,7 +141,7 @@ def response_strata(steps: Sequence[tuple[int, int]], num_tokens: int) -> list[s
 
 
 def by_stratum(draws: Draws, strata: NDArray[np.str_]) -> dict[str, Draws]:
-    """The draws of each known stratum [N] that has LEAST_TOKENS of them."""
+    """The draws of each known stratum that has at least LEAST_TOKENS of them; strata: [N] names."""
     names, counts = np.unique(strata, return_counts=True)
     large = [str(n) for n, count in zip(names, counts, strict=True) if count >= LEAST_TOKENS and n != UNKNOWN]
     return {name: draws.select(strata == name) for name in large}

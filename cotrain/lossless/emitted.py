@@ -1,4 +1,4 @@
-"""The law of each emitted token: the target's processed distribution, from a forward over the emitted text.
+"""The law of each emitted token: the target's distribution after processing, from a forward pass over the emitted text.
 
 Operations come in vLLM's order: temperature, top-k, top-p, softmax. Logits are processed in float32 (or wider) as the
 engine does, so that both cut at the same token; probabilities are float64. A law over a whole vocabulary is large, so it
@@ -24,16 +24,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Draws:
-    """N outcomes, each under its own law. Arrays of shape [N]; log-probs in nats."""
+    """N outcomes, each drawn from its own law (distribution). Arrays of shape [N]; log-probs in nats."""
 
     probability: Floats
     log_prob: Floats
     before: dict[str, Floats]
-    """By order: the probability of all outcomes that come before the drawn one."""
+    """By name of an order: the total probability of the outcomes that come before the drawn one."""
     impossible: NDArray[np.bool_]
     """The outcome has probability 0; its numbers are those of the least likely possible outcome."""
     outside: NDArray[np.bool_]
-    """The outcome is impossible, and no error of the law explains it."""
+    """The outcome is impossible, and no numerical error of the law explains it."""
 
     def __len__(self) -> int:
         return len(self.probability)
@@ -49,9 +49,9 @@ def draws_of(
 ) -> Draws:
     """Reduce log-probabilities [N, V] (-inf: impossible) and the outcomes drawn from them [N].
 
-    orders: by name, keys [V] or [N, V]; outcomes of a smaller key come first, ties by descending probability, then by
-    id. "probability" is always there. A key may depend on the past of its row only, never on what was drawn.
-    outside [N]: outcomes of probability 0 that no error of the law explains; all of them when left out.
+    orders: by name, keys [V] or [N, V]. Outcomes with a smaller key come first, ties by descending probability, then by
+    id. The order "probability" is always there. A key may depend only on the past of its row, never on what was drawn.
+    outside [N]: outcomes of probability 0 that no error of the law explains; if left out, all outcomes of probability 0.
     """
     law = log_law.double().exp()
     impossible = law.gather(1, outcomes[:, None]).squeeze(1) == 0
@@ -81,7 +81,7 @@ def members_first(token_ids: Iterable[int], size: int) -> Tensor:
 
 
 def concatenate(parts: Sequence[Draws]) -> Draws:
-    """All draws one after the other. The parts, one at least, must have the same orders."""
+    """Concatenate draws. There must be at least one part, and all parts must have the same orders."""
     return Draws(
         np.concatenate([part.probability for part in parts]),
         np.concatenate([part.log_prob for part in parts]),
@@ -129,7 +129,7 @@ def emitted_draws(
 
     logit_tolerance: largest error of a logit, before temperature, between this forward and the engine's (bfloat16
     rounds logits of 16 to 32 to 0.125). A token that such an error brings across the edge of top-k or top-p, or to the
-    argmax at temperature 0, does not count as outside. 0 suits an engine in float32 only up to ties.
+    argmax at temperature 0, does not count as outside. 0 suits a float32 engine, except for ties.
     """
     log_law = target_log_probs(logits, sampling)
     outside = _outside(_scaled(logits, sampling.temperature), log_law, tokens, sampling, logit_tolerance)
@@ -139,8 +139,8 @@ def emitted_draws(
 def target_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Float64 log-probabilities [T, V] of the processed distribution; -inf outside top-k and top-p.
 
-    logits [T, V]: row t predicts emitted token t. At temperature 0 the argmax has probability 1, as in vLLM. What vLLM
-    returns as processed log-probs is this at the emitted tokens. Raises ValueError when a logit is NaN.
+    logits [T, V]: row t predicts emitted token t. At temperature 0 the argmax has probability 1, as in vLLM. vLLM's
+    processed log-probs are these values at the emitted tokens. Raises ValueError when a logit is NaN.
     """
     if logits.isnan().any():
         raise ValueError("logits: NaN in the target's forward; check its weights before testing the engine")
@@ -159,8 +159,8 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 def _outside(scaled: Tensor, log_law: Tensor, tokens: Tensor, sampling: SamplingParams, tolerance: float) -> Tensor:
     """[T] True where no error of the logits up to the tolerance makes the token possible.
 
-    With errors up to d, a token gets past another whose logit is up to 2d higher, and a probability m changes by at
-    most 2d m (1 - m) to first order: then top-p cuts later than it does here.
+    With errors up to d, a token can pass another whose logit is up to 2d higher, and a probability m changes by at
+    most 2d m (1 - m) to first order, so that top-p can cut later than it does here.
     """
     drawn = tokens[:, None]
     impossible = log_law.gather(1, drawn) == -torch.inf

@@ -1,9 +1,9 @@
-"""One verdict over many checks, among them the comparison of greedy texts.
+"""One verdict over many checks, including the comparison of greedy texts.
 
 The chance of any false alarm is bounded, and the tokens needed are known beforehand. `level` is the p-value at which any
-check of a family is sure to fail: alpha / number of checks, Holm's first step.
+check of a family is sure to fail: alpha / number of checks, the first step of Holm's procedure.
 
-Speculation verifies several positions in one forward and plain decoding one, so the matrix kernels differ. In bfloat16
+Speculation verifies several positions in one forward pass and plain decoding one, so the matrix kernels differ. In bfloat16
 two greedy tokens whose logits round to (almost) the same number may swap. Such a tie is told apart from a real
 difference by the engine's own log-probs, and counted.
 """
@@ -18,11 +18,11 @@ from scipy import stats
 from cotrain.records import Rollout
 
 LEAST_SPECULATED = 100
-"""Fewest speculated tokens of a check. So many find a total variation distance of 0.26 in the first check of a run with
+"""Fewest speculated tokens of a check. In the first check of a run, this many find a total variation distance of 0.26 with
 probability 0.9 (detectable_distance); with fewer, only the grossest faults could fail."""
 
 POWER = 0.9
-"""Probability to find a fault of the stated size."""
+"""Probability of finding a fault of the stated size."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CheckResult:
     setting: str
     """For example "k=3 probabilistic, T=0.7 top_p=0.9: drafted 2"."""
     num: int
-    """Tokens or prompts."""
+    """Number of tokens or prompts."""
     effect: float
     unit: str
     p: float
@@ -58,7 +58,7 @@ class Verdict:
 
     @property
     def failures(self) -> list[CheckResult]:
-        """Checks that failed, the surest first."""
+        """Checks that failed, the most certain first."""
         return sorted((r for r in self.results if r.adjusted_p <= self.alpha), key=lambda result: result.p)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Verdict:
 
 
 def judge(results: Sequence[CheckResult], alpha: float) -> Verdict:
-    """Holm's procedure (1979): whatever the dependence of the checks, any false alarm has probability alpha at most."""
+    """Holm's procedure (1979): whatever the dependence of the checks, any false alarm has probability at most alpha."""
     p = np.array([result.p for result in results])
     order = np.argsort(p, kind="stable")
     adjusted = np.empty_like(p)
@@ -82,11 +82,11 @@ def judge(results: Sequence[CheckResult], alpha: float) -> Verdict:
 
 
 def tokens_for_distance(distance: float, level: float) -> int:
-    """Tokens for `uniformity_check` to find a difference of `distance` at some point of the order.
+    """Number of tokens with which `uniformity_check` finds a difference of `distance` at some point of the order.
 
-    That is the total variation distance when the order separates tokens drawn too often from those drawn too rarely.
-    At that point the observed share has a standard deviation of at most 1/2 / sqrt(n); the largest difference is at
-    least the one there. So n is an upper bound.
+    This is the total variation distance if the order separates tokens drawn too often from those drawn too rarely.
+    At that point the observed share has a standard deviation of at most 1/2 / sqrt(n), and the largest difference is at
+    least the one there. So the number is an upper bound.
     """
     return math.ceil((_ks_quantiles(level) / distance) ** 2)
 
@@ -101,7 +101,7 @@ def _ks_quantiles(level: float) -> float:
 
 
 TIE_GAP = {"float32": 1e-4, "bfloat16": 0.26}
-"""Log-prob gap up to which two tokens count as tied: two units in the last place of a logit of 16 to 32."""
+"""Log-prob gap up to which two tokens count as tied; in bfloat16, two units in the last place of a logit of 16 to 32."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ class GreedyCheck:
     num_prompts: int
     num_identical: int
     num_tied: int
-    """Prompts whose texts differ first where both tokens are tied within the number format."""
+    """Prompts whose texts first differ at two tokens that are tied within the number format."""
 
     @property
     def passed(self) -> bool:
         return self.num_identical + self.num_tied == self.num_prompts
 
     def result(self, setting: str) -> CheckResult:
-        """As a check of a family: a difference is proof. Effect: share of prompts that differ other than by a tie."""
+        """Return this as a check of a family. A difference other than a tie is proof; the effect is the share of such prompts."""
         share = 1 - (self.num_identical + self.num_tied) / self.num_prompts
         return CheckResult("identity", setting, self.num_prompts, share, "share", 1.0 if self.passed else 0.0)
 
@@ -128,14 +128,14 @@ class GreedyCheck:
 
 
 def compare_greedy(plain: Sequence[Rollout], speculated: Sequence[Rollout], dtype: str) -> GreedyCheck:
-    """Compare the greedy rollouts of the same prompts, one a prompt in both arms; dtype is the engine's."""
+    """Compare greedy rollouts of the same prompts, one per prompt in each arm; dtype is the engine's."""
     pairs = list(zip(plain, speculated, strict=True))
     identical = sum(a.token_ids == b.token_ids for a, b in pairs)
     return GreedyCheck(len(pairs), identical, sum(_is_tie(a, b, TIE_GAP[dtype]) for a, b in pairs))
 
 
 def _is_tie(a: Rollout, b: Rollout, gap: float) -> bool:
-    """At the first difference each arm emits its argmax: tied tokens have equal probabilities, so at most 1/2 each."""
+    """Is the first difference a tie? Each arm emits its argmax there; tied tokens are equally likely, so at most 1/2 each."""
     for x, y, p, q in zip(a.token_ids, b.token_ids, a.log_probs, b.log_probs, strict=False):
         if x != y:
             return abs(p - q) <= gap and max(p, q) <= math.log(0.5) + gap

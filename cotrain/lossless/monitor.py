@@ -1,10 +1,10 @@
-"""The short form of `cotrain verify` inside a run: checks tokens of rollouts that were generated anyway (docs/trust.md).
+"""A short form of `cotrain verify` inside a run. It checks tokens of rollouts that were generated anyway (docs/trust.md).
 
-A check takes four calls, all before the policy moves: `due`, `choose`, the policy learner's laws of what was chosen, `check`.
+A check takes four calls before the policy is updated: `due`, `choose`, the learner's forward pass over the choice, `check`.
 Tokens are not sorted by their place in a verification step, since steps without drafts are not recorded. A token is speculated
-when a verification step emitted it: a draft token that was accepted, or what came in place of one or behind the last.
+if a verification step emitted it: an accepted draft token, or the token that replaces a rejected one or follows the last.
 
-False alarms: the n-th step that is considered spends alpha / n(n+1). These shares add up to alpha, so over a run of any
+False alarms: the n-th step considered may spend alpha / n(n+1). These shares add up to alpha, so over a run of any
 length any false alarm has probability at most alpha = FALSE_ALARM_RATE.
 """
 
@@ -23,7 +23,7 @@ from cotrain.records import Rollout
 from drafters.base import SamplingParams
 
 FALSE_ALARM_RATE = 0.01
-"""Chance that any check of a run raises an alarm although its rollouts are as they should be."""
+"""Largest probability that any check of a run raises an alarm although its rollouts are as they should be."""
 
 WEIGHT_ROUNDING = 2.0
 """Factor on LOGIT_ERROR in bfloat16: the learner's weights are float32 masters, the engine's are rounded."""
@@ -32,7 +32,7 @@ WEIGHT_ROUNDING = 2.0
 class Chosen(NamedTuple):
     rollouts: list[Rollout]
     speculated_tokens: int
-    """Response tokens among these that verification steps emitted."""
+    """Response tokens of these rollouts that verification steps emitted."""
 
 
 @dataclass
@@ -48,19 +48,19 @@ class LosslessMonitor:
     """Chooses tokens, spreads one false-alarm rate over all checks, and keeps their cost within bounds."""
 
     def __init__(self, config: MonitorConfig, sampling: SamplingParams, dtype: str, seed: int):
-        """sampling, dtype: the engine's. Draws random numbers of its own, by seed and step considered."""
+        """sampling, dtype: those of the engine. Random numbers depend only on the seed and the number of steps considered."""
         self._config, self._sampling, self._dtype, self._seed = config, sampling, dtype, seed
         self._state = _State()
 
     @property
     def logit_tolerance(self) -> float:
-        """Largest difference of a logit between engine and learner; what to pass on to `response_draws`."""
+        """Largest difference of a logit between engine and learner, to be passed on to `response_draws`."""
         return LOGIT_ERROR[self._dtype] * (WEIGHT_ROUNDING if self._dtype == "bfloat16" else 1.0)
 
     def due(self, step: int, seconds: float) -> bool:
-        """Whether to consider a check of this step's rollouts, whatever they are.
+        """Whether to consider a check of this step. The answer does not depend on the step's rollouts.
 
-        seconds: since the run started, over all its attempts.
+        seconds: time since the run started, summed over all its attempts.
         """
         state, every = self._state, self._config.every
         if every == 0 or state.checks == 0:
@@ -69,11 +69,11 @@ class LosslessMonitor:
         return step - state.last_step >= every and affordable
 
     def choose(self, rollouts: Sequence[Rollout]) -> Chosen | None:
-        """Whole rollouts in random order, as many as fit; the last is cut short, the first if it is too long alone.
+        """Choose rollouts in random order, as many as fit. The last is cut short; the first keeps at least one response token.
 
-        None when fewer than LEAST_SPECULATED of their tokens were speculated: then this step is not checked. What is
-        chosen depends on lengths and on chance, never on the tokens; whether the check takes place does depend on them,
-        so that a share of the false-alarm rate goes with every step considered.
+        Returns None if fewer than LEAST_SPECULATED of their tokens were speculated; this step is then not checked. What is
+        chosen depends on lengths and on chance, never on the tokens. Whether the check takes place does depend on them, so
+        every step considered spends a share of the false-alarm rate.
         """
         order = np.random.default_rng([self._seed, self._state.considered]).permutation(len(rollouts))
         self._state.considered += 1
@@ -95,9 +95,9 @@ class LosslessMonitor:
     def check(
         self, step: int, chosen: Chosen, draws: Sequence[Draws], seconds: float
     ) -> tuple[Verdict, dict[str, float]]:
-        """Judge the chosen rollouts by their laws, and give the numbers of the step's row, as lossless/<name>.
+        """Judge the chosen rollouts by their draws. Also returns the metrics for the step's row, named lossless/<name>.
 
-        seconds: what this check took, the forward pass included.
+        seconds: duration of this check, including the forward pass.
         """
         state = self._state
         state.checks, state.last_step, state.last_cost = state.checks + 1, step, seconds
@@ -114,7 +114,7 @@ class LosslessMonitor:
         return verdict, {f"lossless/{key}": float(value) for key, value in found.items()}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: a resumed run goes on with the same share of the false-alarm rate."""
+        """State for a checkpoint, so that a resumed run does not spend the same shares of the false-alarm rate again."""
         return asdict(self._state)
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -122,15 +122,15 @@ class LosslessMonitor:
 
 
 def alpha_share(alpha: float, number: int) -> float:
-    """Share of alpha for the number-th (1, 2, ...) step considered; those of an endless run add up to alpha."""
+    """Share of alpha for the number-th (1, 2, ...) step considered; the shares of an endless run add up to alpha."""
     return alpha / (number * (number + 1))
 
 
 def speculated_tokens(rollout: Rollout, kept: int) -> int:
-    """How many of the first `kept` response tokens verification steps emitted.
+    """Count how many of the first `kept` response tokens verification steps emitted.
 
-    Where a response is cut short, those that must have been, wherever its steps without drafts were. Where steps
-    without drafts are mixed with a last step that reaches past the end of the response, up to k too many are counted.
+    If a response is cut short, count only those that must have been, wherever its steps without drafts were. If it has such
+    steps, and its last step reaches past the end of the response, up to k tokens too many are counted.
     """
     counts, length = rollout.speculation, len(rollout.token_ids)
     if counts is None:

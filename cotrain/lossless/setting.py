@@ -1,4 +1,4 @@
-"""One way to generate that is put to the test, and the usual set of them."""
+"""Settings: the ways of generating that are tested, and the standard set of them."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ METHODS = ("greedy", "probabilistic")
 
 @dataclass(frozen=True)
 class Setting:
-    """Draft length, drafting, and the sampling parameters of a batch, which may differ from request to request."""
+    """Draft length, drafting method, and the sampling parameters of a batch, which may differ from request to request."""
 
     num_speculative_tokens: int
     """0: no speculation."""
     method: str
-    """greedy or probabilistic drafts; of no effect without any."""
+    """greedy or probabilistic drafts; it has no effect without speculation."""
     samplings: tuple[SamplingParams, ...]
     """Request i has samplings[i % len(samplings)]; their draft_sample_method is not read."""
     unsteady: bool = False
@@ -28,11 +28,11 @@ class Setting:
         return self.samplings[request % len(self.samplings)]
 
     def is_seeded(self, request: int) -> bool:
-        """Whether a request has a seed of its own: every other one of each sampling has."""
+        """Whether a request has a seed of its own, as every other request of each sampling has."""
         return request // len(self.samplings) % 2 == 0
 
     def num_checks(self, num_orders: int) -> int:
-        """Checks that `setting_checks` makes at most; num_orders counts BY_PROBABILITY too.
+        """Most checks that `setting_checks` makes; num_orders counts BY_PROBABILITY too.
 
         Tokens are sorted by place into num_speculative_tokens + 2 strata, unless draft lengths that jump to 0 hide the places.
         """
@@ -57,11 +57,11 @@ def describe(sampling: SamplingParams) -> str:
 def standard_settings(
     num_speculative_tokens: int, samplings: tuple[SamplingParams, ...] = STANDARD_SAMPLINGS
 ) -> list[Setting]:
-    """No speculation, then for both kinds of drafting: all sampling parameters, every shorter draft length, a mixed batch, and
-    one during which draft length and drafter change.
+    """Return one setting without speculation and, for both drafting methods, all sampling parameters, every shorter draft length,
+    a mixed batch, and one setting during which draft length and drafter change.
 
-    The first is a control. Without speculation the engine must have the target's law too: if that setting fails, the
-    model of the laws is not the engine's, and the other settings say nothing about speculation.
+    The first is a control. Without speculation the engine must have the target's law too: if that setting fails, the model
+    that the laws come from is not the engine's, and the other settings say nothing about speculation.
     """
     settings = [Setting(0, METHODS[0], samplings[:1])]
     mixed = tuple(dict.fromkeys((*samplings, *STANDARD_SAMPLINGS, GREEDY)))

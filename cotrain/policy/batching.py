@@ -1,7 +1,7 @@
-"""From rollouts to micro-batches: who trains on which rollout, and how rollouts share a forward pass.
+"""Turn rollouts into micro-batches: which rank trains on which rollout, and which rollouts share a forward pass.
 
-Worked example, prompt [7 8], response [4 5 6]. The model reads 7 8 4 5 (the last token predicts nothing that is
-trained on) and positions 1 2 3 predict 4 5 6:
+Worked example, prompt [7 8], response [4 5 6]. The model reads 7 8 4 5 (nothing is predicted from the last token), and
+positions 1 2 3 predict 4 5 6:
 
     token_ids   7 8 4 5        predictors  1 2 3        targets  4 5 6
 """
@@ -24,31 +24,31 @@ class MicroBatch:
     rollouts: list[ScoredRollout]
     token_ids: Tensor  # [B, L] int64
     position_ids: Tensor | None  # [B, L] int64, starting at 0 with each packed rollout; None: 0..L-1 in every row
-    predictors: Tensor  # [N] int64, index into the B*L positions of the one that predicts each response token
+    predictors: Tensor  # [N] int64, the position that predicts each response token, as an index into the B*L positions
     targets: Tensor  # [N] int64, the response tokens
-    sequence_ids: Tensor  # [N] int64, which of the S rollouts
+    sequence_ids: Tensor  # [N] int64, the rollout of each response token, 0 to S-1
     lengths: Tensor  # [S] int64, response tokens
     advantages: Tensor  # [N] float32
     behaviour_log_probs: Tensor  # [N] float32, from the engine
     old_log_probs: Tensor | None  # [N] float32, denominator of the importance ratio; None: the current policy
     versions: Tensor  # [N] int64, policy version that generated each response token
-    has_advantage: bool  # some advantage is not 0
+    has_advantage: bool  # whether any advantage differs from 0
 
 
 def split_minibatches(rollouts: Sequence[ScoredRollout], count: int) -> list[list[ScoredRollout]]:
-    """Return consecutive minibatches of sizes that differ by at most one, the same for any number of ranks."""
+    """Split rollouts in order into `count` minibatches of sizes that differ by at most 1, whatever the number of ranks."""
     bounds = [len(rollouts) * index // count for index in range(count + 1)]
     return [list(rollouts[start:end]) for start, end in pairwise(bounds)]
 
 
 def share_of_rank(minibatch: Sequence[ScoredRollout], rank: int, num_ranks: int) -> list[ScoredRollout]:
-    """Return every num_ranks-th rollout by advantage-or-none and length, so that ranks get like amounts of work."""
+    """Sort rollouts by nonzero advantage and by length, and return every num_ranks-th, so that ranks get similar work."""
     by_work = sorted(minibatch, key=lambda scored: (scored.advantage != 0, num_input_tokens(scored)), reverse=True)
     return by_work[rank::num_ranks]
 
 
 def num_input_tokens(scored: ScoredRollout) -> int:
-    """Count the tokens the model reads: all but the last."""
+    """Count the tokens that the model reads: prompt and response without the last token."""
     return len(scored.rollout.prompt_token_ids) + len(scored.rollout.token_ids) - 1
 
 
@@ -57,13 +57,13 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Sort rollouts by length into micro-batches of at most micro_batch_tokens positions, padding included.
 
-    A rollout longer than that gets a micro-batch of its own. batching: as in policy.batching.
+    A rollout longer than that gets a micro-batch of its own. batching: "padded" or "packed", see policy.batching.
     """
     batches: list[list[ScoredRollout]] = []
     positions = 0
     for scored in sorted(rollouts, key=num_input_tokens, reverse=True):
         length = num_input_tokens(scored)
-        # Longest first: the row length of a padded batch is that of its first rollout.
+        # Rollouts come longest first, so the first rollout of a padded batch sets its row length.
         added = num_input_tokens(batches[-1][0]) if batches and batching == "padded" else length
         if not batches or positions + added > micro_batch_tokens:
             batches.append([])
@@ -74,10 +74,10 @@ def micro_batches(
 
 
 def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
-    """Return a micro-batch of one position and no response token, whose loss and gradient are 0; `batch` is any other.
+    """Return a micro-batch of one position and no response tokens, so that its loss and gradient are 0.
 
-    With it, a rank that has run out of rollouts takes part in a forward pass that all ranks make together, and with
-    has_advantage in the backward pass too.
+    A rank that has run out of rollouts uses it to take part in a forward pass that all ranks make together, and with
+    has_advantage in the backward pass too. batch: any other micro-batch.
     """
     tokens = ("predictors", "targets", "sequence_ids", "lengths", "advantages", "behaviour_log_probs", "versions")
     return replace(
@@ -95,11 +95,11 @@ def _micro_batch(rollouts: list[ScoredRollout], batching: str, device: torch.dev
     rows = [torch.tensor(s.rollout.prompt_token_ids + s.rollout.token_ids[:-1]) for s in rollouts]
     position_ids = None
     if batching == "padded":
-        # Under causal attention no token sees the padding on its right, so that no mask is needed.
+        # Under causal attention no token sees the padding on its right, so no mask is needed.
         token_ids = pad_sequence(rows, batch_first=True)
         starts = list(range(0, token_ids.numel(), token_ids.shape[1]))
     else:
-        # transformers sees position ids start again and keeps attention within each rollout.
+        # transformers detects that position ids restart and keeps attention within each rollout.
         token_ids = torch.cat(rows)[None]
         position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None].to(device)
         starts = list(accumulate(map(len, rows[:-1]), initial=0))

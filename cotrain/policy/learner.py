@@ -1,9 +1,9 @@
 """The policy learner: one rank's copy of the policy, or its part under FSDP2, and its GRPO update.
 
-Every public method is collective: all ranks call it, with the same arguments. Of an update's rollouts each rank takes its
-share. Loss weights are normalised over the whole minibatch, so the update does not depend on the number of ranks or on
-the micro-batch size. Ranks find each other as Accelerate does, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Nothing
-here draws a random number: no dropout, no shuffling.
+Every public method is collective: all ranks call it, with the same arguments. In an update, each rank trains on its share of
+the rollouts. Loss weights are normalised over the whole minibatch, so the update does not depend on the number of ranks or on
+the micro-batch size. Ranks find each other as in any Accelerate program, through RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Nothing here draws a random number: there is no dropout and no shuffling.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ from drafters.base import SamplingParams
 from drafters.files import WEIGHTS
 
 LEARNER_STATE = "learner.pt"
-"""Schedule and version, beside the weights in a checkpoint folder."""
+"""File of the learning-rate schedule and the policy version, beside the weights in a checkpoint folder."""
 
 COMPARED_EVERY = 16
-"""Every tensor of weights that are sent without a file is compared within so many updates."""
+"""When weights are sent without a file, each update compares one in so many tensors; that many updates compare them all."""
 
 
 class PolicyLearner:
@@ -61,8 +61,8 @@ class PolicyLearner:
             raise ValueError("device is 'cuda', but torch sees no GPU; look at CUDA_VISIBLE_DEVICES")
         self._config = config
         self._rollout = rollout
-        self.policy_version = 0  # calls of update() behind the current weights
-        self._sender: Any = None  # of vLLM, once engines are connected
+        self.policy_version = 0  # number of update() calls that led to the current weights
+        self._sender: Any = None  # vLLM's sender, once engines are connected
         self._sharded, cpu = config.sharding is not None, device == "cpu"
         self._accelerator = (
             sharding.sharding_accelerator(cpu)
@@ -70,7 +70,7 @@ class PolicyLearner:
             else Accelerator(
                 cpu=cpu,
                 mixed_precision="no",  # ResponseLogProbs sets autocast itself, for the frozen reference too
-                # A no-grad forward on one rank only must not wait for the others to send their buffers.
+                # A forward pass without gradients on one rank must not wait for the others to broadcast buffers.
                 kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
             )
         )
@@ -97,21 +97,21 @@ class PolicyLearner:
 
     def _load_model(self, model_path: str) -> ResponseLogProbs:
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        if not self._sharded:  # FSDP moves one layer after the other, and keeps this rank's part
+        if not self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
             model = model.to(self._accelerator.device)
         return ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
 
     def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
-        """Take policy.minibatches optimizer steps on these rollouts, which all ranks must be given alike.
+        """Take policy.minibatches optimizer steps on these rollouts, which must be the same on all ranks.
 
-        A step whose advantages are all 0 is still taken, as elsewhere in the field: AdamW's momentum goes on. Returns the
-        policy/* metrics of docs/tracking.md, as means over the response tokens of all ranks. Raises ValueError for fewer
-        rollouts than ranks, and FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
+        A step whose advantages are all 0 is still taken, as is usual, so AdamW's momentum still moves the weights. Returns the
+        policy/* metrics of docs/tracking.md, as means over the response tokens of all ranks. Raises ValueError for fewer rollouts
+        in a minibatch than ranks, and FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
         """
         config, num_ranks = self._config, self._accelerator.num_processes
         if len(rollouts) // config.minibatches < num_ranks:
             raise ValueError(
-                f"{len(rollouts)} rollouts in {config.minibatches} minibatches leave a learner process of {num_ranks} "
+                f"{len(rollouts)} rollouts in {config.minibatches} minibatches leave one of {num_ranks} learner processes "
                 "without any; lower policy.minibatches or policy.num_processes"
             )
         minibatches = split_minibatches(rollouts, config.minibatches)
@@ -127,7 +127,7 @@ class PolicyLearner:
             denominator = loss_denominator(config, lengths, self._rollout.max_new_tokens)
             of_share = [self._forward_backward(batch, denominator, last=batch is share[-1]) for batch in share]
             for batch, of_batch in zip(share, of_share, strict=True):
-                if steps:  # The gap is that of the policy which the engines served.
+                if steps:  # only the first step's policy is the one that the engines served
                     del of_batch["rollout_log_prob_gap"]
                 elif oldest < self.policy_version:
                     of_batch |= by_lag(of_batch, self.policy_version - batch.versions, self.policy_version - oldest)
@@ -137,13 +137,13 @@ class PolicyLearner:
         return step_metrics(values, steps, self._accelerator)
 
     def _micro_batches(self, minibatch: list[ScoredRollout]) -> list[MicroBatch]:
-        """Build this rank's micro-batches; those that give no gradient are kept apart and come first."""
+        """Build this rank's micro-batches. Rollouts whose advantage is 0 get micro-batches of their own, which come first."""
         config, accelerator = self._config, self._accelerator
         share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
         parts = [[s for s in share if s.advantage == 0], [s for s in share if s.advantage != 0]]
         batches = [micro_batches(p, config.micro_batch_tokens, config.batching, accelerator.device) for p in parts]
         if self._sharded:
-            # The weights of a layer are gathered in each pass over it, so every rank has to make the same passes.
+            # Each pass gathers the weights of every layer from all ranks, so all ranks must make the same passes.
             counts = torch.tensor([[len(part) for part in batches]], device=accelerator.device)
             some = (batches[0] + batches[1])[0]
             for part, most in enumerate(accelerator.gather(counts).amax(0).tolist()):
@@ -152,7 +152,7 @@ class PolicyLearner:
 
     @torch.no_grad()
     def _with_own_log_probs(self, batch: MicroBatch) -> MicroBatch:
-        # The forward pass of a step's only minibatch gives them anyway.
+        # With a single minibatch, the training forward pass gives the same log-probs.
         own = None if self._config.minibatches == 1 else self._log_probs(self._policy, batch)[0]
         return replace(batch, old_log_probs=own)
 
@@ -162,9 +162,9 @@ class PolicyLearner:
 
     def _forward_backward(self, batch: MicroBatch, denominator: int, last: bool) -> dict[str, Tensor]:
         """Accumulate the gradient of one micro-batch. Returns values [N] of its tokens: their loss and what is logged."""
-        # The last one always runs backward, because DDP's gradient exchange waits for it.
+        # The last micro-batch always runs backward, because DDP exchanges the gradients in that pass.
         with_gradient = last or self._reference is not None or batch.has_advantage
-        # FSDP exchanges gradients every time: until it does, each rank holds those of the whole policy.
+        # FSDP exchanges gradients after each micro-batch: until then, each rank holds those of the whole policy.
         synced = last or self._sharded
         with contextlib.nullcontext() if synced else self._accelerator.no_sync(self._prepared):
             with torch.set_grad_enabled(with_gradient):
@@ -184,7 +184,7 @@ class PolicyLearner:
         }
 
     def _optimizer_step(self, share: list[MicroBatch], values: list[dict[str, Tensor]]) -> tuple[float, float, float]:
-        """Step on the gradient of this rank's micro-batches. Returns loss, gradient norm and learning rate of all ranks."""
+        """Take one optimizer step on the accumulated gradient. Returns loss (over all ranks), gradient norm and learning rate."""
         losses = [of_batch.pop("loss") for of_batch in values]
         parameters = self._prepared.parameters()
         grad_norm = float(self._accelerator.clip_grad_norm_(parameters, MAX_GRAD_NORM))
@@ -206,10 +206,10 @@ class PolicyLearner:
         return loss, grad_norm, float(learning_rate)
 
     def write_payload(self, path: str | Path) -> WeightPayload | None:
-        """Write the weights for the engines, and describe them on rank 0. Raises OSError when the disk is full.
+        """Write the weights for the engines to a file. Returns its description on rank 0. Raises OSError when the disk is full.
 
-        Where engines get the weights without a file, it holds the embedding and the head, which the drafter trainer
-        borrows, and others in turn, which the engines compare with what they have got.
+        When the weights are sent without a file, this one holds only the embedding and the head, which the drafter trainer
+        needs, and other tensors in turn (see COMPARED_EVERY), which the engines compare with what they received.
         """
         model, dtype, names = self._policy.model, getattr(torch, self._rollout.dtype), None
         if self._config.weight_transfer != "files":
@@ -219,7 +219,7 @@ class PolicyLearner:
         return sharding.write_weights(model, Path(path), dtype, names)
 
     def connect_engines(self, engines: list[Any], workers: int, address: str, port: int) -> None:
-        """Prepare to send weights to these engines straight from memory, see transfer.connect."""
+        """Prepare to send weights from memory to these engines; the arguments are those of transfer.connect."""
         from cotrain.policy import transfer
 
         source = transfer.PolicySource(self._policy.model, getattr(torch, self._rollout.dtype))
@@ -227,17 +227,17 @@ class PolicyLearner:
         self._sender = transfer.connect(backend, rank, source, engines, workers, address, port)
 
     def send_weights(self) -> int:
-        """Send the weights to the connected engines, which stand still. Returns their bytes."""
+        """Send the weights to the connected engines, which must be paused. Returns the number of bytes."""
         self._sender.send_weights()
         tensors = sharding.layout(self._policy.model, getattr(torch, self._rollout.dtype)).values()
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
 
     @torch.no_grad()
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
-        """Return hidden states of T tokens to compare an engine's with: aux [T, A*H], final [T, H], float32 on the CPU.
+        """Return hidden states of T tokens, to check an engine's: aux [T, A*H] and final [T, H], float32 on the CPU.
 
-        Layer id k is Hugging Face's hidden_states[k], the input of decoder layer k; final is after the final norm. Ranks
-        other than 0 return None where they are not needed.
+        Layer id k is Hugging Face's hidden_states[k], the input of decoder layer k; final is after the final norm. Without
+        FSDP, ranks other than 0 return None.
         """
         if not self._is_needed:
             return None
@@ -251,9 +251,9 @@ class PolicyLearner:
     def response_draws(
         self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float
     ) -> list[Draws] | None:
-        """Return the response tokens of each rollout under the laws of the current weights, in float32.
+        """Return each rollout's response tokens as draws from the distributions of the current weights, in float32.
 
-        Ranks other than 0 return None where they are not needed.
+        Without FSDP, ranks other than 0 return None.
         """
         if not self._is_needed:
             return None
@@ -262,7 +262,7 @@ class PolicyLearner:
 
     @property
     def _is_needed(self) -> bool:
-        """Whether this rank takes part in a forward pass whose result rank 0 alone returns."""
+        """Whether this rank must take part in a forward pass whose result only rank 0 needs."""
         return self._sharded or self._accelerator.is_main_process
 
     def save(self, folder: str | Path) -> None:
@@ -274,12 +274,12 @@ class PolicyLearner:
             state = {"policy_version": self.policy_version, "scheduler": self._scheduler.state_dict()}
             torch.save(state, folder / LEARNER_STATE)
         sharding.write_weights(model, folder / WEIGHTS, torch.float32)
-        # After the weights: taking these splits again what FSDP leaves whole after a look at the policy.
+        # Only after the weights: reading those reshards what FSDP leaves unsharded after a forward pass without gradients.
         sharding.save_optimizer(model, self._optimizer, folder)
         self._accelerator.wait_for_everyone()
 
     def load(self, folder: str | Path) -> None:
-        """Continue from a folder written by save(), of any number of ranks. The reference stays the initial policy."""
+        """Continue from a folder that save() wrote with any number of ranks. The reference stays the initial policy."""
         folder, model = Path(folder), self._policy.model
         weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
@@ -301,7 +301,7 @@ def _broken(batch: MicroBatch, losses: Tensor) -> list[str]:
 
 
 def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """transformers recomputes only layers in training mode; set it on those alone, so that dropout stays off."""
+    """Turn on gradient checkpointing. It needs training mode, which only the layers themselves get, so dropout stays off."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):

@@ -1,7 +1,7 @@
 """Log-probs and entropy of response tokens, without ever holding the logits of a whole micro-batch.
 
-With a vocabulary of 49k, logits are the memory peak of a policy update. The head is applied to positions that
-predict a response token only, a chunk at a time, and the chunk's logits are computed again in the backward pass.
+With a vocabulary of 49k, the logits would be the memory peak of a policy update. So the head is applied only to positions that
+predict a response token, one chunk at a time, and the backward pass recomputes the logits of each chunk.
 """
 
 from collections.abc import Callable
@@ -14,26 +14,26 @@ from transformers import PreTrainedModel
 T = TypeVar("T")
 
 CHUNK_LOGITS = 2**25
-"""Most logits in memory at once (128 MiB in float32, held up to three times)."""
+"""Maximum number of logits in a chunk (128 MiB in float32; up to three tensors of this size exist at once)."""
 
 
 class HeadLogProbs(torch.autograd.Function):
-    """log softmax(hidden @ weight.T / temperature)[target] and the entropy, in chunks of rows.
+    """Compute log softmax(hidden @ weight.T / temperature)[target] and the entropy, in chunks of rows.
 
-    With p the softmax and g the incoming gradient: d loss / d logits = g * (onehot(target) - p). Written out instead
-    of torch.utils.checkpoint because working in place is 1.4 times as fast on CPUs.
+    With p the softmax and g the incoming gradient, d loss / d logits = g * (onehot(target) - p). The backward pass is written
+    by hand instead of with torch.utils.checkpoint, because working in place is 1.4 times as fast on CPUs.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """hidden [N, H], weight [V, H], targets [N] int64; returns log-probs [N] and entropy [N], both float32.
+        """Return log-probs [N] and entropy [N], both float32, from hidden [N, H], weight [V, H] and targets [N] int64.
 
-        dtype is the number format of the matrix products; everything after them is float32.
+        dtype is that of the matrix products; everything after them is float32.
         """
         scaled, weight_cast = (hidden / temperature).to(dtype), weight.to(dtype)
-        # Each is a tensor of its own: under FSDP, outputs must not be views.
+        # Allocate each output separately: under FSDP, outputs must not be views.
         log_probs, entropy, log_normaliser = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _chunks(len(hidden), len(weight)):
             logits = (scaled[rows] @ weight_cast.T).float()
@@ -52,7 +52,7 @@ class HeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """gradients[0]: d loss / d log-probs [N]."""
+        """Return the gradients of hidden [N, H] and weight [V, H]; gradients[0] is d loss / d log-probs [N]."""
         hidden, weight, targets, log_normaliser = ctx.saved_tensors
         scaled, weight_cast = (hidden / ctx.temperature).to(ctx.dtype), weight.to(ctx.dtype)
         hidden_grad = torch.empty_like(hidden)
@@ -90,7 +90,7 @@ class ResponseLogProbs(nn.Module):
         self._no_split_modules = model._no_split_modules  # the layers, which Accelerate shards one by one
 
     def with_weights(self, function: Callable[[], T]) -> T:
-        """Return function(), for other uses of the model than forward: FSDP gathers weights around this method too."""
+        """Return function(), which may use the model directly: FSDP gathers weights around this method as around forward."""
         return function()
 
     def last_hidden(self, token_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ class ResponseLogProbs(nn.Module):
     def forward(
         self, token_ids: Tensor, position_ids: Tensor | None, predictors: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropy [N] of the targets, predicted at flat positions [N], at the temperature."""
+        """Return log-probs [N] and entropy [N] of `targets` at the temperature; flat positions `predictors` [N] predict them."""
         hidden = self.last_hidden(token_ids, position_ids).last_hidden_state
         rows = hidden.flatten(0, 1).index_select(0, predictors)
         head = self.model.get_output_embeddings().weight

@@ -37,15 +37,15 @@ def loss_denominator(config: PolicyConfig, lengths: Sequence[int], max_new_token
 
 
 def _behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_log_probs: Tensor) -> dict[str, Tensor]:
-    """Return weights [N] that correct for tokens drawn from the engine's policy instead of pi_old, as `policy_loss`.
+    """Return metric values [N]; behaviour_weight_mean corrects each token's loss for sampling by the engine, not pi_old.
 
-    With w = pi_old / pi_engine of the token (the decoupled objective: Hilton et al., arXiv:2110.00641; AReaL,
+    With w = pi_old / pi_engine of each token (the decoupled objective: Hilton et al., arXiv:2110.00641; AReaL,
     arXiv:2505.24298):
 
     truncate: min(w, cap)                   (truncated importance sampling: Ionides, 2008; V-trace, arXiv:1802.01561)
     mask:     w if 1/cap <= w <= cap else 0 (IcePop: Ring-1T, arXiv:2510.18855)
 
-    The expectation of the weighted loss under the engine is that of the loss under pi_old as far as no bound is met.
+    As long as no weight is bounded, the expected weighted loss under the engine equals the expected loss under pi_old.
     """
     ratio = (old_log_probs - behaviour_log_probs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     limited, name = ratio > config.behaviour_cap, "behaviour_capped"
@@ -54,7 +54,7 @@ def _behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_lo
     else:
         name = "behaviour_masked"
         limited |= ratio < 1 / config.behaviour_cap
-        # A product and no selection: a ratio that is not a number has to show in the loss.
+        # Multiply instead of selecting, so that a ratio of NaN shows in the loss.
         weight = ratio * ~limited
     return {
         "behaviour_ratio_mean": ratio,
@@ -78,11 +78,11 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute PPO's clipped surrogate plus KL penalty of one micro-batch's tokens [N].
 
-    surrogate = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), where ratio = pi / pi_old of the token, or
-    its geometric mean over the rollout with importance_ratio = "sequence" (GSPO, arXiv:2507.18071). A behaviour correction multiplies it by
-    each token's weight, and leaves the KL penalty alone. The denominator (`loss_denominator`) goes on counting tokens
-    whose weight is 0, because the others would grow with every token that is masked. Returns the loss of each token,
-    whose sum is this micro-batch's part of the minibatch's loss, and detached values [N] for the metrics.
+    surrogate = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), where ratio = pi / pi_old of the token, or its
+    geometric mean over the rollout if importance_ratio is "sequence" (GSPO, arXiv:2507.18071). A behaviour correction multiplies
+    the surrogate by each token's weight and leaves the KL penalty alone. The denominator (`loss_denominator`) also counts tokens
+    whose weight is 0; otherwise each masked token would raise the weight of the others. Returns the loss of each token, whose
+    sum is this micro-batch's part of the minibatch's loss, and detached values [N] for the metrics.
     """
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     log_ratio = log_probs - old_log_probs
@@ -118,7 +118,7 @@ def group_advantages(
     group_mean:      A_i = r_i - mean(r)                            (Dr. GRPO, arXiv:2503.20783)
     group_mean_std:  A_i = (r_i - mean(r)) / (std(r) + 1e-6)        (GRPO, arXiv:2402.03300)
 
-    The group is every rollout with the same prompt id; std is the sample standard deviation (n - 1). A group whose
+    A group is all rollouts with the same prompt id; std is the sample standard deviation (n - 1). A group whose
     rewards are all equal teaches nothing and gets exactly 0.
     """
     groups: dict[str, list[float]] = defaultdict(list)
@@ -137,10 +137,10 @@ def _mean_and_scale(group: list[float], kind: str) -> tuple[float, float]:
 def step_metrics(
     values: Sequence[Mapping[str, Tensor]], steps: Sequence[tuple[float, float, float]], accelerator: Accelerator
 ) -> dict[str, float]:
-    """Return the metrics under their logged names, the same on every rank; call on all of them.
+    """Return the metrics under their logged names, the same on every rank. All ranks must call it.
 
-    values [N]: those of the response tokens of each of this rank's micro-batches. Their mean is logged, unless no rank
-    has any, and the largest ratio_max. steps: loss, gradient norm and learning rate of each optimizer step, the same on every rank.
+    values: named values [N] of each of this rank's micro-batches. The mean over all tokens is logged, if there are any, and the
+    maximum of ratio_max. steps: loss, gradient norm and learning rate of each optimizer step, the same on every rank.
     """
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for of_batch in values:
@@ -170,11 +170,11 @@ def step_metrics(
 
 
 BY_LAG = {"kl": "behaviour_kl", "rollout_log_prob_gap": "rollout_log_prob_gap"}
-"""Values also logged by lag, and their names. Lag 0 shows how far engine and learner differ, higher ones what lag adds."""
+"""Values also logged per lag, with metric names. Lag 0 shows how far engine and learner differ, higher lags what lag adds."""
 
 
 def by_lag(values: Mapping[str, Tensor], lags: Tensor, largest: int) -> dict[str, Tensor]:
-    """Return the values of BY_LAG for the tokens of each lag, 0 to largest; lags [N] is that of each token."""
+    """Return the values of BY_LAG split by lag, 0 to `largest`; lags [N] is the lag of each token."""
     lags = lags.to(values["kl"].device)
     every = range(largest + 1)
     return {f"{name}_lag_{lag}": values[key][lags == lag] for key, name in BY_LAG.items() for lag in every}

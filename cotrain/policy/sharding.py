@@ -1,7 +1,7 @@
-"""A policy in parts: FSDP2 through Accelerate, its weights written one parameter at a time, and its checkpoints.
+"""Support for FSDP2 policies: preparing them with Accelerate, writing weights parameter by parameter, and checkpoints.
 
-All of it works on a policy that is whole on each rank, too. All ranks must call a function that is called collective;
-under FSDP, those that do wait for the others.
+The functions that take a model also work when each rank holds the whole policy. All ranks must call a function that is
+marked as collective; under FSDP, the ranks wait for each other in it.
 """
 
 import warnings
@@ -24,16 +24,16 @@ from cotrain.records import WeightPayload
 from cotrain.transport.payload import Manifest, write_tensors
 
 OPTIMIZER_STATE = "optimizer"
-"""Folder of a checkpoint with the optimizer's state, in torch.distributed.checkpoint's format."""
+"""Folder in a checkpoint that holds the optimizer state, in the format of torch.distributed.checkpoint."""
 
-# torch.distributed.checkpoint wonders whether a single process is meant to be one.
+# torch.distributed.checkpoint warns when a process without a process group saves or loads, which is intended here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
 def sharding_accelerator(cpu: bool) -> Accelerator:
-    """Return an Accelerator that prepares a model by FSDP2, a layer at a time.
+    """Return an Accelerator that prepares a model with FSDP2 and shards it layer by layer.
 
-    Raises ValueError when the process has not joined a group, which a single rank needs too.
+    Raises ValueError when the process has not joined a process group, which is needed even with a single rank.
     """
     processes = PartialState(cpu=cpu)
     if not distributed.is_initialized():
@@ -46,8 +46,8 @@ def sharding_accelerator(cpu: bool) -> Accelerator:
     )
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", fsdp_plugin=plugin)
     if cpu:
-        # Accelerate 1.15 takes the plugin on GPUs alone, and would train by DDP without a word. Its FSDP2 code works with
-        # gloo as it is. This can go when AcceleratorState.__init__ knows MULTI_CPU beside MULTI_GPU.
+        # On CPUs, Accelerate 1.15 ignores the plugin and silently trains with DDP, although its FSDP2 code works with
+        # gloo. Remove this when AcceleratorState.__init__ handles MULTI_CPU as it handles MULTI_GPU.
         processes.distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     return accelerator
@@ -56,9 +56,9 @@ def sharding_accelerator(cpu: bool) -> Accelerator:
 def whole_tensors(
     model: PreTrainedModel, dtype: torch.dtype, names: set[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's tensors in the names of its checkpoint, without tied duplicates, floating ones in `dtype`.
+    """Yield the model's tensors by checkpoint name, without tied duplicates; floating-point tensors are cast to `dtype`.
 
-    names: yield only these. Collective: each parameter is cast, gathered from all ranks, and let go before the next one.
+    names: yield only these. Collective: each parameter is cast, gathered from all ranks and released before the next one.
     """
 
     def whole(tensor: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def whole_tensors(
 def write_weights(
     model: PreTrainedModel, path: Path, dtype: torch.dtype, names: set[str] | None = None
 ) -> WeightPayload | None:
-    """Write what whole_tensors yields to a safetensors file on rank 0, and describe it there; None on other ranks.
+    """On rank 0, write the tensors of whole_tensors to a safetensors file and describe it. Other ranks return None.
 
     Collective. Raises OSError when the disk is full.
     """
@@ -82,18 +82,18 @@ def write_weights(
         return None
     finally:
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            for _ in tensors:  # on the other ranks all of them; on rank 0 those that a full disk has left
+            for _ in tensors:  # all ranks must gather all tensors, even after a full disk on rank 0
                 pass
 
 
 def save_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -> None:
-    """Write the optimizer's state by parameter names, each rank its part; nothing before the first step. Collective."""
+    """Write the optimizer state by parameter name, each rank its part; write nothing before the first step. Collective."""
     if optimizer.state:
         checkpoint.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder / OPTIMIZER_STATE)
 
 
 def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -> None:
-    """Continue with a state that any number of ranks saved, sharded or not. Collective."""
+    """Load an optimizer state that any number of ranks saved, sharded or not; clear it if there is none. Collective."""
     optimizer.state.clear()
     if (folder / OPTIMIZER_STATE).is_dir():
         state = get_optimizer_state_dict(model, optimizer)
@@ -119,7 +119,7 @@ def _converted(
 
 
 def layout(model: PreTrainedModel, dtype: torch.dtype, names: set[str] | None = None) -> Manifest:
-    """Return shape and dtype of each tensor that whole_tensors yields; nothing is gathered."""
+    """Return the shape and dtype of each tensor that whole_tensors yields, without gathering anything."""
     shapes = _converted(model, _empty, names)
     return {
         name: (tuple(tensor.shape), dtype if tensor.is_floating_point() else tensor.dtype) for name, tensor in shapes

@@ -1,7 +1,7 @@
-"""The policy out of the learner's memory into that of the engines, by vLLM's own weight transfer (NCCL or CUDA IPC).
+"""Send the policy from the learner's memory to the engines, with vLLM's own weight transfer (NCCL or CUDA IPC).
 
-Tensors are loaded as they come, so a transfer that fails leaves an engine with weights that nobody knows. `files` in
-policy.weight_transfer is the way that checks first and can go back. Importing this module imports vLLM.
+An engine loads tensors as they arrive, so a transfer that fails leaves it with unknown weights. With "files" in
+policy.weight_transfer, an engine checks weights first and can undo an update. Importing this module imports vLLM.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from cotrain.policy.sharding import layout, whole_tensors
 
 
 class PolicySource(WeightSource):
-    """The policy's tensors as vLLM asks for them: in the names of the checkpoint, floating ones in the serving dtype."""
+    """The policy's tensors as vLLM asks for them: by checkpoint name, with floating-point tensors in the serving dtype."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype):
         self._model, self._dtype = model, dtype
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and shape of each tensor."""
+        """Return the name, dtype and shape of each tensor."""
         return [ParamMeta(name, dtype, shape) for name, (shape, dtype) in layout(self._model, self._dtype).items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -35,29 +35,29 @@ class PolicySource(WeightSource):
 
 
 class EngineClient:
-    """How vLLM's sender speaks to the engines."""
+    """Passes the calls of vLLM's sender on to all engines."""
 
     def __init__(self, engines: list[Any], workers: int):
-        """engines: their actors, which stand still. workers: tensor-parallel workers of each."""
+        """engines: actors of engines that are paused. workers: tensor-parallel workers of each engine."""
         self._engines, self._workers = engines, workers
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let the engines join. Each worker has a rank of its own behind the sender's."""
+        """Let the engines join the transfer. With NCCL, each worker gets a rank of its own after the sender's."""
         first = init_info.get("rank_offset")
         infos = [{} if first is None else {"rank_offset": first + i * self._workers} for i in range(len(self._engines))]
         calls = zip(self._engines, infos, strict=True)
         ray.get([e.call.remote("transfer", "init_weight_transfer_engine", init_info | own) for e, own in calls])
 
     def start_weight_update(self) -> None:
-        """Let the engines get ready for tensors."""
+        """Prepare the engines to receive tensors."""
         self._all("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Let the engines take the tensors that this describes, while the sender sends them."""
+        """Let the engines receive the tensors that update_info describes, while the sender sends them."""
         self._all("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Let the engines serve what they have taken. The controller stamps the version itself."""
+        """Let the engines serve what they received. weight_version is unused: RolloutEngine.update_policy sets the version."""
         self._all("finish_weight_update")
 
     def _all(self, method: str, *args: Any) -> None:
@@ -69,7 +69,7 @@ def connect(
 ) -> Any:
     """Return vLLM's sender, whose send_weights sends the policy to all engines. Collective.
 
-    workers: tensor-parallel workers of each engine. address, port: of rank 0's node, where nothing listens yet.
+    workers: tensor-parallel workers of each engine. address, port: address of rank 0's node and a free port on it.
     """
     size = 1 + workers * len(engines)
     info: TrainerInitInfo = (

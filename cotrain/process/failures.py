@@ -1,6 +1,6 @@
 """Errors that end a run and say in words what failed, where to look and how to go on.
 
-The command line prints them without a traceback. They are pickled between processes, so each is made from its message.
+The command line prints them without a traceback. They are pickled between processes, so each is made from its message alone.
 """
 
 
@@ -9,4 +9,4 @@ class RunFailure(RuntimeError):
 
 
 class SelfCheckFailed(RunFailure):
-    """What the engine hands over is not what the learners take it for."""
+    """The hidden states or tokens that the engine returns are not those that the learners expect."""

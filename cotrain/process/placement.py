@@ -1,4 +1,4 @@
-"""Which node each role runs on. All roles get their place, or none."""
+"""Decides which node each role runs on. Either all roles get a place, or none does."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
 
 PLACEMENT_SECONDS = 60.0
-"""What a cluster has free shows at once; what it starts on demand takes longer, and the run is then started again."""
+"""Free resources are found at once. Nodes that a cluster starts on demand may take longer: the run is then started again."""
 
 
 def roles_of(config: RunConfig) -> list[str]:
-    """The names of the processes of a run."""
+    """Return the names of the processes of a run."""
     ranks = config.policy.num_processes
     policy = ["policy"] if ranks == 1 else [f"policy_{rank}" for rank in range(ranks)]
     drafter = ["drafter"] if config.drafter is not None else []
@@ -20,16 +20,16 @@ def roles_of(config: RunConfig) -> list[str]:
 
 
 def bundles_of(config: RunConfig, gpus: Mapping[str, float]) -> list[dict[str, float]]:
-    """What each role of a run needs, in the order of roles_of. gpus: those of each role that needs any."""
+    """Return the resources that each role of a run needs, in the order of roles_of. gpus: GPUs of each role that needs any."""
     return [{"CPU": 1} | ({"GPU": gpus[role]} if role in gpus else {}) for role in roles_of(config)]
 
 
 def nodes_for(
     bundles: Sequence[Mapping[str, float]], free: Mapping[str, Mapping[str, float]], strategy: str
 ) -> list[str] | None:
-    """Return the node of each bundle, or None where they do not fit.
+    """Return the node of each bundle, or None if they do not fit.
 
-    free: what each node has. PACK takes the first node, most GPUs first, and SPREAD the one with the fewest bundles.
+    free: each node's resources. PACK takes the first node with room, most GPUs first; SPREAD the one with the fewest bundles.
     """
     left = {node: dict(free[node]) for node in sorted(free, key=lambda node: -free[node].get("GPU", 0.0))}
     chosen: list[str] = []
@@ -45,7 +45,7 @@ def nodes_for(
 
 
 def places_of(roles: Sequence[str], nodes: Sequence[str]) -> dict[str, tuple[int, str]]:
-    """Index of the bundle and node of each role, from the node of each bundle. Ranks of one node follow each other."""
+    """Return (bundle index, node) of each role, given the node of each bundle. Learner ranks on one node are consecutive."""
     places = {role: (index, nodes[index]) for index, role in enumerate(roles)}
     ranks = [role for role in roles if role.startswith("policy")]
     in_order = sorted((places[role] for role in ranks), key=lambda place: (nodes.index(place[1]), place[0]))
@@ -53,17 +53,17 @@ def places_of(roles: Sequence[str], nodes: Sequence[str]) -> dict[str, tuple[int
 
 
 def reserve(config: RunConfig, gpus: dict[str, float]) -> tuple[Any, dict[str, tuple[int, str]]]:
-    """Reserve the place of each role. Returns Ray's placement group, and index of the bundle and node of each role.
+    """Reserve a place for each role. Returns Ray's placement group, and (bundle index, node) of each role.
 
-    gpus: GPUs of each role; a role that is not named needs none. Raises RunFailure with what was asked for and what each
-    node has free, when the cluster cannot give it.
+    gpus: GPUs of each role; a role that is not named needs none. Raises RunFailure, with what was asked for and what each
+    node has free, when the cluster cannot place all roles.
     """
     import ray
     from ray._private.state import available_resources_per_node
     from ray.util.placement_group import placement_group, placement_group_table
 
     roles, strategy, bundles = roles_of(config), config.cluster.strategy, bundles_of(config, gpus)
-    # Ray alone would exchange bundles of one size between nodes. Where they do not fit yet, it waits for nodes.
+    # Without labels, Ray may swap bundles of equal size between nodes. If they do not fit yet, it waits for more nodes.
     nodes = nodes_for(bundles, dict(sorted(available_resources_per_node().items())), strategy)
     labels = [{"ray.io/node-id": node} for node in nodes] if nodes else None
     group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)

@@ -27,7 +27,7 @@ def scratch_folder(name: str) -> Iterator[Path]:
         with suppress(OSError), lock_file.open("r+") as lock:  # gone, locked, or another user's
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock_file.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))  # not seen by others before it is locked
+    folder = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))  # hidden from the clean-up above until it is locked
     with (folder / LOCK_NAME).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         folder = folder.rename(base / f"{PREFIX}{name}-{os.getpid()}-{folder.name.removeprefix('.' + PREFIX)}")

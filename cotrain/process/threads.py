@@ -1,4 +1,4 @@
-"""How many OpenMP threads each role gets, and which OpenMP runtime: the one place that decides.
+"""The one place that decides how many OpenMP threads each role gets, and which OpenMP runtime it uses.
 
 Engine and learners share cores and take turns. With libgomp, workers that wait for their next parallel region spin,
 and on a small machine they spin against the process whose turn it is: SmolLM2-135M with speculation falls from 45 to
@@ -16,7 +16,7 @@ def openmp_library() -> str | None:
 
 
 def openmp_environment(num_threads: int | None = None) -> dict[str, str]:
-    """Environment of a process that computes on so many cores (None: all of them) and sleeps while others compute."""
+    """Environment of a process that computes on `num_threads` cores (None: all), and whose threads sleep while others compute."""
     environment = {
         "OMP_NUM_THREADS": str(num_threads or num_cores()),
         "MALLOC_ARENA_MAX": "2",  # tensors of many sizes fragment glibc's default of eight arenas per core
@@ -36,7 +36,7 @@ def engine_environment(num_threads: int | None = None, num_ranks: int = 1) -> di
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the engine to one core of two
         # GiB. Unset, vLLM takes 92 % of the machine's memory. The engine argument kv_cache_memory_bytes wins over it.
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # draft length 0 is free in V1 alone, and nobody has run V2 on a GPU
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # draft length 0 is free only in V1, and V2 has not been run on a GPU
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -1,8 +1,8 @@
 """Acceptance lengths that drafters are expected to reach, with their noise (docs/publishing.md).
 
-The noise of an acceptance length comes from leaving out one prompt at a time: the delete-one-group jackknife (Efron and
-Stein, 1981; for ratios Cochran, Sampling Techniques, 6.17), with Student's t of one degree of freedom less than there
-are prompts. Percentiles of a bootstrap would be too narrow with few prompts.
+The noise of an acceptance length is estimated by leaving out one prompt at a time: the delete-one-group jackknife (Efron and
+Stein, 1981; for ratios Cochran, Sampling Techniques, 6.17), with Student's t for one degree of freedom less than there are
+prompts. Percentiles of a bootstrap would be too narrow with few prompts.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 class ExpectedAcceptance:
     """What a drafter is expected to reach on rollouts like those it was scored on, at each draft length 1 to K.
 
-    The draft length decides where verification steps begin, so that one length says little of another (docs/publishing.md).
+    The draft length decides where verification steps begin, so one length says little about another (docs/publishing.md).
     """
 
     rates: Array
@@ -47,18 +47,18 @@ class ExpectedAcceptance:
         """Acceptance length with K draft tokens in every verification step."""
         return float(self.lengths[-1])
 
-    # The methods below take steps: steps[k] verification steps have k + 1 draft tokens. All but `covers` must be covered.
+    # In the methods below, steps[k] is the number of verification steps with k + 1 draft tokens. All but `covers` require it.
 
     def covers(self, steps: Sequence[int]) -> bool:
-        """Whether something is expected of these verification steps: there are some, of K draft tokens at most."""
+        """Whether these verification steps have an expectation: there are some, and none has more than K draft tokens."""
         return any(steps) and not any(steps[len(self.rates) :])
 
     def rates_at(self, steps: Sequence[int]) -> Array:
-        """[K] share of all these verification steps that accept a position and all before it."""
+        """[K] expected share of all these verification steps that accept a position and all before it."""
         return self._weights(steps) @ self.rates
 
     def length_at(self, steps: Sequence[int]) -> float:
-        """Acceptance length over these verification steps."""
+        """Expected acceptance length over these verification steps."""
         return float(self._weights(steps) @ self.lengths[1:])
 
     def error_at(self, steps: Sequence[int]) -> float:
@@ -66,11 +66,11 @@ class ExpectedAcceptance:
         return _standard_error(self._weights(steps) @ self.without)
 
     def lowest_served(self, steps: Sequence[int], num_prompts: int, tolerance: float, chance: float) -> float:
-        """Acceptance length below which chance takes so good a drafter with this probability (Satterthwaite's t).
+        """Acceptance length below which so good a drafter falls only with probability `chance` (Satterthwaite's t).
 
-        `tolerance` is an acceptance length by which it may fall short beyond noise. The noise of `num_prompts` served prompts
-        has two parts: what varies between prompts, from the standard error of the expectation, and the chance of each
-        acceptance, from the expected rates. With P(A >= k) = r_k accepted draft tokens A have E[A^2] = sum (2k - 1) r_k.
+        `tolerance` is the acceptance length that may be missing beyond noise. The noise of `num_prompts` served prompts has two
+        parts: the variation between prompts, from the standard error of the expectation, and the chance in each acceptance,
+        from the expected rates. The number A of accepted draft tokens has P(A >= k) = r_k, so E[A^2] = sum (2k - 1) r_k.
         """
         rates = self.rates_at(steps)
         between = self.error_at(steps) ** 2 * (1 + self.num_prompts / num_prompts)
@@ -88,10 +88,10 @@ class ExpectedAcceptance:
 def expected_of(
     scores: Sequence[RolloutAcceptance], prompts: Sequence[str], chosen: NDArray[np.bool_] | None = None
 ) -> ExpectedAcceptance | None:
-    """What a drafter is expected to reach, from its scores on the same R rollouts at draft lengths 1 to K.
+    """Estimate what a drafter will reach from its scores on the same R rollouts at draft lengths 1 to K.
 
-    Rollouts with a hole are left out; None with fewer than two prompts of whole ones. prompts [R] names each rollout's
-    prompt. chosen [R]: only these rollouts; None is all of them.
+    Rollouts with a hole (missing hidden states) are left out; None if fewer than two prompts remain. prompts [R]: the prompt of
+    each rollout. chosen [R]: use only these rollouts; None uses all of them.
     """
     whole = scores[-1].steps.isfinite().numpy() & (True if chosen is None else chosen)
     names, groups = np.unique(np.asarray(prompts)[whole], return_inverse=True)
@@ -107,14 +107,14 @@ def expected_of(
 
 
 def gain_of(candidate: ExpectedAcceptance, serving: ExpectedAcceptance, confidence: float) -> tuple[float, float]:
-    """How much longer the candidate's acceptance length is at K draft tokens, and what it is above with this confidence.
+    """Return the candidate's gain in acceptance length at K draft tokens, and the lower bound of the gain at this confidence.
 
-    Both were scored on the same rollouts: what makes a prompt easy to draft cancels out of the gain and its noise.
+    Both must have been scored on the same rollouts, so that what makes a prompt easy cancels out of the gain and its noise.
     """
     gain, error = candidate.longest - serving.longest, _standard_error(candidate.without[-1] - serving.without[-1])
     return gain, gain - float(stdtrit(candidate.num_prompts - 1, confidence)) * error
 
 
 def _standard_error(without: Array) -> float:
-    """Jackknife: `without` [G] is the value without each group, up to a constant."""
+    """Return the jackknife standard error; `without` [G] holds the value without each group, up to an added constant."""
     return sqrt((len(without) - 1) * without.var())

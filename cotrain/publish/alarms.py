@@ -1,7 +1,7 @@
-"""Alarms of one step: what has failed in the drafter or its delivery to the engines, why probably, and what to do.
+"""Alarms of one step: what has failed in the drafter or its delivery to the engines, the probable cause, and the remedy.
 
 Two of them are statistical tests of the served acceptance against what the trainer expects of the serving drafter on
-the same rollouts. A drafter of which nothing is expected, such as a random one, raises neither.
+the same rollouts. A drafter without an expected gain, such as a random one, raises neither.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,17 +15,17 @@ from cotrain.records import SpeculationCounts
 from cotrain.rollout.acceptance_stats import total_counts
 
 FALSE_ALARM_RATE = 0.01
-"""Chance that the statistical alarms of a whole run fire although the drafter is healthy: a false alarm ends the run, so
-that it may happen in one of a hundred. It is shared out evenly over NUM_TESTS and the steps of the run."""
+"""Probability that the statistical alarms of a whole run fire although the drafter is healthy. A false alarm ends the run, so it
+may happen in one of a hundred at most. The probability is split evenly over NUM_TESTS and the steps of the run."""
 
 NUM_TESTS = 2
 
 ROLLOUT_CORRELATION = 0.2
-"""Intraclass correlation of acceptance within a rollout that zero acceptance is tested under: drafts of one rollout
-succeed and fail together. 0 would take every draft for a trial of its own."""
+"""Intraclass correlation of acceptance within a rollout, as assumed by the test for zero acceptance: drafts of one rollout tend
+to succeed or fail together. 0 would count every draft as an independent trial."""
 
 LOWER_BOUND_ERRORS = 3.0
-"""Standard errors that the expected gain is lowered by before zero acceptance is held against it."""
+"""Number of standard errors that the test for zero acceptance subtracts from the expected gain."""
 
 COLLAPSED = (
     "the engines serve other drafter weights than the trainer's, the drafter's KV cache holds values that are not "
@@ -42,7 +42,7 @@ BELOW_EXPECTED = (
 """Probable cause and remedy of the two statistical alarms."""
 
 LAG_ROUNDS = 4
-"""Training rounds that may pass without a candidate to compare: a step with few rollouts refuses one now and then."""
+"""Training rounds that may pass without a comparison, because a step with few rollouts may refuse its candidate."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Alarm:
     remedy: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     fatal: bool = False
-    """The rollouts themselves are not to be trusted; going on without speculation does not mend that."""
+    """Whether the rollouts themselves cannot be trusted, which going on without speculation would not repair."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.what}. Probable cause: {self.cause}. Remedy: {self.remedy}."
@@ -72,16 +72,16 @@ class DrafterAlarm(RunFailure):
 
 
 def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> list[Alarm]:
-    """All alarms of one step of a run of `total_steps` steps.
+    """Return all alarms of one step of a run of `total_steps` steps.
 
-    While the canary watches the serving drafter, a low acceptance is its business.
+    While the canary watches the serving drafter, the canary alone deals with a low acceptance.
     """
     found = [*_delivery_alarms(evidence)]
     lag, limit = evidence.versions.policy - evidence.serving.judged_on, LAG_ROUNDS * config.train_every
     if config.train and lag > limit:
         what = f"the serving drafter is {lag} policy versions behind, the limit is {limit}"
         cause = "candidates are refused (decisions.jsonl has the reasons), or the trainer makes none"
-        found.append(Alarm("drafter_lags", what, cause, "mend what the reasons name, and read logs/drafter.log"))
+        found.append(Alarm("drafter_lags", what, cause, "fix what the reasons name, and read logs/drafter.log"))
     if not evidence.serving.watched:
         significance = FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
         _, alarm = check_acceptance(evidence, config.alarms.tolerance, significance)
@@ -90,10 +90,10 @@ def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> l
 
 
 def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts, num_rollouts: int) -> float:
-    """Chance that a drafter as good as expected has not one draft token accepted in these verification steps.
+    """Return the probability that a drafter as good as expected gets no draft token accepted in these verification steps.
 
-    The first draft token of each step is a trial; the design effect of ROLLOUT_CORRELATION (Kish, Survey Sampling, 5.4) says
-    how many independent ones they are worth. The rate is the lower bound of the expectation; 1.0 when that is no gain.
+    The first draft token of each step is a trial. The design effect of ROLLOUT_CORRELATION (Kish, Survey Sampling, 5.4) gives the
+    number of independent trials. Their success rate is the lower bound of the expected one; the result is 1.0 if that is 0.
     """
     gain = expected.length_at(counts.steps) - 1
     lower = 1 - LOWER_BOUND_ERRORS * expected.error_at(counts.steps) / gain if gain else 0.0
@@ -104,11 +104,11 @@ def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts
 def check_acceptance(
     evidence: Evidence, tolerance: float, significance: float
 ) -> tuple[dict[str, float], Alarm | None]:
-    """The served acceptance beside what is expected on these very rollouts, and an alarm where chance is no explanation.
+    """Compare the served acceptance with the one expected on the same rollouts; alarm if chance cannot explain the difference.
 
-    tolerance: share of the expected gain that may be missing. No numbers where the step says nothing about the drafter.
+    tolerance: share of the expected gain that may be missing. The numbers are empty if the step says nothing of the drafter.
     """
-    # Of rollouts in which drafting paused it is not known what a drafter should reach.
+    # After a pause in drafting, it is unknown what a drafter should reach in a rollout.
     serving = evidence.serving.version
     rollouts = [r for r in evidence.batch.rollouts if r.drafted_throughout and r.versions.drafter == serving]
     counts, expected = total_counts(rollout.speculation for rollout in rollouts), evidence.expected
@@ -131,12 +131,12 @@ def check_acceptance(
 
 
 def _delivery_alarms(evidence: Evidence) -> Iterator[Alarm]:
-    """Versions and weights are others than were sent, or draft tokens that were asked for do not come."""
+    """Yield alarms for versions and weights that differ from those sent, and for a lack of draft tokens."""
     batch, believed, sent = evidence.batch, evidence.versions, evidence.sent
     if others := {rollout.versions for rollout in batch.rollouts} - {believed, *evidence.known}:
         yield Alarm(
             "wrong_version",
-            f"rollouts were made with {', '.join(sorted(map(str, others)))}, the step is of {believed}",
+            f"rollouts were generated by {', '.join(sorted(map(str, others)))}, but the engines should serve {believed}",
             "an engine missed an update, or was updated while it generated",
             "resume from the last checkpoint, which starts all engines with the same weights",
             fatal=any(version.policy != believed.policy for version in others),
@@ -149,9 +149,9 @@ def _delivery_alarms(evidence: Evidence) -> Iterator[Alarm]:
             f"engines {engines} serve {len(names)} drafter tensors otherwise than they were sent, first {names[0]}",
             "an update was lost (sleep and wake, a reload from the first checkpoint), or another module's update "
             "overwrote tensors shared between target and drafter",
-            "resume from the last checkpoint; if it comes back, take sleeping and reloading out of the engine",
+            "resume from the last checkpoint; if it happens again, turn off sleeping and reloading in the engine",
         )
-    asked = batch.gain is None or batch.gain.longest_draft > 0  # by a step that a later one could have verified
+    asked = batch.gain is None or batch.gain.longest_draft > 0  # where a later step could verify them
     drafted = batch.speculation is not None and batch.speculation.num_drafts > 0
     if asked and not drafted and any(len(rollout.token_ids) > 1 for rollout in batch.rollouts):
         yield Alarm(

@@ -1,4 +1,4 @@
-"""One decision from the evidence of a step: publish the candidate, keep the serving drafter, roll it back, or stop.
+"""Decide from the evidence of a step: publish the candidate, keep the serving drafter, roll it back, or stop the run.
 
 Alarms come first, then the canary, then the gate (docs/publishing.md). Nothing here has side effects.
 """
@@ -18,14 +18,14 @@ from cotrain.run.rows import DrafterEvent, Kind
 from cotrain.trainer.trainer import FreshScores
 
 CANARY_ALPHA = 0.02
-"""Chance that a publication which serves as expected is rolled back, shared out over its CANARY_STEPS: that costs two
-swaps and the gain of one candidate, so that it may happen far more often than an alarm, which ends the run."""
+"""Probability that a publication which serves as expected is rolled back, split over its CANARY_STEPS. That costs two swaps and
+the gain of one candidate, so it may happen far more often than a false alarm, which ends the run."""
 
 CONFIDENCE = 0.95
-"""Confidence of the lower bound of the gain, for each candidate: a publication without any gain costs only a swap."""
+"""Confidence of the lower bound of each candidate's gain. A publication without any gain costs only a swap."""
 
 MARGIN = 0.02
-"""Acceptance length that the lower bound of the gain must exceed: less would not be seen in the speed."""
+"""Acceptance length that the lower bound of the gain must exceed; a smaller gain would not show in the speed."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Outcome:
     """What a step does about the drafter, and why."""
 
     serving: Publication
-    """What is remembered of the serving drafter after this step, before a swap."""
+    """The record of the serving drafter after this step, before a swap."""
     events: list[DrafterEvent]
     """Reasons in words and numbers. The last one says whether the candidate or the last good version is to serve."""
     metrics: dict[str, float]
@@ -66,7 +66,7 @@ class Judgement(NamedTuple):
 
 
 def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: Sequence[Alarm] = ()) -> Outcome:
-    """The decision of one step. found: alarms of other checks of this step, which stop as its own do."""
+    """Make the decision of one step. found: alarms from other checks of this step, which stop the run like its own."""
     step, serving, scores = evidence.step, evidence.serving, evidence.scores
     outcome = Outcome(serving, [], {}, trains=config.train and step % config.train_every == 0)
 
@@ -105,10 +105,10 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: S
 def judge(
     scores: FreshScores, batch: RolloutBatch, lifetime_steps: int, swap_seconds: float, config: GateConfig
 ) -> Judgement:
-    """Compare the candidate with the serving drafter, row by row, and weigh the seconds saved against the swap.
+    """Compare the candidate with the serving drafter on the same rollouts, and weigh the seconds saved against the swap.
 
-    lifetime_steps: steps until the next candidate may replace this one. Acceptances that are not finite refuse the
-    candidate, and so do too few rollouts unless config.publish_when is "always".
+    lifetime_steps: steps until the next candidate may replace this one. A candidate is refused if acceptances are not finite,
+    or, unless config.publish_when is "always", if too few rollouts could be scored.
     """
     assert scores.candidate is not None
     ours, theirs = scores.candidate[-1].known, scores.serving[-1].known
@@ -127,7 +127,7 @@ def judge(
         reason = f"{kind}{because}: {judged_on} in this step have features of all their tokens, {needed}"
         return Judgement(kind, reason, {"gate/publish": float(always)})
     gain, bound = gain_of(candidate, serving, CONFIDENCE)
-    # Where generation passes beside learning, an engine second gained or lost is one that nobody waits for.
+    # Where generation overlaps with learning, only the exposed share of the engines' time holds up the run.
     saved, cost = lifetime_steps * seconds_saved(batch, candidate, serving), swap_seconds * batch.exposed
     if not always and bound <= MARGIN:
         kind, because = "kept back", f", no gain above the margin of {MARGIN:g} is certain"
@@ -149,10 +149,10 @@ def judge(
 
 
 def seconds_saved(batch: RolloutBatch, candidate: ExpectedAcceptance, serving: ExpectedAcceptance) -> float:
-    """Seconds that a step like this one takes less with the candidate, each drafter at its own fastest draft lengths.
+    """Return the seconds that the candidate would save in a step like this one, each drafter at its own fastest draft lengths.
 
-    Only the share of them that the learner waits for counts. The engines' step
-    costs tell the lengths apart, 0 included. Where engines have none, every step drafts K tokens.
+    Only seconds in which the learner waits for rollouts count. The fastest lengths, 0 included, follow from the engines'
+    measured step costs. Without such costs, every step is taken to draft K tokens.
     """
     costs = batch.gain.seconds_at if batch.gain is not None else []
     table = np.array(costs or [[np.inf] * len(serving.rates) + [1.0]])[:, : len(serving.lengths)]

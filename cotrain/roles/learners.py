@@ -18,7 +18,7 @@ class LearnerActor(Actor):
     """A learner in its own process."""
 
     def start(self, learner_class: str, arguments: dict[str, Any]) -> None:
-        """Import and make the learner, named as module:class. Ray would bury an error of __init__ under its own."""
+        """Import and create the learner, named as module:class. In __init__, Ray would bury an error under its own."""
         self._learner = pkgutil.resolve_name(learner_class)(**arguments)
 
     def call(self, method: str, *args: Any) -> tuple[Any, float, float]:
@@ -36,17 +36,17 @@ class DrafterActor(LearnerActor):
 
 
 class Learner:
-    """One actor for each rank. `begin` returns at once; all other methods wait, and raise what a rank raised.
+    """A learner with one actor per rank. `begin` returns at once; all other methods wait, and raise what a rank raised.
 
-    A rank makes its calls one after the other, so the first of them waits until the learner is made.
+    Each rank runs its calls in order, so the first call waits until the learner has been created.
     """
 
     def __init__(self, cluster: Cluster, actors: list[Any], node: str, learner_class: str, **arguments: Any):
-        """Begin to make the learner in every actor, see LearnerActor.start."""
+        """Begin to create the learner in every actor; the arguments are those of LearnerActor.start."""
         self.node = node
         """The node that rank 0 is on."""
         self.last_call = (0.0, 0.0)
-        """When the last call that was waited for began and ended on rank 0 (time.time)."""
+        """When the last call that `finish` waited for began and ended on rank 0 (time.time)."""
         self._cluster, self._actors = cluster, actors
         self._started = [actor.start.remote(learner_class, arguments) for actor in actors]
 
@@ -55,7 +55,7 @@ class Learner:
         return [actor.call.remote(method, *args) for actor in self._actors]
 
     def finish(self, begun: list[Any]) -> Any:
-        """Wait for all ranks; the result of rank 0."""
+        """Wait for all ranks and return the result of rank 0."""
         results = self._cluster.get([*self._started, *begun])[len(self._started) :]
         self._started = []
         result, *times = results[0]
@@ -63,7 +63,7 @@ class Learner:
         return result
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method on all ranks; the result of rank 0."""
+        """Call a method on all ranks and return the result of rank 0."""
         return self.finish(self.begin(method, *args))
 
 

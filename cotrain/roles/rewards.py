@@ -13,13 +13,13 @@ class RewardActor(Actor):
     """Scores responses, one call after the other, in the main thread, which math-verify needs."""
 
     def start(self, config: RunConfig) -> None:
-        """Build the task. Every process that does gets the same prompts."""
+        """Build the task. Every process that builds it from the same config gets the same prompts."""
         from cotrain.tasks.base import build_task
 
         self._task = build_task(config.task, config.seed)
 
     def score(self, index: int, responses: list[str]) -> list[float]:
-        """The reward of each response to the prompt of this index."""
+        """Return the reward of each response to the prompt at this index."""
         prompt = self._task.prompt(index)
         return [self._task.score(prompt, response) for response in responses]
 
@@ -34,16 +34,16 @@ class Rewards:
         self._first = [self.restart()]
 
     def restart(self) -> Any:
-        """Begin to start the process, in place of the one before. Its calls wait until it has started."""
+        """Begin to start the process, and kill the previous one. Returns the start's reference; calls wait for the start."""
         if self._actor is not None:
             self._cluster.kill(self._actor)
         self._actor = self._cluster.start(RewardActor, "rewards", self._environment)
         return self._actor.start.remote(self._config)
 
     def begin(self, index: int, responses: list[str]) -> Any:
-        """Begin to score responses to the prompt of this index. Returns the reference of their rewards.
+        """Begin to score responses to the prompt at this index. Returns the reference of their rewards.
 
-        Raises what building the task has raised, the first time.
+        The first call waits for the task to be built and raises what that has raised.
         """
         self._cluster.get(self._first)
         self._first = []

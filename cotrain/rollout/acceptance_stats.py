@@ -1,4 +1,4 @@
-"""SpeculationCounts of requests and of steps; nothing is cumulative."""
+"""Turns verification steps into SpeculationCounts, of requests and of segments. No counts are cumulative."""
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -9,11 +9,11 @@ from itertools import pairwise
 from cotrain.records import Rollout, SpeculationCounts, Versions
 
 DEPTHS = (0, 32, 128, 512, 2048, 8192, 32768)
-"""First response tokens of the parts of a response whose acceptance is counted apart."""
+"""Response positions at which the parts of a response begin whose acceptance is counted separately."""
 
 
 def counts_of_steps(steps: Iterable[tuple[int, int]], most: int) -> SpeculationCounts:
-    """Counts of verification steps, (draft tokens, accepted ones) each, of at most `most` draft tokens."""
+    """Return the counts of verification steps, (draft tokens, accepted ones) each, of at most `most` draft tokens."""
     num_steps, accepted = [0] * most, [[0] * most for _ in range(most)]
     for drafted, taken in steps:
         if drafted:
@@ -36,9 +36,9 @@ def total_counts(counts: Iterable[SpeculationCounts | None]) -> SpeculationCount
 
 
 def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:
-    """Verification steps by depth in the response: [one of DEPTHS, draft tokens, accepted ones, steps] each.
+    """Count verification steps by depth in the response: [one of DEPTHS, draft tokens, accepted ones, steps] each.
 
-    The depth is told from the end of the response, since drafting pauses, if ever, while the batch is large.
+    Depth is found by counting back from the end of the response, because drafting pauses, if ever, while the batch is large.
     """
     counts: Counter[tuple[int, int, int]] = Counter()
     for rollout in rollouts:
@@ -51,9 +51,9 @@ def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:
 
 
 def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:
-    """The last segment of a rollout as a rollout of its own, whose prompt is all that came before it.
+    """Return the last segment of a rollout as a rollout of its own, whose prompt is all that came before it.
 
-    It has no counts where `steps_by_segment` has none.
+    It has no counts when `steps_by_segment` returns None.
     """
     start = rollout.segments[-1].start
     if not start:
@@ -73,7 +73,7 @@ def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:
 
 
 def counts_by_versions(rollouts: Iterable[Rollout], recomputes: bool = True) -> dict[Versions, SpeculationCounts]:
-    """Counts of each policy and drafter, over the rollouts whose verification steps can be told apart."""
+    """Return counts by policy and drafter, over rollouts whose verification steps can be assigned to their segments."""
     found: dict[Versions, list[SpeculationCounts]] = defaultdict(list)
     for rollout in rollouts:
         if rollout.speculation is not None and not rollout.earlier:
@@ -85,10 +85,10 @@ def counts_by_versions(rollouts: Iterable[Rollout], recomputes: bool = True) -> 
 
 
 def steps_by_segment(rollout: Rollout, recomputes: bool = True) -> list[list[tuple[int, int]]] | None:
-    """The verification steps of each segment, told apart by counting tokens.
+    """Return the verification steps of each segment, which are found by counting tokens.
 
-    The first token of a response has no verification step, nor has the first one after a policy update that computes the
-    text anew (recomputes). None where that does not add up, because drafting paused or a request was preempted.
+    The first token of a response has no verification step, and neither has the first one after a policy update that computes the
+    text again (recomputes). Returns None if the count ends too early, because drafting paused or a request was preempted.
     """
     starts = [segment.start for segment in rollout.segments]
     parts = pairwise(rollout.segments)

@@ -37,7 +37,7 @@ from cotrain.transport.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
 from drafters.base import SamplingParams
 
 TIMED_PROMPT_TOKENS = 32
-"""Last tokens of each prompt that engine steps are measured after. Prefilling more would take most of the time."""
+"""Last tokens of each prompt that timed requests begin with. Prefilling more would take most of the time."""
 
 
 class RolloutEngine:
@@ -47,19 +47,19 @@ class RolloutEngine:
         self.spec = spec
         self.versions = spec.versions
         self.decode_seconds = 0.0
-        """Seconds of the last generate, from when every request had its first token until the last token."""
+        """Seconds of the last `generate` from when every request had its first token to the last token of all."""
         self._engine: Any = None
         self._chooses = False  # is the draft length chosen by the engine's speculation controller?
         self._batches = self._tapped_bytes = 0
-        self._salt: dict[str, str] = {}  # keeps prefixes of one policy version from requests of the next
+        self._salt: dict[str, str] = {}  # keeps requests from reusing cached prefixes of an older policy version
         self._pausing = asyncio.Lock()  # vLLM does not count pauses: a second pause would end with the first resume
-        self._hold, self._held_since = AsyncExitStack(), 0.0  # while it waits for the policy's weights
-        self._before = spec.versions  # before the last update of the drafter
+        self._hold, self._held_since = AsyncExitStack(), 0.0  # set while the engine waits for the policy's weights
+        self._before = spec.versions  # the versions before the last update of the drafter
 
     async def start(self) -> None:
-        """Load the model. Drafts rollout.num_speculative_tokens in every step until `time_draft_lengths`.
+        """Load the model. Until `time_draft_lengths`, every step drafts rollout.num_speculative_tokens.
 
-        Raises ValueError naming an environment variable that may change what speculation generates.
+        Raises ValueError that names an environment variable which may change what is generated with speculation.
         """
         Path(self.spec.scratch).mkdir(parents=True, exist_ok=True)
         if self.spec.speculates:
@@ -73,18 +73,18 @@ class RolloutEngine:
         draws = self.spec.rollout.draft_sample_method == "probabilistic"
         index = None if history is None else (history.max_bytes, draws)
         await self._call("cotrain_start", f"{self.spec.scratch}/kept", self.spec.drafter_folder is not None, index)
-        if history is not None:  # requests that draft from it leave gaps in what the drafter has read
+        if history is not None:  # requests that draft from history leave gaps in what the drafter has read
             await self._reads_prompts(True)
         await self._stamp(self.versions)
 
     # -- draft length ------------------------------------------------------------------------------------------------
 
     async def time_draft_lengths(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        """Measure engine steps at all draft lengths; from then on the length follows what is fastest.
+        """Measure engine steps at all draft lengths; from then on the engine uses the draft length that is fastest.
 
-        prompts: token ids of requests such as will come, at least one. Returns a row for each draft length and batch size
-        that was measured, see SpeculationController.end_measuring: none without rollout.speculation.adaptive, or when
-        rollouts are too short to measure any; the length then stays fixed.
+        prompts: token ids of typical requests, at least one. Returns a row for each draft length and batch size that was
+        measured, see SpeculationController.end_measuring. There are no rows, and the draft length stays fixed, when the engine
+        does not choose it (EngineSpec.chooses_length) or when rollouts are too short to measure any.
         """
         rollout = self.spec.rollout
         if not self.spec.chooses_length:
@@ -114,11 +114,11 @@ class RolloutEngine:
         return tables[0]
 
     async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
-        """Draft length from the next step on, at most rollout.num_speculative_tokens; 0 switches speculation off.
+        """Set the draft length from the next step on, at most rollout.num_speculative_tokens; 0 switches speculation off.
 
-        None gives the choice back: the controller's, or rollout.num_speculative_tokens before `time_draft_lengths` and without
-        rollout.speculation.adaptive. At a fixed 0 the drafter does not read prompts either, so that drafts for those
-        requests, and for others with the same prefix in the cache, are poor afterwards.
+        None lets the controller choose again; without rollout.speculation.adaptive, and before `time_draft_lengths`, it restores
+        rollout.num_speculative_tokens. At a fixed 0 the drafter does not read prompts either, so later drafts are poor for
+        those requests and for others that share their cached prefix. Raises ValueError for a length out of range.
         """
         most = self.spec.rollout.num_speculative_tokens
         if num_speculative_tokens is not None and not 0 <= num_speculative_tokens <= most:
@@ -126,7 +126,7 @@ class RolloutEngine:
         if not self.spec.speculates:
             return
         self._chooses = await self._speculation("fix_num_speculative_tokens", num_speculative_tokens)
-        # A request that the drafter proposes nothing to now may be drafted for later.
+        # A request for which the drafter proposes nothing now may be drafted for later.
         await self._reads_prompts(
             self._chooses or (self.spec.rollout.history is not None and num_speculative_tokens != 0)
         )
@@ -150,9 +150,9 @@ class RolloutEngine:
         """Generate one response to each request, in the order given.
 
         Rollouts carry the versions that generated their tokens, which may change while they run.
-        tap: keep and hand over hidden states, of as many rollouts as fit into rollout.features at their greatest length.
-        overrides: sampling parameters of this call (greedy checks, bench). The speculation controller learns nothing
-        until it ends, so that only calls of this kind may overlap it. An index of history learns from it all the same.
+        tap: record and return hidden states of as many rollouts as fit into rollout.features.max_bytes at their greatest length.
+        overrides: sampling parameters of this call (greedy checks, bench). The speculation controller learns nothing until such
+        a call ends, so only calls with overrides may overlap it. The history index learns from it all the same.
         """
         named = self._named(requests)
         tapped: dict[str, TapRequest] = {}
@@ -184,16 +184,16 @@ class RolloutEngine:
         )
 
     async def take_window(self) -> Window:
-        """What the speculation controller has seen since the last call."""
+        """Return what the speculation controller has seen since the last call."""
         report = await self._speculation("report")
         gain = GainReport(**report["gain"]) if self._chooses else None
         return Window(gain, [StepTotal(*row) for row in report["steps"]])
 
     async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[str]:
-        """Hidden states of given tokens, (prompt and response, prompt length) each, computed in a prefill.
+        """Compute the hidden states of given sequences in a prefill. Returns the paths of the shards that hold them, in order.
 
-        The shards hold the sequences in order, in as many groups as the tap's bound asks for if all are as long as the
-        longest. Raises ValueError when that one alone is above it.
+        sequences: (token ids of prompt and response, prompt length) each. They are run in groups that would fit into the tap
+        if all were as long as the longest. Raises ValueError when the longest does not fit by itself.
         """
         longest = max(len(ids) for ids, _ in sequences)
         alike = {str(i): TapRequest(str(i), longest, 0) for i in range(len(sequences))}
@@ -211,13 +211,13 @@ class RolloutEngine:
         return shards
 
     def _named(self, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
-        """The requests of the next call by names that no other call has."""
+        """Return the requests of the next call under names that no other call has."""
         self._batches += 1
         return {f"b{self._batches}r{i}": request for i, request in enumerate(requests)}
 
     @property
     def _row_bytes(self) -> int:
-        """Bytes that the tap holds of one token."""
+        """Bytes that the tap holds for one token."""
         num_layers = len(self.spec.serving.aux_layers) + 1 if self.spec.serving else 1
         bytes_per_value = {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype]
         return row_bytes(num_layers * self._engine.model_config.get_hidden_size(), bytes_per_value)
@@ -232,8 +232,8 @@ class RolloutEngine:
         computed_whole: Container[str] = (),
         learns: bool = False,
     ) -> list[Any]:
-        """computed_whole: names of requests that compute their prompt although it may be in the prefix cache. learns: what
-        they generate is drafted from as soon as each of them ends, if the engine drafts from history."""
+        """Run requests to their end. computed_whole: names of those that compute their prompt even if it is in the prefix cache.
+        learns: each response is added to the history as soon as it ends, if the engine drafts from history."""
         engine, queues = self._engine, []
 
         async def finished(name: str, queue: Any) -> Any:
@@ -252,7 +252,7 @@ class RolloutEngine:
 
     @asynccontextmanager
     async def _paused(self, clear_cache: bool) -> AsyncIterator[None]:
-        """The engine makes no step in the body; requests in flight stay, and with clear_cache are computed anew."""
+        """Keep the engine from making steps in the body. Requests in flight stay; clear_cache: they are computed again."""
         async with self._pausing:
             await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
             try:
@@ -297,7 +297,7 @@ class RolloutEngine:
         )
 
     async def _tap(self, requests: dict[str, TapRequest]) -> dict[str, TapRequest]:
-        """Begin to tap those of these requests that fit beside the ones that run; their room is reserved."""
+        """Start to tap those of these requests that fit beside the tapped ones that run, and reserve their room."""
         bound, key = self.spec.rollout.features.max_bytes, f"{self.versions.policy}/{self._batches}"
         tapped = choose(requests, key, bound, self._row_bytes, self._tapped_bytes)
         self._tapped_bytes += reserved_bytes(tapped, self._row_bytes)
@@ -308,7 +308,7 @@ class RolloutEngine:
     async def _take_features(
         self, tapped: dict[str, TapRequest], rollouts: dict[str, Rollout]
     ) -> tuple[list[str], dict[str, float]]:
-        """Write what was tapped of finished rollouts, by name, and give its room back."""
+        """Write the features of finished rollouts and free their room. Returns the files written (none or one) and statistics."""
         if not tapped:
             return [], {}
         sequences = {}
@@ -320,7 +320,7 @@ class RolloutEngine:
             "sampling": {field.name: getattr(rollout, field.name) for field in fields(SamplingParams)},
             "aux_layers": list(serving.aux_layers) if serving else [],
         }
-        # With the process id: an engine that is started again leaves the files of the one before alone.
+        # The process id keeps an engine that is started again from overwriting the files of the one before.
         path = f"{self.spec.scratch}/features_{os.getpid()}_{next(iter(tapped))}.safetensors"
         stats = await self._call("cotrain_take_features", sequences, path, shared)
         self._tapped_bytes -= reserved_bytes(tapped, self._row_bytes)
@@ -329,7 +329,7 @@ class RolloutEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def hold(self, keep_kv: bool) -> None:
-        """Make no step until the next `update_policy`, because the learner is going to send weights."""
+        """Make no step until the next `update_policy`, because the learner is going to send weights. keep_kv: see there."""
         started = time.perf_counter()
         async with death_in_words(self._engine):
             await self._hold.enter_async_context(self._paused(not keep_kv))
@@ -340,11 +340,11 @@ class RolloutEngine:
         await self._call(method, *args)
 
     async def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
-        """Serve new policy weights. Requests in flight are preempted and computed anew under them.
+        """Serve new policy weights. Requests in flight are preempted and computed again with the new weights.
 
-        After `hold`, the learner has sent them, and those of the payload are compared with them. keep_kv: requests go on
-        over the keys and values of the policy before instead. Raises WeightUpdateRefused with the worker's reason; the
-        old weights stay. Raises RunFailure when they could not be served again.
+        After `hold`, the learner has sent the weights, and what is served is only compared with those of the payload. keep_kv:
+        requests in flight continue on the KV cache of the previous policy instead. Raises WeightUpdateRefused with the worker's
+        reason, and the old weights stay. Raises RunFailure when it is not known which weights are served.
         """
         if policy_version < self.versions.policy:
             raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")
@@ -354,7 +354,7 @@ class RolloutEngine:
         started, self._held_since = self._held_since, 0.0
         async with death_in_words(self._engine), self._hold.pop_all():
             await self._weights(False, action, payload.path, payload.digests, policy_version)
-            # Within the pause: the first token after it is of the new version.
+            # Still paused, so that the first token after the pause carries the new version.
             await self._stamp(Versions(policy_version, self.versions.drafter))
             self._salt = {"cache_salt": str(policy_version)} if keep_kv else {}
         return SwapReport(time.perf_counter() - started, payload.num_bytes)
@@ -362,10 +362,10 @@ class RolloutEngine:
     async def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
     ) -> SwapReport:
-        """Serve new drafter weights, in mid-generation if need be; caches stay (they never decide a token).
+        """Serve new drafter weights, in the middle of generation if need be. Caches stay, because they never decide a token.
 
-        expected_rates: by draft position, share of verification steps that are expected to accept it and all before it, as far
-        as they are known; the speculation controller starts from them. Raises WeightUpdateRefused as `update_policy` does.
+        expected_rates: by draft position, as far as known, the share of verification steps that are expected to accept it and all
+        before it; the speculation controller starts from them. Raises WeightUpdateRefused and RunFailure like `update_policy`.
         """
         if drafter_version < self.versions.drafter:
             raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")
@@ -377,11 +377,11 @@ class RolloutEngine:
         return SwapReport(time.perf_counter() - started, payload.num_bytes)
 
     async def check_drafter(self, payload: WeightPayload) -> None:
-        """Would `update_drafter` take these weights? Raises WeightUpdateRefused if not; serves what it did."""
+        """Raise WeightUpdateRefused if `update_drafter` would refuse these weights. What is served does not change."""
         await self._weights(True, "check", payload.path, payload.digests)
 
     async def undo_drafter_update(self) -> None:
-        """Serve the drafter weights and version from before the last `update_drafter`; once after each."""
+        """Return to the drafter weights and version from before the last `update_drafter`. Call it once at most per update."""
         await self._weights(True, "undo")
         await self._stamp(Versions(self.versions.policy, self._before.drafter))
         await self._new_drafter(None)
@@ -404,13 +404,13 @@ class RolloutEngine:
             await self._call("cotrain_weights", draft, action, *args)
         except RunFailure:
             raise
-        except Exception as error:  # of a worker's exception only the text comes here
+        except Exception as error:  # only the text of a worker's exception arrives here
             if WEIGHTS_UNKNOWN in str(error):
                 raise RunFailure(f"a weight update failed, and {error}") from error
             raise WeightUpdateRefused(str(error)) from error
 
     async def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
-        """Checksums of the named tensors, read back whole; empty for one that is not served as it was sent."""
+        """Return checksums of the named tensors, read back whole; empty for a tensor that is not served as it was sent."""
         return await self._call("cotrain_served_digests", names, draft)
 
     # -- history -----------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ class RolloutEngine:
         return await self._call("cotrain_history", action, *args)
 
     async def add_history(self, rollouts: Sequence[Rollout]) -> None:
-        """Draft from these finished rollouts as well, if the engine drafts from history: its own, and those of others."""
+        """Add finished rollouts, of this engine or of others, to the history that this engine drafts from, if it has one."""
         if self.spec.rollout.history is not None:
             rows = [(r.prompt_token_ids, r.token_ids, r.log_probs, r.versions.policy) for r in rollouts]
             await self._call("cotrain_history", "add", rows)
@@ -428,7 +428,7 @@ class RolloutEngine:
     # -- switches and caches -----------------------------------------------------------------------------------------
 
     async def set_draft_sample_method(self, method: str) -> None:
-        """Greedy or probabilistic drafting from the next step on."""
+        """Draft with this method, greedy or probabilistic, from the next step on."""
         await self._call("cotrain_set_draft_sample_method", method)
 
     async def reset_prefix_cache(self) -> None:
@@ -437,9 +437,9 @@ class RolloutEngine:
             await self._engine.reset_prefix_cache()
 
     async def clear_drafter_cache(self) -> None:
-        """Forget cached prefixes and the drafter's keys and values: after one that may have computed NaN.
+        """Forget cached prefixes and the drafter's keys and values, after a drafter that may have computed NaN.
 
-        Requests in flight are preempted and computed anew.
+        Requests in flight are preempted and computed again.
         """
         async with death_in_words(self._engine), self._paused(True):
             await self._call("cotrain_clear_drafter_cache")
@@ -455,13 +455,13 @@ class RolloutEngine:
     async def shutdown(self) -> None:
         """Stop vLLM and all its processes."""
         if self._engine is not None:
-            # vLLM's default wait is 5 s, which its engine core has always used up before it was killed.
+            # By default vLLM kills its engine core after 5 s, and the core has always used all of them.
             self._engine.shutdown(timeout=1.0)
             self._engine = None
 
 
 @functools.cache
 def _check_environment() -> None:
-    """Once a process, before vLLM sets variables of its own. Raises ValueError naming the first that is not allowed."""
+    """Raise ValueError naming the first variable that is not allowed. Runs once a process, before vLLM sets its own."""
     for name, reason in environment_problems(os.environ):
         raise ValueError(f"environment variable {name}: {reason}")

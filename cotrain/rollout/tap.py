@@ -1,13 +1,13 @@
-"""The feature tap: hidden states of every verified token, kept as the engine computes them.
+"""The feature tap: the hidden states of every verified token, kept as the engine computes them.
 
-Runs inside the vLLM worker; knows nothing of vLLM. Rows are written by absolute position, so a rejected draft token's
-row is overwritten by the token that took its place.
+It runs inside the vLLM worker and knows nothing of vLLM. Rows are written by absolute position, so the row of a rejected draft
+token is overwritten by the row of the token that took its place.
 
-A prompt's rows are kept once for all requests with these tokens: they depend on nothing else but the policy. So the rows
-that a request did not compute, because its prompt was in the prefix cache, are those that another one computed. What no
-tapped request computed stays a hole, and `take` masks holes; the engine has one request of each prompt compute it whole.
+The rows of a prompt are kept once for all requests with that prompt, because they depend only on its tokens and on the policy. A
+request whose prompt was in the prefix cache computes no rows for it, and uses those that another request computed. Rows that no
+tapped request computed stay holes, which `take` masks. To avoid them, the engine has one request of each prompt compute it whole.
 
-Each row is stamped with the policy version that computed it. A rollout's rows are of one version; those of others are holes.
+Each row is stamped with the policy version that computed it. A rollout has rows of one version; those of others are holes.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ UNWRITTEN = -1
 
 
 class _Recording:
-    """Rows of one prompt or of one response. Row p belongs to its position p, counted from its own start.
+    """Rows of one prompt or of one response. Row p holds position p, counted from the start of that prompt or response.
 
-    It has room for all rows at once: the system gives memory only to those that are written.
+    Room for all hidden states is allocated at once; the operating system commits memory only for rows that are written.
     """
 
     def __init__(self, length: int, like: Tensor):
@@ -32,7 +32,7 @@ class _Recording:
         self.versions = torch.full((length,), UNWRITTEN)
 
     def write(self, first: int, token_ids: Tensor, hidden: Tensor, version: int) -> None:
-        """Keep rows from position `first` on; drafts beyond the end of a response are verified too, and dropped."""
+        """Keep rows from position `first` on. Rows of drafts that were verified beyond the end of a response are dropped."""
         num = len(self.token_ids[first : first + len(token_ids)])
         self.token_ids[first : first + num] = token_ids[:num]
         self.hidden[first : first + num] = hidden[:num]
@@ -44,7 +44,7 @@ class FeatureTap:
 
     def __init__(self) -> None:
         self.policy_version = 0
-        """What the rows are stamped with; set where the weights are loaded."""
+        """Policy version that rows are stamped with. Whoever loads new policy weights sets it."""
         self._requests: dict[str, TapRequest] = {}
         self._prompts: dict[str, _Recording] = {}
         self._responses: dict[str, _Recording] = {}
@@ -54,7 +54,7 @@ class FeatureTap:
         return bool(self._requests)
 
     def start(self, requests: Mapping[str, TapRequest]) -> None:
-        """Tap these requests too, by name, until they are taken; all others are ignored."""
+        """Also tap these requests, by name, until each is taken. Rows of all other requests are ignored."""
         self._requests |= requests
 
     def record(self, name: str, first: int, token_ids: Tensor, hidden: Tensor) -> None:
@@ -74,10 +74,10 @@ class FeatureTap:
             self._responses[name].write(max(0, first - length), token_ids[num:], hidden[num:], self.policy_version)
 
     def take(self, name: str, token_ids: Tensor, policy_version: int) -> tuple[Tensor, Tensor] | None:
-        """(hidden [T, A*H + H], mask [T]) of one finished request, which is forgotten; None if it was not tapped.
+        """Return (hidden [T, A*H + H], mask [T]) of a finished request and forget it, or None if nothing of it was tapped.
 
-        token_ids [T]: the whole rollout, prompt and response. A row recorded for another token, or computed by another
-        policy version, is a hole. The rows of a prompt are kept until its last request is taken.
+        token_ids [T]: the whole rollout, prompt and response. A row that was recorded for another token or computed by another
+        policy version is a hole. The rows of a prompt are kept until the last request with it is taken.
         """
         request = self._requests.pop(name, None)
         response = self._responses.pop(name, None)

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: a folder per step that is either whole or not there.
+"""Checkpoints of a run: one folder per step, which is either complete or does not exist.
 
 Everything is written into a temporary folder. COMPLETE, the list of all files with their digests, is written last, and one
-rename gives the folder its name. A folder without a valid COMPLETE is never loaded, nor is one of which a file has changed.
+rename gives the folder its name. A folder without a valid COMPLETE, or with a changed file, is never loaded.
 """
 
 import errno
@@ -32,17 +32,17 @@ FREE_BELOW = (
     "drafter.on_drafter_failure", "drafter.alarms.", "lossless.", "policy.num_processes", "policy.sharding",
     "policy.weight_transfer",
 )  # fmt: skip
-"""A resume may change these beside FREE_FIELDS: they decide when a run stops or where it computes, and not what."""
+"""A resume may change these besides FREE_FIELDS: they decide when a run stops or where it computes, but not what."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """state.json: where the run stands after `step`, beside what the learners save themselves."""
+    """The contents of state.json: where the run stands after `step`, besides what the learners save themselves."""
 
     step: int
     versions: Versions
     task_position: Any
-    """Where a training of `cotrain init` stands; None for a run of steps, whose prompts follow from the step."""
+    """Progress of `cotrain init`, or policy heads of a sidecar; None for a run, whose prompts follow from the step."""
     config: dict[str, Any]
     """The configuration, as model_dump(mode="json") gives it."""
     fingerprints: dict[str, str]
@@ -54,12 +54,12 @@ class RunState:
     drafting: dict[str, Any] | None = None
     """Publisher.state(); None without a drafter."""
     stream: dict[str, Any] | None = None
-    """Producer.state(), of a run."""
+    """Producer.state(); only a run has one."""
 
 
 @contextmanager
 def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator[Path]:
-    """Yield the folder to write `policy/` and `drafter/` into; on leaving, make it the newest checkpoint and prune.
+    """Yield the folder for the learners to save into; on leaving, make it the newest checkpoint and delete old ones.
 
     On any error the temporary folder is removed. Raises OSError naming the fix when the disk is full.
     """
@@ -93,7 +93,7 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator
 
 
 def latest_checkpoint(run_dir: RunDir) -> Path | None:
-    """The newest whole checkpoint. Damaged ones are passed over with a warning. Raises as find_defect does."""
+    """Return the newest complete checkpoint. Damaged ones are skipped with a warning. Raises as find_defect does."""
     for folder in sorted(run_dir.checkpoints.glob("step_*"), reverse=True):
         defect = find_defect(folder)
         if defect is None:
@@ -105,7 +105,7 @@ def latest_checkpoint(run_dir: RunDir) -> Path | None:
 def find_defect(folder: Path) -> str | None:
     """Read every file of a checkpoint folder. Returns what is wrong with it, or None when it is whole.
 
-    Raises ValueError for one that another version of cotrain has saved: passed over, it would be deleted as damaged.
+    Raises ValueError for a checkpoint of another version of cotrain: if it were skipped, it would be deleted as damaged.
     """
     try:
         complete = json.loads((folder / "COMPLETE").read_text())
@@ -132,7 +132,7 @@ def load_state(folder: Path) -> RunState:
 
 
 def newest_state(run_dir: RunDir, config: Section, fingerprints: dict[str, str]) -> RunState:
-    """Where a run goes on: behind its newest whole checkpoint, or at its start. What it will write again is deleted.
+    """Return where a run goes on: after its newest complete checkpoint, or at its start. Deletes what it will write again.
 
     Raises ValueError as `check_resume` does.
     """
@@ -159,9 +159,9 @@ def discard_newer(run_dir: RunDir, step: int, drafter_version: int) -> None:
 
 
 def model_fingerprints(model_folder: Path) -> dict[str, str]:
-    """Digests that tell one policy from another: {"model": ..., "tokenizer": ...}.
+    """Return digests that tell one policy from another: {"model": ..., "tokenizer": ...}.
 
-    Of each weight file the size and the first and last MiB count, so that a large model takes milliseconds.
+    Only the size and the first and last MiB of each weight file are hashed, so a large model takes milliseconds.
     """
     weights, tokenizer = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     for path in sorted(model_folder.iterdir()):
@@ -198,7 +198,7 @@ def check_resume(config: Section, fingerprints: dict[str, str], saved: RunState)
 
 
 def is_disk_full(error: BaseException | None, folder: Path) -> bool:
-    """Did a full disk cause the error? Libraries and Ray actors wrap the OSError, or only say that a write failed."""
+    """Return whether a full disk caused the error. Libraries and Ray wrap the OSError, or only say that a write failed."""
     while error is not None:
         if re.search("no space left|quota exceeded", str(error), re.IGNORECASE):
             return True

@@ -1,6 +1,6 @@
-"""What a person reads while a run goes on: what is under way, and one line a step.
+"""The console output of a run: what is under way, and one line per step.
 
-Numbers come from the rows of metrics.jsonl; what was not measured is left out. A terminal also shows what is going on.
+Numbers come from the rows of metrics.jsonl; missing ones are left out. Only a terminal shows the phases of a step.
 """
 
 import time
@@ -16,7 +16,7 @@ from cotrain.records import Versions
 Metrics = Mapping[str, float | None]
 
 ETA_WINDOW = 10
-"""The time left is estimated from so many steps; the first ones are slower."""
+"""Number of recent steps from which the time left is estimated; the first ones are slower."""
 
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("time/step_s", "{:.1f}s"),
@@ -32,7 +32,7 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("rollout/tokens_per_s", "tok/s {:.0f}"),
     ("policy/kl", "kl {:.3f}"),
 )
-"""Metric and text of each part of a step line."""
+"""Metric and format of each part of a step line."""
 
 
 class Console:
@@ -47,7 +47,7 @@ class Console:
 
     @contextmanager
     def phase(self, title: str, *, terminal_only: bool = False) -> Iterator[None]:
-        """Show what is going on; `terminal_only` for parts of a step, which would flood a log."""
+        """Show what is under way; use `terminal_only` for the parts of a step, which would flood a log."""
         started = time.monotonic()
         if not (terminal_only or self._rich.is_terminal):
             self.say(f"{title} ...")
@@ -59,7 +59,7 @@ class Console:
     def step(
         self, step: int, steps: int | None, metrics: Metrics, versions: Versions, notes: Sequence[str] = ()
     ) -> None:
-        """Print the step line. steps: None for rounds without a planned end. notes: what else to say, where it is not empty."""
+        """Print the step line. steps: None for rounds without a planned end. notes: texts to append; empty ones are left out."""
         if (seconds := metrics.get("time/step_s")) is not None:
             self._step_seconds.append(seconds)
         line = [step_line(step, steps, metrics, versions)]
@@ -70,7 +70,7 @@ class Console:
 
 
 def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions) -> str:
-    """The part of the step line that the step's metrics give. See COLUMNS."""
+    """Return the part of the step line that comes from the step's metrics, see COLUMNS."""
     shown = dict(metrics)
     if drafts := metrics.get("rollout/num_drafts"):
         shown["draft_length"] = (metrics.get("rollout/drafted_tokens") or 0) / drafts
@@ -88,13 +88,13 @@ def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions
 
 
 def aligned(lines: Mapping[str, str]) -> str:
-    """One line for each label, with the texts below each other. An empty label leaves a blank line."""
+    """Return one line per label, with the texts aligned. An empty label with an empty text gives a blank line."""
     width = max(map(len, lines))
     return "\n".join(f"  {label:<{width}}  {text}".rstrip() for label, text in lines.items())
 
 
 def duration(seconds: float, decimals: int = 1) -> str:
-    """12.3s, 4m or 1h 05m."""
+    """Format a duration as 12.3s, 4m or 1h 05m."""
     if seconds < 59.5:
         return f"{seconds:.{decimals}f}s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""What the drafter versions of one run reached while they were served, pooled over steps by draft length.
+"""Acceptance of the drafter versions of one run while they were served, pooled over steps by draft length.
 
 Acceptance lengths of different draft lengths are not compared, because more draft tokens accept more. Runs are not
 compared either, since their policies, prompts and sampling differ.
@@ -11,13 +11,13 @@ from typing import Any
 from cotrain.records import SpeculationCounts
 
 LEAST_DRAFTS = 30
-"""A version is ranked from so many verification steps on; the acceptance length of fewer is mostly noise."""
+"""Verification steps that a version needs to be ranked; with fewer, its acceptance length is mostly noise."""
 
 DRAFTS_AND_ACCEPTED = [
     ("rollout/drafts_k", "rollout/accepted_k"),
     ("rollout/previous_drafts_k", "rollout/previous_accepted_k"),
 ]
-"""Metrics of a step, for the drafter version that serves and the one before it; the draft length follows the name."""
+"""Prefixes of step metrics, for the drafter version that serves and the one before it; the draft length follows them."""
 
 
 class ServedDrafts:
@@ -27,7 +27,7 @@ class ServedDrafts:
         self._drafts, self._accepted = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
 
     def add(self, version: int, metrics: Mapping[str, Any]) -> set[int]:
-        """Count one step that this version served, from the metrics of `metrics_of`. Returns the versions that drafted."""
+        """Add one step that this version served; metrics hold those of `metrics_of`. Returns the versions that drafted."""
         drafted = set()
         for age, (drafts, accepted) in enumerate(DRAFTS_AND_ACCEPTED):
             for name in metrics:
@@ -39,7 +39,7 @@ class ServedDrafts:
         return drafted
 
     def of(self, version: int) -> dict[str, float]:
-        """Acceptance of a version at the draft length at which it was served most; empty when it never was."""
+        """Return a version's acceptance at the draft length at which it served most; empty if it never drafted."""
         drafts, k = max(((drafts, k) for (k, v), drafts in self._drafts.items() if v == version), default=(0, 0))
         if not drafts:
             return {}
@@ -47,9 +47,9 @@ class ServedDrafts:
         return {"acceptance_length": length, "num_speculative_tokens": k, "num_drafts": drafts}
 
     def best(self) -> int | None:
-        """The version with the longest acceptance length at the draft length that the run served most.
+        """Return the version with the longest acceptance length at the draft length that the run served most.
 
-        None while no version has LEAST_DRAFTS verification steps of it.
+        None while no version has LEAST_DRAFTS verification steps at that length.
         """
         by_length = Counter[int]()
         for (k, _), drafts in self._drafts.items():
@@ -60,7 +60,7 @@ class ServedDrafts:
 
 
 def metrics_of(counts: SpeculationCounts, age: int = 0) -> dict[str, float]:
-    """Verification steps and accepted draft tokens of one step, for each draft length that it served.
+    """Return the verification steps and accepted draft tokens of one step, for each draft length that it served.
 
     age: 0 for the drafter version that serves, 1 for the one before it.
     """
@@ -73,7 +73,7 @@ def metrics_of(counts: SpeculationCounts, age: int = 0) -> dict[str, float]:
 
 
 def speculation_metrics(counts: SpeculationCounts | None) -> dict[str, float]:
-    """Drafting of one step, from counter deltas; empty when the step did not speculate.
+    """Return the drafting metrics of one step; empty when the step did not speculate.
 
     Names and definitions are vLLM's: the rate of position i is the share of drafts that accepted draft token i.
     Acceptance is left out of a step that drafted nothing, because 1.00 would read as a drafter that fails.

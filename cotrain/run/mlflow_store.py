@@ -1,4 +1,4 @@
-"""The MLflow that a run records into: its URI, whether it can be used, and a client of it.
+"""The MLflow store that a run records into: its URI, a check that it can be used, and a client.
 
 MLflow takes 2 s to import, so only `connect` imports it.
 """
@@ -27,12 +27,12 @@ DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
 def tracking_uri(config: RunConfig | SidecarConfig) -> str:
-    """tracking.uri, or sqlite in the run root."""
+    """Return tracking.uri, or by default that of an sqlite file in the run root."""
     return absolute_uri(config.tracking.uri or f"{SQLITE}{config.run_root / 'mlflow.db'}")
 
 
 def absolute_uri(uri: str) -> str:
-    """The same store, named so that it is found from any working directory."""
+    """Return the URI such that it finds the same store from any working directory."""
     return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).resolve()}" if uri.startswith(SQLITE) else uri
 
 
@@ -67,7 +67,7 @@ def check_uri(uri: str) -> None:
 
 
 def connect(uri: str) -> "MlflowClient":
-    """A client of a store that answers. A new sqlite file takes some seconds. Raises ValueError naming tracking.uri."""
+    """Return a client of a store that answers. Creating an sqlite file takes seconds. Raises ValueError naming tracking.uri."""
     check_uri(uri)
     if database := sqlite_file(uri):
         database.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def connect(uri: str) -> "MlflowClient":
 
 
 def experiment_id(client: "MlflowClient", uri: str) -> str:
-    """Id of the experiment `cotrain`, or MLFLOW_EXPERIMENT_NAME, which is made when there is none.
+    """Return the id of the experiment `cotrain`, or MLFLOW_EXPERIMENT_NAME; create it if it does not exist.
 
     Raises ValueError when it was deleted.
     """
@@ -105,5 +105,5 @@ def experiment_id(client: "MlflowClient", uri: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The start of an error's text, since MLflow's texts run to pages."""
+    """Return the start of an error's first line, because MLflow's texts run to pages."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

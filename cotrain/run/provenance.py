@@ -50,7 +50,7 @@ def git_state(package: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def here_and_now() -> dict[str, Any]:
-    """Date, packages and machine, for the head of what is written."""
+    """Return date, packages and machine, for the head of a report."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"date": date, "packages": package_versions(), "machine": machine()}
 
@@ -64,7 +64,7 @@ def package_versions() -> dict[str, str]:
 
 
 def differing_versions(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """What is not the same on all nodes. facts: versions of packages, by node."""
+    """List the packages whose versions differ between nodes. facts: versions of packages, by node."""
     problems = []
     for package in dict.fromkeys(package for found in facts.values() for package in found):
         versions = {name: found.get(package, "missing") for name, found in facts.items()}
@@ -85,7 +85,7 @@ def machine() -> dict[str, Any]:
 
 
 def config_hash(config: Section) -> str:
-    """12 hex digits over every field that decides what a step computes; equal for two runs of one experiment."""
+    """Return 12 hex digits over every field that decides what a step computes; two runs of one experiment have the same."""
     fields = config.model_dump(mode="json", exclude=set(FREE_FIELDS))
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=6).hexdigest()
 

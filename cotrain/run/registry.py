@@ -1,6 +1,6 @@
 """Drafter checkpoints in the MLflow model registry: list them, pull one, find the one that a run starts with.
 
-Tracker registers them, and says what their aliases mean.
+Tracker registers them and moves their aliases.
 """
 
 import os
@@ -25,13 +25,13 @@ NATIVE = "native"
 
 
 def list_drafters(uri: str) -> list[ModelVersion]:
-    """All drafters at a tracking URI with their aliases, newest first. An sqlite file that does not exist holds none."""
+    """Return all drafters at a tracking URI with their aliases, newest first; none if the sqlite file does not exist."""
     database = sqlite_file(uri)
     if database and not database.exists():
         return []
     client = connect(uri)
     rows = client.search_model_versions("tags.drafter_version LIKE '%'", order_by=["creation_timestamp DESC"])
-    # The rows of a search know no aliases.
+    # The rows that a search returns have no aliases.
     aliases = {model.name: model.aliases for model in client.search_registered_models(max_results=1000)}
     for row in rows:
         row.aliases = sorted(a for a, version in aliases[row.name].items() if str(version) == str(row.version))
@@ -83,7 +83,7 @@ def _find(uri: str, spec: str) -> ModelVersion:
 
 
 def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
-    """The folder of the drafter that `spec` names: a folder, a models:/ URI (pulled into `folder`) or "native".
+    """Return the folder of the drafter that `spec` names: a folder, a models:/ URI (pulled into `folder`) or "native".
 
     Raises ValueError when there is none.
     """
@@ -102,9 +102,9 @@ def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
 
 
 def first_drafter(uri: str, init: str | None, model: Path, folder: Path) -> Path | None:
-    """The folder of the drafter that a run starts with: drafter.init, or else the MTP head that came with the policy.
+    """Return the folder of the drafter that a run starts with: drafter.init, or else the MTP head that came with the policy.
 
-    None starts a new drafter. Raises ValueError naming drafter.init.
+    None means that the run starts with a new drafter. Raises ValueError naming drafter.init.
     """
     if init is None:
         return native_head(model)

@@ -1,7 +1,7 @@
-"""Files of JSON objects, one a line and each of one step, and the events of the drafter that decisions.jsonl holds.
+"""JSON Lines files in which each row belongs to one step, and the drafter events that decisions.jsonl holds.
 
-metrics.jsonl has a row a step, {"step": 12, "policy/reward": 0.41, ...}, from which every other view is made.
-decisions.jsonl has a row for each event of the drafter.
+metrics.jsonl has one row per step, {"step": 12, "policy/reward": 0.41, ...}, and every other view is made from it.
+decisions.jsonl has one row per drafter event.
 """
 
 import errno
@@ -27,7 +27,7 @@ class RowFile:
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         """Append one row; a number that is not finite becomes null under its name.
 
-        Raises TypeError for what is no JSON, OSError (ENOSPC) when the disk took only a part of the row.
+        Raises TypeError for a value that JSON cannot hold, OSError (ENOSPC) when the disk took only a part of the row.
         """
         finite = json.loads(json.dumps({"step": step} | dict(row), default=float), parse_constant=lambda _: None)
         line = (json.dumps(finite) + "\n").encode()
@@ -37,7 +37,7 @@ class RowFile:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows; none when there is no such file. A last line that was cut off is left out."""
+    """Return all rows; none if the file does not exist. A last line that was cut off is left out."""
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -62,7 +62,7 @@ class DrafterEvent:
         return self.kind in ("refused", "rolled back", "alarm")
 
     def in_short(self) -> str:
-        """For the end of a step line; empty when the line shows it anyway."""
+        """Return the event in short for the end of a step line; empty if the line shows it anyway."""
         if self.kind in ("published", "kept"):
             return ""
         return "drafter taken back" if self.kind == "rolled back" else f"drafter {self.reason.partition(':')[0]}"

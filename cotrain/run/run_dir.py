@@ -1,4 +1,4 @@
-"""The folder of one run: names every path in it (docs/running.md), and keeps two processes out of one run."""
+"""The folder of one run: all paths in it (docs/running.md), and a lock that keeps other processes out of the run."""
 
 import shlex
 from contextlib import AbstractContextManager

@@ -1,6 +1,6 @@
-"""One run in MLflow. metrics.jsonl is the record; a thread of its own sends a copy to MLflow (docs/tracking.md).
+"""One run in MLflow. metrics.jsonl is the record; a separate thread sends a copy to MLflow (docs/tracking.md).
 
-MLflow being away never ends or slows a run: what could not be sent waits in order and is sent with the next step.
+If MLflow does not answer, the run neither ends nor slows down: what could not be sent is queued and sent with the next step.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from cotrain.run.run_dir import resume_arguments
 FOLDER_TAG = "cotrain.run_folder"
 """Tag of a run with a digest of its folder's path."""
 MARKER = "step"
-"""A metric that every row is sent with. A row is stored whole, so the marker's newest value is MLflow's last step."""
+"""A metric that is sent with every row. MLflow stores rows whole, so its newest value is the last step that MLflow has."""
 
 
 class Tracker(AbstractContextManager["Tracker"]):
@@ -46,11 +46,11 @@ class Tracker(AbstractContextManager["Tracker"]):
         history: Sequence[Mapping[str, Any]] = (),
         say: Callable[[str], None] = print,
     ) -> None:
-        """Start a run, or go on with the newest one of this run folder where there is a `history`.
+        """Start an MLflow run or, with a `history`, continue the newest one of this run folder.
 
-        `history` are the rows of metrics.jsonl that a resume has kept; those that MLflow lacks are sent. `say` gets the
+        `history` holds the rows of metrics.jsonl that a resume has kept; those that MLflow lacks are sent. `say` prints the
         few lines that a user must read, also from the sending thread. Raises ValueError naming tracking.uri when the
-        store does not answer; what fails later is only reported.
+        store does not answer; later failures are only reported.
         """
         self.uri = tracking_uri(config)
         self.registered_model = registered_name(config.model)
@@ -62,7 +62,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._served = ServedDrafts()
         found = self._client.search_model_versions(f"run_id = '{self.run_id}' AND tags.drafter_version LIKE '%'")
         found = sorted(found, key=lambda row: int(row.version))
-        # By drafter version; the newest where one was registered twice.
+        # By drafter version; if one was registered twice, the newest registration counts.
         self._registered = {int(row.tags["drafter_version"]): row for row in found}
         self._sender, self._waiting = ThreadPoolExecutor(1, "mlflow"), deque[tuple[Callable[[], Any], Future]]()
         self._down = self._finished = False
@@ -71,14 +71,14 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     @property
     def behind(self) -> str:
-        """How many steps MLflow has not got because it is not answering, for a step line; empty while all is well."""
+        """Text for a step line that says how many steps MLflow lacks because it does not answer; empty while all is well."""
         missing = self._last_step - self._sent_step if self._down else 0
         return f"mlflow {missing} behind" if missing else ""
 
     def log_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Queue one step, unless MLflow has it already: a replayed step is not recorded twice.
 
-        Drafters that drafted are tagged with what they have reached so far, and `best` moves to the best of the run.
+        Drafters that drafted are tagged with their acceptance so far, and the alias `best` moves to the best of the run.
         """
         version = int(metrics.get("versions/drafter") or 0)
         drafted = self._served.add(version, metrics)
@@ -103,7 +103,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Queue a published drafter: LoggedModel, metrics linked at `step`, registered version, alias `serving`.
 
         `tags` must hold init and data_fingerprint. The folder must stay until the future is done; its result is the
-        registered version, or None with tracking.log_drafters off. Without MLflow it is never done.
+        registered version, or None with tracking.log_drafters off. If MLflow stays away, the future is never done.
         """
         all_tags = {
             "policy_version": str(versions.policy),
@@ -181,7 +181,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         return done
 
     def _send_waiting(self) -> None:
-        """Send what waits, up to the first that MLflow does not take; whatever is queued later is a new chance."""
+        """Send the queue in order, up to the first item that MLflow does not take; the next queued item starts another try."""
         while self._waiting:
             send, done = self._waiting[0]
             try:
@@ -201,7 +201,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._waiting.popleft()
 
     def _send_drafter(self, folder: Path, tags: dict[str, str], metrics: Mapping[str, float], step: int) -> int:
-        """Register a drafter, unless a resumed run has come past the same one again, and move alias `serving` to it."""
+        """Register a drafter, unless a resumed run has registered it before, and move the alias `serving` to it."""
         number = int(tags["drafter_version"])
         parent = self._registered.get(max((older for older in self._registered if older < number), default=-1))
         tags = tags | {"parent_version": str(parent.version) if parent else "none"}
@@ -228,7 +228,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         return client.create_model_version(self.registered_model, source, self.run_id, tags=tags, model_id=model_id)
 
     def _send_served(self, drafter_version: int, reached: Mapping[str, float], best: int | None, step: int) -> None:
-        """Drafters that are not registered are passed over."""
+        """Log and tag a drafter's acceptance, and move the alias `best`. Drafters that are not registered are skipped."""
         version, best_version = self._registered.get(drafter_version), self._registered.get(best or 0)
         if version is not None and reached:
             self._client.log_batch(self.run_id, metrics=_points(reached, step, model_id_of(version)))
@@ -239,7 +239,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
 
 def registered_name(policy_model: str) -> str:
-    """`<policy>-drafter`, from a folder, a hub id or a bundled model."""
+    """Return `<policy>-drafter` for a policy given as a folder, a hub id or a bundled model."""
     name = Path(policy_model.removeprefix("bundled:")).name
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-drafter"
 

@@ -1,6 +1,6 @@
-"""Which engines of a host are adopted: they draft with what the trainer beside them trains.
+"""Decides which engines of a host are adopted, that is, draft with the drafter that the trainer beside the host trains.
 
-All others start exactly as the host asked for, and one line says why, and what to do about it.
+All other engines start exactly as the host asked, and one line of the log says why and what to do about it.
 """
 
 import copy
@@ -15,10 +15,10 @@ from cotrain.sidecar.breaker import log
 from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool
 
 CHECK_VARIABLE = "COTRAIN_SIDECAR_CHECK"
-"""With this variable, a host ends before its first engine loads a model; what became of the engine is in the spool."""
+"""If this variable is set, the process that makes an engine ends before it loads a model. The verdict is in the spool."""
 
 MARK = "cotrain_adopted"
-"""Attribute of the SchedulerConfig of an adopted engine. It goes along to the engine core and the workers."""
+"""Attribute that marks the SchedulerConfig of an adopted engine. vLLM passes it on to the engine core and the workers."""
 
 HOST_HAS_SET = {
     "speculative_config": "an engine has one proposer: leave it out",
@@ -28,29 +28,29 @@ HOST_HAS_SET = {
     "quantization": "the drafter needs the plain weights of the output head",
     "quantization_config": "the drafter needs the plain weights of the output head",
 }
-"""Arguments that keep an engine from being adopted, and why."""
+"""Arguments of vLLM that keep an engine from being adopted when the host sets them, and why."""
 
 
 class NotAdopted(Exception):
-    """Why an engine is not adopted, with what would change that."""
+    """An engine is not adopted. The message says why, and what would change that."""
 
 
 def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: Any) -> Any:
-    """The VllmConfig of an engine: with our drafter where it is adopted, and else just what vLLM makes of `args`.
+    """Return the VllmConfig of an engine: with our drafter if the engine is adopted, else exactly what vLLM makes of `args`.
 
-    original: EngineArgs.create_engine_config. Raises only what that raises for the host's own arguments.
+    original: EngineArgs.create_engine_config. Raises what it raises for the host's own arguments, and SystemExit in a check.
     """
-    if not os.environ.get(VARIABLE):  # the host has taken it away since the plugin was loaded
+    if not os.environ.get(VARIABLE):  # the host has unset it since the plugin was loaded
         return original(args, *rest, **options)
     try:
-        ours = copy.copy(args)  # a host that calls this again for the same engine gets the same answer
+        ours = copy.copy(args)  # so that a second call for the same engine gives the same result
         spool = Spool(os.environ[VARIABLE])
         settings = check_arguments(args, spool)
         ours.speculative_config, ours.async_scheduling = dict(settings.speculative_config), False
         config = original(ours, *rest, **options)
         check_config(config)
         setattr(config.scheduler_config, MARK, True)
-        config.scheduler_config.get_scheduler_cls()  # the plugin's: where it fails, no engine is adopted
+        config.scheduler_config.get_scheduler_cls()  # runs the plugin's hook: if it fails, the engine is not adopted
         _claim(spool, settings)
         log.info("cotrain: this engine of %s drafts with what the trainer of %s trains", args.model, spool.folder)
         _tell(args.model, None)
@@ -64,7 +64,7 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
 
 
 def _tell(model: str, reason: str | None) -> None:
-    """Leave the verdict on an engine in the spool. Ends the process in a check of the host's command."""
+    """Write the verdict on an engine into the spool. In a check of the host's command, this also ends the process."""
     with suppress(OSError):
         Spool(os.environ[VARIABLE]).add_verdict({"model": model, "pid": os.getpid(), "reason": reason})
     if CHECK_VARIABLE in os.environ:
@@ -72,7 +72,7 @@ def _tell(model: str, reason: str | None) -> None:
 
 
 def check_arguments(args: Any, spool: Spool) -> Settings:
-    """Look at vLLM's EngineArgs before an engine is configured. Raises NotAdopted."""
+    """Check vLLM's EngineArgs before an engine is configured, and return the trainer's settings. Raises NotAdopted."""
     try:
         settings = spool.settings()
     except ValueError as error:
@@ -107,7 +107,7 @@ def _check_hooks(table: dict[str, str]) -> None:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Look at the VllmConfig that was made with our drafter. Raises NotAdopted."""
+    """Check the VllmConfig that was made with our drafter. Raises NotAdopted."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     _check_hooks(SIDECAR_OF_RUNNER[vllm_config.use_v2_model_runner])
     if model.quantization is not None:
@@ -119,7 +119,7 @@ def check_config(vllm_config: Any) -> None:
 
 
 def _claim(spool: Spool, settings: Settings) -> None:
-    """Let the spool belong to this host, unless it is for several. Raises NotAdopted."""
+    """Claim the spool for this host, unless several hosts may share it. Raises NotAdopted if another host uses it."""
     host = os.environ.get(HOST_VARIABLE) or f"session {os.getsid(0)}"
     if not settings.replicas and (owner := spool.other_owner(host)):
         raise NotAdopted(f"process {owner['pid']} of another host uses {spool.folder}: start another trainer")

@@ -1,4 +1,4 @@
-"""What the sidecar hooks into an engine must never end it: a hook that fails is left out, and soon for good."""
+"""The sidecar's hooks must never end an engine: a failed call is skipped, and a hook that keeps failing is switched off."""
 
 import logging
 from collections import Counter
@@ -7,7 +7,7 @@ from typing import Any
 
 MOST_FAILURES = 3
 
-log = logging.getLogger("vllm.cotrain")  # below vLLM's logger, so that lines appear where the host's own do
+log = logging.getLogger("vllm.cotrain")  # a child of vLLM's logger, so that its lines appear where the host's do
 
 
 class Breaker:
@@ -15,15 +15,15 @@ class Breaker:
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
-        """By name of the hook."""
+        """Number of failed calls by name of the hook."""
 
     @property
     def off(self) -> list[str]:
-        """The hooks that are not called any more, by name. An engine with one of them does not speculate."""
+        """Names of the hooks that are not called any more. An engine that has one does not speculate."""
         return sorted(name for name, count in self.failures.items() if count >= MOST_FAILURES)
 
     def call(self, hook: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Return what the hook returns; None where it raises, and without calling it after the third time."""
+        """Return what the hook returns, or None if it raises. After MOST_FAILURES failures it is not called any more."""
         name = getattr(hook, "__name__", None) or repr(hook)
         if self.failures[name] >= MOST_FAILURES:
             return None

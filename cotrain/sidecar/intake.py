@@ -1,4 +1,4 @@
-"""The engines of a host as the trainer sees them: what they leave in the spool, and the one file that they follow."""
+"""The engines of a host as the trainer sees them: it reads what they write to the spool, and they follow its current.json."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ from cotrain.transport.features import FeatureRecord, read_shard
 
 
 class Engine(NamedTuple):
-    """One engine of the host, as it has last described itself."""
+    """One engine of the host, as it last described itself."""
 
     folder: EngineFolder
     facts: dict[str, Any]
@@ -27,15 +27,15 @@ class Engine(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """Does its process live, with a worker that can draft?"""
+        """Whether its process is alive and the sidecar is attached to its worker."""
         return self.facts["attached"] and Path(f"/proc/{self.facts['pid']}").exists()
 
 
 class Intake:
-    """Reads and deletes shards. The trainer's policy versions count the different heads of all engines."""
+    """Reads and deletes shards. The trainer's policy versions number the distinct output heads of all engines."""
 
     def __init__(self, spool: Spool, trainer: DrafterTrainer, most_drafted: int, heads: list[str]):
-        """most_drafted: draft tokens in a verification step. heads: digests of the policy versions known so far."""
+        """most_drafted: most draft tokens of a verification step. heads: digest of the head of each policy version so far."""
         self._spool, self._trainer, self._most, self.heads = spool, trainer, most_drafted, heads
         self.engines: dict[str, Engine] = {}
         self.waiting: list[tuple[Rollout, FeatureRecord]] = []
@@ -48,7 +48,7 @@ class Intake:
             if facts := read_json(folder.facts):
                 self.engines[folder.facts.parent.name] = Engine(folder, facts, read_json(folder.state) or {})
         for name, engine in list(self.engines.items()):
-            is_gone = engine.facts["attached"] and not engine.lives  # asked first: its last shards are complete then
+            is_gone = engine.facts["attached"] and not engine.lives  # checked first: its last shards are then complete
             for shard in engine.folder.shards():
                 self._take(name, engine, shard)
             if is_gone:
@@ -56,7 +56,7 @@ class Intake:
                 del self.engines[name]
 
     def take(self) -> RolloutBatch:
-        """All rollouts that wait, with their records, and how the engines worked meanwhile. There must be some."""
+        """Hand over all waiting rollouts (at least one) with their records, and what the engines measured meanwhile."""
         rollouts, records = map(list, zip(*self.waiting, strict=True))
         counts, num_tokens = total_counts(r.speculation for r in rollouts), sum(len(r.token_ids) for r in rollouts)
         batch = RolloutBatch(rollouts, records, counts, max(self._seconds.values()), num_tokens, gain=self._gain)
@@ -65,7 +65,7 @@ class Intake:
         return batch
 
     def metrics(self) -> dict[str, float]:
-        """What the engines that are there have counted since they started, and the rollouts that were dropped."""
+        """Return what the present engines have counted since they started, and the number of dropped rollouts."""
         states, counts = [engine.state for engine in self.engines.values()], Counter[str](dropped=self._dropped)
         for state in states:
             counts.update({"tapped": state.get("tapped", 0), "hooks_off": len(state.get("hooks_off", ()))})
@@ -90,7 +90,7 @@ class Intake:
     def _one(
         self, engine: Engine, told: dict[str, Any], record: FeatureRecord
     ) -> Iterator[tuple[Rollout, FeatureRecord]]:
-        """The rollout and its record under the trainer's policy versions; nothing where the head is gone."""
+        """Yield the rollout and its record with the trainer's policy versions, or nothing if the head of one is gone."""
         try:
             earlier = [Segment(self._stamped(engine, text), *span) for text, *span in told["earlier"]]
             versions = self._stamped(engine, told["versions"])
@@ -106,9 +106,9 @@ class Intake:
         yield rollout, replace(record, policy_version=versions.policy)
 
     def _stamped(self, engine: Engine, text: str) -> Versions:
-        """What an engine has stamped, with the trainer's number of its policy, whose head the trainer has then.
+        """Return the versions of an engine's stamp, with the policy numbered as the trainer does, and give the trainer its head.
 
-        Raises FileNotFoundError when nobody has the head any more.
+        Raises FileNotFoundError when neither the trainer nor the spool has the head any more.
         """
         stamped = Versions.parse(text)
         path = engine.folder.policies / f"{stamped.policy}.safetensors"
@@ -124,7 +124,7 @@ class Intake:
 
 
 class Engines:
-    """All engines together as the publisher calls them: they follow current.json, each from its next step on."""
+    """All engines together, as the publisher calls them. Each follows a change of current.json from its next step on."""
 
     def __init__(self, spool: Spool, intake: Intake):
         self._path, self._intake = spool.current, intake
@@ -133,11 +133,11 @@ class Engines:
 
     @property
     def version(self) -> int:
-        """What was sent last; 0 is what the engines start with."""
+        """The drafter version that was sent last; 0 is the one that the engines start with."""
         return int(self._current["version"])
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Switch drafting off. Nothing else that the publisher asks can be asked of a host's engines."""
+        """Switch drafting off for "set_num_speculative_tokens". A host's engines can do nothing else that the publisher asks."""
         if method == "set_num_speculative_tokens":
             self._write(on=False)
         return []
@@ -145,7 +145,7 @@ class Engines:
     def update_drafter(
         self, payload: WeightPayload, version: int, expected_rates: Sequence[float] | None = None
     ) -> SwapReport:
-        """Begin to send a drafter; `answers` says what has become of it."""
+        """Offer a drafter to the engines, and return at once. `answers` says whether they serve it or refuse it."""
         path = self._path.with_name(f"{version}.safetensors")
         os.replace(payload.path, path)
         for old in {*self._path.parent.glob("*.safetensors")} - {
@@ -158,7 +158,7 @@ class Engines:
         return SwapReport(0.0, payload.num_bytes)
 
     def answers(self) -> tuple[list[str], bool]:
-        """Why engines refuse what was sent last, and whether each that has worked since then serves it."""
+        """Return why engines refuse the last drafter, and whether all that have worked since serve it (False if none does)."""
         live = {name: engine.state for name, engine in self._intake.engines.items() if engine.lives and engine.state}
         refused = [why for state in live.values() if (why := state["refused"].get(str(self.version))) is not None]
         served = {name: state["drafter_version"] == self.version for name, state in live.items()}

@@ -1,7 +1,7 @@
-"""The two processes of `cotrain run`: the trainer beside a host, and the host's own command with the variable set.
+"""The two processes of `cotrain run`: the trainer beside a host, and the host's own command with COTRAIN_SIDECAR set.
 
 The host stays in the terminal's process group, so that it reads the keyboard and gets a Ctrl-C from the terminal. The
-trainer has a session of its own and is told to stop when the host has ended, so that each of them is asked once.
+trainer has a session of its own and is told to stop when the host has ended, so that each is told to stop only once.
 """
 
 import os
@@ -18,9 +18,9 @@ from cotrain.process.failures import RunFailure
 from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Spool
 
 READY_SECONDS = 1800.0
-"""A first drafter may have to be fetched, and a model's weights to be read from a slow disk."""
+"""The trainer may have to fetch the first drafter, and to read the model's weights from a slow disk."""
 STOP_SECONDS = 120.0
-"""A trainer that is asked to stop finishes its round of training, and stores the drafter."""
+"""A trainer that is told to stop finishes its round of training and stores the drafter."""
 CAUSES = """\
 none asked for a drafter. Usual causes:
 - cotrain-engine is not installed where the host's vLLM is: install it there
@@ -56,7 +56,7 @@ def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen
 
 
 def stop_trainer(trainer: subprocess.Popen[bytes]) -> None:
-    """Ask the trainer to save and end; end it where it does not within STOP_SECONDS."""
+    """Tell the trainer to save and exit, and kill it if it has not done so within STOP_SECONDS."""
     if trainer.poll() is None:
         trainer.terminate()
     try:
@@ -68,19 +68,19 @@ def stop_trainer(trainer: subprocess.Popen[bytes]) -> None:
 
 
 def run_host(command: Sequence[str], environment: Mapping[str, str], every_second: Callable[[], None]) -> int:
-    """Run the host's command to its end, and return its exit status: 128 + n where signal n has ended it.
+    """Run the host's command to its end, and return its exit status, or 128 + n if signal n ended it.
 
-    A signal that a process sends to this one alone goes on to the host; the terminal sends its own to both. Raises
-    OSError when the command cannot be started.
+    A signal that another process sends to this one is forwarded to the host; the terminal itself sends a Ctrl-C to both.
+    Raises OSError when the command cannot be started.
     """
     waited = {*FORWARDED, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
-    unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)  # a child would inherit the blocked ones
+    unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)  # the host would inherit the blocked ones
     try:
         host = subprocess.Popen(command, env={**os.environ, **environment}, preexec_fn=unblock)
         while host.poll() is None:
             received = signal.sigtimedwait(waited, 1.0)
-            # A sender's signal has a code of 0 or below, one of the kernel, which is the terminal's, is above.
+            # si_code is 0 or negative for a signal from a process, and positive for one from the kernel, such as Ctrl-C.
             if received is not None and received.si_signo in FORWARDED and received.si_code <= 0:
                 host.send_signal(received.si_signo)
             every_second()

@@ -1,7 +1,7 @@
-"""The plugin that vLLM loads in each process of an engine, in the environment that cotrain is installed in.
+"""The plugin that vLLM loads in each process of an engine if cotrain is installed in the engine's environment.
 
-Without the environment variable it does nothing, and imports nothing. With it, three functions of vLLM are wrapped that
-run before an engine is configured, its scheduler made, its model loaded. None of this may ever end the host.
+Without the variable COTRAIN_SIDECAR it does nothing and imports nothing. With it, it wraps three functions of vLLM, which run
+when an engine is configured, before its scheduler is made and before its model is loaded. It must never end the host.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Wrap vLLM's functions, once a process. Raises nothing: vLLM would hand that on to the host."""
+    """Wrap vLLM's functions, once in each process. It raises nothing, since vLLM would pass an error on to the host."""
     if not os.environ.get("COTRAIN_SIDECAR"):
         return
     try:
@@ -20,7 +20,7 @@ def register() -> None:
     except Exception:
         from cotrain.sidecar.breaker import log
 
-        log.exception("cotrain: this vLLM cannot be hooked into; its engines start as the host asked for")
+        log.exception("cotrain: this vLLM cannot be hooked into; its engines start as the host asked")
 
 
 def _wrap_all() -> None:
@@ -33,12 +33,12 @@ def _wrap_all() -> None:
 
     wrap(EngineArgs, "create_engine_config", configured)
     wrap(SchedulerConfig, "get_scheduler_cls", _scheduler_class)
-    # Workers of their own load this plugin in init_worker, so what comes after that is wrapped.
+    # A worker in a process of its own loads this plugin in init_worker, so only what runs after that can be wrapped.
     wrap(WorkerWrapperBase, "init_device", _init_device)
 
 
 def _scheduler_class(original: Callable[..., Any], scheduler_config: Any) -> Any:
-    """The host's scheduler, in an adopted engine with ours mixed in. `configured` tries it out before it adopts one."""
+    """Return the host's scheduler class, with ours mixed in for an adopted engine. `configured` tries this before it adopts."""
     from cotrain.sidecar.adoption import MARK
 
     host = original(scheduler_config)
@@ -62,7 +62,7 @@ def _init_device(original: Callable[..., Any], wrapper: Any) -> Any:
 
 
 def _load_and_attach(worker: Any, load_model: Callable[..., None], *args: Any, **options: Any) -> None:
-    """When the sidecar cannot attach, the engine drafts nothing and says why."""
+    """Load the model and attach the sidecar. If it cannot attach, the engine drafts nothing and its facts.json says why."""
     from cotrain.sidecar.breaker import log
     from cotrain.sidecar.spool import Spool, write_json
 

@@ -23,11 +23,11 @@ from drafters.build import shape_problems
 from drafters.files import read_config
 
 HEADS_KEPT = 4
-"""Policy versions whose head is kept without features of them; engines keep as many in the spool."""
+"""How many policy versions back the trainer keeps heads even if it holds no features of them; see also KEPT_VERSIONS."""
 
 
 class Prepared(NamedTuple):
-    """What the service begins with."""
+    """What the service starts with."""
 
     config: SidecarConfig
     run_dir: RunDir
@@ -37,7 +37,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
-    """Make run folder, trainer and spool. When it returns, a host may start; leaving `stack` takes the spool away.
+    """Create the run folder, the trainer and the spool. Then a host may start; closing `stack` removes the spool.
 
     Raises ConfigError listing all problems before anything is loaded, and ValueError for a drafter or a checkpoint that
     does not fit.
@@ -74,7 +74,7 @@ def _trainer(config: SidecarConfig, model: Path, run_dir: RunDir) -> DrafterTrai
     dtype = read_config(model).get("dtype") or read_config(model).get("torch_dtype")
     spec = TrainerSpec(
         drafter=config.drafter,
-        serving_dtype=dtype if dtype in ("float32", "float16") else "bfloat16",  # until an engine tells its own
+        serving_dtype=dtype if dtype in ("float32", "float16") else "bfloat16",  # until an engine reports its own
         num_speculative_tokens=config.num_speculative_tokens,
         num_positions=None,
         total_updates=1,  # the schedule is constant

@@ -1,4 +1,4 @@
-"""What the sidecar adds to a host's scheduler, which decides for the whole engine and stamps each step for the worker."""
+"""What the sidecar adds to a host's scheduler: it decides for the whole engine, and stamps each step for the worker."""
 
 import time
 from collections import Counter
@@ -16,21 +16,21 @@ REPORT_SECONDS = 1.0
 
 
 class Stamp(NamedTuple):
-    """What the worker does before a step, and what it reports for the scheduler."""
+    """What the scheduler tells the worker with a step: what to do before it, and what to report."""
 
     tapped: dict[str, TapRequest]
-    generated: dict[str, int]  # tokens of each tapped request that runs, or waits to be resumed
+    generated: dict[str, int]  # response tokens so far of each tapped request that has not ended
     finished: list[tuple[list[int], tuple[float, float, int], dict[str, Any]]]
-    """Tapped requests that have ended: token ids up to the true end, temperature, top-p and top-k, what the trainer is told."""
+    """Tapped requests that have ended: token ids up to the true end, (temperature, top-p, top-k), facts for the trainer."""
     publication: dict[str, Any] | None  # the drafter that serves from this step on
     window: dict[str, Any] | None  # see SpeculationController.report
     counts: dict[str, int]
-    dropped: dict[str, int]  # requests, by the reason why they are not tapped
+    dropped: dict[str, int]  # number of requests by the reason why they are not tapped
     hooks_off: list[str]
 
 
 class Decisions:
-    """What an engine decides: which requests are tapped, when a drafter is swapped, how much is drafted."""
+    """Decides for one engine which requests are tapped, when a drafter is swapped in, and how many tokens are drafted."""
 
     def __init__(self, spool: Spool, scheduler: Any, breaker: Breaker):
         config, self._spool, self._settings, self._breaker = scheduler.vllm_config, spool, spool.settings(), breaker
@@ -45,7 +45,7 @@ class Decisions:
         self._finished, self._counts = list[Any](), Counter[str]()
 
     def draft_lengths(self) -> list[int] | None:
-        """Draft length by batch size; None switches drafting off."""
+        """Look for news in the spool, and return the draft length by batch size, or None to draft nothing."""
         lengths = self._controller.draft_lengths(time.perf_counter())
         if (facts := self._news(self._facts)) is not None:
             self._attached = facts["attached"]
@@ -57,11 +57,11 @@ class Decisions:
                 self._drafter, self._publication = current["version"], current
                 self._controller.new_drafter(current.get("expected_rates"))
         if self._controller.has_measured:
-            self._controller.end_measuring()  # it chooses from now on
+            self._controller.end_measuring()  # the controller chooses lengths from now on
         return lengths if self._attached and self._on else None
 
     def stamp(self, output: Any) -> None:
-        """Stamp a SchedulerOutput."""
+        """Attach a Stamp to a SchedulerOutput, as its attribute `cotrain`."""
         publication, self._publication, window, now = self._publication, None, None, time.perf_counter()
         if now - self._reported > REPORT_SECONDS:
             self._reported, window = now, self._controller.report()
@@ -75,7 +75,7 @@ class Decisions:
         output.cotrain = Stamp(tapped, generated, finished, publication, window, counts, dropped, self._breaker.off)
 
     def observe(self, output: Any, sampled: Any) -> None:
-        """Count what became of a step, before the end of a response is looked for, as vLLM's own counts are."""
+        """Count what a step drafted and accepted. Like vLLM's own counts, this comes before responses are cut at their end."""
         step = step_of(output, sampled)
         self._controller.observe(step)
         drafts = verified(output, sampled)
@@ -89,7 +89,7 @@ class Decisions:
         self._controller.idle(time.perf_counter())
 
     def finish(self, request: Any) -> None:
-        """A request of vLLM's has ended."""
+        """Note that a request of vLLM's has ended; a tapped one goes into the next stamp."""
         self._counts["finished"] += 1
         name, law = request.request_id, request.sampling_params
         if self._admission.tapped.pop(name, None) is None:
@@ -100,7 +100,7 @@ class Decisions:
         self._finished.append((list(request.all_token_ids), (law.temperature, law.top_p, max(law.top_k, 0)), told))
 
     def _news(self, path: Any) -> Any:
-        """What a JSON file holds if it was replaced since the last call, else None."""
+        """Return what a JSON file holds if it was replaced since the last call, else None."""
         with suppress(OSError):
             seen = path.stat().st_mtime_ns
             if seen != self._seen.get(path):
@@ -110,7 +110,7 @@ class Decisions:
 
 
 class HostScheduling(WatchedScheduler):
-    """Mixed into the host's own scheduler class. Nothing that fails here reaches the host; it then drafts nothing."""
+    """Mixed into the host's own scheduler class. No failure in here reaches the host; the engine then drafts nothing."""
 
     cotrain_spool: Spool
 
@@ -130,7 +130,7 @@ class HostScheduling(WatchedScheduler):
         self._ask("stamp", output)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Model runner V2 drafts as much as is configured before vLLM 0.32, or where the worker cannot be watched."""
+        """Cut drafts to the length of the step. Model runner V2 drafts the most before vLLM 0.32, or if it cannot be watched."""
         draft_token_ids.draft_token_ids = [ids[: self._cotrain_length] for ids in draft_token_ids.draft_token_ids]
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 

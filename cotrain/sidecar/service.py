@@ -1,8 +1,8 @@
-"""The drafter's trainer beside a host's engines: shards in, a decision and a round of training, a publication out.
+"""The drafter's trainer beside a host's engines: it reads their shards, judges and trains drafters, and publishes them.
 
-A round begins with drafter.batch_tokens new tokens of enough rollouts to judge a candidate on, and decides as a step of a run
-does. Engines take a publication with their next step, which may come minutes later: the trainer goes on meanwhile, and the
-publication counts when every engine that works has it.
+A round begins when drafter.batch_tokens new tokens have come, from enough rollouts to judge a candidate on. It decides as a
+step of a run does. Engines take a publication with their next step, which may come minutes later. It counts when every engine
+that works serves it; until then the service still reads shards, but begins no round.
 """
 
 import sys
@@ -30,14 +30,14 @@ from cotrain.sidecar.spool import read_json
 from cotrain.stream.metrics import rollout_metrics
 
 POLL_SECONDS, SILENT_SECONDS = 0.05, 60.0
-MOST_ROUNDS = 10_000  # over which the chance of a false alarm is shared out, since a sidecar has no planned end
-LARGE_ROUND = 8  # times drafter.batch_tokens: then a round waits no longer for more prompts to judge a candidate on
+MOST_ROUNDS = 10_000  # the chance of a false alarm is shared out over these, since a sidecar has no planned end
+LARGE_ROUND = 8  # times drafter.batch_tokens: with these a round no longer waits for more prompts to judge on
 
 
 def serve(config: SidecarConfig, resume: bool, stop: Callable[[], bool]) -> list[dict[str, Any]]:
-    """Train beside the engines that find the spool, until `stop` says so. Returns Spool.verdicts.
+    """Train beside the engines that find the spool, until `stop` returns True. Returns Spool.verdicts.
 
-    Raises ValueError as `prepare`, and RunFailure when training fails. Engines go on with the drafter that they have.
+    Raises ValueError as `prepare` does, and RunFailure when training fails. The engines go on with the drafter they have.
     """
     console = Console(sys.stdout)
     with ExitStack() as stack:
@@ -50,7 +50,7 @@ def serve(config: SidecarConfig, resume: bool, stop: Callable[[], bool]) -> list
 
 
 class DrafterService:
-    """One trainer, and all engines that its drafter serves."""
+    """One trainer, and all engines that draft with its drafter."""
 
     def __init__(self, prepared: Prepared, tracker: Tracker, console: Console):
         self._prepared, self._tracker, self._console = prepared, tracker, console
@@ -60,7 +60,7 @@ class DrafterService:
         heads = list(self._state.task_position or [])
         self._intake = Intake(prepared.spool, self._trainer, self._config.num_speculative_tokens, heads)
         self._engines = Engines(prepared.spool, self._intake)
-        # An alarm that ends a run ends only the speculation of a host, whose rollouts may be of any policy so far.
+        # An alarm may end a host's speculation, but never the host. Its rollouts may be of any earlier policy: sys.maxsize.
         drafter = self._config.drafter.model_copy(update={"on_drafter_failure": "continue"})
         spec = PublisherSpec(drafter, MOST_ROUNDS, sys.maxsize, recomputes=False)
         self._publisher = Publisher(
@@ -73,14 +73,14 @@ class DrafterService:
         self._said: set[str] = set()
 
     def _call(self, method: str, *args: Any) -> Any:
-        """A method of the trainer, as the publisher calls it. Rollouts have been read already."""
+        """Call a method of the trainer for the publisher. "take_in" gets rollouts that have been read, instead of files."""
         if method == "take_in":
             metrics = self._trainer.add_records(args[0])
             return self._trainer.score_fresh(*args[1:]), metrics
         return getattr(self._trainer, method)(*args)
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Rounds until `stop` says so, and then a checkpoint."""
+        """Run rounds until `stop` returns True, and then save a checkpoint."""
         saved = self._state.step
         while not stop():
             self._intake.poll()
@@ -98,7 +98,7 @@ class DrafterService:
         self._console.say(f"{rounds}; go on with: cotrain sidecar {self._prepared.run_dir.resume}")
 
     def _greet(self) -> None:
-        """Say which engines have come, in whose number format drafters are sent from then on."""
+        """Report new engines. From then on, drafters are sent in the number format of the newest one."""
         said: list[str] = []
         if not self._intake.engines and time.monotonic() - self._began > SILENT_SECONDS:
             said.append(f"engines so far: {CAUSES}\n`cotrain sidecar check -- COMMAND` finds out")
@@ -124,7 +124,7 @@ class DrafterService:
         self._engines.update_drafter(payload, version)
 
     def _settle(self, ends: bool = False) -> bool:
-        """Is no publication under way any more? One that every working engine has is kept, a refused one is taken back."""
+        """Return whether no publication is under way. One that every working engine serves is kept, and a refused one undone."""
         if self._pending is None:
             return True
         step, outcome = self._pending
@@ -164,7 +164,7 @@ class DrafterService:
         for rollout in batch.rollouts:
             if rollout.versions.drafter <= self._trainer.drafter_version:
                 publisher.serves(rollout.versions)
-        # A host's policy may move many times in a round, so that versions do not tell how long candidates were refused.
+        # A host's policy may change many times in a round, so its versions do not tell for how long candidates were refused.
         publisher.serving = replace(publisher.serving, judged_on=versions.policy)
         outcome = publisher.evaluate(step, batch, versions)
         self._pending = (step, outcome) if outcome.swap is not None else None
@@ -192,7 +192,7 @@ class DrafterService:
                 self._console.say(f"  {event.kind}: {event.reason}")
 
     def _save(self) -> int:
-        """Save everything but the text of requests. Returns the round."""
+        """Save a checkpoint of everything but the tokens and hidden states of requests. Returns the round."""
         served = replace(self._state.versions, drafter=self._trainer.drafter_version)
         drafting, heads = self._publisher.state(), self._intake.heads
         state = replace(self._state, versions=served, task_position=heads, drafting=drafting)

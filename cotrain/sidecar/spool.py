@@ -1,5 +1,5 @@
 """The spool: the folder through which a host's engines and the trainer beside them exchange files (docs/sidecar.md).
-Every file takes its name when it is complete. Processes of a host read it, so only the standard library is imported.
+A file gets its name only when it is complete. A host's processes use this module, so it imports only the standard library.
 """
 
 import fcntl
@@ -19,14 +19,14 @@ VARIABLE, HOST_VARIABLE = "COTRAIN_SIDECAR", "COTRAIN_HOST"
 
 @dataclass(frozen=True)
 class Settings:
-    """What the trainer has decided for every engine."""
+    """Settings of the trainer that hold for every engine."""
 
     model: str  # the policy, as the host names it
     model_path: str  # the folder that this name stands for
     speculative_config: dict[str, Any]  # vLLM's own argument
     aux_layers: tuple[int, ...]
-    share: float  # of the requests that are tapped, 0 to 1
-    max_bytes: int  # of shards that the trainer has not read; what comes on top is dropped
+    share: float  # share of the requests that are tapped, 0 to 1
+    max_bytes: int  # most bytes of shards that the trainer has not read; others are dropped
     adaptive: bool  # choose the draft length by measured speed, instead of always drafting as many tokens as possible
     replicas: bool  # may several hosts use this spool?
 
@@ -38,7 +38,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return None where there is no such file. Raises ValueError where it holds no JSON."""
+    """Return the content of a file, or None if there is no such file. Raises ValueError if it is not JSON."""
     with suppress(FileNotFoundError):
         return json.loads(path.read_text())
 
@@ -50,7 +50,7 @@ class Spool:
         self._settings, self._owner = self.folder / "settings.json", self.folder / "owner"
 
     def create(self, settings: Settings) -> None:
-        """Make the folder, which nobody else may read, and write the settings. From then on the trainer lives."""
+        """Make the folder, which no other user may read, and write the settings. From then on `is_alive` is True."""
         self.current.parent.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         write_json(self._settings, asdict(settings))
@@ -58,7 +58,7 @@ class Spool:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def settings(self) -> Settings:
-        """Raises ValueError when there are none, or when another version of cotrain wrote them."""
+        """Read the settings. Raises ValueError when there are none, or when another version of cotrain wrote them."""
         try:
             values = read_json(self._settings)
             return Settings(**{**values, "aux_layers": tuple(values["aux_layers"])})
@@ -66,11 +66,11 @@ class Spool:
             raise ValueError(f"{self._settings} cannot be read: {error}") from error
 
     def abandon(self) -> None:
-        """Let engines take the trainer for dead, as they do once its process is gone. What is tapped ends here."""
+        """Release the lock, so that engines behave as if the trainer were gone and tap no more requests."""
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def is_alive(self) -> bool:
-        """Does the trainer live? It holds a lock, which the system takes from a process that is gone."""
+        """Whether the trainer is alive. It holds a lock, which the system releases when the trainer's process ends."""
         with suppress(OSError), (self.folder / "trainer").open() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -79,7 +79,7 @@ class Spool:
         return False
 
     def other_owner(self, host: str) -> dict[str, Any] | None:
-        """Make `host` the owner of the spool. Return the owner, {"host", "pid"}, where another host is it and lives."""
+        """Make `host` the owner of the spool and return None. If another host that lives owns it, return its {"host", "pid"}."""
         with (self.folder / "claims").open("w") as one_at_a_time:
             fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
             owner: dict[str, Any] | None = read_json(self._owner)
@@ -89,13 +89,13 @@ class Spool:
             return None
 
     def add_verdict(self, verdict: dict[str, Any]) -> None:
-        """Say what became of an engine, as `verdicts` returns it. Raises OSError where that cannot be written."""
+        """Record whether an engine was adopted, as `verdicts` returns it. Raises OSError when it cannot be written."""
         folder = self.folder / "verdicts"
         folder.mkdir(exist_ok=True)
         write_json(folder / f"{time.time_ns()}.json", verdict)
 
     def verdicts(self) -> list[dict[str, Any]]:
-        """A {"model", "pid", "reason"} of each engine that found the trainer; the reason is None if it was adopted."""
+        """Return {"model", "pid", "reason"} for each engine that looked for the trainer; reason is None if it was adopted."""
         return [read_json(path) for path in sorted(self.folder.glob("verdicts/*.json"))]
 
     def engine(self, instance_id: str) -> "EngineFolder":
@@ -106,7 +106,7 @@ class Spool:
         return engine
 
     def engines(self) -> list["EngineFolder"]:
-        """All engines that were attached so far."""
+        """Return the folders of all engines that have written facts.json, whether they are attached or not."""
         return [EngineFolder(facts.parent) for facts in sorted(self.folder.glob("engines/*/facts.json"))]
 
 
@@ -118,7 +118,7 @@ class EngineFolder:
     def add_shard(self, write: Callable[[Path], None], described: Any, num_bytes: int, max_bytes: int) -> str | None:
         """Write a shard of num_bytes with `write`, then its description. Return why it was dropped, or None.
 
-        All engines of a spool share max_bytes. A shard is dropped as well when the disk is full or the spool is gone.
+        All engines of a spool share max_bytes. A shard is also dropped when the disk is full or the spool is gone.
         """
         path = self.features / f"{next(self._numbers):09d}.safetensors"
         try:
@@ -135,5 +135,5 @@ class EngineFolder:
         return None
 
     def shards(self) -> list[Path]:
-        """The shards that wait, oldest first. The description of each is beside it, with the suffix .json."""
+        """Return the waiting shards, oldest first. The description of each lies beside it, with the suffix .json."""
         return [path.with_suffix(".safetensors") for path in sorted(self.features.glob("*.json"))]

@@ -1,6 +1,6 @@
-"""The sidecar in a worker of a host's engine: features of its requests out, drafters in, and a report of both.
+"""The sidecar in a worker of a host's engine: it writes out features of requests, swaps drafters in, and reports on both.
 
-It uses what cotrain's own engines use: one tap, one way to swap weights, one set of corrections for the CPU build.
+It shares the tap, the weight swap and the corrections for the CPU build with cotrain's own engines.
 """
 
 import functools
@@ -29,24 +29,24 @@ from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import SamplingParams
 
 SHARD_ROLLOUTS = 32
-"""Finished rollouts that make a shard; after a second, or when the engine has nothing to do, fewer do."""
+"""Shards are written when this many rollouts have finished. Fewer suffice after REPORT_SECONDS, or when the engine is idle."""
 
 
 class WorkerSidecar:
-    """One engine's part of the spool, and what is known of its requests."""
+    """Serves one engine: it knows the engine's part of the spool, and the state of its tapped requests."""
 
     def __init__(self, worker: Any, engine: EngineFolder, settings: Settings):
         self._worker, self._engine, self._settings = worker, engine, settings
         self._breaker, self._corrections = Breaker(), cpu.correct()
         self._policy, self._drafter, self._knows_policy = PolicyWatch(worker, engine.policies), 0, False
         self._versions, self._refused = str(Versions(0, 0)), dict[int, str]()
-        self._live: dict[str, list[tuple[str, int]]] = {}  # of tapped requests: (versions, response tokens before them)
+        self._live: dict[str, list[tuple[str, int]]] = {}  # segments of tapped requests: (versions, tokens before)
         self._finished: dict[SamplingParams, list[tuple[FeatureRecord, dict[str, Any]]]] = defaultdict(list)
         self._dropped, self._seconds, self._windows = Counter[str](), defaultdict[str, float](float), list[Any]()
         self._written = self._reported = 0.0
 
     def hook_in(self) -> None:
-        """Hook into the worker. What can fail comes first."""
+        """Hook into the worker. What can fail comes first, before anything in the engine is changed."""
         worker, runner = self._worker, self._worker.model_runner
         draft, kept = worker.speculative_config.draft_model_config, self._engine.facts.parent / "kept" / "drafter"
         self._weights = ServedWeights(worker.get_draft_model(), draft, kept, worker.get_model())
@@ -75,7 +75,7 @@ class WorkerSidecar:
         return self._hook.no_drafts(*args, **options) if drafts is None else drafts
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self._policy.finish()  # a part of the host's own load: what it raises is the host's
+        self._policy.finish()  # part of the host's own load of weights, so its errors are the host's
         stamp: Stamp | None = getattr(scheduler_output, "cotrain", None)
         self._hook.draft_length = None if stamp is None else scheduler_output.num_spec_tokens_to_schedule
         if stamp is not None:
@@ -90,11 +90,11 @@ class WorkerSidecar:
         return self._execute(scheduler_output, *args, **kwargs)
 
     def _take(self, stamp: Stamp, scheduler_output: Any) -> None:
-        """Take the features of finished requests, whose last tokens are of the versions that serve now."""
+        """Take the features of finished requests. This comes before updates, since their last tokens are of the old versions."""
         for done in stamp.finished:
             self._take_one(*done)
         if stamp.window is not None:
-            self._windows = [*self._windows[-60:], stamp.window]  # nobody may be reading
+            self._windows = [*self._windows[-60:], stamp.window]  # there may be no trainer that reads them
         num, late = sum(map(len, self._finished.values())), time.perf_counter() - self._written > REPORT_SECONDS
         idle = not scheduler_output.total_num_scheduled_tokens
         if num >= SHARD_ROLLOUTS or (num and (idle or late or self._policy.is_dirty)):
@@ -127,7 +127,7 @@ class WorkerSidecar:
         self._seconds["write"] += time.perf_counter() - started
 
     def _follow_policy(self, stamp: Stamp, scheduler_output: Any) -> None:
-        """Give another version to other weights, and serve the drafter again, which their update may have touched."""
+        """If the policy's weights changed, count a new version and load the drafter again, which the update may have touched."""
         starts = scheduler_output.total_num_scheduled_tokens and not scheduler_output.scheduled_cached_reqs.req_ids
         if not self._policy.is_dirty and not (starts and self._policy.has_moved()):
             return
@@ -135,7 +135,7 @@ class WorkerSidecar:
         self._policy.version += 1
         self._hook.tap.policy_version = self._policy.version
         self._begin_segments(stamp)
-        if self._engine.facts.exists():  # else the trainer is gone, and has taken what could be served again with it
+        if self._engine.facts.exists():  # else the trainer is gone, and with it the files to load the drafter from
             self._serve(self._weights.restore)
         started = time.perf_counter()
         with suppress(OSError):  # the disk is full: nothing is tapped until the next version
@@ -159,7 +159,7 @@ class WorkerSidecar:
         self._seconds["swap"] += time.perf_counter() - started
 
     def _begin_segments(self, stamp: Stamp) -> None:
-        """The tapped requests that are running get their next tokens from other versions."""
+        """Begin a new segment of each tapped request that is running: its next tokens come from other versions."""
         self._versions = str(Versions(self._policy.version, self._drafter))
         for name, segments in self._live.items():
             start = stamp.generated.get(name, 0)
@@ -168,7 +168,7 @@ class WorkerSidecar:
             segments.append((self._versions, start))
 
     def _report(self, stamp: Stamp) -> None:
-        """Write state.json, once a second and when versions have changed."""
+        """Write state.json once a second, and at once when versions have changed."""
         now, off = time.perf_counter(), sorted({*stamp.hooks_off, *self._breaker.off})
         if now - self._reported < REPORT_SECONDS:
             return

@@ -25,9 +25,9 @@ class Acceptance:
 
     @classmethod
     def from_length(cls, length: float, k: int, decay: float = 0.97) -> "Acceptance":
-        """Draft position i is accepted after those before it with probability a decay^(i-1), at most 1.
+        """Accept draft position i, given that all before it were, with probability min(1, a decay^(i-1)).
 
-        a is such that k draft tokens give this acceptance length. Raises ValueError for one outside 1 to k + 1.
+        a is chosen so that k draft tokens give this acceptance length. Raises ValueError for a length outside 1 to k + 1.
         """
         if k < 1 or not 1 <= length <= k + 1:
             raise ValueError(f"drafter.acceptance_length: {length} with k = {k}; give 1 to k + 1, and k from 1 on")
@@ -39,7 +39,7 @@ class Acceptance:
         return cls(survival(brentq(lambda a: 1 + survival(a).sum() - length, 0.0, 2 * decay ** (1 - k))).tolist())
 
     def survival(self, k: int) -> Array:
-        """[k]; beyond the known positions each token is accepted after those before it as often as the last known one."""
+        """[k] survival. Beyond the known positions, acceptance given all tokens before stays that of the last known one."""
         return _extended(self._survival, k)
 
     def length(self, k: int | None = None) -> float:
@@ -47,10 +47,10 @@ class Acceptance:
         return 1.0 + float(self.survival(len(self._survival) if k is None else k).sum())
 
     def progress(self, most: int) -> tuple[Array, Array, Array, Array]:
-        """[d] first response tokens of a depth, the first of them 0; and three arrays [most + 1, d] by number of draft tokens:
+        """Return the first response token of each depth [d], from 0 on, and three arrays [most + 1, d] by number of draft tokens:
 
-        tokens that a step emits there on average, their variance over that mean, and tokens by which the last step of a
-        response goes beyond its end, as in a renewal process.
+        mean tokens that a step emits there, their variance over that mean, and mean tokens by which the last step of a
+        response goes past its end, as in a renewal process.
         """
         starts = np.array([start for start, _ in self._by_depth], float)
         curves = np.stack([_extended(curve, most) for _, curve in self._by_depth], axis=1)

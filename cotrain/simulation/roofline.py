@@ -1,8 +1,8 @@
-"""Seconds of a step on a GPU: data sheets, shapes of model and drafter, and constants fitted to measured operators.
+"""Step times on a GPU, from data sheets, shapes of model and drafter, and constants fitted to measured operators.
 
-A step of B requests with k draft tokens computes B (k + 1) rows: the layers and the head over all of them, the sampler,
-k passes of the drafter, and what the host adds. Only the terms of the host are fitted to measured steps. GPUs are those of
-data/hardware.toml, models those of data/models.toml.
+A step of B requests with k draft tokens computes B (k + 1) rows. Its time is that of the layers and the head over all rows, the
+sampler, k passes of the drafter, and the host. Only the host's terms are fitted to measured steps. GPUs are listed in
+data/hardware.toml, models in data/models.toml.
 """
 
 import tomllib
@@ -21,7 +21,7 @@ Precision = Literal["bf16", "fp8"]
 BYTES: dict[Precision, float] = {"bf16": 2.0, "fp8": 1.0}
 
 SMALL_KERNELS_S, SMALL_PASSES = 10e-6, 6
-"""Norms, rotary embedding, activation, residual sums, cache writes: five kernels a layer, that move a row six times."""
+"""Five small kernels of a layer (norms, rotary embedding, activation, residual sums, cache writes): seconds, passes over rows."""
 
 SAMPLER_PASSES, MOST_ROWS = 6, 2048
 """Passes of the sampler over float32 logits; and rows of the largest matrix products that constants were fitted to."""
@@ -34,13 +34,13 @@ DRAFT_VOCABULARY = 32_000
 class Kernel:
     """launch_s + request_s * requests + (moving^sharpness + computing^sharpness)^(1 / sharpness) seconds of an operation.
 
-    Moving bytes and computing take what the data sheet promises over the efficiency.
+    moving and computing: the times of the bytes and of the operations by the data sheet, each divided by its efficiency.
     """
 
     bandwidth_efficiency: float
     launch_s: float
     error: Mapping[str, float]
-    """Relative error of the fit: mean and 90 % quantile (p90) over so many cells."""
+    """Relative error of the fit: its mean, its 90 % quantile (p90), and the number of measured times behind both (cells)."""
     source: str
     flops_efficiency: float = 1.0
     sharpness: float = 1.0
@@ -53,12 +53,12 @@ class Host:
 
     step_s: float
     draft_s: float
-    """For each pass of the drafter. No measurement without speculation tells it."""
+    """For each pass of the drafter. Measurements without speculation cannot tell it."""
     eager_layer_s: float
-    """Least seconds of a layer outside graphs, where the host starts ten operations one by one."""
+    """Least seconds of a layer outside graphs, where the host launches its ten operations one by one."""
     graph_tokens: int | None = None
-    """Rows up to which steps were captured; None: all. vLLM's default was min(2 max_num_seqs, 512) until its pull request
-    50488 of 2026-07-30, which counts requests instead."""
+    """Most rows of a step with a captured graph; None: all steps have one. vLLM's default was min(2 max_num_seqs, 512) until its
+    pull request 50488 of 2026-07-30, which counts requests instead."""
     non_uniform: bool = False
     """Do requests have different numbers of draft tokens (n-gram)? Such steps run outside graphs."""
     source: str = "given"
@@ -66,7 +66,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU: first what the vendor states. Bytes, bytes a second (of the link one way), dense operations a second."""
+    """A GPU. The vendor's figures come first: bytes, bytes per second (of the link one way), dense operations per second."""
 
     name: str
     memory_bytes: float
@@ -78,14 +78,14 @@ class Hardware:
     experts: Mapping[Precision, Kernel]
     attention: Mapping[Precision, Kernel]
     all_reduce: Mapping[int, Kernel]
-    """In CUDA graphs, by the number of GPUs."""
+    """All-reduces in CUDA graphs, by the number of GPUs."""
     host: Host
-    """Where nothing was measured on the system itself."""
+    """Used where nothing was measured on the system itself."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder of gated layers. With experts, intermediate is that of one."""
+    """A decoder with gated feed-forward layers. With experts, `intermediate` is the width of one expert."""
 
     name: str
     layers: int
@@ -105,17 +105,17 @@ class Model:
     """Number format of the layers. Embedding and head are in bf16."""
     kv_cache: Precision = "bf16"
     read: int = 0
-    """Width that attention reads where it is not hidden (a drafter's)."""
+    """Input width of attention where it is not `hidden` (in a drafter); else 0."""
     fused: int = 0
-    """Width that a first matrix fuses to hidden (a drafter's)."""
+    """Input width of the matrix that fuses a drafter's inputs to `hidden`; 0 without one."""
     fuses_always: bool = False
-    """Does that in each pass, not in the first alone."""
+    """Whether every pass of the drafter fuses, not only the first."""
 
     def drafter(self, kind: Literal["eagle3", "mtp"] = "eagle3") -> "Model":
-        """A layer in bf16 with these heads, which runs once for each draft token; the embedding is the model's own.
+        """Return the drafter: one bf16 layer with these heads, run once per draft token. It uses the model's own embedding.
 
-        MTP fuses embedding and hidden state, and drafts all tokens. EAGLE-3 fuses hidden states of three layers in the first
-        pass, and feeds later ones its own. Beside experts, it is three hidden sizes wide.
+        MTP fuses the embedding and the hidden state, and drafts all tokens. EAGLE-3 fuses hidden states of three layers in the
+        first pass, and later passes read its own. For a model with experts, `intermediate` is three times `hidden`.
         """
         mtp, hidden = kind == "mtp", self.hidden
         return replace(
@@ -147,14 +147,14 @@ class Model:
 
     @property
     def active_parameters(self) -> float:
-        """Those that a token is multiplied with: of the experts those that it is sent to, no embedding."""
+        """Parameters that a token is multiplied with: of the experts only those that it is sent to, and no embedding."""
         return sum(self._count(self.experts_per_token, 1))
 
     def forward_flops(self, sequences: Array) -> float:
-        """Operations of a forward pass over [n] sequences of so many tokens; a backward pass is two of them.
+        """Operations of a forward pass over sequences of these lengths [n], in tokens; a backward pass takes twice as many.
 
-        2 for each active parameter and token, and 4 for each unit of attention width and pair of tokens, of which a causal
-        model computes half (Megatron-LM, arXiv 2104.04473).
+        2 per active parameter and token, and 4 per unit of attention width and pair of tokens, halved because attention is
+        causal (Megatron-LM, arXiv 2104.04473).
         """
         width = self.layers * self.heads * self.head_dim
         return float((2 * self.active_parameters * sequences + 2 * width * sequences**2).sum())
@@ -166,7 +166,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of a token of context, over all layers."""
+        """KV cache bytes of a token of context, over all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * BYTES[self.kv_cache]
 
 
@@ -185,33 +185,33 @@ def _entry(file: str, kind: str, name: str) -> dict[str, Any]:
 
 @cache
 def hardware(name: str) -> Hardware:
-    """Raises ValueError that names the known GPUs."""
+    """Return the GPU of this name. Raises ValueError that names the known GPUs."""
     return TypeAdapter(Hardware).validate_python(_entry("hardware", "GPU", name))
 
 
 def model(name: str) -> Model:
-    """Raises ValueError that names the known models."""
+    """Return the model of this name. Raises ValueError that names the known models."""
     return Model(**_entry("models", "model", name))
 
 
 def experts_read(tokens: Array, experts: int, per_token: int) -> Array:
-    """Experts that at least one token is sent to, E (1 - (1 - K/E)^T), as if each token chose at random."""
+    """Expected number of experts that at least one token is sent to, E (1 - (1 - K/E)^T), if each token chooses at random."""
     return experts * (1 - (1 - per_token / experts) ** tokens)
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Operators are added up as in AIConfigurator (arXiv 2601.06288), with rounded rooflines in place of its tables.
+    """Step times summed over operators as in AIConfigurator (arXiv 2601.06288), with rounded rooflines instead of its tables.
 
-    The cache is read once for all rows of a request. Expert and tensor parallelism cost alike. A drafter is split over the
-    GPUs as its target is, which is vLLM's default. Raises ValueError when the weights do not fit, or the heads cannot be split.
+    The KV cache is read once for all rows of a request. Expert and tensor parallelism are taken to cost the same. A drafter is
+    split over the GPUs like its target (vLLM's default). Raises ValueError if weights do not fit, or heads cannot be split.
     """
 
     hardware: Hardware
     model: Model
     tensor_parallel: int = 1
     drafter: Model | None = None
-    """Without one, draft tokens cost their verification alone."""
+    """None: draft tokens cost only their verification."""
     origin: ClassVar[Origin] = "roofline"
 
     def __post_init__(self) -> None:
@@ -225,9 +225,9 @@ class Roofline:
         return self.hardware.host
 
     def kv_tokens(self, request_tokens: int = 1, memory_share: float = 0.9) -> int:
-        """Tokens of context that an engine holds in this share of its memory (`gpu_memory_utilization` of vLLM).
+        """Tokens of context that an engine holds in this share of its memory (vLLM's `gpu_memory_utilization`).
 
-        Raises ValueError when the context of one request, so many tokens, does not fit beside the weights.
+        Raises ValueError when a request with request_tokens of context does not fit beside the weights.
         """
         weights, cache = self.model.weight_bytes, self.model.kv_bytes
         if self.drafter:
@@ -252,7 +252,7 @@ class Roofline:
         if k and self.drafter:
             later = self._pass(self.drafter, batch, batch, batch, self.drafter.fuses_always)
             drafting = self._pass(self.drafter, rows, batch, batch, True) + (k - 1) * later
-            least = 2 * k * self.host.eager_layer_s  # the head and what is around the layer take as long as it
+            least = 2 * k * self.host.eager_layer_s  # twice: head and other operations take as long as the layer
             drafting = np.where(eager, np.maximum(drafting, least), drafting)
             seconds = seconds + drafting + k * self.host.draft_s
         return seconds + self.host.step_s
@@ -264,7 +264,7 @@ class Roofline:
         return moved / self._kv_shards / self.hardware.memory_bandwidth
 
     def prefill(self, num_tokens: float) -> float:
-        """Without attention between the tokens of a prompt, which matters from some ten thousand of them on."""
+        """Leaves out attention between the tokens of a prompt, which matters only from some ten thousand tokens on."""
         return float(self._target(np.array([num_tokens]), np.ones(1), np.ones(1))[0]) if num_tokens else 0.0
 
     def covers(self, k: int, batch: int) -> bool:
@@ -287,7 +287,7 @@ class Roofline:
         return num_bytes / (self.hardware.memory_bandwidth * self.hardware.gemm["bf16"].bandwidth_efficiency)
 
     def _attention(self, m: Model, rows: Array, batch: Array) -> Array:
-        """A layer up to its feed-forward, with its small kernels and both all-reduces, without reading the cache."""
+        """Time of a layer up to its feed-forward part, with small kernels and both all-reduces, without reading the KV cache."""
         known, gpus = self.hardware.all_reduce, self.tensor_parallel
         heads, kv_heads = m.heads / gpus, m.kv_heads / self._kv_shards
         kernel = self.hardware.attention[m.kv_cache]
@@ -295,14 +295,14 @@ class Roofline:
         seconds += self._product(rows, m.read or m.hidden, (heads + 2 * kv_heads) * m.head_dim, m.weights)
         seconds += self._product(rows, heads * m.head_dim, m.hidden, m.weights)
         seconds += SMALL_KERNELS_S + self._moving(SMALL_PASSES * rows * m.hidden * 2)
-        if gpus > 1:  # more GPUs than were measured take what the most take
+        if gpus > 1:  # an unmeasured number of GPUs takes the fit of the next smaller one
             fit = known[max(n for n in known if n <= gpus)]
             moving = rows * m.hidden * 2 / (self.hardware.link_bandwidth * fit.bandwidth_efficiency)
             seconds += 2 * (fit.launch_s + moving)
         return seconds
 
     def _feed_forward(self, m: Model, rows: Array) -> Array:
-        """Count the router and the experts that are read. Their bytes and operations are added, which fits the tables best."""
+        """With experts: the router and the experts that are read; times of bytes and operations add up, which fits best."""
         gpus = self.tensor_parallel
         if not m.experts:
             width = m.intermediate / gpus
@@ -314,7 +314,7 @@ class Roofline:
         return router + self._time(kernel, moved / gpus, flops / gpus, m.weights)
 
     def _pass(self, m: Model, rows: Array, batch: Array, head_rows: Array, fuses: bool = False) -> Array:
-        """All layers and the head."""
+        """Time of all layers and the head."""
         layer = self._attention(m, rows, batch) + self._feed_forward(m, rows)
         fusing = self._product(rows, m.fused, m.hidden) if fuses else 0.0
         return m.layers * layer + fusing + self._product(head_rows, m.hidden, m.vocabulary / self.tensor_parallel)

@@ -1,4 +1,4 @@
-"""A system and its work as numbers, and what speculation makes of a step: the arm beside its twin without speculation."""
+"""Simulate a training step of a system with speculation and the same step without it, and compare the two."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,19 +15,19 @@ from cotrain.simulation.step_time import Array, StepTime
 
 Ints = NDArray[np.int64]
 DraftLengths = int | Sequence[int]
-"""Draft tokens of each request and step: a number, or numbers by batch size, of which the one at 0 is not used."""
+"""Draft tokens per request and step: one number, or one for each batch size, where entry 0 is not used."""
 
 DRAWS = 32
-"""Draws that an interval rests on. They spread evenly over the errors, so that more of them move its ends by little."""
+"""Number of draws behind an interval. They spread evenly over the errors, so that more draws would hardly move its ends."""
 
 MOST_COMPARED = 7
-"""Longest draft that is compared with a scenario's own, unless that is longer."""
+"""Longest draft length that is compared with a scenario's own, unless that is longer."""
 
 REPEATS, FEW_TOKENS = 16, 100_000
-"""A scenario of so few tokens is simulated so many times, so that how chance spreads its responses counts."""
+"""A scenario of at most FEW_TOKENS response tokens is simulated REPEATS times, to average over chance."""
 
 WARM_UP = 3
-"""Passes through a series of steps before the one that counts, so that the start of the run does not."""
+"""Passes through a series of steps before the one that counts, so that the start of the run has no effect."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Engines:
     count: int
     max_num_seqs: int
     kv_tokens: int | None = None
-    """Most tokens of context that an engine holds. A request begins when the whole of its own, at its end, fits."""
+    """Most tokens of context in an engine. A request begins only when its context at full length fits."""
 
 
 class Schedule(NamedTuple):
     step_seconds: float
     exposed_generation: float
-    """Seconds a step in which the learner waits for responses."""
+    """Seconds per step that the learner waits for responses."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ class Scenario:
     acceptance: Acceptance | None
     k: DraftLengths
     steps: int = 1
-    """Steps that the lengths are of. Each is simulated, and answers are means over them."""
+    """Number of steps in `lengths`. Each is simulated, and answers are means over them."""
     step_time_error: float = 0.0
-    """Relative standard error of what a speculating step takes over a plain one."""
+    """Relative standard error of the time of a step with drafts over that of a step without."""
     acceptance_error: float = 0.0
     """Relative standard error of the acceptance length."""
     draft_pace: float | Array = 1.0
-    """Engine steps with drafts take so many times as long as `cost` says; [steps] when each step has its own."""
+    """Factor on the time of engine steps with drafts by `cost`; [steps] if each training step has its own."""
     learner_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each stage of a step but generation."""
+    """Seconds of each stage of a step except generation."""
     generation_overhead: float = 0.0
-    """Seconds of generation in a step beside those of the engines' steps."""
+    """Seconds of a step's generation during which no engine works."""
     lag: int = 0
-    """Steps that generation may be ahead of the learner; 0 is synchronous."""
+    """Steps that generation may run ahead of the learner; 0 is synchronous."""
     drafter_seconds: float = 0.0
     """Drafter training that a step waits for."""
     drafted_k: tuple[int, ...] = ()
@@ -74,12 +74,12 @@ class Scenario:
 
     @property
     def speculates(self) -> bool:
-        """Does it draft, or may it where that pays?"""
+        """Does it draft, at least at batch sizes where that pays?"""
         return self.acceptance is not None and self.k != 0
 
     @property
     def envelope(self) -> bool:
-        """Does it speculate, or not, by a roofline that was adjusted to no measured step with drafts as long as its own?"""
+        """Do times of drafted steps come from a roofline that was not adjusted to measured steps with drafts this long?"""
         known = max((0, *self.drafted_k))
         return self.cost.origin == "roofline" and self.speculates and max(self.most_drafted, 1) > known
 
@@ -89,7 +89,7 @@ class Scenario:
 
     @cached_property
     def requests(self) -> Ints:
-        """[steps times engines, most of an engine] response tokens in the order in which they begin, then zeros.
+        """[steps times engines, most responses of an engine] response tokens in the order in which they begin, then zeros.
 
         Prompts go to the engines in turn, with all their samples.
         """
@@ -106,7 +106,7 @@ class Scenario:
 
     @property
     def prices(self) -> tuple[Ints, Array, Array]:
-        """[batch sizes from 0 on, which costs nothing] draft length, seconds of a step, and those of each token of context."""
+        """Draft length, seconds of a step, seconds per token of context: each [batch sizes from 0 on]; a batch of 0 is free."""
         sizes = np.append(0, self.batches)
         k = [self.k_at(max(size, 1)) for size in sizes.tolist()]
         base = {n: self.cost.base(n, np.maximum(sizes, 1.0)) for n in set(k)}
@@ -127,18 +127,18 @@ class Scenario:
 
     @property
     def draft_lengths(self) -> list[int]:
-        """Those to compare: up to the scenario's own, and on as far as step times are known."""
+        """Draft lengths to compare: up to the scenario's own, and on to MOST_COMPARED where step times are known."""
         own, sizes = self.most_drafted, self.batches.tolist()
         known = (k for k in range(own + 1, MOST_COMPARED + 1) if any(self.cost.covers(k, batch) for batch in sizes))
         return [*range(own + 1), *known] if self.acceptance else [0]
 
     @property
     def learning(self) -> float:
-        """Seconds of a step beside generation."""
+        """Seconds of a step besides generation."""
         return sum(self.learner_seconds.values()) + self.drafter_seconds
 
     def k_at(self, batch: int) -> int:
-        """Draft length of a step of so many requests."""
+        """Draft length of an engine step with this many requests."""
         return self.k if isinstance(self.k, int) else self.k[batch]
 
     def length(self, k: int) -> float:
@@ -150,7 +150,7 @@ class Scenario:
         return self.cost.base(k, batch) + self.cost.slope(k) * batch * self.mean_context
 
     def adaptive(self, most: int) -> "Scenario":
-        """With the draft length up to `most` that gives the most tokens a second at each batch size, the least among equals.
+        """Copy with the draft length up to `most` that gives the most tokens per second at each batch size, the least of equals.
 
         The rule is that of `cotrain.rollout.speculation.controller`.
         """
@@ -159,9 +159,9 @@ class Scenario:
         return replace(self, k=[0, *np.argmax(speeds, axis=0).tolist()])
 
     def longer(self, times: float) -> "Scenario":
-        """With an acceptance length so many times as long, but from 1 to the draft length + 1, and the same draft lengths.
+        """Copy with an acceptance length `times` as long, within 1 to the draft length + 1, and the same draft lengths.
 
-        Fewer steps with drafts take as long as just as many faster ones.
+        It makes steps with drafts faster instead of fewer, which takes the same time.
         """
         length, most = self.length(self.most_drafted), self.most_drafted + 1
         return replace(self, draft_pace=self.draft_pace * length / min(max(times * length, 1.0), most))
@@ -170,16 +170,16 @@ class Scenario:
         return replace(self, k=0, acceptance=None, drafter_seconds=0.0)
 
     def scheduled(self, generation: Array | float) -> Schedule:
-        """Steps whose engines take so many seconds, always or [n] in each."""
+        """Schedule steps whose engines take this many seconds, the same in each or [n] one for each."""
         seconds = np.atleast_1d(generation) + self.generation_overhead
         return schedule(seconds, np.full(len(seconds), self.learning), self.lag)
 
 
 def schedule(generation: Array, learning: Array, lag: int) -> Schedule:
-    """Means over a run that goes through these steps over and over.
+    """Mean times of a run that repeats these steps endlessly.
 
-    generation, learning: [n] seconds of each step, the second until its weights have been sent. Step i generates once step
-    i - 1 is generated and the weights of step i - 1 - lag have arrived; it is learnt from once it is generated and step i - 1
+    generation, learning: [n] seconds of each step; learning includes sending the weights. Step i begins to generate once step
+    i - 1 is generated and the weights of step i - 1 - lag have arrived. The learner takes it once it is generated and step i - 1
     is learnt from. Lag 0 is the synchronous case.
     """
     count = len(generation)
@@ -195,7 +195,7 @@ def schedule(generation: Array, learning: Array, lag: int) -> Schedule:
 
 
 class Generation(NamedTuple):
-    """What the responses of a step take. Counts are those of all engines together, and means over steps."""
+    """What it takes to generate the responses of a step. Counts are sums over engines, and means over steps."""
 
     seconds: float
     """Until the last engine has ended."""
@@ -205,31 +205,31 @@ class Generation(NamedTuple):
     """Share of the time in which an engine has work, mean over engines."""
     drafted: float
     accepted: float
-    """With draft tokens past the end of a response, which are verified and then dropped."""
+    """Includes draft tokens past the end of a response, which are verified and then dropped."""
     acceptance_length: float
-    """Tokens that a verification step emits on average; 1 without any."""
+    """Tokens that a verification step emits on average; 1 if there were none."""
     step_seconds: Array
     """[steps]"""
     timeline: tuple[Array, Array]
-    """[spans, engines] of the first step: seconds at which spans end, and requests that run until then."""
+    """[spans, engines] each, of the first step: seconds at which spans end, and requests that run until then."""
 
 
 def generate(s: Scenario) -> Generation:
-    """Simulate each step from the end of one response to the next. Between them all running requests advance at each engine step
-    by what one emits on average at their depth, and by chance a response takes more steps or fewer.
+    """Simulate each step, from the end of one response to the next. In between, an engine step advances every running request by
+    the mean number of tokens emitted at its depth; by chance, a response takes more steps or fewer.
 
-    A freed slot takes the next request, whose prompt is computed first; one that no engine has room for is left out. Without
-    drafts nothing is approximate.
+    A freed slot takes the next request, whose prompt is computed first; a request that is too long for any engine is left out.
+    Without drafts nothing is approximate.
     """
     repeats, (k, base, slope) = REPEATS if s.flat.sum() <= FEW_TOKENS else 1, s.prices
     starts, emitted, spread, beyond = (s.acceptance or Acceptance([0.0])).progress(s.most_drafted)
-    queued = np.tile(np.pad(s.requests, ((0, 0), (0, 1))), (repeats, 1))  # a row an engine, with a zero for its end
+    queued = np.tile(np.pad(s.requests, ((0, 0), (0, 1))), (repeats, 1))  # one row per engine, ended by a zero
     levels = np.tile(_normal(repeats), (queued.size // repeats, 1)).T
     luck = np.random.default_rng(0).permuted(levels, axis=0).reshape(queued.shape) * np.sqrt(queued)
     room, prefill = s.engines.kv_tokens or np.inf, cache(lambda prompts: s.cost.prefill(prompts * s.prompt_tokens))
     pace = np.tile(np.repeat(np.broadcast_to(s.draft_pace, s.steps), s.engines.count), repeats)
     clock, begun, spans = np.zeros(len(queued)), np.zeros(len(queued), int), list[tuple[Array, ...]]()
-    lengths, done, chance = np.zeros((3, len(queued), len(k) - 1))  # of each slot; one without a request has length 0
+    lengths, done, chance = np.zeros((3, len(queued), len(k) - 1))  # per slot; a slot without a request has length 0
     while True:
         if queued[np.arange(len(queued)), begun].any():
             place = np.minimum(begun[:, None] + (lengths == 0).cumsum(1) - 1, queued.shape[1] - 1)
@@ -259,7 +259,7 @@ def generate(s: Scenario) -> Generation:
 
 
 def _summary(s: Scenario, clock: Array, batch: Array, k: Array, verified: Array, emitted: Array) -> Generation:
-    """All [spans, repeats times steps times engines]; verified, emitted: those of all requests."""
+    """Summarise spans, [spans, repeats times steps times engines] each; verified and emitted are sums over requests."""
     seconds = clock[-1].reshape(-1, s.steps, s.engines.count)
     share = (k > 0) * s.engines.count / clock.shape[1]
     drafted, accepted, drafts = ((x * share).sum() for x in (k * verified, emitted - verified, verified))
@@ -296,7 +296,7 @@ class Answer(NamedTuple):
 
 
 def answer(scenario: Scenario) -> Answer:
-    """Simulate the arm and its twin without speculation, with intervals by draws of what is uncertain."""
+    """Simulate the scenario with and without speculation. Intervals come from draws of what is uncertain."""
     arms = (scenario.without_speculation(), scenario)
     runs = [generate(arm) for arm in arms]
     plain, speculating = (run.seconds for run in runs)
@@ -311,8 +311,8 @@ def answer(scenario: Scenario) -> Answer:
 
 
 def _draws(s: Scenario) -> tuple[Array, Array]:
-    """[DRAWS] generation times of other prompts, and [DRAWS] speed-ups of them at other prices and acceptance lengths, both
-    over their mean. Steps with drafts take longer by the error of both: speed goes with acceptance length over step time."""
+    """[DRAWS] generation times of resampled prompts and [DRAWS] speed-ups with other step times and acceptance lengths, both over
+    their mean. The pace of steps with drafts carries both errors, since speed goes with acceptance length over step time."""
     prompts, error = -(-len(s.lengths) // s.steps), float(np.hypot(s.step_time_error, s.acceptance_error))
     chosen = np.stack([np.random.default_rng(i).integers(len(s.lengths), size=prompts) for i in range(DRAWS)])
     paces = np.exp(-error * np.random.default_rng(0).permutation(_normal(DRAWS)))
@@ -323,5 +323,5 @@ def _draws(s: Scenario) -> tuple[Array, Array]:
 
 
 def _normal(count: int) -> Array:
-    """Normal deviates that spread evenly."""
+    """Evenly spread quantiles of the standard normal distribution."""
     return np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])

@@ -12,7 +12,7 @@ Cells = Mapping[tuple[int, int], float]
 """(draft length, batch size) -> seconds of a decode step."""
 
 FAR = 1.5
-"""Ratio of batch sizes between which a difference of step times is no noise."""
+"""Ratio of batch sizes from which on a difference of their step times is more than noise."""
 
 Origin = Literal["measured", "fitted", "roofline"]
 
@@ -20,10 +20,10 @@ Origin = Literal["measured", "fitted", "roofline"]
 class StepTime(Protocol):
     """What an engine step of draft length k costs.
 
-    base: [n] seconds of a decode step at these batch sizes, without what its context costs. slope: seconds for each token of
-    context that the requests of the step hold together; 0 where what was measured does not tell. prefill: seconds that
-    computing so many prompt tokens adds to the decode steps. covers: whether the step lies within what was measured; what
-    does not is extrapolated, and to be marked.
+    base: [n] seconds of a decode step at these batch sizes, without the cost of context. slope: seconds per token of context, of
+    all requests of the step together; 0 where the measurements do not tell. prefill: seconds that computing this many prompt
+    tokens adds to the decode steps. covers: whether the step lies within what was measured; any other is extrapolated, and must
+    be marked.
     """
 
     @property
@@ -37,10 +37,10 @@ class StepTime(Protocol):
 
 
 class MeasuredCells(StepTime):
-    """Linear in log seconds over log batch size between measured batch sizes, and in k between measured draft lengths.
+    """Interpolation: log seconds over log batch size between measured batches, seconds over k between measured draft lengths.
 
-    A batch below the smallest measured one costs as much as that. Beyond the largest, each request adds what it does on average
-    from the next cell of at most 1 / FAR the size on, as in a law that is affine in the batch, but never makes a step cheaper.
+    A batch below the smallest measured one costs the same as that. Beyond the largest, each request adds the mean slope between
+    the largest cell and the next one of at most 1 / FAR its size, as in a law that is affine in the batch, but never less than 0.
     """
 
     origin: Origin = "measured"
@@ -54,7 +54,7 @@ class MeasuredCells(StepTime):
             self._cells.setdefault(k, {})[batch] = seconds
 
     def base(self, k: int, batch: Array) -> Array:
-        """[n] seconds. Raises ValueError for a k below the measured ones, or where there is only another one."""
+        """[n] seconds. Raises ValueError for a k below the measured ones, or if only one other k was measured."""
         if k in self._cells:
             return self._at_length(k, batch)
         lengths = list(self._cells)

@@ -1,4 +1,4 @@
-"""SYSTEM.toml: what is simulated and where its constants come from, checked and turned into a scenario."""
+"""The schema of SYSTEM.toml: what is simulated and where its constants come from. It is checked and turned into a scenario."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -20,21 +20,21 @@ from cotrain.simulation.step_time import Array, FittedLaw, MeasuredCells, StepTi
 from drafters.config import Section
 
 STEP_TIME_ERRORS = {"measured": 0.03, "fitted": 0.1, "roofline": 0.1, "envelope": 0.35}
-"""Relative error of the step-time ratio where the system states none, by where step times come from: about what
-docs/simulator.md finds on measurements that were held out, the last of a roofline that was adjusted to no drafted row."""
+"""Default relative error of the step-time ratio, by the origin of the step times: about what docs/simulator.md finds on held-out
+measurements. "envelope" is a roofline that was not adjusted to a measured step with drafts that long."""
 
 OF_A_SYSTEM = {"cost.gpu": None, "cost.model": None, "cost.tensor_parallel": 1, "cost.drafter": "eagle3"}
-"""Fields and their defaults. A drafted row says nothing of a system in which one of them is another."""
+"""Fields, with defaults, that a step measured with drafts depends on. If one of them changes, the measurement no longer holds."""
 
 MEASURED_WITH = {name: set(OF_A_SYSTEM) for name in ("cost.drafted_k", "cost.host_draft_ms", "cost.eager_layer_ms")}
 MEASURED_WITH |= {"drafter.by_depth": {"drafter.accept"}}
-"""Fields that are left out when overrides change one of those with which they were measured, unless they are given anew."""
+"""Field -> fields with which it was measured. If overrides change one of those, the field is left out unless they give it too."""
 
 LEFT_OUT = "left out"
-"""How the origin of such a field begins."""
+"""Start of the origin text of a field that was left out in this way."""
 
 LOGNORMAL = {"prompts", "samples", "mean_length", "sigma", "group_share"}
-"""Fields of the workload that describe lengths which are drawn."""
+"""Fields of the workload that describe randomly drawn response lengths."""
 
 
 class EnginesConfig(Section):
@@ -45,9 +45,9 @@ class EnginesConfig(Section):
     max_num_seqs: PositiveInt = 256
     """Most requests that an engine runs at once; others wait."""
     kv_tokens: PositiveInt | None = None
-    """Tokens of context that an engine holds. Default: what fits by a roofline; no limit with measured step times."""
+    """Tokens of context that fit into an engine. Default: computed with a roofline; no limit with measured step times."""
     overhead_seconds: NonNegativeFloat = 0.0
-    """Seconds of generation in a step in which no engine works."""
+    """Seconds of a step's generation during which no engine works."""
 
 
 class RooflineCost(Section):
@@ -60,21 +60,21 @@ class RooflineCost(Section):
     model: str
     """Policy, by its name in cotrain/simulation/data/models.toml."""
     tensor_parallel: PositiveInt = 1
-    """GPUs of an engine."""
+    """GPUs per engine."""
     drafter: Literal["eagle3", "mtp", "history"] = "eagle3"
-    """What drafts where there is a [drafter]. history (n-gram, suffix) takes no time of its own and drafts unequal lengths."""
+    """Kind of drafter, given a [drafter]. history (n-gram, suffix) takes no time, and its draft lengths differ by request."""
     graph_tokens: PositiveInt | None = None
-    """Largest step that has a captured CUDA graph, in tokens: requests times draft length + 1. Default: all steps have one.
-    Before its pull request 50488, vLLM had them up to min(2 max_num_seqs, 512) tokens."""
+    """Largest step with a captured CUDA graph, in tokens: requests times (draft length + 1). Default: all steps have one.
+    Before its pull request 50488, vLLM captured graphs of up to min(2 max_num_seqs, 512) tokens."""
     host_step_ms: NonNegativeFloat | None = None
-    """What the host adds to each step. Default, as of the next two: what hardware.toml states."""
+    """Time that the host adds to each step. Default of this and the next two fields: the value in hardware.toml."""
     host_draft_ms: NonNegativeFloat | None = None
-    """What the host adds for each pass of the drafter."""
+    """Time that the host adds for each pass of the drafter."""
     eager_layer_ms: NonNegativeFloat | None = None
-    """Least time of each of the policy's layers in a step that has no captured graph."""
+    """Least time of each layer of the policy in a step without a captured graph."""
     drafted_k: tuple[PositiveInt, ...] = ()
-    """Draft lengths of the steps measured on this very system that these constants were adjusted to. Longer drafts give an
-    envelope: for systems that are known, speed-ups came out 35 to 60 % too high without a measured one."""
+    """Draft lengths of steps measured on this very system, to which these constants were adjusted. Longer drafts give only an
+    envelope: without a measured step, predicted speed-ups of known systems were 35 to 60 % too high."""
     error: NonNegativeFloat | None = None
     """Relative standard error of the step-time ratio. Default: 0.1 up to the largest of drafted_k, 0.35 beyond."""
 
@@ -87,15 +87,15 @@ class CellsCost(Section):
     cells: tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...]
     """[draft length, batch size, milliseconds of a decode step] of each measurement; repeated ones count as their median."""
     law: bool = False
-    """Fit a law of five constants to the cells, which prompts then cost by too, in place of interpolating between them."""
+    """Fit a law of five constants to the cells instead of interpolating between them. It also gives the time of prompts."""
     prefill_tokens_per_s: PositiveFloat | None = None
-    """Prompt tokens computed a second, between cells. Default: prompts take no time."""
+    """Prompt tokens computed per second, unless `law` is true. Default: prompts take no time."""
     error: NonNegativeFloat | None = None
-    """Relative standard error of the step-time ratio. Default: 0.03 between cells, 0.1 by a law."""
+    """Relative standard error of the step-time ratio. Default: 0.03 for cells, 0.1 for a law."""
 
 
 class WorkloadConfig(Section):
-    """What a step generates. Lengths are those of `groups`, or log-normal ones."""
+    """What a step generates. Response lengths are given in `groups`, or drawn from a log-normal distribution."""
 
     prompts: PositiveInt = 64
     """Prompts of a step."""
@@ -108,16 +108,16 @@ class WorkloadConfig(Section):
     sigma: NonNegativeFloat = 1.0
     """Standard deviation of the logarithm of a length."""
     group_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Part of its variance that the samples of a prompt share."""
+    """Share of the variance of that logarithm that is common to all samples of a prompt."""
     limit: PositiveInt = 32768
     """Most tokens of a response."""
     groups: tuple[Annotated[tuple[PositiveInt, ...], Field(min_length=1)], ...] = ()
-    """Tokens of real responses, by prompt and step after step, in place of prompts and samples; the limit cuts them too."""
+    """Tokens of real responses, a list per prompt, step after step. They replace prompts and samples; the limit cuts them too."""
     steps: PositiveInt = 1
     """Steps that are simulated; the answer is their mean."""
 
     def lengths(self, seed: int = 0) -> list[list[int]]:
-        """Tokens of the responses to each prompt, step after step; the seed is that of lengths which are drawn.
+        """Return the tokens of the responses to each prompt, step after step. The seed is for lengths that are drawn.
 
         Raises ValueError for fields that do not go together.
         """
@@ -142,20 +142,20 @@ class DrafterConfig(Section):
     accept: tuple[float, ...] | None = None
     """Share of drafts of which at least 1, 2, ... tokens are accepted."""
     by_depth: tuple[tuple[NonNegativeInt, tuple[float, ...]], ...] = ()
-    """[first token of the response, accept from there on], where acceptance changes within a response."""
+    """[first response token, accept from that token on], if acceptance changes within a response."""
     acceptance_length: PositiveFloat | None = None
     """In place of accept: tokens that a verification step emits on average."""
     acceptance_k: PositiveInt | None = None
     """Draft length at which acceptance_length was measured; given with it."""
     k: NonNegativeInt = 3
-    """Draft tokens of a request and step; the most of them when adaptive."""
+    """Draft tokens per request and step; the largest number when adaptive."""
     adaptive: bool = False
-    """Do the engines take the draft length from 0 to k with the most tokens a second at each batch size?"""
+    """At each batch size, do the engines use the draft length from 0 to k that gives the most tokens per second?"""
     error: NonNegativeFloat = 0.03
     """Relative standard error of the acceptance length."""
 
     def acceptance(self) -> Acceptance:
-        """What is accepted of drafts. Raises ValueError where that is impossible, or not given in just one way."""
+        """Return the acceptance of drafts. Raises ValueError for impossible values, and unless it is given in exactly one way."""
         if self.accept is not None and self.acceptance_length is None and self.acceptance_k is None:
             return Acceptance(self.accept, self.by_depth)
         if self.accept is None and not self.by_depth and self.acceptance_length and self.acceptance_k:
@@ -165,28 +165,28 @@ class DrafterConfig(Section):
 
 
 class LearnerConfig(Section):
-    """All that a step does beside generating."""
+    """Everything in a step besides generation."""
 
     seconds: dict[str, NonNegativeFloat] = {}
-    """Seconds of its stages, such as prepare, logprob, train and sending the weights."""
+    """Seconds of each stage, such as prepare, logprob, train and sending the weights."""
     gpus: PositiveInt | None = None
-    """GPUs of the learner: logprob and train are computed for the GPU and model of a roofline where `seconds` lacks them."""
+    """GPUs of the learner. If given, logprob and train are computed for a roofline's GPU and model where `seconds` lacks them."""
     train_mfu: PositiveFloat = 0.4
     """Share of the GPUs' peak that training reaches."""
     logprob_mfu: PositiveFloat = 0.25
     """Share of the GPUs' peak that log probabilities reach."""
     lag: NonNegativeInt = 0
-    """Steps that generation may be ahead of the learner, on machines of its own; 0 is synchronous."""
+    """Steps that generation may run ahead of the learner, on separate machines; 0 is synchronous."""
 
 
 class CotrainingConfig(Section):
-    """Training of the drafter beside the policy, which gives the acceptance of [drafter]."""
+    """Training of the drafter beside the policy. The acceptance in [drafter] is the one that this training has reached."""
 
     gain: float
-    """Acceptance length above that of a drafter which is not trained, with acceptance_k draft tokens or as many as accept
-    has; below 0 where training made it worse."""
+    """How much longer the acceptance length is than without training, with acceptance_k draft tokens or as many as accept has;
+    below 0 if training made it worse."""
     seconds_per_step: NonNegativeFloat
-    """Seconds of its training for each step."""
+    """Seconds of drafter training per step."""
     exposed: bool = False
     """Does the step wait for it?"""
 
@@ -207,11 +207,11 @@ class System(Section):
 
     @property
     def given(self) -> Table:
-        """Fields as they were given."""
+        """Only the fields that were given, as plain data."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     def constants(self, built: Scenario) -> dict[str, Any]:
-        """Every constant with its origin, as plain data; what was not given as it came out in the scenario built of it."""
+        """Return every constant with its origin, as plain data. Those not given come from `built`, the scenario built of this."""
         fields = flatten(self.model_dump(mode="json", exclude={"origins"}))
         found: dict[str, Any] = {n: {"value": v, "origin": self.origins.get(n, "default")} for n, v in fields.items()}
         found["cost.error"]["value"] = built.step_time_error
@@ -221,7 +221,7 @@ class System(Section):
         return found
 
     def build(self) -> Scenario:
-        """Raises ValueError for what is unknown, does not go together or does not fit."""
+        """Build the scenario. Raises ValueError for unknown names, fields that contradict each other, and what does not fit."""
         acceptance = self.drafter.acceptance() if self.drafter else None
         training = self.cotraining if acceptance else None
         if acceptance and training and training.gain > (most := acceptance.length() - 1):
@@ -250,7 +250,7 @@ class System(Section):
         return replace(scenario, step_time_error=usual_error if self.cost.error is None else self.cost.error)
 
     def _cost(self, longest: int) -> tuple[StepTime, int | None]:
-        """Step times, and the tokens of context that an engine holds, of which the longest request needs so many."""
+        """Return the step times, and the tokens of context that an engine holds; `longest` is what the longest request needs."""
         cost = self.cost
         if (room := self.system.kv_tokens) and room < longest:
             raise ValueError(f"system.kv_tokens: {room} hold no request of {longest} tokens; lower workload.limit")
@@ -281,14 +281,14 @@ class System(Section):
 
 
 def load_system(path: str | Path, overrides: Sequence[str] = ()) -> System:
-    """A SYSTEM.toml with key=value over it. Raises ConfigError listing all problems."""
+    """Load a SYSTEM.toml and apply key=value overrides. Raises ConfigError listing all problems."""
     return parse_system(read_tables([path], [])[0], overrides, str(path))
 
 
 def parse_system(table: Table, overrides: Sequence[str] = (), origin: str = "given") -> System:
-    """Fields with key=value over them; `origins` may tell more of where they come from. Raises ConfigError as load_system.
+    """Build a system from a table and key=value overrides. Raises ConfigError listing all problems.
 
-    Overrides leave out what was measured with other values of theirs, see MEASURED_WITH. The origin of such a field says so.
+    `origin` is for fields missing in the table's `origins`. What was measured with a changed field is left out (MEASURED_WITH).
     """
     changes: Table = reduce(merge, read_tables([], overrides), {})
     before, after = flatten(table), flatten(changes)
@@ -302,6 +302,6 @@ def parse_system(table: Table, overrides: Sequence[str] = (), origin: str = "giv
         table = table | {section: {name: value for name, value in table[section].items() if name != field}}
     system = validated(System, merge(table, changes))
     told = dict.fromkeys(before, origin)
-    for name in sorted(system.origins):  # so that the longest that holds for a field is the last
+    for name in sorted(system.origins):  # the most specific name that covers a field comes last, and wins
         told |= dict.fromkeys((field for field in before if f"{field}.".startswith(f"{name}.")), system.origins[name])
     return system.model_copy(update={"origins": system.origins | told | dict.fromkeys(after, "command line") | left})

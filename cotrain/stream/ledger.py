@@ -1,9 +1,9 @@
-"""Which groups are under way, and which may begin. Pure: no clock, no Ray, no engine.
+"""Keeps track of which groups are in progress and which may start. Pure: no clock, no Ray, no engine.
 
-Groups are numbered in the order in which they are admitted, and trained on in the same order, P in each step: group g
-belongs to step g // P + 1, whatever happens to it. It is admitted when at least g // P - L steps are served, and trained
-on when g // P are, so no token of it is older than L policy versions (docs/asynchronous.md). A group that is lost starts
-over in its place, later than before, and so it is younger.
+Groups are numbered in order of admission and trained on in the same order, P in each step: group g always belongs to
+step g // P + 1. It is admitted once the weights of at least g // P - L steps are served, and trained on once those of
+g // P steps are, so none of its tokens is older than L policy versions (docs/asynchronous.md). A group that is lost is
+generated again under the same number. It starts later then, so its tokens are newer and the bound still holds.
 """
 
 from collections import Counter
@@ -17,31 +17,31 @@ from cotrain.records import Rollout, Versions
 State = Literal["admitted", "dispatched", "finished", "scored", "taken"]
 
 NEXT: dict[State, State] = {"admitted": "dispatched", "dispatched": "finished", "finished": "scored", "scored": "taken"}
-"""The states of a group in their order. A taken group is forgotten when its slot is released."""
+"""Each state of a group and the one that follows it. A taken group is removed when its slot is released."""
 
 MOST_LOST, MOST_LOST_SHARE = 10, 0.1
-"""A run ends when more groups are lost than this number plus this share of those admitted: so many are no accident."""
+"""A run ends when it loses more groups than this number plus this share of the admitted ones: that many are no accident."""
 
 
 ENGINE_DIED = "its engine died"
-"""A reason that does not count here: one death takes all groups of an engine, and cluster.min_engines bounds deaths."""
+"""A reason that does not count: one death loses all groups of an engine, and cluster.min_engines already limits deaths."""
 
 
 @dataclass
 class Group:
-    """One prompt of the stream, on its way to the learner."""
+    """One prompt with all its samples, on its way to the learner."""
 
     number: int
     state: State = "admitted"
     attempt: int = 0
-    """How often it was lost and started over."""
+    """How many times it was lost and started over."""
 
 
 class Ledger:
-    """The groups that hold a slot, by number."""
+    """The groups that hold one of the (max_policy_lag + 1) * prompts_per_step slots, by number."""
 
     def __init__(self, prompts_per_step: int, max_policy_lag: int, total_steps: int, served: int = 0):
-        """served: steps whose weights are served. Their groups are gone; the next one begins behind them."""
+        """served: number of steps whose weights are already served. Their groups are done; numbering continues after them."""
         self._prompts_per_step, self._max_policy_lag = prompts_per_step, max_policy_lag
         self._total = total_steps * prompts_per_step
         self.served = served
@@ -52,7 +52,7 @@ class Ledger:
         self.groups: dict[int, Group] = {}
 
     def admit(self) -> list[Group]:
-        """Admit as many groups as there are free slots for. No group is admitted that no step would train on."""
+        """Admit a group for each free slot, but none beyond the last step of the run. Returns the new groups."""
         bound = (self._max_policy_lag + 1 + self.served) * self._prompts_per_step
         new = [Group(number) for number in range(self.admitted, min(bound, self._total))]
         self.groups |= {group.number: group for group in new}
@@ -60,7 +60,7 @@ class Ledger:
         return new
 
     def move(self, number: int, state: State) -> Group:
-        """A group goes on to its next state. Raises ValueError for any other."""
+        """Move a group to `state`. Raises ValueError unless that is its next state."""
         group = self.groups[number]
         if NEXT.get(group.state) != state:
             raise ValueError(f"group {number} cannot go from {group.state} to {state}")
@@ -68,11 +68,11 @@ class Ledger:
         return group
 
     def restore(self, number: int) -> None:
-        """An admitted group was scored before a resume."""
+        """Mark an admitted group as scored, because it was scored before the run was resumed."""
         self.groups[number].state = "scored"
 
     def lose(self, number: int, reason: str) -> Group:
-        """A group starts over in its place. Raises RunFailure when too many do."""
+        """Start a group over under the same number. Raises RunFailure when too many were lost, ValueError for a taken group."""
         group = self.groups[number]
         if group.state == "taken":
             raise ValueError(f"group {number} is trained on and cannot be lost")
@@ -85,7 +85,7 @@ class Ledger:
         return group
 
     def take(self) -> list[int] | None:
-        """The next step's groups, once all of them are scored; None before."""
+        """Mark the next step's groups as taken and return their numbers; None until all of them are scored."""
         first = self.served * self._prompts_per_step
         numbers = range(first, first + self._prompts_per_step)
         if any(number not in self.groups or self.groups[number].state != "scored" for number in numbers):
@@ -95,7 +95,7 @@ class Ledger:
         return list(numbers)
 
     def release(self) -> list[int]:
-        """The slots of a step whose weights are served (or whose policy is not trained) are free again. Returns its groups."""
+        """Free the slots of the taken step once its weights are served (or the policy is not trained). Returns its groups."""
         taken = [number for number, group in self.groups.items() if group.state == "taken"]
         if len(taken) != self._prompts_per_step:
             raise ValueError(f"{len(taken)} groups are taken, a step has {self._prompts_per_step}")
@@ -109,7 +109,7 @@ class Ledger:
         return sum(group.state in states for group in self.groups.values())
 
     def describe(self) -> str:
-        """What every group is at, for a message."""
+        """Say how many groups are in each state, for an error message."""
         states = Counter(group.state for group in self.groups.values())
         oldest = min(self.groups, default=None)
         what = ", ".join(f"{count} {state}" for state, count in states.items()) or "none"
@@ -117,9 +117,9 @@ class Ledger:
 
 
 def check_lag(rollouts: Sequence[Rollout], served: Versions, max_policy_lag: int) -> None:
-    """Raise RunFailure for a rollout that is older than the bound, or whose policy versions are none that were served.
+    """Raise RunFailure for a rollout older than max_policy_lag, or whose policy versions go back or were never served.
 
-    Admission makes both impossible, so that either is a fault of the engine or of cotrain.
+    None of this can happen when groups are admitted as above, so a failure is a bug in the engine or in cotrain.
     """
     for rollout in rollouts:
         name = f"rollout {rollout.prompt_id}/{rollout.sample_index}"

@@ -1,4 +1,4 @@
-"""How long the responses to a prompt will be, from those to it before; and what an order of prompts makes of that."""
+"""Predicts response lengths from earlier responses to the same prompt, and measures what an order of prompts gains."""
 
 import heapq
 import math
@@ -9,36 +9,36 @@ from typing import Any
 import numpy as np
 
 NEWEST_WEIGHT = 0.5
-"""Weight of a prompt's newest samples in its moving average: the policy that wrote the older ones has moved."""
+"""Weight of a prompt's newest samples in its moving average: an older policy wrote the other ones."""
 
 KEPT = 1024
-"""Newest responses whose lengths are compared with what had been expected of them."""
+"""Number of newest responses whose actual lengths are compared with the expected ones."""
 
 QUANTILES = (0.1, 0.5, 0.9)
 
 
 class LengthHistory:
-    """A moving average of log length for each prompt, and how far lengths have been from what it let expect.
+    """A moving average of the log length for each prompt, and how far actual lengths were from those expected by it.
 
-    A truncated response counts as one that is at least as long. Averages are geometric means: medians of log-normal lengths.
+    The length of a truncated response is a lower bound. Averages are geometric means, the medians of log-normal lengths.
     """
 
     def __init__(self) -> None:
         self._logs: dict[str, float] = {}
         self._overall = 0.0
-        # Log of length over expected length and whether it was truncated, of prompts that had been seen before.
+        # log(length / expected length) and whether the response was truncated, for prompts that had been seen before.
         self._errors = deque[tuple[float, bool]](maxlen=KEPT)
         self._inside = deque[bool](maxlen=KEPT)
 
     def expected(self, prompt_id: str) -> float:
-        """Tokens of a response to this prompt; of one to any prompt where this one has not been seen. 1 before all."""
+        """Expected response tokens for this prompt, or for any prompt if this one is new; 1 before the first observation."""
         return math.exp(self._logs.get(prompt_id, self._overall))
 
     def remaining(self, prompt_id: str, generated: int) -> tuple[float, ...] | None:
-        """QUANTILES of the tokens still to come of a response that has so many, as if none were ever truncated.
+        """QUANTILES of the tokens still to come in a response that has `generated` tokens, as if none were ever truncated.
 
-        Past responses tell how lengths scatter around what is expected: where some of them were truncated, their quantiles are
-        those of Kaplan and Meier, and where too many were, the result is a lower bound. None where no response was that long.
+        They come from how past lengths scattered around the expected ones: as Kaplan-Meier quantiles if some responses were
+        truncated, and as lower bounds if too many were. None if no past response, scaled to this prompt, was longer.
         """
         expected = self.expected(prompt_id)
         longer = sorted((n, cut) for error, cut in self._errors if (n := expected * math.exp(error)) > generated)
@@ -50,7 +50,7 @@ class LengthHistory:
         return tuple(float(lengths[min(i, len(longer) - 1)]) - generated for i in first)
 
     def observe(self, prompt_id: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
-        """Learn the lengths of a prompt's samples. With half of them truncated, the expected length is at least the longest."""
+        """Learn from the lengths of a prompt's samples. If half of them are truncated, at least the longest is expected next."""
         known, usual = self._logs.get(prompt_id), self.remaining(prompt_id, 0)
         expected = math.log(self.expected(prompt_id))
         logs = [math.log(max(1, length)) for length in lengths]
@@ -66,25 +66,25 @@ class LengthHistory:
 
     @property
     def error(self) -> float | None:
-        """Median absolute log error of what was expected of responses to prompts seen before; None where none came.
+        """Median absolute log error of the expected lengths, over responses to prompts seen before; None if there are none.
 
-        A truncated response that was expected to be longer is no error.
+        A truncated response that was expected to be longer has error 0.
         """
         errors = [max(0.0, error) if cut else abs(error) for error, cut in self._errors]
         return float(np.median(errors)) if errors else None
 
     def metrics(self) -> dict[str, float]:
-        """The error, and the share of responses between the lowest and the highest of QUANTILES, of which 0.8 should be."""
+        """The error, and the share of responses between the lowest and the highest of QUANTILES, which should be 0.8."""
         found = {"rollout/length_error": self.error}
         found["rollout/length_in_range"] = sum(self._inside) / len(self._inside) if self._inside else None
         return {name: value for name, value in found.items() if value is not None}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The history as values that JSON can hold, for a checkpoint."""
         return {"logs": dict(self._logs), "errors": [*map(list, self._errors)], "inside": list(self._inside)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Continue from what `state` returned."""
         self._logs = dict(state["logs"])
         self._overall = sum(self._logs.values()) / max(1, len(self._logs))
         self._errors = deque([(error, cut) for error, cut in state["errors"]], maxlen=KEPT)
@@ -92,9 +92,9 @@ class LengthHistory:
 
 
 def order_speedup(lengths: dict[int, list[int]], begun: Sequence[int], num_engines: int, slots: int) -> float | None:
-    """Makespan of a step's groups in the order drawn, over that in the order in which they began; None if nothing queues.
+    """Makespan of a step's groups in the order drawn, over that in the order they began; None if all requests fit at once.
 
-    lengths: those of each group, by number; begun: their numbers. The groups have the engines for themselves, as without lag.
+    lengths: response lengths by group number. begun: these numbers as the groups began. Nothing else runs, as without lag.
     """
     if sum(len(lengths[number]) for number in begun) <= num_engines * slots:
         return None
@@ -103,10 +103,10 @@ def order_speedup(lengths: dict[int, list[int]], begun: Sequence[int], num_engin
 
 
 def makespan(groups: Sequence[Sequence[int]], num_engines: int, slots: int) -> int:
-    """Steps until the last request of these groups has ended.
+    """Engine steps until the last request of these groups has ended. A group is the list of its response lengths [tokens].
 
-    A group goes to the engine with the fewest requests so far, and an engine runs its requests in order, as many at once
-    as it has slots. All steps take the same time.
+    Each group goes to the engine with the fewest requests so far, and an engine runs its requests in order, `slots` at
+    once. Every step takes the same time and emits one token for each request.
     """
     load, ends = Counter[int](), [[0] * slots for _ in range(num_engines)]
     for group in groups:

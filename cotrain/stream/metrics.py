@@ -1,4 +1,4 @@
-"""Metrics of one step: its rollouts, how old their tokens are, who had nothing to do, and advice from them. Pure."""
+"""Metrics of one step: its rollouts, the policy lag of their tokens, the idle time of each role, and advice on them. Pure."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from cotrain.run.metrics import metrics_of, speculation_metrics
 def rollout_metrics(
     rollouts: list[ScoredRollout], window: RolloutBatch | None, seconds: float, drafter_version: int, recomputes: bool
 ) -> dict[str, float]:
-    """Reward, length and acceptance come from the rollouts that are trained on; tap and gain from the window.
+    """Reward, length and acceptance come from the rollouts trained on; feature tap and speculation gain from the window.
 
-    drafter_version: what serves. recomputes: whether a policy update computes text anew (see `steps_by_segment`).
+    seconds: how long they were generated. drafter_version: the one served. recomputes: see `steps_by_segment`.
     """
     n, num_tokens = len(rollouts), sum(len(r.rollout.token_ids) for r in rollouts)
     metrics: dict[str, Any] = {
@@ -51,14 +51,14 @@ def rollout_metrics(
 
 
 def recomputed_tokens(rollout: Rollout) -> int:
-    """Tokens, those of the prompt included, that were computed anew because the policy changed."""
+    """Prompt and response tokens that were computed again because the policy changed during the response."""
     parts = pairwise(rollout.segments)
     starts = [b.start for a, b in parts if a.versions.policy != b.versions.policy]
     return sum(starts) + len(starts) * len(rollout.prompt_token_ids)
 
 
 def lag_metrics(rollouts: Sequence[Rollout], policy_version: int) -> dict[str, float]:
-    """Lag by token when a step trains on these rollouts, and by token how much of it was gained before the group ended."""
+    """Policy lag per token when a step trains on these rollouts, and how much of it arose during generation and in the queue."""
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     lags = np.array([policy_version - s.versions.policy for s in segments for _ in range(s.start, s.end)])
     lengths = [len(rollout.token_ids) for rollout in rollouts]
@@ -78,7 +78,7 @@ def lag_metrics(rollouts: Sequence[Rollout], policy_version: int) -> dict[str, f
 def idle_metrics(
     row: dict[str, float], engines_busy: Sequence[float], engines_span: float, has_drafter: bool
 ) -> dict[str, float]:
-    """Share of the step in which each role had nothing to do. engines_busy: seconds of each engine's steps, in so many."""
+    """Share of the step in which each role was idle. engines_busy: seconds that each engine computed, of `engines_span`."""
     busy = {f"rollout_{i}": seconds / engines_span for i, seconds in enumerate(engines_busy)}
     busy["policy"] = row.get("time/update_s", 0.0) / row["time/step_s"]
     if has_drafter:
@@ -87,15 +87,15 @@ def idle_metrics(
 
 
 STARVED_STEPS, STARVED_SHARE = 20, 0.5
-"""The learner is starved when it was idle for more than this share of so many steps."""
+"""The learner is starved when, on average over this many steps, it was idle for more than this share of a step."""
 
 DRIFT_STEPS, MOST_CAPPED, LEAST_ESS = 5, 0.2, 0.3
-"""The behaviour policy has drifted away when more than this share of the tokens were capped or masked, or the effective
-sample size was lower, in so many steps one after the other. Starting values, which few runs stand behind."""
+"""The behaviour policy has drifted away when, for DRIFT_STEPS steps in a row, more than MOST_CAPPED of the tokens were capped
+or masked, or the effective sample size was below LEAST_ESS. These values are first guesses, based on few runs."""
 
 
 class Advice:
-    """Looks at the rows of the last steps. Each advice is given once, and again after its reason has gone."""
+    """Gives advice based on the last steps. Each advice is given once, and again only if its reason has gone and come back."""
 
     def __init__(self) -> None:
         self._idle: deque[float] = deque(maxlen=STARVED_STEPS)
@@ -103,7 +103,7 @@ class Advice:
         self._given: set[str] = set()
 
     def look(self, row: Mapping[str, float], max_policy_lag: int) -> list[str]:
-        """Take in the row of a step. Returns what to say now."""
+        """Take in the metrics of a step. Returns the advice that is new, as lines of text."""
         self._idle.append(row.get("idle/policy", 0.0))
         limited = max(row.get("policy/behaviour_capped", 0.0), row.get("policy/behaviour_masked", 0.0))
         drifts = limited > MOST_CAPPED or row.get("policy/behaviour_ess", 1.0) < LEAST_ESS

@@ -1,7 +1,7 @@
-"""Brings groups from the prompts to the learner: admits them, hands them to engines, has them scored, repeats lost ones.
+"""Takes groups from prompt to learner: admits them, sends them to engines, has them scored, and repeats lost ones.
 
-The ledger says which group may do what; here it is done. Without lag all groups of a step go to the engines in one call
-each, so that their batches are always the same. With lag each group is a call of its own.
+The ledger decides what a group may do, and this module does it. Without lag each engine gets its groups of a step in a
+single call, so that its batches are always the same. With lag each group is a call of its own.
 """
 
 import random
@@ -27,11 +27,11 @@ from cotrain.tasks.base import Task
 from cotrain.tasks.prompts import PromptOrder, encode_prompt
 
 SAME_PROMPT_TRIES = 2
-"""Times that a group is generated with its own prompt; another prompt then takes the place."""
+"""Number of attempts to generate a group with its own prompt; after that, another prompt takes its place."""
 
 FILL = 1.25
-"""An engine is given groups until it has so many times the requests that it can run at once, so that none of its places is
-empty. Others wait here: a request that starts late starts with newer weights, and an engine that dies takes little with it."""
+"""With lag, an engine gets groups until it has this many times the requests that it can run at once, so that it never runs
+short. Other groups wait here: the later a request starts, the newer its weights, and an engine that dies loses less."""
 
 
 @dataclass
@@ -45,17 +45,17 @@ class Prompts:
 
 @dataclass
 class GroupResult:
-    """A group on its way through the producer."""
+    """A group with what is known of it so far; its rollouts and rewards are empty until they arrive."""
 
     prompt: Prompt
     index: int
-    """Where the prompt is in the task."""
+    """Index of the prompt in the task."""
     rollouts: list[Rollout]
     rewards: list[float]
 
 
 class Producer:
-    """The groups of a run, by number."""
+    """Generates and scores the groups of a run, and hands them out step by step."""
 
     def __init__(
         self,
@@ -69,20 +69,20 @@ class Producer:
         self._config, self._engines, self._rewards, self._prompts = config, engines, rewards, prompts
         self._reactor, self._events = reactor, events
         self.taps = False
-        """Whether hidden states of the groups that begin are kept."""
+        """Whether engines keep the hidden states of the groups that are dispatched from now on."""
         self._results: dict[int, GroupResult] = {}
         self._queue: deque[Group] = deque()
-        self._scoring: deque[tuple[int, Any]] = deque()  # the scorer takes one after the other
+        self._scoring: deque[tuple[int, Any]] = deque()  # the scorer works on them one by one
         self._score_began = 0.0
         self._window: list[tuple[int, RolloutBatch]] = []
         self._lost_features = 0
-        self._outstanding = [0] * config.rollout.num_engines  # requests
+        self._outstanding = [0] * config.rollout.num_engines  # requests that each engine has not finished
         reactor.tick, reactor.describe = self._tick, lambda: self.ledger.describe()
         engines.starts = self._starts
         self.start(0)
 
     def start(self, served: int, saved: dict[str, Any] | None = None) -> None:
-        """Begin behind so many served steps. saved: what `state` returned then."""
+        """Start after `served` steps whose weights are served. saved: what `state` returned then; None for a new run."""
         rollout, stream = self._config.rollout, self._config.stream
         self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, self._config.steps, served)
         saved = saved or {"groups": [], "lost": {}, "lost_features": 0}
@@ -96,7 +96,7 @@ class Producer:
     # -- what a step does ---------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Let groups begin for which there are slots."""
+        """Admit a group for each free slot, and dispatch those that the engines have room for."""
         begins = []
         for group in self.ledger.admit():
             if group.number in self._saved:
@@ -108,30 +108,30 @@ class Producer:
         self._dispatch()
 
     def _rank(self, group: Group) -> tuple[float, ...]:
-        """Steps one after another, and within a step the longest expected responses first."""
+        """Sort key: by step, and within a step the longest expected responses first if rollout.order says so."""
         expected = 0.0
         if self._config.rollout.order == "longest_first":
             expected = self._lengths.expected(self._prompts.task.prompt(self._index(group)).id)
         return group.number // self._config.rollout.prompts_per_step, -expected, group.number
 
     def take(self) -> list[GroupResult] | None:
-        """The groups of the next step, in order, once all of them are scored; None before."""
+        """Take the groups of the next step, in order; None until all of them are scored."""
         numbers = self.ledger.take()
         for number in numbers or ():
             self._event("taken", number)
         return None if numbers is None else [self._results[number] for number in numbers]
 
     def release(self) -> None:
-        """The weights of the step are served: its slots are free."""
+        """Free the slots of the taken step, now that its weights are served."""
         for number in self.ledger.release():
             del self._results[number]
             self._event("released", number)
 
     def window(self, bring: Callable[[str], str]) -> RolloutBatch | None:
-        """What the engines have generated since the last call; None where no group has finished.
+        """What the engines have generated since the last call; None if no group has finished.
 
-        bring: takes a file of hidden states to where it is read, and returns its path there. Files of a node that is gone
-        are left out, and their rollouts count as lost features.
+        bring: brings a file of hidden states to the node that reads it, and returns its path there. Where it raises
+        RunFailure because a node is gone, the batch goes without its files, and its rollouts count as lost features.
         """
         batches = []
         for _, batch in sorted(self._window, key=lambda item: item[0]):
@@ -145,7 +145,7 @@ class Producer:
         return merge(batches) if batches else None
 
     def metrics(self) -> dict[str, float]:
-        """Groups by what they are at, and what was lost."""
+        """The number of groups in each state, of groups lost, and of rollouts whose hidden states were lost."""
         count, lost = self.ledger.count, self.ledger.lost
         return {
             "stream/groups_waiting": count("admitted"),
@@ -156,7 +156,7 @@ class Producer:
         }
 
     def order_metrics(self) -> dict[str, float]:
-        """How well lengths are expected, and what the order was worth for the groups that are taken."""
+        """How well response lengths were predicted, and how much time the order saved for the groups that are taken."""
         rollout, metrics = self._config.rollout, self._lengths.metrics()
         taken = [number for number, group in self.ledger.groups.items() if group.state == "taken"]
         lengths = {n: [len(rollout.token_ids) for rollout in self._results[n].rollouts] for n in taken}
@@ -166,9 +166,9 @@ class Producer:
         return metrics if speedup is None else metrics | {"rollout/order_speedup": speedup}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: the groups that are scored and not trained on, and what was lost.
+        """For a checkpoint: the groups that are scored but not yet trained on, the length history, and what was lost.
 
-        All other groups start over after a resume. Hidden states that no window has handed out are not kept.
+        All other groups start over after a resume. Hidden states that `window` has not handed out yet count as lost.
         """
         rows = []
         for number in (number for number, group in self.ledger.groups.items() if group.state == "scored"):
@@ -192,7 +192,7 @@ class Producer:
                 self._begin(engine, bundle)
 
     def _place(self) -> int | None:
-        """The engine that takes the next group; None while all of them have enough."""
+        """The engine that gets the next group; None while all of them have enough requests."""
         engine = min(self._engines.in_dispatch, key=self._outstanding.__getitem__)
         waits = self._config.stream.max_policy_lag > 0
         full = self._outstanding[engine] >= FILL * self._config.rollout.max_num_seqs
@@ -225,7 +225,7 @@ class Producer:
         ]
 
     def _index(self, group: Group) -> int:
-        """The prompt of a group: its own, or another one for a group that is lost again and again."""
+        """The index of a group's prompt: its own, or another one after SAME_PROMPT_TRIES attempts."""
         step, place = divmod(group.number, self._config.rollout.prompts_per_step)
         own = self._prompts.order.step(step + 1)
         if group.attempt < SAME_PROMPT_TRIES:
@@ -255,7 +255,7 @@ class Producer:
     # -- engines that die ---------------------------------------------------------------------------------------------
 
     def _engine_died(self, engine: int, numbers: list[int], failure: RunFailure) -> None:
-        """Its groups start over elsewhere, and it is started again."""
+        """Have the engine restarted, and let its groups start over on other engines."""
         self._engines.lose(engine, failure)
         self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
         for number in reversed(numbers):
@@ -264,7 +264,7 @@ class Producer:
         self._dispatch()
 
     def _starts(self, engine: int, starting: Any) -> None:
-        """An engine that is started again comes back when it has started."""
+        """Dispatch to a restarted engine again once it has started, or give it up if it dies before."""
         self._reactor.add(starting, partial(self._came_back, engine), partial(self._engines.give_up, engine))
 
     def _came_back(self, engine: int, _: None) -> None:
@@ -294,7 +294,7 @@ class Producer:
             self._score_lost("the scorer did not answer")
 
     def _score_lost(self, reason: str) -> None:
-        """The group whose turn it was starts over; those that wait behind it are scored by a new process."""
+        """Start over the group that was being scored, and let a new process score those that wait behind it."""
         (lost, _), *waiting = self._scoring
         for _, reference in self._scoring:
             self._reactor.drop(reference)
@@ -309,7 +309,7 @@ class Producer:
     # -- records ------------------------------------------------------------------------------------------------------
 
     def _restore(self, row: dict[str, Any]) -> None:
-        """A group that was scored before a resume is ready to be taken."""
+        """Restore a group that was scored before the run was resumed, so that it can be taken."""
         prompt = self._prompts.task.prompt(row["index"])
         rollouts = TypeAdapter(list[Rollout]).validate_python(row["rollouts"])
         self._results[row["number"]] = GroupResult(prompt, row["index"], rollouts, row["rewards"])

@@ -1,6 +1,6 @@
-"""Waits for everything that is under way at once: groups, rewards, the learner, the drafter trainer. One thread.
+"""Waits in one thread for everything that runs at the same time: groups, rewards, the learner, the drafter trainer.
 
-What is waited for are Ray's references. Each has a handler, which is called with its result as soon as that is there.
+It waits for Ray object references. Each has a handler, which is called with the result as soon as that is available.
 """
 
 import time
@@ -11,40 +11,40 @@ from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
 
 TICK_SECONDS = 0.5
-"""How often time limits are looked at."""
+"""How often time limits are checked."""
 
 
 class Reactor:
-    """The references that somebody waits for, and what is done with their results."""
+    """The Ray references that are waited for, and the handlers of their results."""
 
     def __init__(self, cluster: Cluster, stalled_after_s: float):
         """stalled_after_s: seconds without any result after which the run counts as stalled."""
         self._cluster, self._stalled_after_s = cluster, stalled_after_s
         self._handlers: dict[Any, tuple[Callable[[Any], None], Callable[[RunFailure], None] | None]] = {}
         self.tick: Callable[[], None] = lambda: None
-        """Called between two waits."""
+        """Called after each wait, which takes TICK_SECONDS at most."""
         self.describe: Callable[[], str] = lambda: "nothing is known"
         """What is under way, for the message of a run that stalls."""
 
     def add(
         self, reference: Any, handler: Callable[[Any], None], failed: Callable[[RunFailure], None] | None = None
     ) -> None:
-        """Call `handler` with the result, once it is there. failed: called instead when the process has died."""
+        """Call `handler` with the result once it is there, or `failed`, if given, when the process has died."""
         self._handlers[reference] = handler, failed
 
     def drop(self, reference: Any) -> None:
-        """Wait for it no longer."""
+        """Stop waiting for a reference; its result is not handled."""
         self._handlers.pop(reference, None)
 
     def is_there(self, reference: Any) -> bool:
-        """Whether a result waits to be handled."""
+        """Whether the result of a reference is available."""
         return bool(self._cluster.wait_any([reference], 0.0))
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Handle results until `done`.
+        """Handle results until `done` returns true.
 
-        Raises what a call raised, and RunFailure when a process has died, or when nothing has happened for too long,
-        whether or not anything is under way.
+        Raises what a call raised. Raises RunFailure when a process has died whose call has no `failed` handler, when
+        there is nothing left to wait for, or when no result has arrived for too long.
         """
         last = time.monotonic()
         while not done():
@@ -62,7 +62,7 @@ class Reactor:
                 )
 
     def wait(self, references: list[Any]) -> None:
-        """Handle results until these references have theirs."""
+        """Handle results until these references have theirs, which are ignored."""
         for reference in references:
             self.add(reference, lambda result: None)
         self.until(lambda: self._handlers.keys().isdisjoint(references))

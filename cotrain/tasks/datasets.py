@@ -1,4 +1,4 @@
-"""Prompts from a dataset file, folder or hub id, in the three schemas of docs/tasks.md as they are."""
+"""Prompts from a dataset file, folder or hub id, in any of the three schemas of docs/tasks.md."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ class DatasetProblems:
     """All prompts of a dataset, read and checked at once."""
 
     def __init__(self, config: DatasetTask) -> None:
-        """Raises ValueError naming the field of [task] and, for columns, what the dataset has."""
+        """Raises ValueError naming the field of [task] and, for a column, the ones that the dataset has."""
         self._reward = load_reward(config.reward)
         rows = load_rows(config)
         column = find_prompt_column(config, rows.column_names)
@@ -45,7 +45,7 @@ class DatasetProblems:
 
 
 def load_rows(config: DatasetSource) -> Any:
-    """Read the rows, a datasets.Dataset. Raises ValueError naming the field to mend."""
+    """Read the rows as a datasets.Dataset. Raises ValueError naming the field to correct."""
     import datasets
 
     path = Path(config.path).expanduser()
@@ -64,7 +64,7 @@ def load_rows(config: DatasetSource) -> Any:
             return datasets.load_dataset(str(path), split=config.split)
         owner, name, *configuration = config.path.split("/")
         return datasets.load_dataset(f"{owner}/{name}", *configuration, split=config.split)
-    except Exception as error:  # datasets, pyarrow and the hub each have types of their own
+    except Exception as error:  # datasets, pyarrow and the hub each raise types of their own
         raise ValueError(
             f"task.path or task.split: cannot read {config.path}: {error.__cause__ or error}. Give a json, jsonl or "
             "parquet file, a folder of them, or a hub id that the network reaches"
@@ -72,13 +72,13 @@ def load_rows(config: DatasetSource) -> Any:
 
 
 def find_prompt_column(config: DatasetSource, columns: list[str]) -> str:
-    """Return prompt_column, or the first of the schemas' names. Raises ValueError listing the columns found."""
+    """Return prompt_column if given, else the first column that a schema names. Raises ValueError listing the columns found."""
     names = ("prompt", "messages") if "reward_model" in columns else ("messages", "prompt", "question")
     return find_column("prompt_column", config.prompt_column, names, columns)
 
 
 def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) -> str | None:
-    """Return None where answers come from the last message, or where a user's reward may do without."""
+    """Return the answer column; None if answers come from the last message, or if a user's own reward may need none."""
     names = [name for name in ("reward_model", "answer") if name != prompt_column]
     needed = prompt_column != "messages" and config.reward in REWARDS
     if config.answer_column is None and not needed and not set(names) & set(columns):
@@ -99,7 +99,7 @@ def find_column(field: str, given: str | None, names: Sequence[str], columns: li
 
 
 def split_question(question: str | Messages, column: str, where: str) -> tuple[str | Messages, str | None]:
-    """Part a prompt's text or messages from the last message when it is the assistant's.
+    """Split a prompt's text or messages into the question and the assistant's last message, which is None if there is none.
 
     Raises ValueError naming `where` for an empty prompt, and for messages without role or content.
     """
@@ -115,7 +115,7 @@ def split_question(question: str | Messages, column: str, where: str) -> tuple[s
 
 
 def _read_answer(value: Any) -> Any:
-    """Read an answer cell: verl's ground truth, what follows GSM8K's marker, a number as text."""
+    """Return the answer in a cell: verl's ground truth, the text after GSM8K's marker, or a number as text."""
     if isinstance(value, dict) and "ground_truth" in value:
         value = value["ground_truth"]
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""From a question to token ids (chat messages, template, length limit), the order of prompts, and samples to read."""
+"""Turn questions into token ids (chat messages, template, length limit), order the prompts, and write samples to read."""
 
 import json
 import random
@@ -16,7 +16,7 @@ SAMPLES_PER_STEP = 4
 def chat_messages(question: str | Messages, instruction: str, system_prompt: str) -> Messages:
     """Return the question as chat messages, with the instruction on a line below it.
 
-    A text is one user message; messages stay as they are, but a system prompt takes the place of theirs.
+    A text becomes one user message. Messages stay as they are, except that a system prompt replaces their own.
     """
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
     messages = [{"role": message["role"], "content": message["content"]} for message in messages]
@@ -39,15 +39,15 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, max_prompt_tokens: int) -> lis
 
 
 def apply_template(tokenizer: Any, messages: Messages) -> list[int]:
-    """Return the token ids of chat messages, with the assistant's turn opened behind them."""
+    """Return the token ids of chat messages, with the assistant's turn opened after them."""
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 class PromptOrder:
     """Which prompts each step takes: a function of the seed and the step alone, so that a resume needs no state.
 
-    The prompts are reshuffled each epoch, and none comes twice in one. An epoch's last num_prompts % prompts_per_step
-    prompts are left out, so that no step mixes two epochs and holds one prompt twice.
+    The prompts are reshuffled each epoch, and none comes twice in an epoch. Its last num_prompts % prompts_per_step prompts
+    are left out, since a step that mixes two epochs could hold one prompt twice.
     """
 
     def __init__(self, num_prompts: int, prompts_per_step: int, seed: int) -> None:
@@ -69,7 +69,7 @@ class PromptOrder:
 
 
 def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: Mapping[str, Prompt], tokenizer: Any) -> None:
-    """Write the first rollouts of a step as text for a reader, one JSON object a line. prompts: those of the step by id."""
+    """Write a step's first rollouts as text for people to read, one JSON object a line. prompts: those of the step by id."""
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
         for scored in rollouts[:SAMPLES_PER_STEP]:

@@ -17,7 +17,7 @@ class ReasoningGymProblems:
     """Problems of one reasoning-gym task. A verifier may give partial credit, as some of reasoning-gym's do."""
 
     def __init__(self, config: ReasoningGymTask, seed: int) -> None:
-        """Raises ValueError naming task.name or task.parameters, with what is possible there."""
+        """Raises ValueError naming task.name or task.parameters, with the possible values."""
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS

@@ -22,13 +22,13 @@ NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\
 
 
 def extract_answer(response: str) -> str:
-    """Return the final answer of a response by that rule; "" for an empty response."""
+    """Return the final answer of a response by the rule of docs/tasks.md; "" for an empty response."""
     marked = _marked_answer(response)
     return response.strip().rpartition("\n")[2].strip() if marked is None else marked
 
 
 def extract_number(response: str) -> str:
-    """Return the final number of a response by that rule, without thousands commas; "" where there is none."""
+    """Return the final number of a response by that rule, without thousands separators; "" if there is none."""
     marked = _marked_answer(response)
     numbers = NUMBER.findall((response if marked is None else marked).replace("\N{MINUS SIGN}", "-")) or [""]
     return str(numbers[-1 if marked is None else 0]).replace(",", "")
@@ -46,7 +46,7 @@ def _marked_answer(response: str) -> str | None:
 
 
 def exact(prompt: Messages, response: str, answer: Any) -> float:
-    """Return 1 when the final answer is the answer, up to blanks and a final full stop."""
+    """Return 1 if the final answer equals the answer, apart from white space and a final full stop."""
     found, expected = (" ".join(text.split()).removesuffix(".") for text in (extract_answer(response), str(answer)))
     return float(found == expected)
 
@@ -63,7 +63,7 @@ def numeric(prompt: Messages, response: str, answer: Any) -> float:
 def math_verify(prompt: Messages, response: str, answer: Any) -> float:
     """Return 1 when math-verify finds the response's expression equal to the answer.
 
-    Its limit of five seconds is a signal, which Python delivers to the main thread only; elsewhere it raises.
+    Its time limit of five seconds uses a signal, which Python delivers to the main thread only; in other threads it raises.
     """
     from math_verify import parse, verify
 
@@ -82,7 +82,7 @@ def load_reward(name: str) -> Reward:
     """
     if name in REWARDS:
         return REWARDS[name]
-    # A console script has its own folder on the path, not the one it was called in.
+    # For a console script, sys.path starts with the script's own folder, not with the working folder.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

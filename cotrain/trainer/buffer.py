@@ -1,8 +1,8 @@
 """Rollout features held for training, bounded by bytes and by age in policy versions.
 
-Batches are whole rollouts of one policy version and one sampling, because the teacher's distribution is of one head and one
-sampling. Rollouts are drawn without replacement until all have been used (an epoch), the newest version first: fresh ones are
-seen before older ones again.
+A batch holds whole rollouts of one policy version and one sampling, because the teacher's distribution needs one head and one
+set of sampling parameters. Rollouts are drawn without replacement until all have been used (an epoch), those of the newest
+policy version first, so that fresh rollouts are used before older ones are used again.
 """
 
 from collections import Counter
@@ -18,17 +18,17 @@ from drafters.base import SamplingParams
 
 
 class TrainingBatch(NamedTuple):
-    """Whole rollouts of one policy version, which were all sampled alike."""
+    """Whole rollouts of one policy version, all sampled with the same parameters."""
 
     rows: DraftBatch
     sampling: SamplingParams
 
 
 class FeatureBuffer:
-    """First in, first out, bounded."""
+    """A bounded first-in, first-out buffer of rollouts with their features."""
 
     def __init__(self, max_bytes: int, max_age: int):
-        """max_age: oldest policy version kept, counted back from the newest that was added; 0 keeps only the newest."""
+        """max_age: how many policy versions a rollout may be behind the newest one held; 0 keeps only the newest version."""
         self.max_bytes, self.max_age = max_bytes, max_age
         self.records: list[FeatureRecord] = []
         """Oldest first."""
@@ -40,7 +40,7 @@ class FeatureBuffer:
         return {record.policy_version for record in self.records}
 
     def add(self, records: Sequence[FeatureRecord]) -> None:
-        """Take in rollouts, then drop what is too old or too much, oldest first."""
+        """Add rollouts, then drop those that are too old and, oldest first, those beyond max_bytes."""
         trainable = [record for record in records if record.is_trainable]
         self._untrainable += len(records) - len(trainable)
         held = [*self.records, *trainable]
@@ -54,9 +54,9 @@ class FeatureBuffer:
         self._used &= set(self.records)
 
     def sample(self, batch_tokens: int, rng: torch.Generator) -> TrainingBatch:
-        """Whole rollouts of one policy version and sampling, at most batch_tokens together; a longer rollout comes alone.
+        """Draw whole rollouts of one policy version and sampling, at most batch_tokens in all; a longer rollout comes alone.
 
-        What is left of them in this epoch is split evenly, so that no batch is small. The buffer must not be empty.
+        The rollouts left of them in this epoch are split evenly, so that no batch is small. The buffer must not be empty.
         """
         if len(self._used) == len(self.records):
             self._used.clear()
@@ -78,7 +78,7 @@ class FeatureBuffer:
         return pack(chosen)
 
     def metrics(self) -> dict[str, float]:
-        """What is held, and the rollouts since the start of the run that left or never entered.
+        """Return what is held, and how many rollouts since the start of the run were dropped or never entered.
 
         An untrainable rollout has no draft position to supervise: it is too short, or has nothing but holes.
         """
@@ -92,7 +92,7 @@ class FeatureBuffer:
 
 
 def spread_over_prompts(records: Sequence[FeatureRecord], most: int) -> list[FeatureRecord]:
-    """At most `most` rollouts in the order given: the first of each prompt, then the second of each, and so on."""
+    """Choose at most `most` rollouts, the first of each prompt, then the second of each, and so on; keep the order given."""
     seen: Counter[str] = Counter()
     ranks = []
     for index, record in enumerate(records):
@@ -102,12 +102,12 @@ def spread_over_prompts(records: Sequence[FeatureRecord], most: int) -> list[Fea
 
 
 def teacher_of(record: FeatureRecord) -> tuple[int, SamplingParams]:
-    """The head and the sampling that teach a drafter on this rollout: rollouts of one batch share them."""
+    """Return the policy version whose head teaches a drafter on this rollout, and the sampling; one batch shares both."""
     return record.policy_version, record.sampling
 
 
 def batches_of(records: Iterable[FeatureRecord], batch_tokens: int) -> list[TrainingBatch]:
-    """All rollouts in order, in batches of one policy version and sampling, and of at most batch_tokens."""
+    """Pack all rollouts, in order, into batches of one policy version and sampling and at most batch_tokens."""
     groups: list[list[FeatureRecord]] = []
     for record in records:
         last = groups[-1] if groups else []
@@ -120,7 +120,7 @@ def batches_of(records: Iterable[FeatureRecord], batch_tokens: int) -> list[Trai
 
 
 def pack(records: Sequence[FeatureRecord]) -> TrainingBatch:
-    """One batch of rollouts of one policy version and sampling."""
+    """Pack rollouts of one policy version and sampling into one batch."""
     rows = DraftBatch(
         token_ids=torch.cat([r.token_ids for r in records]),
         aux_hidden=torch.cat([r.aux_hidden for r in records]),

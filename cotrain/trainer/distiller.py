@@ -1,4 +1,4 @@
-"""One drafter, its optimizer and the heads that teach it: batches of features in, better weights out.
+"""One drafter, its optimizer and the target weights that teach it: batches of features in, better weights out.
 
 It shares no weight, optimizer or random state with the policy learner.
 """
@@ -28,13 +28,13 @@ EXPECTED = "drafter/expected_acceptance_length"
 OPTIMIZER_STATE = "optimizer.pt"
 
 PROMPT_TOKEN_WEIGHT = 0.1
-"""What a prompt token counts when the draft vocabulary is chosen: only response tokens are ever drafted, but the words
+"""Weight of a prompt token when the draft vocabulary is chosen: only response tokens are ever drafted, but the words
 of a prompt tend to come back in its response."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
 LARGE_BLOCK = 4 * 2**20
-"""Blocks of this many bytes and more go back to the system when they are freed."""
+"""Blocks of at least this many bytes go back to the system when they are freed."""
 
 
 class TrainingDiverged(RunFailure, FloatingPointError):
@@ -49,8 +49,8 @@ class Distiller:
     ) -> None:
         """Build a new drafter, or load it from init_folder.
 
-        model_path is the target's folder; its weights are read by drafters that begin with them alone. device: "cpu"
-        or "cuda". Raises ValueError when drafter, target and settings do not fit each other.
+        model_path is the target's folder; only drafters that start with its weights read them. device: "cpu" or
+        "cuda". Raises ValueError when drafter, target and settings do not fit each other.
         """
         if device == "cpu":
             return_freed_blocks()
@@ -70,9 +70,9 @@ class Distiller:
         self._target_weights: dict[int, TargetWeights] = {}
 
     def set_target_weights(self, payload_path: str | Path, policy_version: int) -> None:
-        """Take embedding and head of a policy version from a safetensors file in Hugging Face names, or a model folder.
+        """Read embedding and head of a policy version from a safetensors file in Hugging Face names, or a model folder.
 
-        Must come before the features of that version.
+        Call it before the features of that version are used.
         """
         weights = read_target_weights(payload_path, policy_version, self._target, self._device)
         self._target_weights[policy_version] = weights
@@ -89,10 +89,10 @@ class Distiller:
         return self.drafter.choose_vocabulary(counts, self._target_weights[policy_version])
 
     def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        """One optimizer step on a batch.
+        """Take one optimizer step on a batch.
 
         Metrics: loss (weighted, and per draft position), grad_norm (before clipping), learning_rate, num_tokens. Raises
-        TrainingDiverged before the optimizer moves when a loss or gradient is not finite.
+        TrainingDiverged, before the weights change, when a loss or gradient is not finite.
         """
         rows, sampling = batch
         target = self._target_weights[rows.policy_version]
@@ -117,10 +117,10 @@ class Distiller:
         return metrics | {f"loss_pos_{k}": value for k, value in enumerate(per_position.tolist(), start=1)}
 
     def evaluate(self, records: Sequence[FeatureRecord]) -> dict[str, float]:
-        """Expected acceptance of the current weights on rollouts; empty when none is long enough.
+        """Return the expected acceptance of the current weights; empty when every rollout is too short or has holes.
 
-        As the engine would count it on these rollouts: rate of position k = share of verification steps that accept
-        draft tokens 1 to k, length = 1 + sum of the rates, for the draft tokens served (see drafters/acceptance.py).
+        It is what the engine would count on these rollouts (drafters/acceptance.py): the rate of position k is the share
+        of verification steps that accept draft tokens 1 to k, and the length is 1 + the sum of the rates.
         """
         rates = self.score([self.drafter], records)[0][-1].rates()
         if not rates:
@@ -129,7 +129,7 @@ class Distiller:
         return metrics | {EXPECTED: 1.0 + sum(rates)}
 
     def score(self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]) -> list[list[RolloutAcceptance]]:
-        """[K] for each drafter: what each rollout adds to its acceptance length at draft lengths 1 to K."""
+        """Return, for each drafter, what each rollout adds to its acceptance length at draft lengths 1 to K, as K elements."""
         parts, objective = [], self._config.objective
         for rows, sampling in batches_of(records, self._config.batch_tokens):
             target = self._target_weights[rows.policy_version]
@@ -138,7 +138,7 @@ class Distiller:
         return [rollout_acceptances(of_drafter, self._served_depth) for of_drafter in starts]
 
     def check_publishable(self, version: int) -> None:
-        """Raise TrainingDiverged when a weight is not finite, or so large that an engine's numbers would not be."""
+        """Raise TrainingDiverged when a weight is not finite, or so large that numbers in an engine could overflow."""
         if problems := self.drafter.overflowing():
             raise TrainingDiverged(
                 f"drafter version {version} is not published, an engine would compute with {'; '.join(problems)}: "
@@ -146,7 +146,7 @@ class Distiller:
             )
 
     def save(self, folder: str | Path) -> None:
-        """Write drafter and optimizer, for somebody who can hand over features and target weights again."""
+        """Write drafter and optimizer. Features and target weights are not written and must be handed over again."""
         self.drafter.save(folder, torch.float32)
         state = {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
         torch.save(state, Path(folder) / OPTIMIZER_STATE)
@@ -163,7 +163,7 @@ class Distiller:
         return replace(batch, **{name: tensor.to(self._device) for name, tensor in tensors.items()})
 
     def _cause(self, target: TargetWeights) -> str:
-        """Say what is not finite, or what else helps."""
+        """Say what is not finite, or else what to change."""
         causes = self.drafter.overflowing()
         for name, matrix in (("embedding", target.embedding), ("head", target.head)):
             if not matrix.isfinite().all():
@@ -172,11 +172,11 @@ class Distiller:
 
 
 def return_freed_blocks() -> bool:
-    """Let freed tensors of LARGE_BLOCK bytes leave the process. False where the C library has no such setting.
+    """Return freed blocks of LARGE_BLOCK bytes or more to the system. False if the C library has no such setting.
 
-    glibc raises its limit to 32 MiB by itself. A drafter's step frees blocks of many sizes below that, between others
-    that stay, so that a fifth of its peak memory was holes (benchmarks/drafter_memory.py: 3.2 instead of 2.6 GiB).
-    Costs up to 5 % of the step's time in page faults. Tensors on a GPU are not concerned.
+    By itself, glibc raises this limit to up to 32 MiB. A drafter's step frees blocks of many sizes below that, between
+    others that stay, and a fifth of its peak memory was holes (benchmarks/drafter_memory.py: 3.2 instead of 2.6 GiB).
+    The setting costs up to 5 % of the step's time in page faults. It does not concern tensors on a GPU.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(p, LARGE_BLOCK) for p in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD))
@@ -188,10 +188,10 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 def read_target_weights(
     path: str | Path, policy_version: int, target: TargetSpec, device: str | torch.device
 ) -> TargetWeights:
-    """The two matrices out of a safetensors file in Hugging Face names, or a model folder; nothing else is read.
+    """Read embedding and head, and nothing else, from a safetensors file in Hugging Face names, or from a model folder.
 
-    Without an lm_head the target is tied and its head is the embedding. They are copies: the file may be overwritten.
-    Raises ValueError when a file is unreadable, there is no embedding, or it is of another target.
+    Without an lm_head, the target is tied and its head is the embedding. Both are copies: the file may be overwritten.
+    Raises ValueError when a file is unreadable, has no embedding, or is of another target.
     """
     path = Path(path)
     # The head in the folder of a tied model is a leftover copy, which no engine loads.

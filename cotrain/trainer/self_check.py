@@ -1,9 +1,9 @@
-"""The first step's check that the engine hands over what the learners take it for.
+"""Checks, in the first step, that what the engine hands over is what the learners take it for.
 
-Hidden states must be the policy's own, layer by layer: an aux layer id off by one leaves output correct and costs about
-30 % of the acceptance length, with no other sign. Prompt and response must be parted where the engine parted them, and
-log-probs belong to the tokens they stand beside: a loss mask off by one trains on, and worsens, what nobody notices.
-Every problem raises SelfCheckFailed.
+Hidden states must be the policy's own, layer by layer: an aux layer id that is off by one leaves the output correct, but costs
+about 30 % of the acceptance length, with no other sign. The prompt must end where the engine's prompt ended, and each log-prob
+must belong to its token: a loss mask off by one makes training worse without anyone noticing. Every problem raises
+SelfCheckFailed.
 """
 
 import math
@@ -29,9 +29,9 @@ MAX_POSITIONS = 256
 def check_features(
     batch: RolloutBatch, hidden_states: Callable[[list[int], tuple[int, ...]], tuple[Tensor, Tensor]], engine_dtype: str
 ) -> float:
-    """Compare one tapped rollout with the learner's own forward. Returns the largest relative error.
+    """Compare one tapped rollout with the learner's own forward pass. Returns the largest relative error.
 
-    hidden_states: (token ids, layers) -> (aux [T, A*H], final [T, H]) of the policy learner's own forward.
+    hidden_states: (token ids, layers) -> (aux [T, A*H], final [T, H]) of the learner's own forward pass.
     Each aux layer must also be closer to the policy's layer of that id than to its neighbours: where layers change
     little, an off-by-one can hide below the tolerance. Raises SelfCheckFailed naming the layers.
     """
@@ -62,14 +62,14 @@ def check_features(
 
 
 def _by_layer(layers: Sequence[int], hidden: Tensor) -> dict[int, Tensor]:
-    """The states [n, H] of each layer, out of [n, A*H]. An MTP head reads no aux layer."""
+    """Return the states [n, H] of each layer, out of [n, A*H]; empty for a drafter that reads no aux layer."""
     return dict(zip(layers, hidden.chunk(len(layers), dim=1), strict=True)) if layers else {}
 
 
 def check_records(batch: RolloutBatch, eos_token_id: int | None) -> None:
     """Compare the prompt length and tokens of every tapped rollout with the rollout that was returned.
 
-    No rollout may have tokens behind eos_token_id, which ends a response; None where it does not (rollout.ignore_eos).
+    No rollout may have tokens behind eos_token_id, which ends a response; None if it does not (rollout.ignore_eos).
     """
     boundaries = {tuple(r.prompt_token_ids + r.token_ids): len(r.prompt_token_ids) for r in batch.rollouts}
     for record in (record for shard in batch.features for record in read_shard(shard)):
@@ -91,7 +91,7 @@ def check_records(batch: RolloutBatch, eos_token_id: int | None) -> None:
 
 
 def check_log_probs(mean_gap: float, engine_dtype: str) -> None:
-    """mean_gap: the learner's policy/rollout_log_prob_gap of its first update, before the policy has moved.
+    """Check mean_gap, the learner's policy/rollout_log_prob_gap before the policy has moved, against LOG_PROB_GAP.
 
     Not for truncated sampling (top_p, top_k), whose log-probs the learner does not compute.
     """
@@ -104,6 +104,6 @@ def check_log_probs(mean_gap: float, engine_dtype: str) -> None:
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
-    """Frobenius norm of the difference over that of b; infinite when that is no number, so that no check passes."""
+    """Frobenius norm of the difference over that of b; infinite when this is NaN, so that no check passes."""
     error = float(torch.linalg.norm(a.float() - b.float()) / torch.linalg.norm(b.float()))
     return math.inf if math.isnan(error) else error

@@ -1,4 +1,4 @@
-"""What the drafter's training needs to know, whatever the engines belong to. Imports no torch."""
+"""Settings of the drafter's training, whether the engines belong to a run or to a host. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -15,18 +15,18 @@ class TrainerSpec:
     num_speculative_tokens: int
     """Most draft tokens in a verification step of the engines."""
     num_positions: int | None
-    """Positions that the drafter must reach: the longest text of the engines and the draft tokens after it. None: unknown."""
+    """Positions that the drafter must reach: the engines' longest text and the draft tokens after it. None if unknown."""
     total_updates: int
     """Optimizer steps in all, which sets the length of a cosine schedule."""
     seed: int
     max_buffer_bytes: int
-    """Bound of the features that are held for training."""
+    """Most bytes of features that are held for training."""
     max_policy_lag: int
-    """Policy versions by which features may be older than the newest head that the trainer was given."""
+    """How many policy versions features may be older than the newest head that the trainer was given."""
 
 
 def trainer_spec(config: RunConfig) -> TrainerSpec:
-    """The trainer of a run. Its buffer holds what the engines may tap in drafter.buffer.max_age + 1 steps."""
+    """Return a run's trainer settings. The buffer has room for what the engines may tap in drafter.buffer.max_age + 1 steps."""
     drafter, rollout = config.drafter, config.rollout
     assert drafter is not None
     return TrainerSpec(

@@ -1,4 +1,4 @@
-"""The drafter trainer of a run: rollout features in, scores and training rounds on them, publications out.
+"""The drafter trainer of a run: it takes in rollout features, scores drafters and trains on them, and publishes versions.
 
 All random choices come from its own generator, so that a run that is saved and loaded continues bit for bit.
 """
@@ -37,24 +37,24 @@ class FreshScores:
     """Expected acceptance on a step's rollouts, before any drafter was trained on them."""
 
     prompts: list[str]
-    """[R] which prompt each rollout is of."""
+    """[R] prompt of each rollout."""
     serving: list[RolloutAcceptance]
     """[K] of the serving drafter at draft lengths 1 to K."""
     candidate: list[RolloutAcceptance] | None
-    """[K] of the trainer's weights; None while they are those of the last publication."""
+    """[K] of the trainer's current weights; None while they are those of the last publication."""
     updates: int
-    """Optimizer steps behind the candidate."""
+    """Optimizer steps that led to the candidate."""
     served_by: list[int]
-    """[R] the drafter version that each rollout was drafted with."""
+    """[R] drafter version that the last segment of each rollout was drafted with."""
 
 
 class DrafterTrainer(Distiller):
-    """Trains the drafter on features of the current policy, and keeps the published ones."""
+    """Trains the drafter on features of recent policy versions, and keeps published drafters."""
 
     def __init__(
         self, spec: TrainerSpec, model_path: str | Path, init_folder: str | Path | None, device: str = "cpu"
     ) -> None:
-        """Arguments as those of Distiller."""
+        """The arguments are those of Distiller."""
         super().__init__(spec, model_path, init_folder, device)
         self._max_policy_lag = spec.max_policy_lag
         self.drafter_version = 0
@@ -68,14 +68,14 @@ class DrafterTrainer(Distiller):
 
     @property
     def policy_versions(self) -> set[int]:
-        """Those whose head is there, so that their features can be taken in."""
+        """Policy versions whose head is known, so that their features can be taken in."""
         return set(self._target_weights)
 
     def serving(self) -> ServingSpec:
         return self.drafter.serving
 
     def set_target_weights(self, payload_path: str | Path, policy_version: int) -> None:
-        """As Distiller's; versions that no held feature needs are forgotten."""
+        """Like Distiller's. Versions beyond max_policy_lag that no held feature needs are forgotten."""
         super().set_target_weights(payload_path, policy_version)
         held, oldest = self._buffer.policy_versions, policy_version - self._max_policy_lag
         self._target_weights = {v: w for v, w in self._target_weights.items() if v in held or v >= oldest}
@@ -84,8 +84,8 @@ class DrafterTrainer(Distiller):
         """Read and delete the shards' files and keep their rollouts.
 
         The first features of a new drafter also choose its draft vocabulary (drafter/vocabulary_coverage: share of
-        the counted tokens in it). Raises ValueError, and keeps nothing, when a shard is broken or is not of a policy
-        version and aux layers trained on.
+        the counted tokens in it). Raises ValueError, and keeps nothing, when a shard is broken or its
+        policy version or aux layers are unknown to the trainer.
         """
         records = [record for shard in shards for record in self._read(shard)]
         for shard in shards:
@@ -93,7 +93,7 @@ class DrafterTrainer(Distiller):
         return self.add_records(records)
 
     def add_records(self, records: Sequence[FeatureRecord]) -> dict[str, float]:
-        """As `add_features`, of rollouts that have been read: all of versions and layers that are trained on."""
+        """Like `add_features`, for rollouts that have been read. The trainer must know their policy versions and aux layers."""
         self._fresh = [record for record in records if record.is_trainable]
         metrics: dict[str, float] = {}
         if records and self._needs_vocabulary:
@@ -104,7 +104,7 @@ class DrafterTrainer(Distiller):
         return metrics | self._buffer.metrics()
 
     def take_in(self, shards: list[str], serving: int, keep: Collection[int]) -> tuple[FreshScores, dict[str, float]]:
-        """`add_features` and `score_fresh`, with the metrics of both."""
+        """Call `add_features` and `score_fresh`. Returns the scores, and the metrics with the time that scoring took."""
         metrics = self.add_features(shards)
         started, cpu_started = time.perf_counter(), time.process_time()
         scores = self.score_fresh(serving, keep)
@@ -113,14 +113,14 @@ class DrafterTrainer(Distiller):
         return scores, metrics
 
     def score_fresh(self, serving: int, keep: Collection[int]) -> FreshScores:
-        """Both drafters on rollouts of the last `add_features`, MAX_ROLLOUTS at most, for the draft tokens served.
+        """Score the serving drafter and the candidate on the rollouts of the last `add_features`, on MAX_ROLLOUTS at most.
 
-        Call it before `train`: a rollout tests a drafter once, and trains it from then on. serving: the version that
-        the engines have; other publications than that and `keep` are forgotten.
+        Call it before `train`, since a rollout cannot test a drafter that was trained on it. serving: the version that
+        the engines have. All publications but this one and those in `keep` are forgotten.
         """
         self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
         records = spread_over_prompts([r for r in self._fresh if r.last_segment().is_trainable], MAX_ROLLOUTS)
-        records.sort(key=teacher_of)  # batches of one head and sampling are then as large as they can be
+        records.sort(key=teacher_of)  # which makes batches of one head and sampling as large as possible
         prompts = [record.prompt_key for record in records]
         records = [record.last_segment() for record in records]
         has_candidate = self._updates > self._published_update
@@ -130,10 +130,10 @@ class DrafterTrainer(Distiller):
         return FreshScores(prompts, scores[0], scores[1] if has_candidate else None, self._updates, served_by)
 
     def train(self, step: int, num_updates: int) -> dict[str, float]:
-        """Optimizer steps on the buffer.
+        """Take num_updates optimizer steps on batches from the buffer.
 
-        Metrics are those of `update` and lag_versions (newest policy version held minus the one trained on), as means
-        over the updates. Raises ValueError when there is nothing to train on.
+        Returns means over the updates of the metrics of `update` and of lag_versions (newest policy version held minus
+        the one trained on), the last learning rate, times and buffer metrics. Raises ValueError if the buffer is empty.
         """
         if not self._buffer.records:
             raise ValueError(
@@ -156,7 +156,7 @@ class DrafterTrainer(Distiller):
     def publish(self, weights_of: int | None = None) -> int:
         """Give the current weights, or those of an earlier publication, the next drafter version.
 
-        Raises TrainingDiverged when a current weight is not finite, or so large that an engine's numbers would not be.
+        Raises TrainingDiverged when a current weight is not finite, or so large that numbers in an engine could overflow.
         """
         version = self.drafter_version + 1
         if weights_of is not None:
@@ -179,7 +179,7 @@ class DrafterTrainer(Distiller):
     def save(self, folder: str | Path, with_features: bool = True) -> None:
         """Write everything an exact continuation needs: drafters in float32, optimizer, buffer, target weights.
 
-        with_features: False leaves the last two out, so that no text of a rollout gets to the disk.
+        with_features: False leaves out buffer and target weights, so that no text of a rollout is written to disk.
         """
         super().save(folder)
         state = {name: getattr(self, name) for name in PLAIN_STATE}

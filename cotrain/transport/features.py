@@ -1,6 +1,6 @@
 """Feature shards: hidden states of several rollouts, from the engine to the trainer.
 
-The vLLM worker writes them, so only torch, safetensors and plain data are imported. Rollout i of T tokens has the
+The vLLM worker writes them, so this imports only torch, safetensors and plain data. Rollout i of T tokens has the
 tensors "i.token_ids" and so on, one for each of ROWS, with the shapes of FeatureRecord. Row t belongs to token t;
 `feature_mask` is False where the engine has no hidden state: in holes, and always for the last token, which was sampled
 but never fed back.
@@ -20,10 +20,10 @@ from torch import Tensor
 from drafters.base import SamplingParams
 
 ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
-"""Fields of FeatureRecord with a row a token."""
+"""Fields of FeatureRecord that have one row for each token."""
 
 OTHERS = ("prompt_length", "policy_version", "sampling", "aux_layers", "earlier_tokens", "drafter_version")
-"""Its other fields, which a shard has as JSON."""
+"""The other fields of FeatureRecord, which a shard stores as JSON."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,13 +36,13 @@ class FeatureRecord:
     feature_mask: Tensor  # [T] bool
     prompt_length: int
     policy_version: int
-    """What computed the hidden states."""
+    """Version of the policy that computed the hidden states."""
     sampling: SamplingParams
     aux_layers: tuple[int, ...]
     earlier_tokens: int = 0
-    """Response tokens that other versions generated before the last segment: a drafter is not judged by them."""
+    """Response tokens before the last segment, which other versions generated: a drafter is not judged by them."""
     drafter_version: int = 0
-    """What drafted in the last segment."""
+    """Version of the drafter that drafted in the last segment."""
 
     @property
     def num_tokens(self) -> int:
@@ -54,15 +54,15 @@ class FeatureRecord:
 
     @property
     def is_trainable(self) -> bool:
-        """Can at least one draft token be compared with the target?
+        """Whether at least one draft token can be compared with the target.
 
-        Row t is a start when it and row t+1 have features and token t+2 was generated (see drafters/alignment.py).
+        Drafting can start at row t if rows t and t+1 have features and token t+2 was generated (see drafters/alignment.py).
         """
         starts = self.feature_mask[:-2] & self.feature_mask[1:-1]
         return bool(starts[max(self.prompt_length - 2, 0) :].any())
 
     def last_segment(self) -> "FeatureRecord":
-        """The record with all tokens of earlier versions as part of the prompt."""
+        """Return the record with the response tokens of earlier versions counted as part of the prompt."""
         return replace(self, prompt_length=self.prompt_length + self.earlier_tokens) if self.earlier_tokens else self
 
     @cached_property
@@ -74,17 +74,17 @@ class FeatureRecord:
 
 def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
     """Write rollouts as one shard."""
-    # Copies, because safetensors writes no two tensors that share memory.
+    # Clones, because safetensors refuses to write tensors that share memory.
     tensors = {f"{i}.{name}": getattr(record, name).clone() for i, record in enumerate(records) for name in ROWS}
     others = [{name: getattr(record, name) for name in OTHERS} for record in records]
     save_file(tensors, path, metadata={"cotrain": json.dumps(others, default=asdict)})
 
 
 def read_shard(path: str | Path) -> list[FeatureRecord]:
-    """The rollouts of a shard, copied out of the file, which may then be deleted.
+    """Return the rollouts of a shard, copied out of the file, which may then be deleted.
 
     Raises ValueError naming the file and what is wrong with it: missing, truncated, without a tensor, or with hidden
-    states of another width or that are not finite.
+    states that have another width or are not finite.
     """
     try:
         with safe_open(path, framework="pt") as file:

@@ -1,6 +1,6 @@
-"""Nodes of a run: an agent on each keeps its folder in shared memory, and files get from one node to another.
+"""Nodes of a run: an agent on each keeps a folder in shared memory, and files are copied from one node to another.
 
-A role reads and writes files of its own node. What another node needs goes there once, in parts, through Ray's object store.
+A role reads and writes files of its own node. `bring` copies a file to another node, in parts, through Ray's object store.
 """
 
 import os
@@ -24,10 +24,10 @@ PART_BYTES = 256 * 2**20
 
 
 class NodeAgent:
-    """A node's folder in shared memory, and whoever calls functions on that node."""
+    """Keeps a node's folder in shared memory, and calls functions on that node."""
 
     def __init__(self, run: str):
-        """run: the run's name, for the name of the folder."""
+        """run: the run's name, which becomes part of the folder's name."""
         self._stack = ExitStack()
         self.scratch = self._stack.enter_context(scratch_folder(run))
 
@@ -36,7 +36,7 @@ class NodeAgent:
         return self.scratch
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of a function on this node."""
+        """Call a function on this node, and return its result."""
         return function(*args)
 
     def close(self) -> None:
@@ -45,12 +45,12 @@ class NodeAgent:
 
 
 def read_part(path: str, start: int) -> NDArray[np.uint8]:
-    """PART_BYTES of a file, or fewer at its end."""
+    """Return PART_BYTES of a file from byte `start` on, or fewer at its end."""
     return np.fromfile(path, np.uint8, PART_BYTES, offset=start)
 
 
 def write_part(path: str, start: int, part: NDArray[np.uint8], last: bool) -> None:
-    """Put a part in its place; the file takes its name when it is complete."""
+    """Write a part at its place. The file gets its name with the last part."""
     partial = Path(f"{path}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("r+b" if start else "wb") as file:
@@ -70,10 +70,10 @@ def _model(name: str) -> tuple[Path, dict[str, str]]:
 
 
 class Nodes:
-    """The nodes that the roles of a run were placed on, by Ray's id."""
+    """The nodes that the roles of a run were placed on, by Ray's node id."""
 
     def __init__(self, cluster: Cluster, run: str):
-        """Start an agent on every node. That of the controller's own node is in this process."""
+        """Start an agent on every node. The one of the controller's own node is in this process."""
         self._cluster, self.local = cluster, cluster.local_node
         self._here = NodeAgent(run)
         others = set(cluster.node_of.values()) - {self.local}
@@ -81,7 +81,7 @@ class Nodes:
         folders = cluster.get([agent.folder.remote() for agent in self._agents.values()])
         self.scratch: dict[str, Path] = {self.local: self._here.scratch} | dict(zip(self._agents, folders, strict=True))
         self.model_path = Path()
-        """Where all nodes have the policy's model."""
+        """Folder of the policy's model, the same on all nodes; `check` sets it."""
 
     def call(self, node: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function on a node, and wait for its result."""
@@ -111,9 +111,9 @@ class Nodes:
             raise RunFailure("not all nodes can take part:\n  " + "\n  ".join(problems))
 
     def bring(self, path: str, node: str, move: bool = False) -> str:
-        """Path of this file on a node, where it is copied to unless it is there. move: remove it where it was.
+        """Copy a file to a node unless it is there, and return its path on that node. move: delete the original afterwards.
 
-        Raises RunFailure when a node that it takes is gone.
+        Raises RunFailure when one of the two nodes is gone.
         """
         source = self._node_of(path)
         if source == node:
@@ -128,12 +128,12 @@ class Nodes:
         return target
 
     def remove_all(self, paths: Iterable[str]) -> None:
-        """Delete files, wherever they are; they may be gone."""
+        """Delete files on whichever nodes they are; they may already be gone."""
         for path in paths:
             self.call(self._node_of(path), Path.unlink, Path(path), True)
 
     def close(self) -> None:
-        """Remove the folders of all nodes that are there."""
+        """Remove the folders of all nodes that are still there."""
         self._here.close()
         for agent in self._agents.values():
             with suppress(RunFailure):
@@ -143,7 +143,7 @@ class Nodes:
         return next(node for node, folder in self.scratch.items() if Path(path).is_relative_to(folder))
 
     def _part(self, source: str, target: str, path: str, start: int) -> Any:
-        """A part of a file. Between agents it is a reference, so that it does not come through this process."""
+        """Return a part of a file; between two agents, a reference to it, so that its data do not pass through this process."""
         if source == self.local or target == self.local:
             return self.call(source, read_part, path, start)
         return self._agents[source].call.remote(read_part, path, start)

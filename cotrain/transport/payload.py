@@ -1,4 +1,4 @@
-"""Weights on their way to an engine: written to shared memory, described, and checked on arrival. No vLLM here."""
+"""Weights on their way to an engine: written to shared memory, described, and checked on arrival. This imports no vLLM."""
 
 import json
 import os
@@ -24,9 +24,9 @@ DTYPES = {
 """Names of number formats in the header of a safetensors file."""
 
 WEIGHTS_UNKNOWN = "the engine's weights are unknown"
-"""In the message of an engine that could not be brought back to its last good weights, and so must not go on.
+"""The error message of an engine that could not return to its last good weights, and so must not go on, contains this text.
 
-vLLM hands on the text of a worker's exception, not its type."""
+vLLM passes on the text of a worker's exception, but not its type."""
 
 
 class WeightUpdateRefused(ValueError):
@@ -34,7 +34,7 @@ class WeightUpdateRefused(ValueError):
 
 
 def digest(tensor: Tensor) -> str:
-    """xxh3 checksum (128 bits) of the tensor's bytes, row-major. It finds accidents, and is not meant against attacks."""
+    """xxh3 checksum (128 bits) of the tensor's bytes, row-major. It detects accidental corruption, not attacks."""
     return xxhash.xxh3_128_hexdigest(_bytes(tensor))
 
 
@@ -43,16 +43,16 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def write_payload(state: dict[str, Tensor], path: str | Path, dtype: torch.dtype) -> WeightPayload:
-    """Write `state` for the engines as write_tensors does, floating tensors in `dtype`."""
+    """Write `state` for the engines with write_tensors, floating-point tensors in `dtype`."""
     dtypes = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in state.items()}
     layout = {name: (tuple(tensor.shape), dtypes[name]) for name, tensor in state.items()}
     return write_tensors(layout, ((name, tensor.to(dtypes[name])) for name, tensor in state.items()), path)
 
 
 def write_tensors(layout: Manifest, tensors: Iterable[tuple[str, Tensor]], path: str | Path) -> WeightPayload:
-    """Write a safetensors file of the tensors that `layout` announces, each as soon as it comes, in any order.
+    """Write a safetensors file of the tensors in `layout`. They may come in any order; each is written as it comes.
 
-    The file takes its name when it is complete, so a reader that has an older file of this name open keeps that one.
+    The file gets its name when it is complete, so a reader that has an older file of this name open keeps that one.
     Raises OSError when the disk is full.
     """
     path = Path(path)
@@ -67,7 +67,7 @@ def write_tensors(layout: Manifest, tensors: Iterable[tuple[str, Tensor]], path:
                 digests[name] = xxhash.xxh3_128_hexdigest(data)
                 file.seek(places[name])
                 file.write(data)
-                del tensor, data  # before the next one is made
+                del tensor, data  # to free their memory before the next one is made
         assert digests.keys() == layout.keys(), f"never came: {sorted(layout.keys() - digests.keys())[:4]}"
         os.replace(partial, path)
     except OSError as error:
@@ -78,7 +78,7 @@ def write_tensors(layout: Manifest, tensors: Iterable[tuple[str, Tensor]], path:
 
 
 def _header(layout: Manifest) -> tuple[bytes, dict[str, int]]:
-    """Return the beginning of a safetensors file, as its own library writes it, and where in the file each tensor is."""
+    """Return the header of a safetensors file, as the safetensors library writes it, and where in the file each tensor begins."""
     names = sorted(layout, key=lambda name: (-layout[name][1].itemsize, name))
     sizes = [torch.Size(layout[name][0]).numel() * layout[name][1].itemsize for name in names]
     spans = dict(zip(names, pairwise(accumulate(sizes, initial=0)), strict=True))
@@ -125,7 +125,7 @@ def read_payload(path: str, digests: dict[str, str], expected: Manifest) -> dict
             raise WeightUpdateRefused(f"{name} is {found}, the engine serves {shape} {dtype}")
         if digest(tensor) != digests.get(name):
             raise WeightUpdateRefused(f"{name} is not the tensor the sender wrote (checksum differs)")
-        # aminmax passes NaN on, and takes a twentieth of isfinite's time on a CPU.
+        # aminmax propagates NaN, and takes a twentieth of isfinite's time on a CPU.
         if tensor.is_floating_point() and not all(bound.isfinite() for bound in tensor.aminmax()):
             raise WeightUpdateRefused(f"{name} has non-finite values")
     return tensors

@@ -1,12 +1,12 @@
 """The small draft model: a plain causal language model of few layers with its own embedding, norm and head.
 
-It reads tokens only; the target's hidden states teach it through the loss. At draft position k of a start it has read the
-rollout's tokens up to x_{t+1+k}, so that with the true tokens fed at every position one causal pass over a rollout holds all
-draft positions of all starts: position k of start t is the state of row t + 1 + k. The engine reads the same, prompts without
-features included, since it computes them itself.
+It reads only tokens; the target's hidden states teach it through the loss. At draft position k of start t it has read the
+rollout's tokens up to x_{t+1+k}. The true tokens are fed at every position, so one causal pass over a rollout holds all draft
+positions of all starts: position k of start t is the state of row t + 1 + k. In the engine, the draft model reads the same
+tokens, those of the prompt included, whether or not the target's features were tapped there.
 
-It is transformers' model of its family, and its folder a stock Hugging Face causal language model. Its first weights are layers
-of the policy, which a policy's folder gives under the same names.
+It is transformers' model of its family, and its folder is a stock Hugging Face causal language model. Its first weights are
+layers of the policy, whose tensors have the same names in the policy's folder except for the layer numbers.
 """
 
 import re
@@ -45,7 +45,7 @@ class DraftModel(Drafter):
         whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model = whole.model
-        with torch.device("cpu"):  # Rotary frequencies are in no checkpoint, so that they have to have values here.
+        with torch.device("cpu"):  # No checkpoint holds the rotary frequencies, so they need values here.
             self.model.rotary_emb = type(self.model.rotary_emb)(config)
         if not shape.sizes.tie_word_embeddings:
             self.lm_head = whole.lm_head
@@ -81,7 +81,7 @@ class DraftModel(Drafter):
             "model_type": sizes.model_type,
             "num_hidden_layers": sizes.num_layers,
             "tie_word_embeddings": sizes.tie_word_embeddings,
-            # Some families would otherwise attend to a window of the text alone.
+            # Some families would otherwise attend only to a window of the text.
             "sliding_window": None,
             "use_sliding_window": False,
             "eos_token_id": list(sizes.eos_token_ids) or None,
@@ -98,7 +98,7 @@ class DraftModel(Drafter):
         return ServingSpec("draft_model")
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
-        # transformers sees positions start again and keeps attention within each rollout.
+        # transformers sees where positions restart, and keeps attention within each rollout.
         output = self.model(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
         states = output.last_hidden_state[0]
         head = self.model.embed_tokens if self.shape.sizes.tie_word_embeddings else self.lm_head
@@ -115,13 +115,13 @@ def _unsupported(sizes: TargetSpec) -> str | None:
 
 
 def _own_tensors(tensors: dict[str, Tensor], sizes: TargetSpec) -> dict[str, Tensor]:
-    """Leave out what no model is loaded from: the head of a tied one, and rotary frequencies of old checkpoints."""
+    """Leave out tensors that no model loads: the head of a tied model, and rotary frequencies of old checkpoints."""
     unused = ("rotary_emb.inv_freq", *([HEAD] if sizes.tie_word_embeddings else []))
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(unused)}
 
 
 def cut(policy: str | Path, shape: Shape) -> dict[str, Tensor]:
-    """Read from a policy's folder the tensors of a draft model: embedding, layers, final norm and head."""
+    """Read the tensors of a draft model from a policy's folder: embedding, evenly spaced layers, final norm and head."""
     of_policy = TargetSpec.from_pretrained(policy).num_layers
     numbers = {layer: number for number, layer in enumerate(evenly_spaced(of_policy, shape.sizes.num_layers))}
     tensors = {}
@@ -137,5 +137,5 @@ def cut(policy: str | Path, shape: Shape) -> dict[str, Tensor]:
 
 
 def evenly_spaced(num_layers: int, num_chosen: int) -> list[int]:
-    """Choose two or more layers of a model, the first and the last among them."""
+    """Return the numbers of two or more evenly spaced layers, with the first and the last among them."""
     return [round(number * (num_layers - 1) / (num_chosen - 1)) for number in range(num_chosen)]

@@ -2,11 +2,10 @@
 
 Tensor names are those of its checkpoint. The target's embedding and head are borrowed for each loss, never kept.
 
-The checkpoint folder is in the one format that vLLM, SGLang and speculators all load.
-config.json is a flat Llama config with the fields of vLLM and SGLang, and the fields of speculators beside them. Two
-counts of the target's layers are in use. vLLM and speculators read the top-level ids, where id k is the state after k
-layers; SGLang reads those under eagle_config, where id k is the output of layer k, one less. Both are written.
-Tensors are named layers.0.*; midlayer.*, the older name, is read as well.
+The checkpoint folder is in the one format that vLLM, SGLang and speculators all load. config.json is a flat Llama config with
+the fields of vLLM and SGLang, and the fields of speculators beside them. Layer ids are written in both of the conventions in use:
+vLLM and speculators read the top-level ids, where id k is the state after k layers. SGLang reads the ids under eagle_config,
+where id k is the output of layer k; they are one less. Tensors are named layers.0.*; the older name midlayer.* is read too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +23,12 @@ from drafters.files import read_config
 from drafters.unroll import MLP, Attention, DraftLayer, unroll
 
 UNSUPPORTED_FLAGS = ("norm_before_fc", "norm_output", "attention_bias")
-"""Variants that vLLM serves and this drafter does not compute."""
+"""Flags of variants that vLLM serves but this drafter does not implement."""
 
 
 @dataclass(frozen=True)
 class Eagle3Shape(Shape):
-    """Heads, MLP, rotation and positions of `sizes` are the drafter's own."""
+    """Shape of an EAGLE-3 drafter. In `sizes`, attention heads, MLP width, RoPE and positions are the drafter's own."""
 
     draft_vocab_size: int
     aux_layers: tuple[int, ...]  # ascending; id k = Hugging Face hidden_states[k]
@@ -123,7 +122,7 @@ class Eagle3Drafter(Drafter):
             norm_before_residual=bool(config.get("norm_before_residual")),
         )
         tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in read_tensors(folder).items()}
-        tensors.pop("embed_tokens.weight", None)  # the target's is read, of the newest policy version
+        tensors.pop("embed_tokens.weight", None)  # the target's, at the newest policy version, is used
         return shape, tensors
 
     @staticmethod
@@ -166,7 +165,7 @@ class Eagle3Drafter(Drafter):
         return to_tokens(self.d2t) if self.has_map else super().draft_to_target
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
-        """First hidden state [R, H] of the drafter, from those of the A aux layers [R, A*H]."""
+        """Return the drafter's first hidden state [R, H], from the hidden states of the A aux layers [R, A*H]."""
         if self.shape.fc_norm:
             chunks = aux_hidden.chunk(len(self.fc_norm), dim=-1)
             aux_hidden = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
@@ -198,9 +197,9 @@ class Eagle3Drafter(Drafter):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """The highest aux state passes through fc, behind a norm that keeps its outliers from drowning the rest.
+        """Let fc pass the highest aux layer's state through; the norm before fc keeps its outliers from drowning the rest.
 
-        The rows of the head come from the target later on.
+        `choose_vocabulary` later copies the rows of the head from the target.
         """
         super().initialise(generator)
         self.fc.weight.zero_()
@@ -211,7 +210,7 @@ class Eagle3Drafter(Drafter):
 
 
 def _problems(config: dict[str, Any], sizes: TargetSpec) -> Iterator[str]:
-    """Yield what keeps this drafter from computing what an engine would."""
+    """Yield each reason why this drafter would not compute what an engine computes from the same checkpoint."""
     for flag in UNSUPPORTED_FLAGS:
         if config.get(flag):
             yield f"this is an EAGLE-3 variant with {flag}, which is not supported"
@@ -222,15 +221,15 @@ def _problems(config: dict[str, Any], sizes: TargetSpec) -> Iterator[str]:
 
 
 def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, ...]:
-    """Return the ids, or for None every engine's default of (2, N//2, N-3) for a target of N layers.
+    """Return the ids of the aux layers; None stands for every engine's default (2, N//2, N-3) in a target of N layers.
 
-    Raises ValueError naming `field` unless they are strictly ascending and inside the target. The defaults are not
-    for small targets.
+    Raises ValueError naming `field` unless they are strictly ascending and inside the target, which the default is not
+    in small targets.
     """
     last = target.num_layers - 1
     name = "the default aux layers" if layers is None else "aux layers"
     layers = (2, target.num_layers // 2, last - 2) if layers is None else tuple(layers)
-    # vLLM sorts the ids and drops duplicates, so that fc would get fewer or other columns than it was trained on.
+    # vLLM sorts the ids and drops duplicates: fc would read fewer columns, or in another order, than in training.
     if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] > last:
         raise ValueError(
             f"{field}: {name} {list(layers)} are not ascending ids between 1 and {last}, the states between the target's "
@@ -242,7 +241,7 @@ def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, 
 def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
     """Choose the target ids [size] of the draft vocabulary, ascending: `always`, then the most frequent of counts [V].
 
-    Ties, and rows left over once all counted tokens are in, go to the lowest token ids.
+    Ties, and places left over once all counted tokens are in, go to the lowest token ids.
     size is at most V. Raises ValueError when it leaves no room for `always`.
     """
     kept = torch.tensor(sorted(set(always)), dtype=torch.int64, device=counts.device)
@@ -256,7 +255,7 @@ def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tens
 def to_maps(draft_to_target: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return (d2t [V_draft] int64, t2d [V] bool) from ascending target ids [V_draft].
 
-    target id = draft id + d2t[draft id]; t2d says of each target id whether it is in the draft vocabulary.
+    target id = draft id + d2t[draft id]; t2d says for each target id whether it is in the draft vocabulary.
     """
     d2t = draft_to_target - torch.arange(len(draft_to_target), device=draft_to_target.device)
     t2d = torch.zeros(vocab_size, dtype=torch.bool, device=draft_to_target.device)

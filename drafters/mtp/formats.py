@@ -1,4 +1,4 @@
-"""The checkpoint formats of MTP heads: one row for each that can be trained and served.
+"""The checkpoint formats of MTP heads that can be trained and served.
 
 In all of them the head's sizes are the target's, because vLLM builds it from the target's configuration.
 """
@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from drafters.target import TargetSpec
 
 NUM_HEADS = "num_nextn_predict_layers"
-"""Heads in a checkpoint, in config.json; draft position k would be proposed by head k."""
+"""Field of config.json with the number of heads in a checkpoint, where head k would propose draft position k."""
 
 
 @dataclass(frozen=True)
 class HeadFormat:
-    """A row describes how one family of models stores its MTP head, and what that head computes."""
+    """How one family of models stores its MTP head, and what the head computes."""
 
-    architecture: str  # by which vLLM knows the drafter's folder, in its config.json
+    architecture: str  # in the drafter's config.json, by which vLLM recognises the head
     model_type: str  # likewise
-    tensors: str  # begins the names of all heads of a checkpoint
-    prefix: str  # begins the names of the first head's tensors
-    layer: str  # begins the names of the decoder layer's tensors, behind the prefix
-    names: dict[str, str]  # of the other modules of drafters.mtp.model.MtpHead, behind the prefix
-    hidden_first: bool  # the hidden state is joined before the embedding, which is left out at position 0
+    tensors: str  # prefix of the tensor names of all heads in a checkpoint
+    prefix: str  # prefix of the tensor names of the first head
+    layer: str  # prefix of the decoder layer's tensor names, after `prefix`
+    names: dict[str, str]  # of the other modules of drafters.mtp.model.MtpHead, after `prefix`
+    hidden_first: bool  # the joined vector has the hidden state before the embedding, which is zero at position 0
     gated: bool  # gated attention and zero-centred norms; otherwise attention has biases
     target_overrides: tuple[tuple[str, object], ...] = ()  # see drafters.base.ServingSpec
 
@@ -63,14 +63,14 @@ QWEN3_NEXT = HeadFormat(
 )
 
 NATIVE_ARCHITECTURES = {"MiMoForCausalLM": MIMO, "Qwen3NextForCausalLM": QWEN3_NEXT}
-"""Policies that may bring a head, by the architecture in their config.json."""
+"""Format of the MTP head in a policy's checkpoint, by the architecture in its config.json."""
 
 TARGETS = {"llama": MIMO, "mistral": MIMO, "qwen2": MIMO, "qwen3": MIMO, "qwen3_next": QWEN3_NEXT}
 """Format of the head that vLLM serves beside a target, by the target's model_type."""
 
 
 def head_sizes(target: TargetSpec) -> TargetSpec:
-    """Return the sizes of the head of a target. Raises ValueError when vLLM cannot serve one beside it."""
+    """Return the sizes of an MTP head for a target. Raises ValueError when vLLM cannot serve one beside it."""
     found, heads = TARGETS.get(target.model_type), target.num_attention_heads
     if found is None:
         problem = (
@@ -87,6 +87,6 @@ def head_sizes(target: TargetSpec) -> TargetSpec:
     elif target.hidden_size % heads:
         problem = f"an MTP head needs a hidden size that its {heads} attention heads divide, not {target.hidden_size}"
     else:
-        # The Qwen2 layer of this format knows no other width of a head.
+        # The Qwen2 layer of this format has no other width of an attention head.
         return replace(target, head_dim=target.hidden_size // heads)
     raise ValueError(f'drafter.model.type: {problem}; use type = "eagle3"')

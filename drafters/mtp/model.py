@@ -1,8 +1,8 @@
 """The MTP drafter: a head over the target's final hidden state, with the target's own embedding and output head.
 
 The head joins the normed embedding of the next token and the normed hidden state into one vector, and runs a decoder
-layer on it. Maths are those of vLLM's mimo_mtp.py and qwen3_next_mtp.py. The state after the final norm is what the
-target's head reads, and what is fed back. In shapes, R counts packed rows and H is the hidden size.
+layer on it. The maths are those of vLLM's mimo_mtp.py and qwen3_next_mtp.py. The state after the final norm is read by the
+target's head and fed back at the next draft position. In shapes, R counts packed rows and H is the hidden size.
 
 The checkpoint folder, which stock vLLM serves beside the target, holds the head's tensors under the names of its format, and
 nothing of the target. The target's matrices are borrowed for each loss, never kept, so that a policy update refreshes them and
@@ -39,7 +39,7 @@ OF_TARGET = (
 
 
 class SparseMLP(nn.Module):
-    """Each row goes through its likeliest experts, weighted by the router, and through one that all rows share."""
+    """Each row goes through its likeliest experts, weighted by the router, and through an expert that all rows share."""
 
     def __init__(self, hidden_size: int, experts: Experts) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class SparseMLP(nn.Module):
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[R, H] from [R, H]."""
+        """Return the output [R, H] for x [R, H]."""
         weights, chosen = self.gate(x).softmax(-1).topk(self.routing.per_token, dim=-1)
         if self.routing.normed:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -63,7 +63,7 @@ class SparseMLP(nn.Module):
 
 
 class MtpHead(DraftLayer):
-    """The head of any format. Its modules are called otherwise in checkpoints: see `HeadFormat.path`."""
+    """The head of any format. Its modules have other names in checkpoints: see `HeadFormat.path`."""
 
     def __init__(self, head_format: HeadFormat, sizes: TargetSpec) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class MtpHead(DraftLayer):
         self.output_norm = norm(size, eps)
 
     def join(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Residual [R, H] that enters the decoder layer."""
+        """Join embeddings and hidden states [R, H] into the residual [R, H] that enters the decoder layer."""
         if self.hidden_first:
             embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
         normed = [self.embedding_norm(embeddings), self.hidden_norm(hidden)]
@@ -98,7 +98,7 @@ class MtpDrafter(Drafter):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.format = TARGETS[shape.sizes.model_type]
-        # Behind torch's back: the modules of the head are registered under the checkpoint's names alone.
+        # Not a submodule for torch: the modules of the head are registered only under their names in a checkpoint.
         object.__setattr__(self, "head", MtpHead(self.format, shape.sizes))
         for name, module in self.head.named_children():
             *path, last = self.format.path(name).split(".")
@@ -166,7 +166,7 @@ class MtpDrafter(Drafter):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """The target's hidden state passes through to its head: the joined vector is the normed hidden state."""
+        """Let the target's hidden state pass through to its head: the joined vector is the normed hidden state at first."""
         super().initialise(generator)
         halves = self.head.joining.weight.zero_().chunk(2, dim=1)
         halves[0 if self.head.hidden_first else 1].fill_diagonal_(1.0)

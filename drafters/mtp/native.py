@@ -1,7 +1,7 @@
 """MTP heads inside a policy's checkpoint: split off before training, stitched back for export.
 
-Split, the policy is a plain model that a learner trains, and the head a drafter's folder: no gradient of one can reach the
-other. Stitched, they are one folder again, with the configuration it came with, whose head stock vLLM speculates with.
+After the split, the policy is a plain model that a learner trains, and the head is a drafter's folder. No gradient of one can
+reach the other. Stitched, they are one folder with its original configuration again, and stock vLLM speculates with the head.
 """
 
 import json
@@ -19,7 +19,7 @@ from drafters.mtp.formats import NATIVE_ARCHITECTURES, NUM_HEADS
 
 HEAD_FILE = "model-mtp.safetensors"
 WHOLE_CONFIG = "whole_config.json"
-"""In the head's folder: config.json of the checkpoint that held both."""
+"""File in the head's folder: the config.json of the checkpoint that held both."""
 
 
 def has_native_head(folder: Path) -> bool:
@@ -31,7 +31,7 @@ def has_native_head(folder: Path) -> bool:
 
 
 def split(folder: Path, policy: Path, head: Path) -> None:
-    """Write a model folder as two into the new folders `policy`, without MTP heads, and `head`, a drafter."""
+    """Split a model folder into two new folders: `policy`, a model without MTP heads, and `head`, a drafter."""
     policy.mkdir()
     head.mkdir()
     config = read_config(folder)
@@ -55,10 +55,10 @@ def split(folder: Path, policy: Path, head: Path) -> None:
 
 
 def stitch(policy: Path, head: Path, split_head: Path, out: Path) -> None:
-    """Write policy and head as one model into the folder `out`, under the configuration that they once came with.
+    """Write policy and head as one model into the folder `out`, with the configuration that they originally had.
 
-    split_head: the head that `split` wrote; head: the drafter that takes its place, in the policy's number format.
-    Raises ValueError when that one is of another format.
+    split_head: the head that `split` wrote. head: the drafter that takes its place; it is written in the policy's dtype.
+    Raises ValueError when its checkpoint format is another one.
     """
     config = json.loads((split_head / WHOLE_CONFIG).read_text())
     known = NATIVE_ARCHITECTURES[config["architectures"][0]]

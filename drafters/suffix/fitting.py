@@ -1,4 +1,4 @@
-"""How well an index would have drafted recorded rollouts, and the half-life of its texts that follows from it."""
+"""Measures how well an index would have drafted recorded rollouts, and chooses the half-life of its texts from that."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,33 +8,33 @@ import numpy as np
 from drafters.suffix.index import SuffixIndex, key_of
 
 HALF_LIVES = (None, 16.0, 8.0, 4.0, 2.0, 1.0)
-"""Policy versions after which a text counts half, that are tried; None: texts do not age."""
+"""Half-lives that are tried: policy versions after which a text has half the weight. None: texts do not age."""
 
 PLACES = 8
-"""Tokens of each rollout that half-lives are compared on: 0.5 ms a rollout."""
+"""Most tokens of each rollout on which the half-lives are compared; this takes 0.5 ms per rollout."""
 
 LEAST_PLACES = 256
-"""Tokens that have to have been compared before a half-life is chosen, and after which one counts half."""
+"""Tokens that must be compared before a half-life is chosen. After as many more tokens, a comparison has half its weight."""
 
 
 class Finished(NamedTuple):
-    """A rollout that the index has not seen."""
+    """A finished rollout that the index has not seen."""
 
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
     log_probs: Sequence[float]
-    """Log-probs of the tokens, under the law that they were drawn from."""
+    """Log-probs of the tokens, under the distribution that they were drawn from."""
     policy_version: int = 0
 
 
 def expected_acceptances(
     index: SuffixIndex, rollout: Finished, half_life: float | None, most: int | None = None
 ) -> np.ndarray:
-    """By token of a rollout, the chance that a draft drawn in its place is accepted, if texts aged with this half-life.
+    """Return, for tokens of a rollout, unbiased estimates [tokens taken] of the acceptance of a draft token in their place.
 
-    A draft from q is accepted with probability sum_x min(p(x), q(x)) under the policy's law p (Leviathan et al. 2023,
-    eq. 3), and min(1, q(x) / p(x)) of a token x that was drawn from p has that as its mean. most: tokens to take, evenly
-    spread; None takes all but the first, which is never drafted. Shape [tokens taken].
+    A draft token from q is accepted with probability sum_x min(p(x), q(x)) under the policy's distribution p (Leviathan
+    et al. 2023, eq. 3). This is the mean of min(1, q(x) / p(x)) over tokens x drawn from p. half_life: of the index's texts.
+    most: tokens to take at most, evenly spread; None takes all. The first token is never drafted and always left out.
     """
     start, number = len(rollout.prompt_token_ids), len(rollout.token_ids)
     text = np.array([*rollout.prompt_token_ids, *rollout.token_ids], np.int32)
@@ -44,7 +44,7 @@ def expected_acceptances(
 
 
 class HalfLifeFit:
-    """Chooses the half-life with which an index expects most of the rollouts that come, each before it learns them."""
+    """Chooses the half-life with which the index would draft new rollouts best, each judged before the index learns it."""
 
     def __init__(self) -> None:
         self._accepted, self._places = np.zeros(len(HALF_LIVES)), 0.0
@@ -57,7 +57,7 @@ class HalfLifeFit:
         self._places = kept * self._places + len(found[0])
 
     def best(self, present: float | None) -> float | None:
-        """The longest of those that are equally good to one draft token in a hundred; the present one before LEAST_PLACES."""
+        """Return the best half-life, the longest if several agree in acceptance to 0.01; `present` before LEAST_PLACES tokens."""
         if self._places < LEAST_PLACES:
             return present
         return HALF_LIVES[int(np.round(self._accepted / self._places, 2).argmax())]

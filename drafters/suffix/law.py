@@ -1,7 +1,7 @@
-"""What an index of rollouts expects next: the law that drafts are drawn from, compiled with numba.
+"""The distribution of the next token (its law) given an index of rollouts. Drafts are drawn from it. Compiled with numba.
 
-A segment is a run of texts in one array, each after a SEPARATOR, with its positions sorted by the tokens before them, the last
-token first. All positions that follow a given context are therefore neighbours, and a binary search a token finds them.
+A segment is a run of texts in one array, each after a SEPARATOR, with its positions sorted by the tokens before them, compared
+from the last token backwards. So all positions that follow a given context are neighbours, found by one binary search per token.
 """
 
 import numba
@@ -12,31 +12,31 @@ DEPTH = 32
 """Longest context, in tokens, that texts are sorted and matched by."""
 
 LEVELS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32], np.int32)
-"""Lengths of context whose counts are blended."""
+"""Lengths of context, in tokens, whose counts are blended."""
 
 MOST_PLACES = 32
-"""Fewer than twice as many places are looked at for each segment and level, evenly spread, and as many of the request's own
-text, the most recent."""
+"""Most places in the request's own text that are counted, the latest ones. In each segment, at each level, fewer than twice as
+many are counted, evenly spread."""
 
 ESCAPE = 0.5
-"""Share of the law that shorter contexts get: ESCAPE n / (total + ESCAPE n) for n different next tokens. It is the escape
-of prediction by partial matching (Moffat 1990, method C, has 1 for ESCAPE)."""
+"""Shorter contexts get the share ESCAPE n / (total + ESCAPE n) of the distribution, for n different next tokens. This is the
+escape probability of prediction by partial matching (method C of Moffat 1990 has ESCAPE = 1)."""
 
 OWN_WEIGHT = 2.0
-"""Weight of a place in the request's own text; one in a text of the present policy and the same prompt has 1."""
+"""Weight of a place in the request's own text. A place in a text of the same prompt and the present policy has weight 1."""
 
 LEAST_SHARE = 1 / 64
-"""Share of the law below which shorter contexts are left out."""
+"""Share of the distribution below which shorter contexts are left out."""
 
 WIDTH = 256
-"""Most tokens that a law gives probability to."""
+"""Most tokens to which a distribution gives probability."""
 
 _compiled = numba.njit(cache=True, nogil=True)
 
 
 @_compiled
 def _before(text, i, j):
-    """Is the context of position i sorted before that of j?"""
+    """Return whether the context of position i is sorted before that of j."""
     for m in range(1, DEPTH + 1):
         a, b = text[i - m], text[j - m]
         if a != b:
@@ -48,7 +48,7 @@ def _before(text, i, j):
 
 @_compiled
 def merge(text, order, middle, scratch):
-    """Merge order[:middle] and order[middle:], each sorted by context, in place. scratch: as long as order."""
+    """Merge order[:middle] and order[middle:], each sorted by context, in place. scratch must be as long as order."""
     i, j, n = 0, middle, len(order)
     for out in range(n):
         if j == n or (i < middle and _before(text, order[i], order[j])):
@@ -62,7 +62,7 @@ def merge(text, order, middle, scratch):
 
 @_compiled
 def sort_by_context(text):
-    """All positions of a text [n] that starts with SEPARATOR, except that one, sorted by context: int32 [n - 1]."""
+    """Return all positions but 0 of a text [n] that starts with SEPARATOR, sorted by context: int32 [n - 1]."""
     order = np.arange(1, len(text)).astype(np.int32)
     scratch, width = np.empty_like(order), 1
     while width < len(order):
@@ -74,7 +74,7 @@ def sort_by_context(text):
 
 @_compiled
 def _bound(text, order, low, high, back, token):
-    """First place in order[low:high] whose token so far back is not below this one."""
+    """Return the first index in order[low:high] whose token `back` positions earlier is not below `token`."""
     while low < high:
         middle = (low + high) >> 1
         if text[order[middle] - back] < token:
@@ -86,7 +86,7 @@ def _bound(text, order, low, high, back, token):
 
 @_compiled
 def _places(text, order, context, response_start, lows, highs):
-    """Per level, the places that follow the same tokens as the context's end. Returns how many tokens match at most."""
+    """Find, for each level, the range of places whose context ends like this one. Returns the length of the longest match."""
     low, high, level, length = 0, len(order), 0, len(context)
     for m in range(1, min(DEPTH, length - response_start + 1) + 1):
         token = context[length - m] if length - m >= response_start else np.int32(SEPARATOR)
@@ -102,7 +102,7 @@ def _places(text, order, context, response_start, lows, highs):
 
 @_compiled
 def _own_places(context, places, matched):
-    """Earlier places of a request's own text that follow its last token, the most recent first. Returns how many."""
+    """Find earlier places of a request's own text that follow its last token, the latest first. Returns their number."""
     length, n = len(context), 0
     for place in range(length - 1, 0, -1):
         if context[place - 1] == context[length - 1]:
@@ -118,7 +118,7 @@ def _own_places(context, places, matched):
 
 @_compiled
 def _count(tokens, mass, slots, n, token, weight):
-    """Add weight to a token's mass, found through a hash table of twice WIDTH slots. Returns how many tokens there are."""
+    """Add weight to a token's mass, found in a hash table of 2 WIDTH slots. Returns the number of tokens."""
     slot = (token * 40503) & (2 * WIDTH - 1)
     while slots[slot] >= 0:
         if tokens[slots[slot]] == token:
@@ -133,12 +133,12 @@ def _count(tokens, mass, slots, n, token, weight):
 
 @_compiled
 def next_law(texts, orders, owners, segments, scope_weights, weights, context, response_start, tokens, probabilities):
-    """The law of the token after a context.
+    """Compute the distribution of the token after a context.
 
-    texts, orders, owners: int32 arrays of the whole index. segments int32 [S, 3]: start, tokens and positions of each that
-    is looked at, and scope_weights [S]. weights: of each text, by the number in owners. context: prompt and response
-    [n]; the index knows responses alone, so that only what comes from response_start on is looked up in it, and all of it
-    in itself. Fills tokens and probabilities [WIDTH]; returns how many, and the length of the longest match.
+    texts, orders, owners: int32 arrays of the whole index. segments int64 [S, 3]: start, size and number of positions of each
+    segment to look at; scope_weights [S]: their weights. weights: of each text, by its number in owners. context: prompt and
+    response [n]. The index holds only responses, so only the response (from response_start on) is looked up in it; the whole
+    context is looked up in itself. Fills tokens and probabilities [WIDTH]; returns their number and the longest match's length.
     """
     num_segments, num_levels = len(segments), len(LEVELS)
     lows, highs = np.zeros((num_segments, num_levels), np.int32), np.zeros((num_segments, num_levels), np.int32)
@@ -183,7 +183,7 @@ def next_law(texts, orders, owners, segments, scope_weights, weights, context, r
         if share < LEAST_SHARE:
             break
     mass_of_law = probabilities[:n].sum()
-    if not mass_of_law > 0:  # nothing, or only texts that are forgotten
+    if not mass_of_law > 0:  # nothing was found, or only texts of weight 0
         return 0, longest
     probabilities[:n] /= mass_of_law
     return n, longest
@@ -191,10 +191,10 @@ def next_law(texts, orders, owners, segments, scope_weights, weights, context, r
 
 @_compiled
 def draft(texts, orders, owners, segments, scope_weights, weights, context, response_start, k, draws, rng):
-    """At most k tokens after a context: drawn from their laws, or with not `draws` the likeliest.
+    """Propose n <= k tokens after a context: drawn from their distributions if `draws`, otherwise the likeliest.
 
-    Returns tokens [n], the tokens and probabilities of their laws [n, WIDTH], how many each law has [n], and the length of
-    the match before the first. n is below k where nothing is known of a context.
+    Returns the proposed tokens [n], the tokens and probabilities of their distributions [n, WIDTH], the size of each [n],
+    and the length of the longest match before the first token. n < k where the index knows nothing that follows.
     """
     length = len(context)
     text = np.empty(length + k, np.int32)
@@ -216,7 +216,7 @@ def draft(texts, orders, owners, segments, scope_weights, weights, context, resp
             while chosen < n - 1 and left >= laws[j, chosen]:
                 left -= laws[j, chosen]
                 chosen += 1
-            while laws[j, chosen] <= 0:  # rounding left the last of them without a probability
+            while laws[j, chosen] <= 0:  # rounding can lead to the last token, even if its probability is 0
                 chosen -= 1
         text[length + j], sizes[j] = supports[j, chosen], n
         num += 1
@@ -225,7 +225,7 @@ def draft(texts, orders, owners, segments, scope_weights, weights, context, resp
 
 @_compiled
 def probabilities_of(texts, orders, owners, segments, scope_weights, weights, text, response_start, places):
-    """What the law gives to the tokens of a text at these places, each after all that is before it: float64 [places]."""
+    """Return the probabilities float64 [places] of the tokens of a text at these places, each given the text before it."""
     tokens, law, found = np.empty(WIDTH, np.int32), np.empty(WIDTH), np.zeros(len(places))
     for number in range(len(places)):
         place = places[number]

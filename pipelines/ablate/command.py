@@ -25,7 +25,7 @@ FOLDER_TAG = "cotrain.study_folder"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command. Raises ValueError for what the user can mend, before anything runs.
+    """Run the command. Raises ValueError for errors that the user can fix, before anything runs.
 
     Exit status: 0 all runs are finished, 1 some failed, 130 stopped by the user.
     """
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(study: Study) -> Iterator[str]:
-    """What would run, with what is done already."""
+    """Lines of text: every run of the study, and what is to be done with it."""
     arms, seeds = len(study.config.arms), len(study.config.seeds)
     yield f"study {study.config.name} in {study.folder}: {arms} arms x {seeds} seeds"
     for run in study.runs:
@@ -70,18 +70,18 @@ def _plan(study: Study) -> Iterator[str]:
 
 
 def _check(study: Study) -> None:
-    """What can be checked before a model loads; a drafter given by the user is checked by the runs themselves."""
+    """Check what can be checked before a model loads. A drafter given by the user is checked by the runs themselves."""
     from pipelines.preflight import check_run
 
     for run in {run.name: run for run in study.trainings}.values():  # one of each arm
         try:
-            check_run(run.config, resume=True)  # an arm is never run under a name of its own
+            check_run(run.config, resume=True)  # its folder may exist, and its drafter may not exist yet
         except ConfigError as error:
             raise ConfigError([f"{line} (in arm {run.name!r})" for line in error.problems]) from None
 
 
 def _run_study(study: Study) -> int:
-    """Run what is not finished in the locked folder of the study, and report. Returns the exit status."""
+    """Run what is not finished and write the report, with the study's folder locked. Returns the exit status."""
     from pipelines.ablate.report import write_study_report
 
     started = time.monotonic()
@@ -106,7 +106,7 @@ def _run_study(study: Study) -> int:
 
 
 def _run_all(study: Study, stopped: Callable[[], bool], parent: str) -> None:
-    """Run those that are not finished, and keep in study.json how each of them ends."""
+    """Run all runs that are not finished, and record in study.json how each of them ended."""
     waiting, started = [run for run in study.runs if next_action(run) != "finished"], time.monotonic()
     for number, run in enumerate(waiting, 1):
         if stopped():
@@ -134,7 +134,7 @@ def _ended(run: Run, keep_checkpoints: bool, stopped: Callable[[], bool], parent
 
 
 def _open_mlflow_run(study: Study) -> tuple[Any, str]:
-    """A client and the id of the parent of all runs; there is one for each study folder, however often it is continued.
+    """An MLflow client, and the id of the parent of all runs. A study folder has one parent, however often it is continued.
 
     Raises ValueError naming tracking.uri when the store does not answer.
     """

@@ -1,4 +1,4 @@
-"""How far the runs of a study are (docs/studies.md), what to do with each, and the subprocesses that do it."""
+"""The state of each run of a study (docs/studies.md), what to do with it next, and the subprocess that does it."""
 
 import itertools
 import json
@@ -41,10 +41,10 @@ def save_state(study: Study) -> None:
 
 
 def restore_state(study: Study) -> None:
-    """Set how the runs ended that study.json knows.
+    """Set the status and the error of each run that study.json lists.
 
-    Raises ConfigError when runs in the study's folder were made with other settings, naming each. Arms,
-    initialisations and seeds may be added.
+    Raises ConfigError naming every setting that has changed since the runs in the study's folder were made.
+    Arms, initialisations and seeds may be added.
     """
     changes = dict[str, str]()
     for run in study.runs:
@@ -66,7 +66,7 @@ def restore_state(study: Study) -> None:
 
 
 def next_action(run: Run) -> Action:
-    """What to do with a run on the way to a finished study. Raises ValueError while another process runs it."""
+    """What has to be done with a run to finish the study. Raises ValueError while another process runs it."""
     if not run.folder.exists():
         return "start"
     complete = is_complete(run)
@@ -89,9 +89,9 @@ def is_complete(run: Run) -> bool:
 
 
 def execute(run: Run, stopped: Callable[[], bool], parent: str) -> int:
-    """Run to the end; returns the exit status. `parent` is the MLflow run under which its own is nested.
+    """Run the subprocess to its end and return its exit status. `parent` is the MLflow run under which its own is nested.
 
-    Once `stopped` says so it is told to save, and a second Ctrl-C ends it.
+    Once `stopped` returns true, the subprocess is told to save and stop. A second Ctrl-C makes it stop at once.
     """
     action = next_action(run)
     if action == "start over":
@@ -100,7 +100,7 @@ def execute(run: Run, stopped: Callable[[], bool], parent: str) -> int:
     config_file.write_text(to_toml(run.config), encoding="utf-8")
     resume = ["--resume", run.config.name] if action == "resume" else []
     with run.log.open("ab") as log:
-        # In a session of its own: Ctrl-C in the terminal reaches this process alone, which hands it on once.
+        # It gets a session of its own, so that Ctrl-C in the terminal reaches only this process, which passes it on once.
         process = subprocess.Popen(
             [*PROGRAM, run.command, str(config_file), *resume],
             stdin=subprocess.DEVNULL,

@@ -33,10 +33,10 @@ NOT_OF_INITS = (*OF_THE_STUDY, "policy", "stream", "lossless")
 
 
 class ArmConfig(Section, extra="allow"):
-    """One arm. Any other key is a field of the run configuration, and its value that of the arm."""
+    """One arm. Any other key is a field of the run configuration that this arm sets."""
 
     name: str = Field(pattern=r"[A-Za-z0-9]")
-    """Name in tables and plots; its run folders are named by its letters and digits."""
+    """Name in tables and plots. The names of its run folders are made of its letters and digits."""
     init: str | None = None
     """First weights of the drafter: a name of [inits], "none" (random), a checkpoint folder (relative to the study
     file), or a models:/ URI. Default: drafter.init of the shared configuration."""
@@ -48,15 +48,15 @@ class StudyConfig(Section):
     config: tuple[str, ...] = Field(min_length=1)
     """Configuration files shared by all arms, relative to the study file; later ones win."""
     seeds: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
-    """Every arm runs once with each."""
+    """Every arm runs once with each seed."""
     keep_checkpoints: bool = False
     """Keep the checkpoints of finished runs, to export or measure their policies."""
     folder: Path = Path("runs")
-    """Folder of the study's folder, relative to the working directory."""
+    """Parent of the study's folder, relative to the working directory."""
     inits: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Drafters made once by `cotrain init` before the arms: name, and what differs from the shared configuration."""
     arms: list[dict[str, Any]] = Field(default_factory=list)
-    """Arms one by one."""
+    """The arms, in the order of the tables."""
 
 
 DATA_FILES = (".json", ".jsonl", ".parquet")
@@ -97,8 +97,8 @@ class Study:
     """Folder of the study file."""
     shared: RunConfig
     runs: list[Run] = field(default_factory=list)
-    """In their order: the initialisations that arms need, then all arms for each seed, so that a study that is stopped early
-    has whole comparisons of fewer seeds."""
+    """In the order in which they run: the initialisations that arms need, then all arms for each seed, so that a study that
+    is stopped early still compares all arms, with fewer seeds."""
 
     @property
     def folder(self) -> Path:
@@ -152,7 +152,7 @@ def _collect(problems: list[str], where: str) -> Iterator[None]:
 
 
 def _arm(study: Study, given: ArmConfig, inits: dict[str, Run], others: Sequence[Run]) -> Run:
-    """The run of an arm, before it has a seed. Raises ConfigError naming the field when it is wrong, alone or beside others."""
+    """The run of an arm, before it gets a seed. Raises ConfigError naming what is invalid or clashes with another arm."""
     config = parse_config(_with_fields(study, given.model_extra or {}, NOT_OF_ARMS))
     if given.init is not None:
         if config.drafter is None:
@@ -174,23 +174,23 @@ def _arm(study: Study, given: ArmConfig, inits: dict[str, Run], others: Sequence
 
 
 def _with_fields(study: Study, given: Table, refused: Sequence[str]) -> Table:
-    """The shared configuration with other values of these fields. As on a command line, "none" unsets one.
+    """The shared configuration with the `given` values of fields. As on a command line, "none" unsets a field.
 
-    A key may be a whole path, as in "init.tokens" = 500. Raises ConfigError naming those of refused fields and sections.
+    A key may be a whole path, as in "init.tokens" = 500. Raises ConfigError naming the fields that `refused` rules out.
     """
     fields = flatten(given)
     if fixed := [path for path in fields if any(f"{path}.".startswith(f"{other}.") for other in refused)]:
         fix = "set it in the shared config, or by name, seeds and an arm's init in the study file"
         raise ConfigError([f"{path}: must not differ between runs of a study; {fix}" for path in fixed])
     table = study.shared.model_dump(mode="json")
-    # A section comes before its fields, and `type` is the first of these, since another one resets the section.
+    # A section is merged before its fields, and `type` before the other fields, since a new type resets the section.
     for path in sorted(fields, key=lambda path: (path.count("."), not path.endswith(".type"))):
         table = merge(table, table_of(path, None if fields[path] == "none" else fields[path]))
     return table
 
 
 def _init_source(study: Study, init: str) -> str | None:
-    """drafter.init of an arm. Raises ConfigError naming init."""
+    """The drafter.init that an arm's `init` stands for. Raises ConfigError naming init."""
     if init == NO_INIT:
         return None
     if init in study.config.inits:
@@ -206,7 +206,7 @@ def _init_source(study: Study, init: str) -> str | None:
 
 
 def _init_config(study: Study, name: str, given: Table) -> RunConfig:
-    """Raises ConfigError naming the fields of the initialisation."""
+    """The configuration of an initialisation. Raises ConfigError naming its invalid fields."""
     if name == NO_INIT:
         raise ConfigError([f"{NO_INIT!r} means random weights; choose another name"])
     fields = flatten(given)

@@ -21,7 +21,7 @@ LENGTH, SPEED, REWARD = "rollout/acceptance_length", "rollout/tokens_per_s", "po
 TOKENS, STEP_TIME = "rollout/generated_tokens", "time/step_s"
 GAIN, STEP_GAIN = "tokens/s, x no speculation", "whole step, x no speculation"
 COMPARED = {"acceptance length": LENGTH, GAIN: GAIN, STEP_GAIN: STEP_GAIN, "reward": REWARD}
-"""Columns of the comparison, and what each shows."""
+"""Columns of the comparison, and the metric that each shows."""
 
 POSITION = "rollout/acceptance_rate_pos_"
 HOW_TO_READ = (
@@ -37,9 +37,9 @@ class StudyRecord:
     about: dict[str, Any]
     """What study.json says: name, number of steps, seeds and arms."""
     runs: pd.DataFrame
-    """A row for each run: its folder, linked to its own report, arm, seed, and finished or why not."""
+    """A row for each run: its folder (a link to its own report), its arm and seed, and "finished" or why it is not."""
     finished: dict[tuple[str, int], RunRecord]
-    """By arm and seed."""
+    """The finished runs by arm and seed."""
 
     @cached_property
     def steps(self) -> pd.DataFrame:
@@ -51,7 +51,7 @@ class StudyRecord:
 
     @cached_property
     def measured(self) -> pd.DataFrame:
-        """Means over the last third of the steps, and two ratios of speeds, by arm and seed."""
+        """Means over the last third of the steps, and the speed ratios GAIN and STEP_GAIN, by arm and seed."""
         before = self.about["steps"] - max(1, self.about["steps"] // 3)
         counted = self.steps[self.steps.index.get_level_values("step") > before]
         means = counted.groupby(["arm", "seed"], sort=False).mean()
@@ -62,7 +62,7 @@ class StudyRecord:
 
     @cached_property
     def fields(self) -> pd.DataFrame:
-        """The fields in which arms differ, by arm, as far as a run of it is finished; NaN in a section that it lacks."""
+        """The fields in which arms differ, by arm; NaN for an arm without a finished run, and in a section that it lacks."""
         arms = {arm: run.settings for (arm, _), run in self.finished.items()}
         rows = [{path: _text(value) for path, value in settings.items()} for settings in arms.values()]
         table = pd.DataFrame(rows, index=list(arms)).drop(columns=["name", "seed"], errors="ignore")
@@ -70,7 +70,7 @@ class StudyRecord:
 
 
 def _compared(run: RunRecord) -> str:
-    """What a run has in common with the one without speculation that its speeds are compared with."""
+    """A key that a run shares with its baseline, the run without speculation that its speeds are compared with."""
     return json.dumps({path: value for path, value in run.settings.items() if path.startswith(("seed", "policy."))})
 
 
@@ -84,7 +84,7 @@ def _text(value: Any) -> str:
 def write_study_report(folder: Path) -> Path:
     """Write report.html, its PNGs, table.md and table.csv into folder/report; returns the page.
 
-    Raises ValueError when the folder is no study or its study.json is damaged. Arms that failed are named in it.
+    Raises ValueError when the folder is no study or its study.json is damaged. The page names the arms that failed.
     """
     study = read_study(folder)
     path, table = write_page(folder, study_page(study)), comparison(study)
@@ -98,7 +98,7 @@ def write_study_report(folder: Path) -> Path:
 
 
 def read_study(folder: Path) -> StudyRecord:
-    """Raises ValueError naming study.json. The table of runs says which finished run cannot be read."""
+    """Read a study's folder. Raises ValueError naming study.json; a finished run that cannot be read is noted in `runs`."""
     about, runs, finished = read_object(folder / STUDY), [], {}
     for arm in about["arms"]:
         for run in arm["runs"]:

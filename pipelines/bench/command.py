@@ -1,7 +1,7 @@
 """`cotrain bench`: speculation arms side by side on the same prompts, taking turns (docs/running.md).
 
-In every round all arms run once, each round starting with another arm, and each is compared with the same round's
-no-speculation arm, so that a machine that slows down slows all of them alike. An engine that waits does not use the CPU.
+In every round each arm runs once, and each round starts with another arm. An arm is compared with the no-speculation arm
+of the same round, so that a machine that slows down affects all arms alike. An engine that waits does not use the CPU.
 """
 
 import argparse
@@ -28,7 +28,7 @@ DRAFTED = {"greedy": "greedy"} | dict.fromkeys(("probabilistic", "mixed", ADAPTI
 """How the drafter's tokens are sampled, by method. Probabilistic drafts are greedy ones at temperature 0."""
 
 FROM_HISTORY = ("suffix", "mixed", f"{ADAPTIVE}-suffix", f"{ADAPTIVE}-mixed")
-"""Methods, and engines, that draft from what they have generated in earlier rounds, alone or beside the drafter."""
+"""Methods, and the engines named after them, that draft from what they generated in earlier rounds, with or without drafter."""
 
 DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
 GPU_SHARE = 0.9
@@ -37,16 +37,16 @@ GPU_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured, with everything checked that can be without an engine."""
+    """What is measured. All that can be checked without an engine has been checked."""
 
     options: argparse.Namespace
     arms: list[Arm]
     setup: engines.EngineSetup
 
     def requests(self, batch: int, round_: int, group: int) -> list[RolloutRequest]:
-        """The same prompts and lengths for all arms of a round, new ones in each round.
+        """One batch: the same prompts and lengths for all arms of a round, and new prompts in each round by default.
 
-        None has a seed: generators of single requests would slow down the sampler, and probabilistic drafts have none.
+        Requests have no seeds: a generator for each would slow down the sampler, and probabilistic drafts cannot be seeded.
         """
         options, prompts = self.options, self.setup.prompts
         ends = [max(2, ceil(options.tokens * (i + 1) / batch)) for i in range(batch)]  # evenly spread
@@ -76,15 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         choices=METHODS,
-        help="default: all that are possible but suffix, which drafts from the rounds before, mixed, which has both that "
-        "and the drafter, and adaptive, adaptive-suffix and adaptive-mixed, which choose draft lengths up to the largest of "
-        "--k for the drafter, suffix and mixed; none is always measured",
+        help="default: all that are possible, except suffix (drafts from earlier rounds), mixed (from these and the drafter), "
+        "and adaptive, adaptive-suffix and adaptive-mixed (choose draft lengths up to the largest --k for the drafter, suffix "
+        "and mixed); none is always measured",
     )
     parser.add_argument("--prompts", metavar="CONFIG", help="prompts of this configuration's task (default: chain_sum)")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Raises ValueError for what the user can mend, before an engine starts."""
+    """Run the command. Raises ValueError for errors that the user can fix, before an engine starts."""
     parser = argparse.ArgumentParser(prog="cotrain bench", description=DESCRIPTION)
     add_arguments(parser)
     options = parser.parse_args(argv)
@@ -130,7 +130,7 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
 def choose_arms(
     methods: list[str] | None, draft_lengths: list[int], has_drafter: bool, temperature: float
 ) -> list[Arm]:
-    """No speculation first, then every method at every draft length. Raises ValueError for what cannot be measured."""
+    """No speculation, then each method at each draft length (adaptive: the largest). Raises ValueError if one cannot run."""
     if methods is None:
         methods = [m for m in METHODS if (has_drafter or m not in DRAFTED) and m not in (*FROM_HISTORY, ADAPTIVE)]
         methods = [m for m in methods if temperature > 0 or m != "probabilistic"]
@@ -144,7 +144,7 @@ def choose_arms(
 
 
 async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], list[str]]:
-    """Start the engines, warm up, and take turns. Returns the turns, and what the adaptive arms have come to."""
+    """Start the engines, warm up, and take turns. Returns the turns, and notes on what each adaptive arm chose at the end."""
     running: dict[str, RolloutEngine] = {}
     stock = replace(bench.setup, drafter=None, drafter_folder=None)
     async with AsyncExitStack() as stack:
@@ -166,7 +166,7 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
 
 
 async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Callable[[str], None]) -> list[Turn]:
-    """Every arm at every batch size in every round, after one round that is not counted."""
+    """Measure every arm at every batch size in every round, after one warm-up round that is not counted."""
     turns: list[Turn] = []
     rounds, started = bench.options.rounds, time.monotonic()
     for round_ in range(-1, rounds):  # round -1 warms up: kernels, allocator and caches of every batch size

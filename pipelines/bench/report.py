@@ -1,4 +1,4 @@
-"""From measured turns to the numbers of `cotrain bench`: ratios within a round, and the table of arms."""
+"""Turns the measurements of `cotrain bench` into ratios within each round and a table of arms."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,14 +13,14 @@ from pipelines.page.figures import range_figure
 ADAPTIVE = "adaptive"
 METHODS = ("none", "ngram", "suffix", "greedy", "probabilistic", "mixed", ADAPTIVE, "adaptive-suffix", "adaptive-mixed")
 OF_ONE_ENGINE = {"none": "stock", "greedy": "drafter", "probabilistic": "drafter", ADAPTIVE: "drafter"}
-"""Engines by method; every other method has an engine of its own, since it may draft from what that has generated."""
+"""Engine by method. Every other method has an engine of its own, because it may draft from what that engine generated."""
 
 
 @dataclass(frozen=True)
 class Arm:
     method: str
     num_speculative_tokens: int
-    """Draft tokens of every step; the most of any step when adaptive."""
+    """Draft tokens per verification step; the maximum for an adaptive arm."""
 
     @property
     def engine(self) -> str:
@@ -48,26 +48,26 @@ class Turn:
     num_tokens: int
     """Tokens decoded, without the first of each response, which comes from prefilling the prompt."""
     tokens_per_second: float
-    """Decoding speed while the whole batch runs; of the whole turn where responses end one after another."""
+    """Decoding speed while the whole batch runs, or over the whole turn if responses end one after another."""
     num_drafts: int = 0
     """Verification steps with draft tokens, summed over requests."""
     accepted_per_position: tuple[int, ...] = ()
     """Verification steps that accepted a draft position and all before it."""
     group_speeds: tuple[float, ...] = ()
-    """The same of each batch of the turn."""
+    """Decoding speed of each batch of the turn, in tokens per second."""
     by_proposer: dict[str, float] = field(default_factory=dict)
-    """Drafts, draft tokens and accepted ones of history and drafter, where an engine has history."""
+    """Drafts, draft tokens and accepted tokens of history and drafter; empty for an engine without history."""
 
     @property
     def num_steps(self) -> int:
-        """Steps summed over requests; one without draft tokens (n-gram) emits one token."""
+        """Decoding steps summed over requests. A step without draft tokens (n-gram) counts too, and emits one token."""
         return max(self.num_drafts, self.num_tokens - sum(self.accepted_per_position))
 
 
 def results(turns: list[Turn]) -> pd.DataFrame:
-    """A row for each batch size and arm; the index is both as text.
+    """A row for each batch size and arm; the index names both, as in "batch 4, greedy k=2".
 
-    Ratios are to no speculation in the same round: geometric mean, its standard error by the scatter of the rounds (NaN
+    Ratios are to no speculation in the same round: geometric mean, its standard error from the scatter over rounds (NaN
     with a single round), smallest and largest.
     """
     plain = {(turn.batch, turn.round): turn.tokens_per_second for turn in turns if turn.arm == str(NO_SPECULATION)}
@@ -92,7 +92,7 @@ def results(turns: list[Turn]) -> pd.DataFrame:
 
 
 def _of_proposer(turns: list[Turn], name: str) -> str:
-    """Accepted of drafted tokens of one proposer."""
+    """How many of one proposer's draft tokens were accepted, as text; empty if it drafted none."""
     drafted, accepted = (
         sum(t.by_proposer.get(f"{name}/{what}_tokens", 0) for t in turns) for what in ("drafted", "accepted")
     )

@@ -20,9 +20,9 @@ V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "V
 
 
 def check(folder: Path, dtype: str, most_changed: int, tokens: int, **arguments: Any) -> str:
-    """Generate without drafts, then with a drafter that always proposes one token. Raises ValueError for what is wrong.
+    """Generate without drafts, then with a drafter that always proposes the same token. Raises ValueError saying what is wrong.
 
-    most_changed: texts that drafts may change, since ties between tokens fall otherwise in other batches of 16 bits.
+    most_changed: most texts that drafts may change, since 16-bit batches of another shape can resolve ties differently.
     """
     model, spool, number_type = resolve_model(TINY_MODEL), Spool(folder), getattr(torch, dtype)
     drafter = build_drafter(Eagle3Config(type="eagle3", draft_vocab_size=32), TargetSpec.from_pretrained(model), seed=0)

@@ -14,7 +14,7 @@ Status = Literal["pass", "fail", "not applicable"]
 
 @dataclass(frozen=True)
 class Check:
-    """What one check has come to."""
+    """The result of one check."""
 
     name: str
     status: Status
@@ -29,13 +29,13 @@ class Problem(Exception):
 
 
 class NotApplicable(Exception):
-    """Why a check is not made: the machine lacks what would be checked, or what the check needs has failed."""
+    """Why a check is skipped: the machine lacks what would be checked, or something that the check needs has failed."""
 
 
 async def run_check(name: str, function: Callable[[], Any], remedy: str) -> Check:
     """Run one check, a function or a coroutine function that returns what it found.
 
-    Whatever it raises is a failure, but for NotApplicable; so that all the others are still made.
+    Any exception but NotApplicable counts as a failure of this check, so that all other checks are still made.
     """
     started = time.perf_counter()
     status: Status = "pass"

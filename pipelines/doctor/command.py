@@ -49,7 +49,7 @@ MACHINE = {
     "hooks": "Install the vLLM that pyproject.toml pins, or adapt cotrain/rollout/vllm/ to this one.",
     "model-runner-v2": "Set VLLM_USE_V2_MODEL_RUNNER=0 for every host that the sidecar joins, and report what was found.",
 }
-"""Checks of this machine, in their order, and what to do when one fails. The others are the same."""
+"""Checks of this machine in their order, and what to do when one fails. NODES and ENGINE have the same form."""
 NODES = {
     "ray": "Give --address of a running cluster, or leave it out to start a private Ray on this machine.",
     "nodes": "Install the same versions on every node, and start Ray there from that environment.",
@@ -67,11 +67,11 @@ ENGINE = {
     "cuda-graphs": "Leave enforce_eager, compilation_config and capture sizes out of rollout.vllm.",
     "step-time": "Repeat the check while the machine is idle; on a GPU see to cuda-graphs first.",
 }
-"""The first one starts what the others are checks of; so it is with NODES."""
+"""The first check starts what all others then check; the same holds for NODES."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: progress, then the table, or JSON. Raises OSError when the file for it cannot be written."""
+    """Run the command: print progress, then the table or JSON. Raises OSError when the JSON file cannot be written."""
     parser = argparse.ArgumentParser(prog="cotrain doctor", description=DESCRIPTION)
     parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it instead of the table")
     parser.add_argument("--address", help="of a running Ray cluster, or auto (default: a private Ray on this machine)")
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_table(checks: Iterable[Check], stream: TextIO) -> None:
-    """One row for each check; the remedy stands below what was found."""
+    """Print one row for each check, with the remedy below what was found."""
     table = Table("check", "status", "found", box=SIMPLE_HEAD, pad_edge=False)
     for check in checks:
         table.add_row(check.name, check.status, "\n".join(filter(None, (check.found, check.remedy))))
@@ -111,14 +111,14 @@ def print_table(checks: Iterable[Check], stream: TextIO) -> None:
 
 
 class Doctor:
-    """Makes the checks that are wanted, and says how each has come out."""
+    """Makes the checks that are wanted, and reports the result of each."""
 
     def __init__(self, wanted: Collection[str], stream: TextIO):
         self.checks: list[Check] = []
         self._wanted, self._console = wanted, Console(stream)
 
     async def make_all(self, address: str | None) -> None:
-        """Make the wanted checks. address: of a Ray cluster; None starts a private one."""
+        """Make the wanted checks. address: that of a Ray cluster, or None to start a private one."""
         for name, remedy in MACHINE.items():
             if name in self._wanted:
                 await self._make(name, getattr(machine, identifier(name)), remedy)
@@ -126,7 +126,7 @@ class Doctor:
         await self._make_of(ENGINE, "pipelines.doctor.engine:started_engine")
 
     async def _make_of(self, remedies: dict[str, str], context: str, *args: Any) -> None:
-        """Make the checks of something that the first of them starts: the asynchronous context manager's path."""
+        """Make the checks of something that the first of them starts. context: "module:name" of its async context manager."""
         (first, first_remedy), *others = remedies.items()
         if remedies.keys().isdisjoint(self._wanted):
             return
@@ -155,5 +155,5 @@ class Doctor:
 
 
 def identifier(name: str) -> str:
-    """The function or method that makes the check of this name."""
+    """Return the name of the function or method that makes the check of this name."""
     return name.replace("-", "_")

@@ -32,16 +32,16 @@ from pipelines.verify import command as verify
 from pipelines.verify.checks import Plan, Verifier, load_target, target_laws, two_drafters
 
 K, BATCH, TOKENS = 3, 16, 48
-"""Longest draft, requests at once, tokens of a response."""
+"""Most draft tokens in a step, requests in a batch, tokens of a response."""
 DRAFT_VOCABULARY = 32
-"""The lowest token ids. The digits are among them, of which the tiny model writes many."""
+"""The drafter drafts only the lowest token ids. They include the digits, which the tiny model often writes."""
 ALPHA, DISTANCE = 0.001, 0.15
-"""False-alarm rate of the short verify, and the total variation distance that it finds."""
+"""False-alarm rate of the short verify, and the total variation distance that it detects."""
 
 TURNS = 7
 MOST_STEP_RATIO = 3.0
-"""Decode step with our hooks and the tap over one without: 1.1 on two quiet cores, up to 1.5 while others use them. A
-step of the tiny model is nearly all host work, of which a real model's step has a far smaller share."""
+"""Longest time of a decode step with our hooks and the tap, relative to one without. It was 1.1 on two quiet cores, up to 1.5
+while others used them. A step of the tiny model is nearly all host work, which is a far smaller share of a real model's."""
 
 GPU_SHARE = 0.3
 """Share of a GPU's memory that each of two engines may take."""
@@ -49,7 +49,7 @@ WORKER = "pipelines.doctor.worker.DoctorWorker"
 
 
 def prepare(folder: Path) -> tuple[Plan, EngineSetup]:
-    """What `cotrain verify` would do with the tiny model and an untrained drafter, which is saved to the folder."""
+    """Return what `cotrain verify` would use for the tiny model and an untrained drafter, which is saved to the folder."""
     on_gpu = bool(machine()["gpus"])
     dtype = "bfloat16" if on_gpu else "float32"  # FlashAttention takes no float32
     config = Eagle3Config(type="eagle3", draft_vocab_size=DRAFT_VOCABULARY)
@@ -64,7 +64,7 @@ def prepare(folder: Path) -> tuple[Plan, EngineSetup]:
 
 
 def constant_drafts(token_ids: Sequence[int], token: int, k: int) -> list[tuple[int, int]]:
-    """(drafted, accepted) of each verification step of a greedy response for which `token` was drafted k times."""
+    """Return (drafted, accepted) of each verification step of a greedy response, if each step drafts `token` k times."""
     steps, position = [], 1  # the prompt's step gives the first token, and drafts come after it
     while position < len(token_ids):
         drafted = token_ids[position : position + k]
@@ -75,10 +75,10 @@ def constant_drafts(token_ids: Sequence[int], token: int, k: int) -> list[tuple[
 
 
 def graph_problem(mode: str, sizes: Sequence[int], captured: int, steps: Mapping[int, str], rows: int) -> str | None:
-    """What is wrong with an engine's CUDA graphs; None when nothing is.
+    """Return what is wrong with an engine's CUDA graphs, or None if nothing is.
 
-    mode: vLLM's cudagraph_mode. sizes, captured: rows of the graphs, and their number. steps: mode of each step that
-    was made with the tap on, by its rows. rows: those of a step of max_num_seqs requests with k draft tokens each.
+    mode: vLLM's cudagraph_mode. sizes: rows of each graph. captured: number of graphs. steps: mode of each step that was made
+    with the tap on, by its number of rows. rows: number in a step of max_num_seqs requests with k draft tokens each.
     """
     if mode == "NONE" or not captured:
         return f"no CUDA graph is captured (cudagraph_mode {mode})"
@@ -106,7 +106,7 @@ class EngineChecks:
         self.verifier = Verifier(engine, plan, laws, taking_turns, lambda line: None)
 
     async def tap(self) -> str:
-        """Hidden states of the tap are those of a Hugging Face forward, with no row missing."""
+        """The tap's hidden states are those of a Hugging Face forward pass, and no row is missing."""
         batch = await self._generate(K, tap=True, temperature=1.0)
         if holes := int(batch.feature_stats["num_holes"]):
             raise Problem(f"{holes} rows of {int(batch.feature_stats['num_tokens'])} are missing in what was tapped")
@@ -115,7 +115,7 @@ class EngineChecks:
         return f"{batch.feature_stats['num_tokens']:.0f} rows, largest relative error of a layer {error:.1g}"
 
     async def drafter_swap(self) -> str:
-        """Two drafters are swapped in, each of which always proposes one token; drafts are exactly those."""
+        """Two drafters that each always propose one token are swapped in, one after the other; all drafts are then that token."""
         plain, accepted, norm = (await self._generate(0)).rollouts, 0, self.drafter["norm.weight"]
         try:
             for token, _ in Counter(token for rollout in plain for token in rollout.token_ids).most_common(2):
@@ -181,7 +181,7 @@ class EngineChecks:
         return f"{len(self.setup.prompts)} prompts, {results[-1].setting.removeprefix('greedy, ')}"
 
     async def verify(self) -> str:
-        """A few hundred sampled tokens of each way to draft have the law of the policy alone."""
+        """A few hundred tokens sampled with each way to draft have the distribution of the policy alone."""
         verdict = judge(await self.verifier.sampled(), ALPHA)
         if not verdict.passed:
             raise Problem(str(verdict))
@@ -223,7 +223,7 @@ class EngineChecks:
         return [RolloutRequest(f"p{i}", 0, prompt, None) for i, prompt in enumerate(self.setup.prompts[:BATCH])]
 
     async def _generate(self, k: int, tap: bool = False, temperature: float = 0.0) -> RolloutBatch:
-        """Responses at draft length k, greedy ones unless a temperature is given."""
+        """Generate responses at draft length k, greedily unless a temperature is given."""
         await self.engine.set_num_speculative_tokens(k)
         return await self.engine.generate(self._requests(), tap=tap, temperature=temperature)
 
@@ -237,7 +237,7 @@ class EngineChecks:
         return payload
 
     def _hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, A*H] of these layers and the last one [T, H], of a Hugging Face forward."""
+        """Return the hidden states [T, A*H] of these layers and the last one [T, H], from a Hugging Face forward pass."""
         with torch.no_grad():
             states = self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
         return torch.cat([states[layer][0] for layer in layers], -1), states[-1][0]
@@ -245,7 +245,7 @@ class EngineChecks:
 
 @asynccontextmanager
 async def started_engine() -> AsyncIterator[EngineChecks]:
-    """The checks of an engine that is started for them, and stopped at the end."""
+    """Start an engine, yield its checks, and stop it at the end."""
     with TemporaryDirectory() as folder:
         plan, setup = prepare(Path(folder) / "drafter")
         async with one_engine(setup, 0, threads.num_cores()) as engine:

@@ -25,7 +25,7 @@ from pipelines.doctor.check import NotApplicable, Problem
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_GIB = 1.0
-"""Two updates of a policy of 135 M parameters in bfloat16 take 0.5 GiB, and the hidden states of a step come on top."""
+"""Two updates of a policy of 135 M parameters in bfloat16 take 0.5 GiB, and the hidden states of a step need room as well."""
 DISK_GIB = 8.0
 """Four checkpoints of a policy of 135 M parameters take 6.5 GiB."""
 PROBE_SECONDS = 240
@@ -151,7 +151,7 @@ def model_runner_v2() -> str:
 
 
 def all_reduce(backend: str, processes: int) -> str:
-    """Add up a tensor over so many processes, one for each GPU with "nccl". Raises Problem when that fails."""
+    """Sum a tensor over this many processes, with "nccl" one for each GPU. Raises Problem when that fails."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python"]
     _output_of(*torchrun, sys.executable, "-c", ALL_REDUCE, backend)
     return f"the sum over {processes} processes is right"
@@ -169,7 +169,7 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def _output_of(*arguments: str) -> str:
-    """Standard output of a Python process. Raises Problem with the first error that it prints, or when it hangs."""
+    """Return the standard output of a Python process. Raises Problem with the first error that it prints, or if it hangs."""
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, *arguments], stdout=pipe, stderr=pipe, text=True)
     try:

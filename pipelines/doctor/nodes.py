@@ -11,7 +11,7 @@ from cotrain.run.provenance import differing_versions, package_versions
 from pipelines.doctor.check import Problem
 
 ANSWER_SECONDS = 60.0
-"""A node that answers has to start a process, and to import nothing heavy."""
+"""In this time, a node only has to start a process, which imports nothing heavy."""
 CONNECT_SECONDS = 5.0
 
 
@@ -19,11 +19,11 @@ class NodeAgent:
     """Runs on one node. Ray sends its code along, so that it also runs where cotrain is older."""
 
     def facts(self) -> dict[str, str]:
-        """Versions of Python and of the packages that are installed."""
+        """Return the versions of Python and of the installed packages."""
         return package_versions()
 
     def listen(self) -> tuple[str, int]:
-        """Address and port of this node that take connections until the agent ends."""
+        """Open a port on this node until the agent ends. Returns its address and number."""
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -31,7 +31,7 @@ class NodeAgent:
         return address, self._listener.getsockname()[1]
 
     def connect(self, address: str, port: int, seconds: float) -> str | None:
-        """Why the port cannot be reached from this node; None when it can."""
+        """Return why the port cannot be reached from this node, or None if it can."""
         try:
             socket.create_connection((address, port), seconds).close()
         except OSError as error:
@@ -74,7 +74,7 @@ class Nodes:
         return f"{len(names)} nodes reach each other" if len(names) > 1 else "the node reaches a port of its own"
 
     def _answer(self, name: str, reference: Any) -> Any:
-        """What the agent returns. Raises Problem naming the node when it does not answer."""
+        """Return the agent's answer. Raises Problem naming the node when it does not answer."""
         try:
             return self._ray.get(reference, timeout=ANSWER_SECONDS)
         except self._ray.exceptions.RayError as error:

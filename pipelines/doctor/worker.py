@@ -10,12 +10,12 @@ from cotrain.rollout.vllm.worker_extension import CotrainWorker
 
 
 class DoctorWorker(CotrainWorker):
-    """A worker that also tells how its read-back and its CUDA graphs do."""
+    """A worker that can also test its read-back and record how it uses CUDA graphs."""
 
     _cotrain_doctor_steps: dict[int, str]
 
     def cotrain_doctor_read_back(self, path: str, draft: bool) -> tuple[list[str], list[str]]:
-        """Compare what is served with the file it came from, and with that file changed in one element a tensor.
+        """Compare the served weights with the file they came from, and with that file after changing one element of each tensor.
 
         Returns the names that differ from the file, and the names whose change was missed; both should be empty.
         """
@@ -26,7 +26,7 @@ class DoctorWorker(CotrainWorker):
         return weights.differing_tensors(model, sent), sorted(sent.keys() - set(found))
 
     def cotrain_doctor_watch_steps(self) -> None:
-        """Record from now on in which graph mode the target runs a step, by the step's rows."""
+        """Record from now on the CUDA graph mode in which the target runs a step, by the number of rows of the step."""
         dispatcher = self.model_runner.cudagraph_dispatcher  # type: ignore[attr-defined]
         dispatch, self._cotrain_doctor_steps = dispatcher.dispatch, {}
 

@@ -17,7 +17,7 @@ into DIR/drafter. A policy that came with an MTP head gets the trained head back
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the folders and print how to serve them. Raises ValueError for a run without checkpoint, or a used DIR."""
+    """Write the folders and print how to serve them. Raises ValueError if there is no checkpoint, or if DIR exists."""
     parser = argparse.ArgumentParser(prog="cotrain export", description=DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
     parser.add_argument("out", metavar="DIR", type=Path, help="a new folder")
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(policy: Path, model: Path, drafter: Path | None, out: Path) -> None:
-    """Fill `out`. The drafter goes into the policy's own files where it came with them."""
+    """Fill `out`. A drafter that is the policy's own MTP head goes back into the policy's files, any other into out/drafter."""
     from drafters.build import stitch
 
     for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
@@ -66,7 +66,7 @@ def _write(policy: Path, model: Path, drafter: Path | None, out: Path) -> None:
 
 
 def _serving(model: Path, drafter: Path | None, num_speculative_tokens: int) -> str:
-    """The command of stock vLLM."""
+    """The command that serves them with stock vLLM. drafter: None if it is in the files of `model`."""
     from drafters.base import TargetSpec
     from drafters.build import load_drafter
 

@@ -1,4 +1,4 @@
-"""A drafter trained on the policy's own rollouts before RL. One process beside the engine's, no Ray.
+"""Trains a drafter on the policy's own rollouts before RL, in one process beside the engine's and without Ray.
 
 collect rollouts --> hold out prompts, choose the draft vocabulary --> train on features --> serve --> register
 """
@@ -45,7 +45,7 @@ from pipelines.preflight import check_run
 
 DRAFTER_VERSION = 1
 FEATURE_ROLLOUTS = 256
-"""Most rollouts whose features are computed between two chances to stop."""
+"""Maximum number of rollouts whose features are computed before the next chance to stop."""
 
 
 def initialise(config: RunConfig, resume: bool) -> int:
@@ -86,10 +86,10 @@ class Initialisation:
     stop_requested: Callable[[], bool]
 
     async def run(self, source: sources.Source) -> bool:
-        """All stages; False when it was asked to stop early."""
+        """Run all stages. Returns False when it was asked to stop early."""
         started = time.monotonic()
         async with AsyncExitStack() as stack:
-            # With no drafter the engine would tap nothing, and could not be sent one.
+            # Without a drafter the engine would tap no hidden states, and could not be sent a drafter later.
             untrained = Path(stack.enter_context(TemporaryDirectory())) / "untrained"
             trainer = self._trainer(total_updates=1)
             trainer.drafter.save(untrained, trainer.serving_dtype)
@@ -123,7 +123,7 @@ class Initialisation:
         return Distiller(spec, self.model, first, engine_device())
 
     def _records(self, stack: AsyncExitStack) -> tuple[Tracker, RunRecord]:
-        """MLflow and metrics.jsonl as they stood at the checkpoint, and where training goes on from there."""
+        """Open MLflow, and metrics.jsonl as of the newest checkpoint; the RunRecord says where training continues."""
         state = newest_state(self.run_dir, self.config, self.corpus.about["fingerprints"])
         metrics = RowFile(self.run_dir.metrics, resumed_step=state.step)
         with self.console.phase("MLflow"):
@@ -214,16 +214,16 @@ class Initialisation:
         registered = tracker.log_drafter(folder, versions, step, metrics, tags)
         tracker.log_step(step + 1, metrics_of(served) | {"versions/drafter": DRAFTER_VERSION})
         tracker.finish()
-        version = registered.result() if registered.done() else None  # MLflow may be away
+        version = registered.result() if registered.done() else None  # MLflow may not have answered yet
         return {"registered_model": tracker.registered_model, "registered_version": version}
 
 
 SERVED_ROLLOUTS = 128
-"""Most rollouts of the served evaluation."""
+"""Maximum number of rollouts that evaluate the served drafter."""
 
 
 def served_requests(holdout: Sequence[sources.StoredRollout], config: RunConfig) -> list[RolloutRequest]:
-    """The held-out prompts, and as many samples of each as SERVED_ROLLOUTS allows. vLLM has no seeds for sampled drafts."""
+    """Up to samples_per_prompt samples of each held-out prompt, SERVED_ROLLOUTS in all. vLLM cannot seed sampled drafts."""
     prompts = {tuple(r.prompt_token_ids): r.prompt_id for r in holdout}
     samples = min(config.rollout.samples_per_prompt, max(1, SERVED_ROLLOUTS // len(prompts)))
     seeded = config.rollout.draft_sample_method == "greedy"
@@ -235,7 +235,7 @@ def served_requests(holdout: Sequence[sources.StoredRollout], config: RunConfig)
 
 
 def summary(figures: dict[str, Any], config: RunConfig, folder: Path) -> str:
-    """What init.json holds, for somebody who has not seen one before."""
+    """The content of init.json as text, for a reader who has not seen one before."""
     served, k = figures["served"], config.rollout.num_speculative_tokens
     expected_rates, served_rates = (
         "  ".join(f"{position}: {rate:.3f}" for position, rate in enumerate(rates, start=1))

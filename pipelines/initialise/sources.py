@@ -1,7 +1,7 @@
 """The rollouts of `cotrain init`: where they come from, how they are kept, and their split into training and hold-out.
 
-rollouts.jsonl of a run has a first row on the policy and its sampling, then a row for each part of the rollouts. A row
-that was cut off is not read, so that a part is complete or not there.
+The first row of a run's rollouts.jsonl describes the policy and its sampling. Every other row is one part of the rollouts.
+A row that was cut off is not read, so a part is either complete or absent.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class Corpus(RowFile):
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
     def append(self, rollouts: Sequence[StoredRollout]) -> None:
-        """Write one more part. Raises OSError when the disk is full; the parts before it are then as they were."""
+        """Write one more part. Raises OSError when the disk is full; the earlier parts stay intact then."""
         self.write(self.num_parts + 1, {"rollouts": [asdict(rollout) for rollout in rollouts]})
         self.rollouts += rollouts
         self.num_parts += 1
@@ -116,12 +116,12 @@ def data_fingerprint(rollouts: Iterable[StoredRollout]) -> str:
 
 
 PART_ROLLOUTS = 128
-"""Most rollouts of one part on disk, which is what a crash can lose."""
+"""Maximum number of rollouts of one part on disk, and so the most that a crash can lose."""
 
 
 @dataclass(frozen=True)
 class PromptStream:
-    """An endless series of prompts in seeded order; used-up prompts come again in another order with new samples."""
+    """An endless series of prompts in seeded order. Once all are used, they come again in another order, with new samples."""
 
     num_prompts: int
     encode: Callable[[int], tuple[str, list[int]]]
@@ -135,7 +135,7 @@ class PromptStream:
         return [StoredRollout(r.prompt_id, r.sample_index, r.prompt_token_ids, r.token_ids) for r in batch.rollouts]
 
     def requests(self, first: int, count: int) -> list[RolloutRequest]:
-        """All samples of the prompts number first to first + count - 1 of the series."""
+        """The requests for all samples of prompts `first` to `first + count - 1` of the series."""
         seed, samples = self.config.seed, self.config.rollout.samples_per_prompt
         order, requests = PromptOrder(self.num_prompts, 1, seed), []
         for number in range(first, first + count):
@@ -151,7 +151,7 @@ Source = PromptStream | list[StoredRollout]
 
 
 def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) -> Source:
-    """The source of [init.source], read and checked, with notes on the console. Raises ValueError naming its field."""
+    """Open and check the source that [init.source] names, and print notes on it. Raises ValueError naming its field."""
     source = config.init.source
     if isinstance(source, PolicyRollouts):
         task = build_task(config.task, config.seed)
@@ -174,7 +174,7 @@ def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) ->
 
 
 def sampling(config: RunConfig) -> dict[str, float]:
-    """How responses are drawn, as the corpus records it."""
+    """The sampling parameters of responses, as the corpus records them."""
     return config.rollout.model_dump(include={"temperature", "top_p", "top_k"})
 
 
@@ -186,9 +186,9 @@ async def collect(
     say: Callable[[str], None],
     stop_requested: Callable[[], bool],
 ) -> bool:
-    """Append parts until there are init.tokens response tokens. Returns False when asked to stop early.
+    """Append parts until there are init.tokens response tokens or the source ends. Returns False when asked to stop early.
 
-    The next part depends on the corpus alone, so that an interrupted collection ends as any other.
+    What the next part holds depends on the corpus alone, so an interrupted collection continues as if it had not been.
     """
     wanted, before, started = config.init.tokens, corpus.num_response_tokens, time.monotonic()
     while not stop_requested():
@@ -225,7 +225,7 @@ def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) ->
 
 
 def _fitting(rollouts: list[StoredRollout], config: RunConfig, path: str) -> list[StoredRollout]:
-    """The rollouts within the bounds of [rollout]; a note says how many others there are."""
+    """The rollouts within the length limits of [rollout]; prints how many are left out. Raises ValueError if all are."""
     limit, longest = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
     kept = [r for r in rollouts if len(r.prompt_token_ids) <= limit and len(r.token_ids) <= longest]
     if not kept:

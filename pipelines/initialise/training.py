@@ -18,7 +18,7 @@ from pipelines.initialise.sources import Split, StoredRollout
 
 EVALUATIONS_PER_EPOCH = 2
 PATIENCE = 2
-"""Training stops after this many evaluations without a new best; on 200,000 tokens the best is the last of 3 epochs."""
+"""Training stops after this many evaluations without a new best. On 200,000 tokens the last of 3 epochs is still the best."""
 SECONDS_BETWEEN_LINES = 15.0
 
 Features = Callable[[Sequence[StoredRollout]], Awaitable[list[FeatureRecord]]]
@@ -27,22 +27,22 @@ Features = Callable[[Sequence[StoredRollout]], Awaitable[list[FeatureRecord]]]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Where a training writes what it does, and from where it goes on."""
+    """Where training writes its records, and the state that it continues from."""
 
     config: RunConfig
     run_dir: RunDir
     state: RunState
     say: Callable[[str], None]
     log: Callable[[int, Mapping[str, float]], None]
-    """Takes the metrics of an evaluation, and the update after which it was made."""
+    """Takes the update after which an evaluation was made, and the metrics of that evaluation."""
     stop_requested: Callable[[], bool]
 
 
 def plan_updates(config: RunConfig, lengths: Sequence[int]) -> list[list[int]]:
-    """The numbers of each update's rollouts, as a pure function of their lengths [tokens], the batch size and the seed.
+    """The indices of each update's rollouts, as a pure function of their lengths [tokens], the batch size and the seed.
 
-    So an interrupted training goes on with the very next update, and the schedule knows how many there are. Each epoch
-    takes the rollouts in an order of its own, in batches of even size, so that none is a small remainder.
+    So interrupted training continues with the very next update, and the learning-rate schedule knows how many there are.
+    Each epoch has its own order of the rollouts and batches of about the same size, so that none is a small remainder.
     """
     assert config.drafter is not None
     plan = []
@@ -71,7 +71,7 @@ class Training:
     def __init__(
         self, run: RunRecord, trainer: Distiller, plan: Sequence[list[int]], split: Split, features: Features
     ) -> None:
-        """The trainer has its target weights and vocabulary."""
+        """The trainer must have its target weights and vocabulary. Training continues from `run.state` if that holds any."""
         self.run, self.trainer, self.plan, self.split, self.features = run, trainer, plan, split, features
         evaluations = run.config.init.epochs * EVALUATIONS_PER_EPOCH
         self.evaluate_after = {ceil(len(plan) * i / evaluations) for i in range(1, evaluations + 1)}
@@ -88,12 +88,12 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        """Whether the plan is done, or the last PATIENCE evaluations were no new best."""
+        """Whether the plan is done, or the last PATIENCE evaluations brought no new best."""
         since_best = [u for u in self.evaluate_after if self.progress.best_update < u <= self.progress.update]
         return self.progress.update == len(self.plan) or len(since_best) >= PATIENCE
 
     async def train(self) -> bool:
-        """Train, and end with the best weights. Returns False when it was asked to stop early, after saving."""
+        """Train, then load the best weights into the drafter. When asked to stop early, save and return False instead."""
         if not self.finished:
             self._holdout = await self.features(self.split[1])
         if not self.progress.best and not self.run.stop_requested():
@@ -110,7 +110,7 @@ class Training:
         return True
 
     async def _load_features(self) -> None:
-        """Compute features of the coming updates: as many as the bound holds beside the hold-out, of one at least."""
+        """Compute features for the next updates: as many as features.max_bytes holds beside the hold-out, for one at least."""
         held_out = sum(record.num_bytes for record in self._holdout)
         bytes_per_token = held_out / sum(record.num_tokens for record in self._holdout)
         space = (self.run.config.rollout.features.max_bytes - held_out) / bytes_per_token
@@ -122,7 +122,7 @@ class Training:
             if wanted and num_tokens > space:
                 break
             wanted |= more
-        self._loaded = {}  # both would not fit into memory
+        self._loaded = {}  # memory may not hold the old and the new ones together
         self._loaded = dict(zip(wanted, await self.features(list(wanted.values())), strict=False))
 
     def _update(self, records: list[FeatureRecord]) -> None:

@@ -15,14 +15,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 WIDTH = 6.6
-"""Inches. Text of the size below can still be read when a phone shrinks the figure."""
+"""Inches. At this width, text of the font size below can still be read when a phone shrinks the figure."""
 
 INK, MUTED, GRID = "#1c2129", "#5b6470", "#d9dee5"
 COLOURS = ("#0b62a8", "#c2410c", "#0f7b55", "#8a3ea8", "#8a6200", "#b0215c", "#46606e")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1)), (0, (1, 3)))
 MARKERS = ("o", "s", "D", "v", "P", "X", "<")
 MOST_LINES = len(MARKERS)
-"""More of them in one figure look alike."""
+"""Maximum number of lines that can be told apart in one figure."""
 MARKS = ("^", "x", "|")
 
 STYLE: dict[Any, Any] = {
@@ -36,7 +36,7 @@ STYLE: dict[Any, Any] = {
 
 @contextmanager
 def _styled_axes(height: float) -> Iterator[tuple[Figure, Axes]]:
-    """Height is in inches."""
+    """Yield a figure with its axes in STYLE. Height is in inches."""
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         yield figure, figure.subplots()
@@ -52,8 +52,8 @@ def line_figure(
 ) -> Figure:
     """A line for each label over its index, with gaps where it is NaN.
 
-    bands: lowest and highest values around a line. marks: true where the first line gets this mark. floor: what it
-    means to be at 1, where a dotted line is drawn.
+    bands: lowest and highest values around the line of this label. marks: by label, true where the first line gets the
+    mark. floor: label of a dotted line at 1, if there is to be one.
     """
     with _styled_axes(3.2 + 0.1 * len(lines)) as (figure, axes):
         for label, values in lines.items():

@@ -9,7 +9,7 @@ RUNS = Path("runs")
 
 
 def find(name: str) -> Path:
-    """The folder of this path, or name below runs/. Raises ValueError for neither a run nor a study, naming those there are."""
+    """The folder of a run or study, by path or by name below runs/. Raises ValueError naming those in runs/ if it is none."""
     for folder in (Path(name), RUNS / name):
         if (folder / STUDY).is_file() or (folder / CONFIG).is_file():
             return folder

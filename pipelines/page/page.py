@@ -69,7 +69,7 @@ class Page:
 
 
 def line_plot(name: str, title: str, lines: Mapping[str, pd.Series], ylabel: str, text: str, **options: Any) -> Plot:
-    """The measured ones of these lines. `options` are those of `line_figure`."""
+    """A plot of those lines that were measured. Without any, it says so instead. `options` are those of `line_figure`."""
     measured = {label: values for label, values in lines.items() if values.notna().any()}
     if not measured:
         return Plot(name, title, None, NOT_MEASURED)
@@ -82,7 +82,7 @@ def line_plot(name: str, title: str, lines: Mapping[str, pd.Series], ylabel: str
 
 
 def write_page(folder: Path, page: Page) -> Path:
-    """Write folder/report/report.html and a PNG of each figure; PNGs of an earlier report are removed."""
+    """Write folder/report/report.html and a PNG of each figure, and remove PNGs of an earlier report. Returns the page."""
     target = folder / REPORT
     target.mkdir(exist_ok=True)
     for old in target.glob("*.png"):

@@ -15,15 +15,15 @@ SIDECAR_FIELDS = {
     "num_speculative_tokens": "rollout.num_speculative_tokens",
     "draft_sample_method": "rollout.draft_sample_method",
 }
-"""What a sidecar sets of a host's engines, by the names of the same fields of a run."""
+"""Fields of a sidecar's configuration that describe the host's engines, and what a run calls the same fields."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run as its folder tells it."""
+    """One run, as read from its folder."""
 
     settings: dict[str, Any]
-    """config.json as {"policy.model": ...}: runs of other versions, with other fields, can be reported too."""
+    """config.json flattened to {"policy.model": ...}, unchecked, so that runs of other versions can be reported too."""
     metrics: pd.DataFrame
     """A row for each step, a column for each metric, NaN where it was not measured. The index is the step."""
     attempts: list[dict[str, Any]]
@@ -35,21 +35,21 @@ class RunRecord:
 
     @property
     def is_sidecar(self) -> bool:
-        """Is it the drafter's part alone, beside somebody else's trainer or server?"""
+        """Whether this is a sidecar: drafter training alone, beside somebody else's trainer or server."""
         return "spool" in self.settings
 
     @property
     def speculates(self) -> bool:
-        """Does anything propose draft tokens?"""
+        """Whether anything proposes draft tokens."""
         return "drafter.model.type" in self.settings or bool(self.settings.get("rollout.speculation.proposers"))
 
     def column(self, metric: str) -> pd.Series:
-        """One value a step, all NaN when no step measured it."""
+        """One value per step; all NaN when no step measured the metric."""
         return self.metrics.get(metric, pd.Series(float("nan"), index=self.metrics.index))
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Raises ValueError naming the file that is missing, empty or damaged, and what to do."""
+    """Read a run's folder. Raises ValueError naming the file that is missing, empty or damaged, and what to do."""
     settings, metrics = flatten(read_object(folder / "config.json")), folder / "metrics.jsonl"
     settings |= {alike: settings[name] for name, alike in SIDECAR_FIELDS.items() if name in settings}
     try:
@@ -66,7 +66,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def drafter_marks(run: RunRecord) -> dict[str, pd.Series]:
-    """What happened to the drafter, true in the steps where it did."""
+    """What happened to the drafter, by label: true in the steps where it happened."""
     rolled_back = run.column("drafter/rolled_back") > 0
     changed = run.column("versions/drafter").ffill().diff().fillna(0) != 0
     return {

@@ -50,12 +50,12 @@ the engine ends before a model is loaded. A command that makes no engine runs on
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`cotrain run`: the trainer's process and the host's command. Returns the host's exit status."""
+    """Run `cotrain run`: the trainer's process and the host's command. Returns the host's exit status."""
     usage = "cotrain run --model M [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
     options, host = _parsed(_parser("run", usage, RUN), arguments)
     config = _configured(options)
     command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--with-parent", f"--share={config.share}"]
-    command += [*arguments[: arguments.index("--")], f"name={config.name}"]  # by which both have the same default
+    command += [*arguments[: arguments.index("--")], f"name={config.name}"]  # its default name would differ
     trainer, ended = start_trainer(command, config.spool_folder), list[str]()
 
     def watch() -> None:
@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def sidecar(arguments: Sequence[str]) -> int:
-    """`cotrain sidecar`: the trainer alone, until a signal ends it; or the check of a host's command."""
+    """Run `cotrain sidecar`: the trainer alone, until a signal ends it, or the check of a host's command."""
     if arguments and arguments[0] == "check":
         return check(arguments[1:])
     usage = "cotrain sidecar --model M --spool DIR --share S [--drafter D] [--config FILE] [key=value ...]"
@@ -88,7 +88,7 @@ def sidecar(arguments: Sequence[str]) -> int:
     if not options.with_parent:
         line = f"{VARIABLE}={shlex.quote(str(config.spool_folder))} vllm serve {shlex.quote(config.model)}"
         print(f"When the trainer is ready, start the engine in another terminal:\n  {line}", flush=True)
-    parent = os.getppid()  # a trainer that it has started ends with it
+    parent = os.getppid()  # with --with-parent, the trainer ends when its parent does
     with two_stage_stop(print, "round") as asked:
         stop = (lambda: asked() or os.getppid() != parent) if options.with_parent else asked
         verdicts = serve(config, options.resume is not None, stop)
@@ -97,7 +97,7 @@ def sidecar(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """`cotrain sidecar check`. Returns 0 where the first engine would be adopted, else 1."""
+    """Run `cotrain sidecar check`. Returns 0 if an engine would be adopted, else 1."""
     usage = "cotrain sidecar check [--model M] [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
     options, host = _parsed(_parser("sidecar check", usage, CHECK), arguments)
 
@@ -108,21 +108,21 @@ def check(arguments: Sequence[str]) -> int:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cotrain-check-")))
         found: list[dict[str, Any]] = []
-        if options.model is None:  # an engine of a model without a name is refused, and tells its own
+        if options.model is None:  # no model has an empty name: the refusal tells the real one
             Spool(scratch / "asked").create(Settings("", "", {}, (), 0.0, 0, False, False))
             options.model = next((verdict["model"] for verdict in verdicts(scratch / "asked")), None)
         if options.model is not None:
             from cotrain.sidecar.prepare import prepare
 
             options.overrides += [f"run_root={scratch}", f"spool={scratch}/spool"]
-            prepared = prepare(_configured(options), False, stack)  # its spool has a trainer while it is held
+            prepared = prepare(_configured(options), False, stack)  # while this is held, its spool has a trainer
             found = verdicts(prepared.spool.folder)
         print(f"\nengines: {engines_text(found)}")
     return 0 if any(verdict["reason"] is None for verdict in found) else 1
 
 
 def summary(run: Path, verdicts: Sequence[dict[str, Any]]) -> str:
-    """What came of it, for somebody who sees it for the first time. run: the run folder."""
+    """Summarise a run for somebody who sees one for the first time. run: the run folder."""
     from pipelines.page.record import read_run
     from pipelines.train.report import progress, run_facts, write_run_report
 
@@ -135,14 +135,14 @@ def summary(run: Path, verdicts: Sequence[dict[str, Any]]) -> str:
 
 
 def engines_text(verdicts: Sequence[dict[str, Any]]) -> str:
-    """Which engines were adopted, and why others were not, from what Spool.verdicts returns."""
+    """Say how many engines were adopted, and why others were not, from what Spool.verdicts returns."""
     adopted = {verdict["pid"] for verdict in verdicts if verdict["reason"] is None}
     others = dict.fromkeys(f"not adopted, {v['model']}: {v['reason']}" for v in verdicts if v["reason"] is not None)
     return "\n".join([f"{len(adopted)} adopted"] * bool(adopted) + [*others]) or CAUSES
 
 
 def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options before the first --, and the command after it. Raises ValueError where there is none."""
+    """The options before the first --, and the command after it. Raises ValueError if there is no command."""
     at = [*arguments, "--"].index("--")
     options, host = parser.parse_intermixed_args(arguments[:at]), list(arguments[at + 1 :])
     if not host:
@@ -160,13 +160,13 @@ def _parser(command: str, usage: str, description: str) -> argparse.ArgumentPars
     text = f"{', '.join(KINDS)}, or first weights: a folder or models:/NAME@serving (default eagle3, random weights)"
     parser.add_argument("--drafter", metavar="D", help=text)
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="TOML file; may be repeated")
-    parser.add_argument("--resume", metavar="NAME", help="continue this one, with its drafter")
+    parser.add_argument("--resume", metavar="NAME", help="continue the run NAME, with its drafter")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any field of the configuration")
     return parser
 
 
 def _configured(options: argparse.Namespace) -> SidecarConfig:
-    """The configuration. Raises ConfigError listing all problems."""
+    """Return the configuration. Raises ConfigError listing all problems."""
     given = {name: getattr(options, name, None) for name in ("model", "spool", "share")}
     overrides = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
     if options.drafter in KINDS:

@@ -1,4 +1,4 @@
-"""`cotrain simulate`: what speculation would make of a step on a system that is described, or that a run measured."""
+"""`cotrain simulate`: what speculation would gain in a step, on a system that is described by hand or was measured by a run."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ Fields of a system
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command. Raises ValueError for what the user can mend. Exit status 1: --check found the run off."""
+    """Run the command and return its exit status, 1 if --check finds the run off. Raises ValueError for a mistake of the user."""
     parser = _parser()
     if {"-h", "--help"} & set(arguments):
         parser.epilog = EPILOG + help_text(root=System)
@@ -109,7 +109,7 @@ def _system(options: argparse.Namespace) -> System:
 
 
 def _fit(path: Path) -> str:
-    """The law of a file of timings, and how far it is off where a cell is predicted from the others."""
+    """Fit the law to a file of timings, and say how far off each cell is when it is predicted from the others."""
     timings: dict[tuple[int, int], list[float]] = {}
     try:
         for row in map(json.loads, filter(str.strip, path.read_text().splitlines())):

@@ -1,4 +1,4 @@
-"""The answer: a table of both arms, a line for each question that one asks of a simulator, figures, and cells of a sweep."""
+"""The answer: a table of both arms, a line for each question that users ask a simulator, figures, and the cells of a sweep."""
 
 import itertools
 import re
@@ -37,7 +37,7 @@ def report(system: System, s: Scenario, found: Answer) -> str:
 
 
 def arms(s: Scenario, found: Answer) -> list[dict[str, Any]]:
-    """The numbers of both arms."""
+    """Return a row of numbers for each arm."""
     rows = []
     for name, (g, times) in (("no speculation", found.plain), (arm_name(s), found.arm)):
         row = {"arm": name, "generation s": g.seconds, "step s": times.step_seconds}
@@ -51,7 +51,7 @@ def arm_name(scenario: Scenario) -> str:
 
 
 def ratio(value: float, scenario: Scenario) -> str:
-    """Without a third digit in an envelope."""
+    """Format with two decimals, or with one in an envelope."""
     return f"{value:.1f}" if scenario.envelope else f"{value:.2f}"
 
 
@@ -75,7 +75,7 @@ def _speculation(system: System, s: Scenario, found: Answer) -> Iterator[tuple[s
     best = max(by_length, key=by_length.__getitem__)
     yield "which k?", f"{best} of fixed ones ({fixed}); by batch size: {by_batch}"
     host = s.cost.host if isinstance(s.cost, Roofline) else None
-    if host and host.graph_tokens and not host.non_uniform:  # whose unequal lengths leave the graphs at any batch
+    if host and host.graph_tokens and not host.non_uniform:  # unequal draft lengths leave the graphs at any batch
         bounds = ", ".join(f"{host.graph_tokens // (k + 1)} (k={k})" for k in s.draft_lengths)
         yield "graphs", f"steps leave the captured CUDA graphs above batch {bounds}"
     if not k:
@@ -88,7 +88,7 @@ def _speculation(system: System, s: Scenario, found: Answer) -> Iterator[tuple[s
 
 
 def _acceptance(system: System, s: Scenario) -> str:
-    """What more acceptance, and training of the drafter, are worth in seconds of a step."""
+    """Say how many seconds of a step more acceptance, and training of the drafter, are worth."""
     more, untrained = s.longer(1 + 0.1 / s.length(s.most_drafted)), replace(s, drafter_seconds=0.0)
     own, longer = (each.scheduled(generate(each).seconds).step_seconds for each in (s, more))
     said = f"+0.1 saves {abs(round(own - longer, 6)):.2g} s a step"
@@ -121,7 +121,7 @@ def _step(s: Scenario, found: Answer) -> Iterator[tuple[str, str]]:
 
 
 def sweep(system: System, asked: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each combination of the values of `key=0..7` or `key=1,2,4`. Raises ValueError naming the cell."""
+    """Return a row per combination of the values in `key=0..7` or `key=1,2,4`. Raises ValueError naming the cell."""
     rows = []
     for overrides in itertools.product(*map(_overrides, asked)):
         try:
@@ -140,7 +140,7 @@ def sweep(system: System, asked: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def rounded(number: float, scenario: Scenario) -> float:
-    """To four digits; to two in an envelope, which knows no more."""
+    """Round to four significant digits, or to two in an envelope, which is no more precise."""
     return float(f"{number:.{2 if scenario.envelope else 4}g}")
 
 
@@ -175,7 +175,7 @@ def speedup(scenario: Scenario) -> float:
 
 
 def tornado(scenario: Scenario) -> dict[str, tuple[float, float]]:
-    """Speed-up of generation with each input so many times as large, the most decisive first."""
+    """Speed-up of generation with each input scaled by the two factors in its name, the most decisive input first."""
     s, cost, engines = scenario, scenario.cost, scenario.engines
     most = engines.kv_tokens - s.prompt_tokens if engines.kv_tokens else np.inf
     inputs: dict[str, Callable[[float], Scenario]] = {
@@ -204,7 +204,7 @@ def tornado(scenario: Scenario) -> dict[str, tuple[float, float]]:
 
 
 def write_plots(out: Path, s: Scenario, found: Answer) -> None:
-    """PNGs in this folder: the batch over time, speed-up by draft length and batch, what decides."""
+    """Write PNGs to this folder: the batch over time, speed-up by draft length and batch size, and what decides the speed-up."""
     import pandas as pd
 
     from pipelines.page.figures import line_figure, range_figure

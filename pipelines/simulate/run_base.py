@@ -1,4 +1,4 @@
-"""A finished run as the measured base of a simulation: what it recorded, as fields of a SYSTEM.toml; and does it predict itself?"""
+"""A finished run as the measured base of a simulation: its records become a SYSTEM.toml, and are checked on the run itself."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -20,19 +20,19 @@ from cotrain.simulation.step_time import Cells, MeasuredCells
 from cotrain.simulation.system import System, parse_system
 
 LEAST_STEPS, LEAST_DRAFTS = 8, 200
-"""Engine steps behind a cell, verification steps behind the acceptance at a depth; fewer are mostly noise."""
+"""Engine steps per cell, and verification steps per depth for its acceptance, from which on they are more than noise."""
 
 MOST_RESPONSES = 1000
-"""About as many are simulated; more change an answer by less than what is not known of steps and acceptance."""
+"""About as many responses are simulated. More would change an answer by less than the errors of step times and acceptance."""
 
 BOUNDS = {"generation": 0.05, "steps": 0.05, "generation of held-out steps": 0.10}
-"""How far what is predicted of a run may be off. The first two replay all steps, the second with what they took beside the engines
-on average. The third is of every other pair of steps, by those between: a drafter may be trained in every second step."""
+"""Largest relative errors allowed in predicting a run. The first two replay all steps; the second adds the mean time of a step
+besides the engines'. The third predicts every other pair of steps from those between: drafters may train in every second step."""
 
 AGAIN = f"run it again in a version that has cotrain simulate (such as this one, {__version__}), or give a SYSTEM.toml"
 FIELDS = {"k": "drafter.k", "num_speculative_tokens": "drafter.k", "max_num_seqs": "system.max_num_seqs"}
 FIELDS |= {"num_engines": "system.engines", "lag": "learner.lag", "max_policy_lag": "learner.lag"}
-"""What a run calls fields of a SYSTEM.toml, without the sections before the name."""
+"""Name of a run's field without its section -> field of a SYSTEM.toml."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Run:
     """What a run recorded, in tables with a column `step`.
 
     engine_steps: engine, k and the other fields of StepTotal. drafts: depth, drafted, accepted, steps, see counts_by_depth.
-    groups: engine, lengths and prompt_tokens of each prompt's samples, in the order in which they began. times: time/... of
-    metrics.jsonl. timed: seconds by k and batch size that were timed at the start.
+    groups: engine, lengths and prompt_tokens of each prompt's samples, in the order in which they began. times: the columns
+    time/... of metrics.jsonl. timed: seconds of a step measured at the start, by k and batch size.
     """
 
     folder: Path
@@ -53,18 +53,18 @@ class Run:
     timed: dict[tuple[int, int], float]
 
     def only(self, steps: Collection[int]) -> "Run":
-        """What was recorded of these steps."""
+        """Return only what was recorded of these steps."""
         tables = {name: getattr(self, name) for name in ("engine_steps", "drafts", "groups", "times")}
         return replace(self, **{name: table[table["step"].isin(steps)] for name, table in tables.items()})
 
     @property
     def busiest(self) -> pd.Series:
-        """By step, seconds of all engine steps of the engine that was at work longest."""
+        """By step, the seconds of all engine steps of the engine that worked longest."""
         return self.engine_steps.groupby(["step", "engine"])["seconds"].sum().groupby("step").max()
 
 
 def recorded(folder: Path) -> Run:
-    """Raises ValueError naming the file that is missing or says too little."""
+    """Read the steps that are complete in all files. Raises ValueError naming the file that is missing or says too little."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"--run {folder}: it is a study; name one of its runs")
     config, rows = read_config(folder / "config.json"), _rows(folder / "steps.jsonl")
@@ -78,7 +78,7 @@ def recorded(folder: Path) -> Run:
     ended = [event for event in events if event["event"] == "finished" and "prompt_tokens" in event]
     ended.sort(key=lambda event: began[event["group"]])
     metrics = [row for row in _rows(folder / "metrics.jsonl") if "time/step_s" in row]
-    lost = {event["step"] for event in events if event["event"] == "lost"}  # engines did more than is told of these
+    lost = {event["step"] for event in events if event["event"] == "lost"}  # engines did more here than is recorded
     whole = ({row[0] for row in totals} & {row["step"] for row in ended} & {row["step"] for row in metrics}) - lost
     if not whole:
         raise ValueError(f"{folder}: no step is whole in steps.jsonl, stream.jsonl and metrics.jsonl alike; {AGAIN}")
@@ -94,7 +94,7 @@ def recorded(folder: Path) -> Run:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Raises ValueError for a file that is missing, damaged or empty."""
+    """Read the rows of a file. Raises ValueError if it is missing, damaged or empty."""
     try:
         if rows := read_rows(path):
             return rows
@@ -105,7 +105,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def cells_of(run: Run) -> dict[tuple[int, int], float]:
-    """Seconds by k and batch size. What was timed at the start fills in, at the pace at which the run went."""
+    """Seconds of a step by k and batch size. Cells without steps come from timings at the start, scaled to the run's pace."""
     sums = run.engine_steps.query("kind == 'steady'").groupby(["k", "batch"])[["num_steps", "seconds"]].sum()
     sums = sums[sums["num_steps"] >= min(LEAST_STEPS, sums["num_steps"].max())]
     cells: dict[tuple[int, int], float] = (sums["seconds"] / sums["num_steps"]).to_dict()
@@ -118,7 +118,7 @@ def cells_of(run: Run) -> dict[tuple[int, int], float]:
 
 
 def prefill_rate(run: Run, cells: Cells) -> float | None:
-    """Prompt tokens for each second that steps with prompts took beyond those without; None where they took no longer."""
+    """Prompt tokens per second of the extra time that steps with prompts took over others; None if they took no longer."""
     prompts, cost = run.engine_steps.query("kind == 'prompts'"), MeasuredCells(cells)
     columns = zip(prompts["k"], prompts["batch"], prompts["num_steps"], strict=True)
     more = prompts["seconds"].sum() - sum(n * cost.base(k, np.array([batch]))[0] for k, batch, n in columns)
@@ -127,7 +127,7 @@ def prefill_rate(run: Run, cells: Cells) -> float | None:
 
 
 def ratio_error(run: Run) -> float | None:
-    """Relative standard error of a speculating step over one without, from how cells scatter over steps; None with one."""
+    """Relative standard error of step time with drafts over that without, from scatter over steps; None if no cell has two."""
     n = run.engine_steps.query("kind == 'steady'")
     logs = np.log(n["seconds"] / n["num_steps"]).groupby([n["k"] > 0, n["k"], n["batch"]])
     scatter = pd.DataFrame({"error": logs.var() / logs.size(), "weight": logs.size()}).dropna()
@@ -136,7 +136,7 @@ def ratio_error(run: Run) -> float | None:
 
 
 def survival_of(drafts: pd.DataFrame) -> list[float]:
-    """Share of drafts of which at least 1, 2, ... tokens are accepted, by how often each is after all before it."""
+    """Share of drafts of which at least 1, 2, ... tokens are accepted: the product of conditional acceptance by position."""
     rates = []
     for position in range(1, int(drafts["drafted"].max()) + 1):
         reached = drafts[(drafts["drafted"] >= position) & (drafts["accepted"] >= position - 1)]
@@ -146,13 +146,13 @@ def survival_of(drafts: pd.DataFrame) -> list[float]:
 
 
 def acceptance_of(drafts: pd.DataFrame) -> tuple[list[float], list[tuple[int, list[float]]]]:
-    """Survival, and that from each response token on at which enough was drafted."""
+    """Return the survival of all drafts, and (first response token, survival) of each depth with enough verification steps."""
     depths = [(int(depth), part) for depth, part in drafts.groupby("depth") if part["steps"].sum() >= LEAST_DRAFTS]
     return survival_of(drafts), [(depth, survival_of(part)) for depth, part in depths]
 
 
 def groups_of(run: Run) -> tuple[list[list[int]], int]:
-    """Response lengths of prompts, step after step, and the number of steps: all, or evenly spaced ones of a long run."""
+    """Return response lengths by prompt, step after step, and the number of steps: all, or evenly spaced ones of a long run."""
     every = -(-int(run.groups["lengths"].map(len).sum()) // MOST_RESPONSES)
     steps = sorted(run.times["step"])[::every]
     groups = run.groups[run.groups["step"].isin(steps)].sort_values("step", kind="stable")
@@ -160,11 +160,11 @@ def groups_of(run: Run) -> tuple[list[list[int]], int]:
 
 
 def table_of(run: Run) -> Table:
-    """What these steps measured, as fields of a SYSTEM.toml."""
+    """Return what these steps measured, as fields of a SYSTEM.toml."""
     rollout, cells, mean = run.config.rollout, cells_of(run), run.times.mean()
     names = ("step", "generate", "wait_for_rollouts", "learn", "update", "swap_policy")
     step, generate, wait, learn, update, swap = (float(mean.get(f"time/{name}_s", 0.0)) for name in names)
-    idle = max(0.0, generate - float(run.busiest.mean()))  # with lag nobody knows it
+    idle = max(0.0, generate - float(run.busiest.mean()))  # with lag it cannot be known
     seconds = {"update": update, "swap_policy": swap, "other": max(0.0, step - generate - wait - learn - swap)}
     cost: Table = {"type": "cells", "error": ratio_error(run), "prefill_tokens_per_s": prefill_rate(run, cells)}
     cost["cells"] = [[k, batch, 1e3 * s] for (k, batch), s in sorted(cells.items())]
@@ -180,7 +180,7 @@ def table_of(run: Run) -> Table:
         drafter: Table = {"k": rollout.num_speculative_tokens, "adaptive": rollout.speculation.adaptive}
         drafter["accept"], drafter["by_depth"] = acceptance_of(run.drafts)
         lengths = np.array([1 + sum(survival_of(drafts)) for _, drafts in run.drafts.groupby("step")])
-        if len(lengths) > 2:  # from one step to the next, so that what the drafter learns is no error
+        if len(lengths) > 2:  # differences between steps, so that what the drafter learns does not count as error
             drafter["error"] = float(np.sqrt((np.diff(lengths) ** 2).mean() / 2 / len(lengths)) / lengths.mean())
         table["drafter"] = drafter
         if run.config.drafter and run.config.drafter.train:
@@ -191,13 +191,13 @@ def table_of(run: Run) -> Table:
 
 
 def run_system(folder: Path, overrides: Sequence[str] = ()) -> System:
-    """A run with key=value over it. Raises ValueError for a run that says too little, ConfigError for what is no value."""
+    """Build a run's system with key=value overrides. Raises ValueError if too little was recorded, ConfigError for bad values."""
     run = recorded(folder)
     return parse_system(table_of(run), renamed(overrides), f"measured in {len(run.times)} steps of {folder}")
 
 
 def renamed(overrides: Sequence[str]) -> list[str]:
-    """key=value by the names of a SYSTEM.toml. Raises ConfigError for settings that change what was measured."""
+    """Give key=value overrides the names of a SYSTEM.toml. Raises ConfigError for settings that change what was measured."""
     changes = [(key, key.rpartition(".")[2], value) for key, _, value in (text.partition("=") for text in overrides)]
     if refused := [key for key, name, _ in changes if name in ("temperature", "top_p", "top_k")]:
         line = "how much is accepted and how long responses are both change with it; run again with it"
@@ -206,7 +206,7 @@ def renamed(overrides: Sequence[str]) -> list[str]:
 
 
 def check_run(folder: Path) -> int:
-    """Print what holds. Returns the exit status: 1 if something does not. Raises ValueError where nothing can be checked."""
+    """Print predictions beside measurements. Returns the exit status: 1 if one is off. Raises ValueError if none can be made."""
     status = 0
     for what, (predicted, measured) in compared(recorded(folder)).items():
         error, bound = predicted / measured - 1, BOUNDS[what]
@@ -235,8 +235,8 @@ def compared(run: Run) -> dict[str, tuple[float, float]]:
 
 
 def generation_seconds(base: Scenario, step: Run, drafting: Run) -> float:
-    """Seconds in which the engines generate a step's responses, each where it was, by the step times of `base`, and by
-    the acceptance and the draft lengths at each batch size of `drafting`."""
+    """Seconds that engines take to generate a step's responses, each on its own engine again. Step times are those of `base`,
+    acceptance and the draft length at each batch size those of `drafting`."""
     decoding = drafting.engine_steps.query("kind != 'prompts'")
     usual = decoding.groupby(["batch", "k"])["num_steps"].sum().unstack(fill_value=0).idxmax(axis=1)
     acceptance = None if drafting.drafts.empty else Acceptance(*acceptance_of(drafting.drafts))

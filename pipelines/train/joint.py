@@ -58,7 +58,7 @@ def train(config: RunConfig, resume: bool) -> int:
 
     with ExitStack() as stack:
         stop = stack.enter_context(two_stage_stop(console.say, "step"))
-        # Roles on other nodes start in other working folders.
+        # Roles on other nodes start in other working folders, so they need an absolute path.
         root = config.run_root.absolute() if config.cluster.address else config.run_root
         run_dir = RunDir(root, config.name) if resume else RunDir.create(root, config.name)
         stack.enter_context(run_dir)
@@ -101,8 +101,8 @@ def train(config: RunConfig, resume: bool) -> int:
 
 
 def _start_cluster(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> "tuple[Cluster, Nodes]":
-    """Start or join Ray and look at its nodes, and import beside it what takes seconds."""
-    # Ray and not the imports in this thread: Ray's processes are killed when the thread that has started them ends.
+    """Start or join Ray and check its nodes. Meanwhile another thread imports modules that take seconds."""
+    # Ray is the one that starts in this thread, because its processes are killed when the thread that started them ends.
     importing = Thread(target=import_module, args=("pipelines.train.roles",))
     importing.start()
     cluster = Cluster(config, run_dir.logs, run_dir.resume)
@@ -119,7 +119,7 @@ def _start_cluster(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> "tup
 def _start_tracking(
     config: RunConfig, run_dir: RunDir, state: RunState, console: Console, stack: ExitStack
 ) -> "Future[Tracker]":
-    """Begin to connect to MLflow, to which a new database takes seconds. Leaving the stack ends the run there."""
+    """Connect to MLflow in a thread, because creating a new database takes seconds. Leaving the stack ends the MLflow run."""
     from cotrain.run.tracking import Tracker
 
     history = read_rows(run_dir.metrics)
@@ -130,7 +130,7 @@ def _start_tracking(
 
 
 def _run(controller: "Controller", run_dir: RunDir) -> bool:
-    """Controller.run; a failure that does not say so itself is told how to go on, and a full disk is named as such."""
+    """Run the controller. A failure gets advice on how to continue unless it has some, and a full disk is named as the cause."""
     try:
         return controller.run()
     except Exception as error:
@@ -167,7 +167,7 @@ def _final_check(controller: "Controller") -> "GreedyCheck | None":
 def greedy_rollouts(
     engines: "RolloutEngines", requests: list[RolloutRequest], num_speculative_tokens: int, max_tokens: int
 ) -> list[Rollout]:
-    """Greedy responses with a draft length of their own; afterwards the engines choose theirs again."""
+    """Generate greedy responses with this draft length. Afterwards the engines choose their own draft length again."""
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None, "max_tokens": max_tokens}
     try:
         engines.call("set_num_speculative_tokens", num_speculative_tokens)
@@ -214,7 +214,7 @@ def _write_report(run_dir: RunDir, console: Console) -> Path | None:
         from pipelines.train.report import write_run_report
 
         return write_run_report(run_dir.path)
-    except Exception as error:  # whatever a figure or a disk does, the run behind it is finished and saved
+    except Exception as error:  # a figure or the disk may fail, but the run is finished and saved
         console.say(f"report not written ({error}); try again with: cotrain report {run_dir.path}")
         return None
 
@@ -222,7 +222,7 @@ def _write_report(run_dir: RunDir, console: Console) -> Path | None:
 def banner(
     config: RunConfig, run_dir: RunDir, model_path: Path, gpus: Mapping[str, float], num_prompts: int
 ) -> dict[str, str]:
-    """What starts, where, and how to watch it, by label. gpus: those of each role; num_prompts: prompts of the task."""
+    """What starts, where, and how to watch it, by label. gpus: GPUs of each role; num_prompts: prompts of the task."""
     rollouts = f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples"
     notes = {"run": str(run_dir.path), "policy": config.policy.model, "steps": f"{config.steps} ({rollouts})"}
     if config.drafter is not None:
@@ -232,7 +232,7 @@ def banner(
     if history := config.rollout.history:
         notes["history"] = f"finished rollouts are drafted from, up to {history.max_bytes / 2**20:g} MiB in each engine"
         if config.steps * config.rollout.prompts_per_step <= num_prompts:
-            notes["history"] += f"; none of the {num_prompts:,} prompts comes twice, so that others have to do"
+            notes["history"] += f"; none of the {num_prompts:,} prompts comes twice, so only responses to others help"
     notes["devices"] = f"CPU, {num_cores()} threads for each process"
     if gpus:
         notes["devices"] = f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"

@@ -15,7 +15,7 @@ from pipelines.page.record import RunRecord, drafter_marks, read_run
 
 MOST_DECISIONS = 50
 LEAST_SHARE = 0.005
-"""Share of the run's time below which a stage is left out of the figure, where nobody could see it."""
+"""Share of the run's time below which a stage is left out of the figure, because nobody could see it there."""
 
 STAGES = {
     "generate": "rollouts",
@@ -51,7 +51,7 @@ CURVES = {
     ),
     "length_error": (
         "Error of the expected response length", LENGTH_ERROR, "median absolute log error",
-        "Of responses to prompts that had come before, against the moving average of these. 0.69 is a factor of 2.",
+        "For responses to prompts seen before, against the prompt's moving average. 0.69 is a factor of 2.",
     ),
     "drafter_loss": ("Drafter loss", "drafter/loss", "loss", "Mean training loss of each step."),
 }  # fmt: skip
@@ -59,7 +59,7 @@ CURVES = {
 
 
 def write_run_report(folder: Path) -> Path:
-    """Write report/report.html and its PNGs into the folder of a run; returns the page. Raises ValueError as `read_run`."""
+    """Write report/report.html and its PNGs into the folder of a run; returns the page. Raises the ValueError of `read_run`."""
     return write_page(folder, run_page(read_run(folder)))
 
 
@@ -70,7 +70,7 @@ def run_page(run: RunRecord) -> Page:
         table = pd.DataFrame(run.decisions[-MOST_DECISIONS:])[["step", "kind", "version", "reason"]]
         table.columns = ["step", "decision", "drafter that serves next", "why"]
         sections.append(Section("What was decided about the drafter", table=table))
-    if not run.is_sidecar:  # which sees neither rewards nor what else its host does
+    if not run.is_sidecar:  # a sidecar sees neither rewards nor what else its host does
         # Not measured in a run whose prompts never came twice and whose requests all ran at once.
         order = [_curve(run, name) for name in ("order_speedup", "length_error") if run.column(CURVES[name][1]).any()]
         sections.append(Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]))
@@ -110,10 +110,10 @@ def progress(run: RunRecord, planned: int | None = None) -> str:
 
 
 def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | None = None) -> list[Fact]:
-    """What the run did, for somebody who has not seen one before.
+    """What the run did, for a reader who has not seen a run before.
 
-    Its record lacks what only the end of the run knows: `speculation`, the draft lengths in use, and whether greedy
-    output was identical with and without speculation (None: not compared).
+    Two things are known only at the end of a run and are not in its record: speculation, the draft lengths in use, and
+    greedy_identical, whether greedy output was the same with and without speculation (None: not compared).
     """
     thirds = "(mean of the first and the last third; higher is better)"
     facts = [] if run.is_sidecar else [Fact("reward", _from_to(run, "policy/reward"), thirds)]
@@ -149,7 +149,7 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
 
 
 def _lossless(run: RunRecord, greedy_identical: bool | None) -> Fact:
-    """What was checked, and on how much; a check of tokens that were not speculated says nothing of speculation."""
+    """What was checked, and on how many tokens. Checks without speculated tokens do not count, unless they failed."""
     passed = run.column("lossless/passed").dropna()
     checks = "1 check" if passed.size == 1 else f"{passed.size} checks"
     value, notes = "not checked in this run", ["as lossless.every is 0"]
@@ -225,7 +225,7 @@ def _table(fields: dict[str, Any]) -> pd.DataFrame:
 
 
 SHOWN_STEPS = 4
-"""Last steps that the timeline shows: more would be too narrow to see."""
+"""Number of last steps in the timeline; with more, the bars would be too narrow to see."""
 
 IDLE = "idle/"
 

@@ -21,9 +21,9 @@ from cotrain.transport.nodes import Nodes
 def start_roles(
     config: RunConfig, cluster: Cluster, nodes: Nodes, run_dir: RunDir, state: RunState, ready: Callable[[str], None]
 ) -> tuple[Any, Roles]:
-    """Start the roles of a run after `state`. Returns the policy's tokenizer too. `ready` is told of each that is ready.
+    """Start the roles of a run that continues from `state`. Returns the policy's tokenizer and the roles.
 
-    The engines need the folder of the first drafter, so the drafter comes first, while the engines import vLLM.
+    `ready` is called with the name of each ready part. The drafter starts first, because the engines need its folder.
     """
     versions, drafter, serving = state.versions, None, None
     model_path = nodes.model_path
@@ -34,7 +34,7 @@ def start_roles(
         if state.step:
             drafter.call("load", run_dir.checkpoint(state.step) / "drafter")
         serving = drafter.call("serving")
-        # Written anew on a resume too: a run that was killed may have left half of it.
+        # Written again on a resume too, because a run that was killed may have left half of it.
         drafter.call("save_checkpoint", run_dir.drafter(versions.drafter), versions.drafter)
         ready("drafter")
     loading = engines.start(serving, versions, state.step, run_dir.drafter(versions.drafter))

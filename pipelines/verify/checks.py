@@ -1,4 +1,4 @@
-"""What `cotrain verify` puts an engine through: greedy text, drafter swaps in mid-generation, sampled settings."""
+"""The checks of `cotrain verify` on an engine: greedy text, drafter swaps during generation, and sampled settings."""
 
 import asyncio
 import math
@@ -25,7 +25,7 @@ from drafters.base import Drafter, SamplingParams
 from pipelines.engines import EngineSetup
 
 Laws = Callable[[Rollout, SamplingParams], Draws]
-"""The response tokens of a rollout under the target's laws."""
+"""Returns the response tokens of a rollout, each under its law, which is the distribution that the target gives it."""
 
 DRAFT_VOCABULARY = "draft vocabulary"
 SECONDS_BETWEEN_SWAPS = 0.05
@@ -43,7 +43,7 @@ class Plan:
     """The longest draft."""
     response_tokens: int
     tokens: int
-    """Fewest of a sampled setting."""
+    """Minimum number of response tokens for each sampled setting."""
     dtype: str
     seed: int
     alpha: float
@@ -51,14 +51,14 @@ class Plan:
 
 
 def load_target(setup: EngineSetup) -> Any:
-    """The Hugging Face model in float32, with the engine's weights: rounded as it rounds them."""
+    """The Hugging Face model in float32, with its weights rounded to the engine's dtype first."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, setup.rollout.dtype)).float().eval()
 
 
 def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws:
-    """Laws by forward passes of the model of `load_target`.
+    """Return a function that computes laws by forward passes of `model`, as `load_target` returns it.
 
     draft_vocabulary: target ids that can be drafted. dtype: the engine's.
     """
@@ -74,14 +74,14 @@ def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws
 
 
 def two_drafters(drafter: Drafter, plan: Plan, scratch: Path) -> list[WeightPayload]:
-    """The drafter, and another one that takes turns with it, in the folder `scratch`."""
+    """Write the drafter, and a perturbed one that takes turns with it, into the folder `scratch`. Returns both payloads."""
     state = drafter.state_for_serving()
     files = {"one.safetensors": state, "other.safetensors": perturbed(state, plan.seed)}
     return [write_payload(tensors, scratch / file, getattr(torch, plan.dtype)) for file, tensors in files.items()]
 
 
 def perturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Another drafter: noise on every matrix."""
+    """The state of another drafter: the given one with noise on every matrix."""
     generator = torch.Generator().manual_seed(seed)
     matrices = {name: tensor for name, tensor in state.items() if tensor.dim() == 2 and tensor.is_floating_point()}
     return state | {
@@ -98,17 +98,17 @@ class Verifier:
     plan: Plan
     laws: Laws
     drafters: Sequence[WeightPayload]
-    """The engine serves the first; they take turns where drafters are swapped."""
+    """The engine serves the first one. They take turns in settings that swap drafters."""
     say: Callable[[str], None]
     parts_done: int = 0
     started: float = field(default_factory=time.perf_counter)
 
     async def verdict(self) -> Verdict:
-        """All checks, judged together."""
+        """Run all checks and judge them together."""
         return judge([*await self.greedy(), *await self.sampled()], self.plan.alpha)
 
     async def greedy(self) -> list[CheckResult]:
-        """Token identity with no speculation, for every draft length and while the drafters take turns."""
+        """Compare greedy tokens with those of no speculation, for every draft length and while the drafters take turns."""
         number, longest = len(self.plan.prompts), self.plan.num_speculative_tokens
         plain, *steady = [Setting(k, "greedy", (GREEDY,)) for k in range(longest + 1)]
         expected = await self.generate(plain, number)
@@ -127,7 +127,7 @@ class Verifier:
         return result
 
     async def sampled(self) -> list[CheckResult]:
-        """Every setting against the target's laws."""
+        """Test the sampled tokens of every setting against the target's laws."""
         rng, logit_error = np.random.default_rng(self.plan.seed), LOGIT_ERROR[self.plan.dtype]
         results: list[CheckResult] = []
         for number, setting in enumerate(self.plan.settings):
@@ -145,14 +145,14 @@ class Verifier:
         if not setting.unsteady:
             return await generating
         rollouts, _ = await self._disturbed(generating, [*range(longest, -1, -1), *range(1, longest)])
-        # Steps with a draft length of 0 are not recorded, so the others do not tell a token's place.
+        # Steps with a draft length of 0 are not recorded, so a token's place in its step cannot be told from the others.
         return [replace(rollout, verification_steps=()) for rollout in rollouts]
 
     async def generate(self, setting: Setting, number: int, seed: int = 0) -> list[Rollout]:
-        """One rollout for each of so many requests; all run side by side, whatever their sampling.
+        """Generate `number` rollouts at the same time, whatever their sampling parameters.
 
-        seed: tells this call from others, whose requests must have other seeds.
-        Raises RuntimeError when the engine did not speculate as asked, for then nothing would be verified.
+        seed: calls with different numbers give their requests different seeds.
+        Raises RuntimeError when the engine did not speculate as the setting says, because that would verify nothing.
         """
         engine, plan, num = self.engine, self.plan, len(setting.samplings)
         await engine.set_num_speculative_tokens(setting.num_speculative_tokens)
@@ -179,7 +179,7 @@ class Verifier:
     async def _disturbed(
         self, coroutine: Coroutine[Any, Any, list[Rollout]], lengths: Sequence[int]
     ) -> tuple[list[Rollout], int]:
-        """Swap drafters and go through draft lengths until the rollouts are there; then serve the first drafter again.
+        """Swap drafters and cycle through draft lengths until the rollouts are done, then serve the first drafter again.
 
         Returns the rollouts and the number of swaps.
         """

@@ -1,4 +1,4 @@
-"""`cotrain verify`: is this engine, with this drafter and these settings, lossless? docs/verify.md says how it is told."""
+"""`cotrain verify`: is this engine, with this drafter and these settings, lossless? docs/verify.md explains the method."""
 
 import argparse
 import asyncio
@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cotrain verify", description=DESCRIPTION)
     parser.add_argument("--config", metavar="CONFIG", help="model, prompts, sampling, k and dtype of this run")
     engines.add_engine_options(parser, "verify", tokens=48)
-    text = "draft from what was generated as well, as --config's rollout.speculation.proposers may say"
+    text = "also draft from what was generated before, as with a suffix proposer in --config"
     parser.add_argument("--history", action="store_true", help=text)
     parser.add_argument("--k", type=at_least(1), help="longest draft; all shorter ones are tried too (default 3)")
     parser.add_argument("--batch", type=at_least(1), default=32, help="most requests at once (default %(default)s)")
@@ -46,7 +46,7 @@ def share(text: str) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Raises ValueError for what the user can mend, before an engine starts."""
+    """Run the command. Raises ValueError for errors that the user can fix, before an engine starts."""
     args = build_parser().parse_args(argv)
     with engines.prepared_command("verify", args, prepare) as (out, (plan, setup), say):
         verdict = asyncio.run(_verify(plan, setup, args.threads, say))
@@ -63,10 +63,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.EngineSetup]:
-    """Check the options, load the drafter, encode the prompts. A registry's drafter is copied to `pulled`.
+    """Check the options, load the drafter, encode the prompts. A drafter of the registry is copied to `pulled`.
 
-    Options that were not given are set to the configuration's. There are tokens enough that each setting finds
-    --distance with probability POWER at the family's strictest level. Raises ValueError naming the option and the fix.
+    Options that were not given are taken from the configuration. Each setting gets enough tokens to find --distance with
+    probability POWER at the strictest level of all checks together. Raises ValueError naming the option and the fix.
     """
     config = load_config([args.config]) if args.config else None
     asked = config.rollout if config else RolloutConfig()
@@ -91,7 +91,7 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
 
 
 async def _verify(plan: Plan, setup: engines.EngineSetup, threads: int, say: Callable[[str], None]) -> Verdict:
-    """Load the target for the laws, start the engine, generate, judge."""
+    """Load the target model that gives the laws, start the engine, generate, and judge."""
     assert setup.drafter is not None
     laws = target_laws(load_target(setup), setup.drafter.draft_to_target.tolist(), plan.dtype)
     say("starting the engine")
@@ -101,7 +101,7 @@ async def _verify(plan: Plan, setup: engines.EngineSetup, threads: int, say: Cal
 
 
 def outcome(verdict: Verdict) -> dict[str, Any]:
-    """What verify.json says. `finds` is the distance that a uniformity check would have found."""
+    """The results for verify.json. `finds` is the total variation distance that a uniformity check would have found."""
     level, failures = verdict.alpha / len(verdict.results), verdict.failures
     checks = []
     for result in verdict.results:

@@ -1,8 +1,8 @@
-"""Chooses the draft length of each engine step: the one with the most expected tokens per second, 0 included.
+"""Chooses the draft length of each engine step, 0 included: the one with the most expected tokens per second.
 
 The controller lives in vLLM's scheduler, which sees the batch size and the clock of every step (`vllm/scheduling.py`).
-It decides from batch size, step times and acceptance so far, before anything of the next draft is drawn, and so leaves
-the distribution of the emitted tokens alone.
+It decides from batch size, step times and acceptance so far, before any token of the next draft is drawn. So it does not
+change the distribution of the emitted tokens.
 """
 
 from collections.abc import Sequence
@@ -20,40 +20,40 @@ DECIDE_STEPS = 16
 """Engine steps from one choice to the next; a choice takes about 0.1 ms."""
 
 LIVE_STEPS = 12
-"""Timed steps of each draft length at a batch size that suffice to choose by, where somebody else's requests are timed: three
-turns of measurement.MEASURE_STEPS."""
+"""Timed steps of each draft length that a batch size needs before a choice rests on them, where live requests are timed: three
+turns of measurement.MEASURE_STEPS, with 4 timed steps each."""
 
 CHECKS_KEPT = 8
-"""Trials without speculation that the check of the gain rests on, about; older ones are forgotten."""
+"""About how many of the latest trials without speculation the check of the gain averages; older ones are forgotten."""
 
 
 class Step(NamedTuple):
     """One engine step, as the scheduler saw it."""
 
     num_speculative_tokens: int
-    """Drafted for each request at its end."""
+    """Tokens drafted for each request at the end of the step."""
     batch: int
     computes_prompts: bool
     drafts: Sequence[tuple[int, int]]
     """(verified draft tokens, accepted ones) of each request that had drafts."""
     num_tokens: int
-    """Generated."""
+    """Number of tokens that the step generated."""
     has_passes: bool = True
-    """Did the drafter run at its end?"""
+    """Whether the drafter ran at the end of the step."""
 
     @property
     def steady(self) -> bool:
-        """Did every request verify as many tokens as it drafted? Only the times of such steps are those of a length."""
+        """Whether every request verified as many tokens as this step drafts. Only then is its time that of a draft length."""
         drafting = self.batch if self.num_speculative_tokens else 0
         alike = all(verified == self.num_speculative_tokens for verified, _ in self.drafts)
         return alike and len(self.drafts) == drafting and not self.computes_prompts
 
 
 class SpeculationController:
-    """Draft lengths 0 to K by batch size. K until engine steps were measured: without them it would have to guess."""
+    """Chooses a draft length from 0 to K for each batch size. It stays at K until engine steps have been measured."""
 
     def __init__(self, max_speculative_tokens: int, max_batch: int, drafts_are_free: bool = False):
-        """drafts_are_free: a step costs what it verifies, since its own drafts are looked up and not computed."""
+        """drafts_are_free: drafts are looked up and not computed, so a step's time depends only on what it verifies."""
         self.max_speculative_tokens, self.max_batch = max_speculative_tokens, max_batch
         self._per_request = False
         self._acceptance, self._trials = ServedAcceptance(max_speculative_tokens), Trials()
@@ -61,14 +61,14 @@ class SpeculationController:
         # Seconds by (draft length, batch size), while measuring.
         self._measured: dict[tuple[int, int], list[float]] = {}
         self.measured_kind = ""
-        """What is being measured, see begin_measuring; empty while nothing is."""
-        self._live = False  # are the measured batches somebody else's, of whatever size?
+        """The kind that is being measured, see begin_measuring; empty while nothing is."""
+        self._live = False  # are live requests of a host measured, in batches of any size?
         self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
         self._num_steps = 0
         self._drafts_are_free = drafts_are_free
         self._step: Step | None = None
-        self._before: Step | None = None  # the one before, if its requests go on
+        self._before: Step | None = None  # the step before that one, if its requests go on
         self._started = 0.0
         self._check_error, self._num_checks = 0.0, 0
         self.begin()
@@ -76,13 +76,13 @@ class SpeculationController:
     # -- what the engine's owner calls, between two steps ------------------------------------------------------------
 
     def begin(self, learns: bool = True) -> None:
-        """Start a report. Without `learns` its steps, of another sampling, teach nothing about those to come."""
+        """Start a report. learns: False if its steps sample in another way, so that the controller must not learn from them."""
         self._learns = learns
         self._gain, self._without = GainReport(), np.zeros(self.max_batch)
         self._totals: dict[tuple[int, int, str], list[float]] = {}  # number, tokens and seconds of engine steps
 
     def report(self) -> dict[str, Any]:
-        """The report, and start the next. gain: fields of a GainReport. steps: those of each StepTotal."""
+        """Return the report and start the next. gain: fields of a GainReport. steps: the fields of each StepTotal."""
         gain = replace(self._gain, seconds_without=float(self._without.sum()), num_checks=self._num_checks)
         if self._costs is not None:
             seconds_at = self._without * self._costs.ratios()
@@ -92,9 +92,9 @@ class SpeculationController:
         return {"gain": asdict(gain), "steps": steps}
 
     def fix_num_speculative_tokens(self, num_speculative_tokens: int | None) -> bool:
-        """The same length at every batch size; None gives the choice back. Is the length chosen here from now on?
+        """Use this length at every batch size; None lets the controller choose. Returns whether it chooses from now on.
 
-        Nothing is learnt from the steps of a fixed length.
+        None means the longest while nothing has been measured. The controller learns nothing from steps of a fixed length.
         """
         if num_speculative_tokens is None and self._costs is None:
             num_speculative_tokens = self.max_speculative_tokens
@@ -102,28 +102,28 @@ class SpeculationController:
         return self._fixed is None
 
     def choose_per_request(self, on: bool) -> None:
-        """Leave the draft length of each request, up to the one of its batch, to the worker, by `prices`."""
+        """Let the worker choose the draft length of each request by `prices`, up to the length of the batch."""
         self._per_request = on
         self._decide()
 
     def begin_measuring(self, kind: str = "all", live: bool = False) -> None:
         """Time the engine steps that follow, at all draft lengths.
 
-        kind: "all" comes first. In steps of "verification" the drafter does not run, as when all drafts come from history,
-        and in those of "one" a single request drafts. live: batches of every size, until `has_measured`, instead of
-        `measured_sizes`.
+        kind: "all" comes first. In steps of "verification" the drafter does not run, as when all drafts come from history.
+        In steps of "one" a single request drafts one token. live: time batches of any size, until `has_measured`, instead of
+        only those of `measured_sizes`.
         """
         self._measured, self._num_steps, self.measured_kind, self._live = {}, 0, kind, live
 
     @property
     def has_measured(self) -> bool:
-        """Were LIVE_STEPS engine steps of each draft length timed at one batch size since `begin_measuring`?"""
+        """Whether LIVE_STEPS engine steps of each draft length were timed at some batch size since `begin_measuring`."""
         lengths, known = range(self.max_speculative_tokens + 1), self._measured
         return any(all(len(known.get((k, b), ())) >= LIVE_STEPS for k in lengths) for k0, b in known if not k0)
 
     def end_measuring(self) -> list[list[float]]:
-        """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns [length, batch size,
-        seconds, their relative standard error, steps] of each; none: too few steps, and the length stays fixed."""
+        """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns rows of [draft length, batch
+        size, seconds, their relative standard error, steps], or none after too few steps; the choice then stays as it was."""
         measured, self._measured = self._measured, {}
         kind, longest, self.measured_kind = self.measured_kind, self._longest_measured, ""
         if self._live:
@@ -146,12 +146,12 @@ class SpeculationController:
         return [list(map(float, row)) for row in rows]
 
     def new_drafter(self, expected_rates: Sequence[float] | None = None) -> None:
-        """Another drafter serves from now on; expected_rates: see ServedAcceptance, None where nothing is expected."""
+        """Forget acceptance so far: another drafter serves. expected_rates: see ServedAcceptance; None if none are known."""
         self._acceptance = ServedAcceptance(self.max_speculative_tokens, expected_rates or ())
         self._decide()
 
     def describe(self) -> str:
-        """The choice and its reason in words: k=2 at batch 1 (gain 1.21x), off at batch 2 to 16: 0.78x at k=1."""
+        """Return the choice and its reason in words: k=2 at batch 1 (gain 1.21x), off at batch 2 to 16: 0.78x at k=1."""
         if self._fixed is not None:
             return f"k={self._fixed} at every batch size (fixed)"
         if self._per_request:
@@ -169,7 +169,7 @@ class SpeculationController:
     # -- what the scheduler calls in every step; `now` is seconds of one clock -----------------------------------------
 
     def draft_lengths(self, now: float) -> list[int]:
-        """Draft length by batch size, [max_batch + 1], of the step that begins now."""
+        """Return the draft length of the step that begins now, by batch size [max_batch + 1]."""
         self._end_step(now)
         self._started = now
         length = self._trials.num_speculative_tokens if self._fixed is None else self._fixed
@@ -182,11 +182,11 @@ class SpeculationController:
         return 1 if self.measured_kind == "one" else self.max_speculative_tokens
 
     def prices(self, batch: int) -> tuple[list[float], list[float], float] | None:
-        """[K+1] each: tokens that a request of a batch would get without speculation in the time of a step of each length,
-        when its drafts come from history, and when the drafter computes them; and the part of them, at all lengths but 0,
-        that the first draft of the batch costs, whatever the other requests do.
+        """Return the price of each draft length with drafts from history, the same with the drafter's, and that of a first draft.
 
-        None where all requests have the same length: by choice, or while a length is fixed, measured or tried.
+        A price [K+1] is the number of tokens that a request of the batch would get without speculation in the time of a step of
+        that length. The last value is the part of each price, except at length 0, that the batch pays as soon as any request
+        drafts. Returns None if all requests have the same length: by choice, or while a length is fixed, measured or tried.
         """
         chooses = self._per_request and self._fixed is None and not self.measured_kind
         if not chooses or self._costs is None or self._trials.num_speculative_tokens is not None:
@@ -195,7 +195,7 @@ class SpeculationController:
         return of_history, of_drafter, self._costs.first_draft(batch)
 
     def observe(self, step: Step) -> None:
-        """What became of it. It ends when the next begins, or with `idle`."""
+        """Take note of what the current step did. Its time ends when the next step begins, or with `idle`."""
         self._step = step if step.batch else None
 
     def left_passes_out(self) -> None:
@@ -204,7 +204,7 @@ class SpeculationController:
             self._step = self._step._replace(has_passes=False)
 
     def idle(self, now: float) -> None:
-        """The last request has finished."""
+        """End the last step, because no other follows at once: all requests have finished, or the engine pauses."""
         self._end_step(now)
         self._started = now
         if self._before is not None:
@@ -238,7 +238,7 @@ class SpeculationController:
                 self._learn(self._costs, step, before, seconds)
 
     def _length(self, step: Step, before: Step | None) -> float | None:
-        """The draft length that the seconds of a step without prompts belong to; None where it changed."""
+        """Return the draft length that the time of a step without prompts belongs to; None right after it has changed."""
         stays = before is not None and before.num_speculative_tokens == step.num_speculative_tokens
         if self._drafts_are_free or (self._per_request and stays):
             return sum(verified for verified, _ in step.drafts) / step.batch
@@ -247,7 +247,7 @@ class SpeculationController:
     def _count(self, costs: StepCosts, step: Step, before: Step | None, seconds: float) -> None:
         without = costs.seconds(0, step.batch) * step.num_tokens / step.batch
         length = self._length(step, before)
-        if length is not None:  # what slowed it would have slowed a step without speculation alike
+        if length is not None:  # whatever slowed this step would have slowed one without speculation as much
             without *= seconds / costs.seconds(length, step.batch, step.has_passes)
         self._without[step.batch - 1] += without
         plain = length == 0
@@ -289,7 +289,7 @@ class SpeculationController:
         self._decide()
 
     def _gains(self) -> Array:
-        """[K+1, max_batch]: decoding speed against no speculation."""
+        """Return the expected decoding speed relative to no speculation, [K+1, max_batch]."""
         assert self._costs is not None
         return self._acceptance.tokens_per_step()[:, None] / self._costs.ratios()
 

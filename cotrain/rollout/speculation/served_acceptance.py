@@ -1,7 +1,7 @@
 """Conditional acceptance of each draft position, as the engine serves it.
 
-Position i has the rate a_i: accepted, given that it was drafted and all before it were accepted. What is served at one
-draft length so predicts the others: a step of length k yields L_k = 1 + sum_{i<=k} prod_{j<=i} a_j tokens a request.
+a_i is the rate at which position i is accepted, given that it was drafted and all positions before it were accepted. So what is
+seen at one draft length predicts the others: a step of length k yields L_k = 1 + sum_{i<=k} prod_{j<=i} a_j tokens per request.
 """
 
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 MEMORY = 100.0
-"""Drafts after which an observation counts half, so that a drafter that collapses is off after about a hundred. Each
-position forgets by its own drafts, so that what is known of a length that is not drafted now stays."""
+"""Drafts after which an observation counts half, so that a drafter that collapses is switched off after about a hundred. Each
+position forgets by its own drafts, so that what is known about lengths that are not drafted at present is kept."""
 
 FIRST_RATE, FIRST_DRAFTS = 0.5, 2.0
-"""Belief about the first position before anything was drafted, and the drafts that it counts for: a drafter of which
-nothing is known is tried where acceptance of a half would pay."""
+"""Acceptance of the first position that is assumed before anything was drafted, and the number of drafts that this counts for.
+An unknown drafter is tried wherever an acceptance of one half would pay."""
 
 DEEPER_DRAFTS = 4.0
-"""A deeper position is believed to be like the one before it, with the weight of so many drafts."""
+"""A deeper position is assumed to be like the one before it; this is the number of drafts that the assumption counts for."""
 
 EXPECTED_DRAFTS = 100.0
-"""Drafts that the trainer's expectation of a new drafter counts for."""
+"""Number of drafts that the trainer's expectation of a new drafter counts for."""
 
 
 class ServedAcceptance:
-    """Counts by draft position, with forgetting."""
+    """Acceptance counts by draft position, with forgetting."""
 
     def __init__(self, max_speculative_tokens: int, expected_rates: Sequence[float] = ()):
-        """expected_rates [K or fewer]: share of drafts that are expected to accept position i and all before it."""
+        """expected_rates [K or fewer]: for position i, the share of drafts expected to accept it and all before it."""
         self._trials, self._accepted = np.zeros(max_speculative_tokens), np.zeros(max_speculative_tokens)
         known = len(expected_rates)
         self._trials[:known] = EXPECTED_DRAFTS * np.array([1.0, *expected_rates])[:known]
@@ -38,7 +38,7 @@ class ServedAcceptance:
 
     @property
     def is_untried(self) -> bool:
-        """Is nothing known or expected?"""
+        """Whether nothing has been observed and nothing is expected."""
         return not self._trials.any()
 
     def observe(self, drafts: Sequence[tuple[int, int]]) -> None:
@@ -53,7 +53,7 @@ class ServedAcceptance:
         self._accepted = kept * self._accepted + (accepted > positions).sum(0)
 
     def tokens_per_step(self) -> Array:
-        """[K+1]: L_k."""
+        """Return L_k, the expected tokens of a step, for each draft length k [K+1]."""
         rates, belief, weight = np.empty_like(self._trials), FIRST_RATE, FIRST_DRAFTS
         for i, (trials, accepted) in enumerate(zip(self._trials, self._accepted, strict=True)):
             rates[i] = belief = (accepted + weight * belief) / (trials + weight)
@@ -61,12 +61,12 @@ class ServedAcceptance:
         return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(rates))])
 
     def best(self, prices: Sequence[float] | None, longest: int, first: float = 0.0) -> tuple[int, float]:
-        """The draft length up to `longest` that is worth the most, and the tokens of a step at it above their price.
+        """Return the draft length up to `longest` that is worth the most, and the tokens that its step yields above its price.
 
-        prices [K+1]: tokens that the time of a step of each length would yield without speculation. What is above them
-        is gained, and a sharper price, by what a second yields with speculation, gains no more
-        (benchmarks/request_lengths.py). None: `longest` it is, and tokens alone count. first: part of the prices of
-        lengths above 0 that the batch pays once, and not this request.
+        prices [K+1]: tokens that the time of a step of each length would yield without speculation. Pricing the time by what it
+        yields with speculation is more exact, but gains no more (benchmarks/request_lengths.py). With None the length is
+        `longest`, and the tokens are not reduced by a price. first: the part of the prices of lengths above 0 that the batch
+        pays once, and that this request therefore does not pay.
         """
         tokens = self.tokens_per_step()[: longest + 1]
         if prices is None:

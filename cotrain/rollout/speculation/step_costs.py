@@ -1,8 +1,8 @@
 """Seconds of an engine step by draft length and batch size: measured at the start, corrected by trials.
 
-Whether speculation pays depends on the ratio t_k / t_0 alone, and a busy neighbour slows all steps alike. So the steps
-of the length in use only say how fast the machine is at the moment, its `pace`, and a trial of another length, a few
-steps between those, says how far the table's ratio is off.
+For a given acceptance, whether speculation pays depends only on the ratio t_k / t_0, and a busy neighbour slows all steps
+alike. So the steps of the length in use only tell how fast the machine is at the moment, its `pace`. A trial, a few steps of
+another length in between, tells how far the table's ratio is off.
 """
 
 from collections import deque
@@ -15,26 +15,26 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 QUANTILE = 0.25
-"""Quantile of the measured steps that counts, since what disturbs a machine only makes steps slower, in bursts."""
+"""Quantile of the measured times that is used, since disturbances of a machine only make steps slower, and come in bursts."""
 
 PACE_STEPS, LEAST_PACE_STEPS = 15, 5
-"""Latest steps whose median is the pace: late ones do not move it, and it follows a busy spell within eight. And those
-that have to be known for a trial to be compared with."""
+"""Number of latest steps whose median is the pace, and how many of them a trial needs to be compared with. Single slow steps do
+not move the median, and it follows a busy spell within eight."""
 
 TRIAL_WEIGHT = 0.25
-"""Share of a trial's error by which the table is corrected: noise of a trial is about as large as the table's errors."""
+"""Share of a trial's error by which the table is corrected, because a trial's noise is about as large as the table's error."""
 
 TRIAL_STEPS = 8
-"""Steps of a trial. The first verifies what the chosen length drafted, so that 7 are timed."""
+"""Steps of a trial. The first verifies drafts of the chosen length, so only 7 are timed."""
 
 LEAST_TIMED = 3
-"""Timed steps of a trial that ended early, so that one late step does not decide."""
+"""Fewest timed steps of a trial that ended early for it to count, so that one slow step does not decide."""
 
 TRIAL_SHARE = 0.02
 """Share of the decoding time that trials take."""
 
 WAIT_SECONDS = 1.0
-"""Decoding time until something to try is searched for again where there was nothing."""
+"""Decoding time until the next search for a length to try, when the last one found none."""
 
 
 class StepCosts:
@@ -59,29 +59,29 @@ class StepCosts:
         self._recent: deque[float] = deque([0.0], maxlen=PACE_STEPS)
 
     def set_verification(self, verification: "StepCosts") -> None:
-        """Tell apart steps in which the drafter does not run, by their own measured ratios."""
+        """Take the ratios of steps in which the drafter does not run from costs that were measured in such steps."""
         self._log_passes = np.maximum(0.0, np.log(self.ratios() / verification.ratios()))
 
     def set_first_draft(self, of_one: "StepCosts") -> None:
         """Learn what a batch pays as soon as any of its requests drafts, from steps in which only one of them drafts a token.
 
-        A step takes 1 + f + x (t_1 / t_0 - 1 - f) times as long when a share x drafts one token; f is 0 to t_1 / t_0 - 1.
+        When a share x of them drafts one token, a step takes 1 + f + x (t_1 / t_0 - 1 - f) times t_0; f is 0 to t_1 / t_0 - 1.
         """
         share, most = 1 / np.arange(1, self._first_draft.size + 1), self.ratios(False)[1] - 1
         found = (of_one.ratios()[1] - 1 - share * most)[1:] / (1 - share[1:])
         self._first_draft[1:] = np.clip(found, 0.0, np.maximum(0.0, most[1:]))
 
     def first_draft(self, batch: int) -> float:
-        """What the first draft of a batch adds to the time of its step, in steps without speculation."""
+        """Return what the first draft of a batch adds to the time of its step, as a multiple of t_0."""
         return float(self._first_draft[batch - 1])
 
     def ratios(self, has_passes: bool = True) -> Array:
-        """[K+1, max_batch]: t_k / t_0, of steps with the drafter's passes or without."""
+        """Return t_k / t_0, [K+1, max_batch], of steps in which the drafter runs or does not."""
         passes = 0.0 if has_passes else self._log_passes
         return np.exp(self._log_seconds - self._log_seconds[0] - passes)
 
     def seconds(self, num_speculative_tokens: float, batch: int, has_passes: bool = True) -> float:
-        """What a step takes at the present pace. The draft length may be a mean over requests."""
+        """Return the time of a step at the present pace. The draft length may be a mean over requests."""
         return float(np.exp(self._of_table(num_speculative_tokens, batch, has_passes) + median(self._recent)))
 
     def _of_table(self, num_speculative_tokens: float, batch: int, has_passes: bool) -> float:
@@ -96,11 +96,11 @@ class StepCosts:
 
     @property
     def knows_pace(self) -> bool:
-        """Have there been enough steps since `pause`?"""
+        """Whether there have been enough steps since `pause`."""
         return len(self._recent) >= LEAST_PACE_STEPS
 
     def pause(self) -> None:
-        """Other steps than those before come next, perhaps on a machine that is busier by then."""
+        """Forget the latest steps and keep only their pace, since the machine may be busier when the next steps come."""
         self._recent = deque([median(self._recent)], maxlen=PACE_STEPS)
 
     def follow(self, num_speculative_tokens: float, batch: int, seconds: float, has_passes: bool = True) -> None:
@@ -108,20 +108,20 @@ class StepCosts:
         self._recent.append(float(np.log(seconds)) - self._of_table(num_speculative_tokens, batch, has_passes))
 
     def correct(self, num_speculative_tokens: int, batch: int, error: float) -> None:
-        """Learn from a trial, whose steps took exp(error) times `seconds`, for batch sizes up to half and twice as large."""
+        """Learn from a trial whose steps took exp(error) times `seconds`, also for batch sizes up to half and twice as large."""
         near = np.maximum(0.0, 1.0 - np.abs(self._log_batches - self._log_batches[batch - 1]))
         self._log_seconds[num_speculative_tokens] += TRIAL_WEIGHT * error * near
 
 
 class Trials:
-    """Now and then a few engine steps of a length that is not the chosen one, so that a wrong table is found out.
+    """Tries a few engine steps of another length than the chosen one now and then, so that errors of the table are noticed.
 
-    Time is decoding time.
+    All times are decoding time.
     """
 
     def __init__(self) -> None:
         self.num_speculative_tokens: int | None = None
-        """Length on trial."""
+        """Draft length on trial; None between trials."""
         self._wait = self._cost = 0.0
         self._steps = self._number = 0
         self._errors: list[float] = []
@@ -133,8 +133,8 @@ class Trials:
     def begin(self, chosen: int, gains: Array, ratios: Array) -> None:
         """Try a length at which a drafter that is always right would gain more than the chosen one, if there is any.
 
-        While speculation is on, no speculation comes every other time. While it is off, only the best of the others
-        comes: all that can change is the drafter, and each trial costs. gains, ratios [K+1]: expected gain over no
+        While speculation is on, every other trial is one without speculation. While it is off, only the best length is tried,
+        because only the drafter can have changed, and each trial costs time. gains, ratios [K+1]: expected gain over no
         speculation, and t_k / t_0, at the present batch size.
         """
         could_pay = np.arange(1, len(gains) + 1) / ratios > gains[chosen]
@@ -150,7 +150,7 @@ class Trials:
             self._wait = WAIT_SECONDS
 
     def observe(self, seconds: float, error: float | None) -> bool:
-        """A step has ended; is a trial over? error: log seconds above what the table says; None at a change of length."""
+        """Count a step. Returns whether a trial is over. error: log seconds above the table's; None at a change of length."""
         if self.num_speculative_tokens is None:
             self._wait -= seconds
             return False
@@ -161,9 +161,9 @@ class Trials:
         return self._steps == TRIAL_STEPS
 
     def end(self) -> float | None:
-        """End the trial. Its median error, which no late step moves; None with too few steps.
+        """End the trial. Returns its median error, which no single slow step moves, or None with too few steps.
 
-        The next is due when its share of the time has paid for this one.
+        The next trial is due after so much decoding time that this one took TRIAL_SHARE of it.
         """
         errors, self._errors = self._errors, []
         self._wait = self._cost / TRIAL_SHARE

@@ -1,4 +1,4 @@
-"""What vLLM is started with: cotrain's own arguments, then the user's, then those of speculation. Imports vLLM late."""
+"""The arguments that vLLM starts with: cotrain's own, then the user's, then those of speculation. Imports vLLM late."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +10,10 @@ from cotrain.records import Versions
 from drafters.base import ServingSpec
 
 PACKAGE = "cotrain.rollout.vllm"
-"""vLLM imports our classes by name in its own process; to import them here as well would only take time."""
+"""vLLM imports our classes by name in its own process; importing them here as well would only take time."""
 
 PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""Lengths of the n-grams that n-gram speculation looks up; vLLM's default, 5 exactly, hardly ever finds one."""
+"""Lengths of the n-grams that n-gram speculation looks up. With vLLM's default, 5 exactly, it hardly ever finds one."""
 
 GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 
@@ -36,12 +36,12 @@ class EngineSpec:
 
     @property
     def speculates(self) -> bool:
-        """Is there anything that proposes draft tokens?"""
+        """Whether anything proposes draft tokens."""
         return self.drafter_folder is not None or self.speculation == "ngram" or self.rollout.history is not None
 
     @property
     def chooses_length(self) -> bool:
-        """May the draft length follow what is fastest?"""
+        """Whether the engine may choose the draft length that is fastest."""
         proposes = self.drafter_folder is not None or self.rollout.history is not None
         return proposes and self.rollout.speculation.adaptive
 
@@ -49,10 +49,10 @@ class EngineSpec:
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """The arguments of AsyncEngineArgs. Raises ValueError when there are fewer GPUs than tensor-parallel ranks.
 
-    Without speculation our scheduler only adds up steps, and extends the one that vLLM would take by itself. With it, vLLM's
-    asynchronous scheduling is off: requests that are preempted while they speculate, as every policy update does, would
-    read memory that is not theirs (https://github.com/vllm-project/vllm/issues/49620). The price is that a GPU waits for
-    the scheduler in each step.
+    Without speculation, our scheduler only adds up steps, and extends the one that vLLM would choose by itself. With
+    speculation, vLLM's asynchronous scheduling is off: requests that are preempted while they speculate, as in every policy
+    update, would read memory that is not theirs (https://github.com/vllm-project/vllm/issues/49620). The price is that a
+    GPU waits for the scheduler in each step.
     """
     from vllm.platforms import current_platform
 
@@ -77,10 +77,10 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     if (ranks := rollout.tensor_parallel_size) > 1:
         if not current_platform.is_cpu() and (num_gpus := current_platform.device_count()) < ranks:
             raise ValueError(f"rollout.vllm.tensor_parallel_size: {ranks} is above the {num_gpus} GPUs here; lower it")
-        # In a placement group of Ray, vLLM would by itself ask Ray for workers.
+        # In a placement group of Ray, vLLM would otherwise ask Ray for workers.
         arguments["distributed_executor_backend"] = "mp"
     speculation = _speculation(spec)
-    overlaps = speculation is None and not current_platform.is_cpu()  # on which vLLM never does
+    overlaps = speculation is None and not current_platform.is_cpu()  # on a CPU vLLM never overlaps steps
     arguments["scheduler_cls"] = (
         f"{PACKAGE}.scheduling.{'OverlappingScheduler' if overlaps else 'DraftLengthScheduler'}"
     )
@@ -103,16 +103,16 @@ def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
     """vLLM's speculative_config; None when nothing proposes draft tokens."""
     config = {"num_speculative_tokens": spec.rollout.num_speculative_tokens}
     if spec.drafter_folder is None or spec.serving is None:
-        # An index of rollouts alone stands in for the look-up of n-grams.
+        # A history without a drafter takes the place of vLLM's look-up of n-grams.
         return {"method": "ngram", **config, **PROMPT_LOOKUP} if spec.speculates else None
     method, draws = spec.serving.method, spec.rollout.draft_sample_method
     return {"method": method, "model": spec.drafter_folder, "draft_sample_method": draws, **config}
 
 
 def graph_sizes(max_num_seqs: int, num_speculative_tokens: int) -> list[int]:
-    """Rows of the steps that CUDA graphs are captured for: up to max_num_seqs requests, with and without drafts.
+    """Return the numbers of rows that CUDA graphs are captured for: up to max_num_seqs requests, with and without drafts.
 
-    vLLM's own list ends at 512 rows, and larger steps leave the captured graphs: 256 requests do with 2 draft tokens.
+    vLLM's own list ends at 512 rows, and larger steps run without a graph, such as 256 requests with 2 draft tokens each.
     """
     requests = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
     return sorted({n * rows for n in requests if n <= max_num_seqs for rows in (1, num_speculative_tokens + 1)})

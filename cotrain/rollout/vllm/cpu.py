@@ -1,6 +1,6 @@
 """What only vLLM's CPU build (0.32) needs: arguments, and patches of its faults.
 
-Every patch names its end condition. cpu_packing.py is the other file about the CPU build.
+A patch of a fault says when it can go. cpu_packing.py is the other file about the CPU build.
 """
 
 import copy
@@ -31,16 +31,16 @@ from cotrain.rollout.vllm.interface import (
 
 CPU_ARGUMENTS = {
     "enforce_eager": True,  # compiling takes half a minute at each start
-    # A single worker runs inside the engine core, as on one GPU: a process less to start, and to pass each step's tensors
-    # to. vLLM replaces "uni" by processes on a CPU, to set OpenMP up for them; our environment has done that already.
+    # A single worker runs inside the engine core, as on one GPU, which saves a process and passing each step's tensors to
+    # it. On a CPU vLLM replaces "uni" by processes to set OpenMP up for them; our environment has done that already.
     "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 }
 
 
 class _Forked(ForkProcess):
     def run(self) -> None:
-        follow_parent()  # it holds copies of the parent's sockets, whose other ends notice the parent's death by them
-        gc.freeze()  # what belongs to the parent, such as Ray's references, is not collected here
+        follow_parent()  # a child that outlives its parent keeps copies of its sockets open, which hides the parent's death
+        gc.freeze()  # keeps objects of the parent, such as Ray's references, from being collected here
         if "ray" in sys.modules:  # vLLM cannot set the title of a process whose title Ray has set before
             from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
@@ -67,10 +67,10 @@ def fork_engine_core() -> None:
 
 
 def leave_llvmlite_out(original: Any, overrides: Any) -> None:
-    """Let vLLM's search for kernels leave llvmlite out, which comes with numba.
+    """Keep vLLM's search for kernels away from llvmlite, which numba imports.
 
-    The search reads the __dict__ of everything in all modules. llvmlite's library answers to any name with a function,
-    to __dict__ as well, and the engine core would not start.
+    The search reads the __dict__ of everything in all modules. llvmlite's library returns a function for any name, even
+    for __dict__, and the engine core would not start.
     """
     hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "llvmlite"}
     for name in hidden:
@@ -88,7 +88,7 @@ def expand_batch_to_tokens(
 
     The CPU build writes them to a temporary and drops it, so every draft token is verified with uninitialised
     parameters: with temperature > 0 the output distribution is wrong, silently.
-    https://github.com/vllm-project/vllm/issues/55005; goes when that is fixed in the pinned version.
+    https://github.com/vllm-project/vllm/issues/55005; this can go when that is fixed in the pinned version.
 
     x [B] -> [num_tokens]; cu_num_tokens [B] is a running sum.
     """
@@ -100,9 +100,9 @@ def expand_batch_to_tokens(
 def spare_generators(original: Any, runner: Any, grammar_output: Any) -> Any:
     """Let a seeded request be prefilled in chunks.
 
-    What is sampled after a chunk is thrown away, and vLLM then winds the request's generator back by an offset. CPU
-    generators have none: the engine dies. Here such samples are drawn from the engine's own generator, so that the
-    request's is not used. Goes when GPUModelRunner._bookkeeping_sync of the pinned version winds back CPU generators.
+    vLLM discards what is sampled after a chunk, and then rewinds the request's generator by an offset. CPU generators have no
+    offset, and the engine dies. Here such samples are drawn from the engine's own generator and leave the request's alone.
+    This can go when GPUModelRunner._bookkeeping_sync of the pinned version rewinds CPU generators.
     """
     batch = runner.input_batch
     thrown_away = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
@@ -118,9 +118,9 @@ def sample_in_draft_vocabulary(
 ) -> tuple[Tensor, Tensor | None]:
     """Sample draft tokens in the draft vocabulary, where the drafter's logits are.
 
-    vLLM spreads them over the target's vocabulary first (compute_logits of llama_eagle3.py) and then draws from all of
-    it: six times as many tokens as a drafter with 8192 of 49152 has. Same distribution, same greedy tokens. Goes when
-    vLLM samples before it spreads.
+    vLLM first spreads the logits over the target's vocabulary (compute_logits of llama_eagle3.py) and then draws from all of
+    it, which for a drafter with 8192 of 49152 tokens is six times as many. The distribution and the greedy tokens are the
+    same. This can go when vLLM samples before it spreads.
 
     hidden [B, H] -> (target token ids [B], probabilities [B, V] or None if greedy).
     """
@@ -139,9 +139,9 @@ def sample_in_draft_vocabulary(
 
 
 def draw(probs: Tensor, seeds: Tensor | None = None) -> Tensor:
-    """One token of each row of unnormalised probabilities [B, V], by the kernel that draws in vLLM's plain sampler.
+    """Draw one token from each row of unnormalised probabilities [B, V], with the kernel of vLLM's plain sampler.
 
-    seeds [B]: from the default generator where none are given. A row of zeros gives any token.
+    seeds [B]: by default, from the default generator. A row of zeros gives any token.
     """
     seeds = torch.randint(2**31, (len(probs),)) if seeds is None else seeds
     return torch.ops._C.fused_gumbel_argmax(probs.log(), seeds)
@@ -160,15 +160,15 @@ def draw_recovered_tokens(
 ) -> Tensor:
     """Draw what replaces a rejected draft token, from max(0, p - q) at each of the N draft tokens.
 
-    vLLM draws exponential noise for each token of the vocabulary one by one, 10 ms for 16 requests at 49152 tokens;
-    its plain sampler has a kernel of its own for the CPU. Goes when sample_recovered_tokens uses that one.
+    vLLM draws exponential noise for the tokens of the vocabulary one by one, 10 ms for 16 requests at 49152 tokens. Its plain
+    sampler has a kernel for the CPU, which is used here. This can go when sample_recovered_tokens uses it too.
 
     draft_token_ids [N], draft_probs [N, V] or None (the draft token has all of q), target_probs [N, V] -> [N].
     """
     if draft_probs is None:
         residual = target_probs.scatter(1, draft_token_ids.long()[:, None], 0.0)
     else:
-        # Where q is NaN the draft token is always rejected, and the law is p.
+        # Where q is NaN the draft token is always rejected, and the distribution is p.
         residual = torch.where(draft_probs > 0, target_probs - draft_probs, target_probs).clamp_(min=0)
     seeds = torch.randint(2**31, (len(residual),))
     ends = cu_num_draft_tokens.tolist()
@@ -184,7 +184,7 @@ def no_noise(original: Any, probs: Tensor, *rest: Any) -> Tensor:
 
 
 def draw_draft_tokens(original: Any, probs: Tensor, noise: Tensor) -> Tensor:
-    """Draw draft tokens with the plain sampler's kernel; reason and end condition as for recovered tokens.
+    """Draw draft tokens with the plain sampler's kernel, for the same reason and as long as `draw_recovered_tokens` does.
 
     probs [B, V] -> [B].
     """
@@ -192,10 +192,10 @@ def draw_draft_tokens(original: Any, probs: Tensor, noise: Tensor) -> Tensor:
 
 
 def pack_updated_experts(original: Any, method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
-    """Pack the experts of a mixture after every update, not after the first load only.
+    """Pack the experts of a mixture after every update, not only after the first load.
 
     The CPU build packs them when their kernel is made. An update then puts plain weights where the kernel reads packed
-    ones, and every token is computed with shuffled experts, silently. Goes when _setup_kernel of the pinned version's
+    ones, and every token is computed with shuffled experts, silently. This can go when _setup_kernel of the pinned version's
     unquantized_fused_moe_method.py packs in both cases (GPU kernels: https://github.com/vllm-project/vllm/issues/42821).
     """
     is_update = method.moe_kernel is not None
@@ -207,13 +207,13 @@ def pack_updated_experts(original: Any, method: Any, layer: Any, w13: Tensor, w2
 def pad_short_drafts(
     original: Any, layer: Any, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *caches: Any
 ) -> Tensor:
-    """Let linear attention (gated delta nets) draft fewer tokens than the most it may.
+    """Let models with linear attention (gated delta nets) draft fewer tokens than the maximum.
 
-    The CPU build keeps the inputs of each request's convolution in a row, and appends those of a step where they belong
-    only if as many tokens as possible were drafted. After a shorter step the convolution reads rejected tokens: other
-    output, silently, or the engine dies. Here every request gets as many rows as it may have; what is computed for the
-    added ones is dropped, as after a rejection. Goes when _spec_forward of the pinned version's
-    layers/mamba/ops/cpu/gdn_attention.py appends after the width - 2 inputs before.
+    The CPU build keeps the inputs of each request's convolution in a row. It appends those of a step in the right place only
+    if the maximum number of tokens was drafted. After a shorter step the convolution reads rejected tokens, and the output
+    changes silently, or the engine dies. Here every request is padded to the most rows it may have, and what is computed for
+    the added rows is dropped, as after a rejection. This can go when _spec_forward of the pinned version's
+    layers/mamba/ops/cpu/gdn_attention.py appends after the previous width - 2 inputs.
     """
     *_, width, most_inputs = caches
     count, most_rows = metadata.num_spec_decodes, most_inputs - width + 2
@@ -241,13 +241,13 @@ PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
     pack_updated_experts: (MOE_METHOD, "_setup_kernel"),
     pad_short_drafts: (LINEAR_ATTENTION, "_spec_forward"),
 }
-"""Our function -> module or class, and name, of the one that it replaces and gets as its first argument."""
+"""Our function -> (module or class, name) of the function that it replaces and gets as its first argument."""
 
 
 def apply_patches() -> None:
-    """Apply what this platform needs.
+    """Apply the patches that this platform needs.
 
-    Raises RuntimeError for a vLLM that is not supported, and for one in which something that our code needs has moved.
+    Raises RuntimeError for a vLLM that is not supported, and for one in which a function or attribute that we need has moved.
     """
     from vllm import __version__
 
@@ -259,9 +259,9 @@ def apply_patches() -> None:
 
 
 def correct() -> tuple[str, ...]:
-    """Apply the patches to a CPU build, once a process, whatever its version. Returns their names.
+    """Apply the patches if this is a CPU build, whatever its version. Each is applied once a process. Returns their names.
 
-    Raises AttributeError or ImportError when a function that one replaces is missing.
+    Raises AttributeError or ImportError when a function that one of them replaces is missing.
     """
     from vllm.platforms import current_platform
 
@@ -269,7 +269,7 @@ def correct() -> tuple[str, ...]:
     if find_spec(KERNELS) is None:  # vLLM searches for kernels since 0.31
         patches = tuple(patch for patch in patches if patch is not leave_llvmlite_out)
     for owner, name in (PATCHES[patch] for patch in patches):
-        getattr(pkgutil.resolve_name(owner), name)  # all or none
+        getattr(pkgutil.resolve_name(owner), name)  # raises before any patch is applied
     for patch in patches:
         apply(patch)
     return tuple(patch.__name__ for patch in patches)

@@ -1,4 +1,4 @@
-"""Weights as vLLM's CPU build (0.32) holds them: packed for its kernels. Read back exactly, and packed again."""
+"""Weights as vLLM's CPU build (0.32) holds them, packed for its kernels: reading them back exactly, and packing them again."""
 
 from collections.abc import Callable
 from math import prod
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 def repack_tied_weights(model: nn.Module) -> None:
-    """Pack again what shares its parameter with another module: the output head of a model with tied embeddings.
+    """Pack the weights again of modules that share a parameter: the output head of a model with tied embeddings.
 
     The layer-wise reload packs what it loads. Nothing is loaded into a tied head, so on CPU it would go on multiplying
-    by its packed copy of the first weights. Ends when vLLM 0.32's layerwise.py is replaced by one that does this.
+    by its packed copy of the first weights. This function can go when vLLM's layerwise.py packs tied heads; 0.32 does not.
     """
     packed: set[int] = set()
     module: Any
@@ -26,15 +26,15 @@ def repack_tied_weights(model: nn.Module) -> None:
 def unpack(module: Any, columns: int | None, turn: int) -> tuple[Tensor, Tensor | None]:
     """Read a oneDNN-packed matrix back by multiplying it with unit vectors, which is exact.
 
-    Returns ([out, in], None) or ([out, chosen], chosen). out and in are those of this rank; chosen counts columns of the
-    checkpoint's matrix.
+    columns: number of input columns to read, others at each turn; None reads all. Returns ([out, in], None) or ([out, chosen],
+    chosen). out and in are those of this rank; chosen holds column numbers of the checkpoint's matrix.
     """
     whole = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size
     width = getattr(module, "input_size_per_partition", whole)
     chosen = None
     if columns is not None and columns < width:
-        # One shuffled order for all turns: a fault in a share of the columns meets each turn with the same chance,
-        # whatever its pattern.
+        # The shuffled order is the same for all turns: each turn is as likely as any other to find a fault in a share of
+        # the columns, whatever its pattern.
         order = torch.randperm(width, generator=torch.Generator().manual_seed(0))
         chosen = order[(turn * columns + torch.arange(columns)) % width].sort().values
     units = torch.nn.functional.one_hot(torch.arange(width) if chosen is None else chosen, width)
@@ -43,9 +43,9 @@ def unpack(module: Any, columns: int | None, turn: int) -> tuple[Tensor, Tensor 
 
 
 def in_loaded_order(module: Any, leaf: str, tensor: Tensor) -> list[Tensor]:
-    """A parameter as it was loaded; vLLM's CPU build moves the elements of experts and convolutions around.
+    """Return a parameter as it was loaded. vLLM's CPU build moves the elements of experts and convolutions around.
 
-    A convolution packed for kernels with bfloat16 instructions is kept unpacked as well, for speculation: both come.
+    Of a convolution packed for bfloat16 instructions, vLLM keeps an unpacked copy as well, for speculation. Both are returned.
     """
     from vllm.platforms import current_platform
 
@@ -70,9 +70,9 @@ def in_loaded_order(module: Any, leaf: str, tensor: Tensor) -> list[Tensor]:
 
 
 def _before_packing(packed: Tensor, shape: torch.Size, pack: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `pack` has made `packed` of, a tensor of `shape`. For packing that moves elements and changes none.
+    """Return the tensor of `shape` that `pack` has made into `packed`. `pack` must move elements without changing any.
 
-    Where each element went is found by packing numbers, as many bits at a time as an element has.
+    Where each element went is found by packing the elements' numbers, as many bits at a time as an element has.
     """
     bits = 8 * packed.element_size()
     whole = {16: torch.int16, 32: torch.int32}[bits]

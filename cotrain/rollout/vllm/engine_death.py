@@ -1,7 +1,7 @@
-"""What is waited for of vLLM's engine process, and an error in words when that process has died.
+"""Waits for vLLM's engine process, and raises an error in plain words when that process has died.
 
-vLLM tells a request whose engine has died, but nobody who waits for one of its own calls, such as a weight update: that
-answer never comes.
+When its engine has died, vLLM raises an error in requests, but not in its other calls, such as a weight update: the answer
+to such a call never comes.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ MESSAGE = "vLLM's engine process has died: killed from outside, or out of memory
 
 @contextlib.asynccontextmanager
 async def death_in_words(engine: Any, poll_seconds: float = POLL_SECONDS) -> AsyncIterator[None]:
-    """Raises RunFailure when the engine process dies while the body waits for it.
+    """Raise RunFailure when the engine process dies while the body waits for it.
 
-    engine: vLLM's AsyncLLM. What waits is cancelled within two polls of the death.
+    engine: vLLM's AsyncLLM. The body is cancelled within two polls of the death.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 

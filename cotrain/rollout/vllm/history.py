@@ -1,7 +1,7 @@
-"""Drafting from history inside vLLM's model runner (0.32, V1): alone, or beside a drafter, chosen for each request.
+"""Drafting from history inside vLLM's model runner (0.32, V1): alone, or beside a drafter with a choice for each request.
 
-Like hooks.py it ends with the V1 model runner. numba comes with the index, which is why the worker imports this module
-once vLLM has started.
+Like hooks.py, it is for the V1 model runner only. The index imports numba, which is why the worker imports this module
+only after vLLM has started.
 """
 
 from collections import Counter
@@ -17,42 +17,42 @@ from drafters.suffix.fitting import Finished, HalfLifeFit
 from drafters.suffix.index import Draft, SuffixIndex, key_of
 
 MATCHES = (2, 4, 8, 16)
-"""Longest matches with an acceptance of their own: up to 1 token, 2 or 3, and so on."""
+"""Bounds of the match lengths whose acceptance is counted separately: up to 1 token, 2 or 3, and so on."""
 
 EXPLORED = 1 / 32
-"""Requests of a step that on average take the worse proposer, so that both stay known; all of a step do, or none. So they do
-when a class of matches comes for the first time. Where steps have prices, they draft one token of it."""
+"""Mean number of requests per step that take the worse proposer, so that both stay known; in a step either all do or none. All do
+so too when a class of matches comes up for the first time. Where steps have prices, such a draft has one token."""
 
 
 class Asked(NamedTuple):
     """What was drafted for one request, until it is known how much of it was accepted."""
 
     match: int | None
-    """Class of the match that the index drafted after; None when the drafter did."""
+    """Class of the match that the draft from the index follows; None for a draft from the drafter."""
     num_tokens: int
-    """Asked for; the index may have had fewer, which counts as if the others had been refused."""
+    """Draft tokens asked for. The index may have had fewer, which counts as if the others had been rejected."""
     num_drafted: int
 
 
 class Text(NamedTuple):
-    """A request at the end of a step."""
+    """Text of a request at the end of a step."""
 
     tokens: NDArray[np.int32]
     """Prompt and response [n]."""
     prompt_length: int
     num_new: int
-    """Tokens that the step has emitted; 0 while the prompt is computed."""
+    """Number of tokens that the step has emitted; 0 while the prompt is computed."""
 
 
 class HistoryDrafting:
-    """Stands in for the runner's propose_draft_token_ids, or for the hook that does so already.
+    """Replaces the runner's propose_draft_token_ids, or the hook that has already replaced it.
 
-    Which proposer a request gets is decided by the length of its match and by acceptance so far, both known before
-    anything of the draft is drawn, so that the emitted tokens keep their distribution.
+    Which proposer a request gets is decided by the length of its match and by acceptance so far. Both are known before
+    any token of the draft is drawn, so the emitted tokens keep their distribution.
     """
 
     def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
-        """is_alone: vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft; it may be set later."""
+        """is_alone: without a drafter, where vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft; may change."""
         self.index = index
         self._fit, self._measured = HalfLifeFit(), ""
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
@@ -70,21 +70,21 @@ class HistoryDrafting:
         model_runner.take_draft_token_ids = self._take_draft_token_ids
 
     def weigh_by(self, policy_version: int) -> None:
-        """Let texts count by their age at this version of the policy, with the half-life that fits best."""
+        """Weigh texts by their age at this version of the policy, with the half-life that fits best."""
         self.index.weigh_by(policy_version, self._fit.best(self.index.half_life))
 
     def new_drafter(self, expected_rates: list[float] | None) -> None:
-        """Another drafter serves; expected_rates: see ServedAcceptance, None where nothing is expected."""
+        """Forget the drafter's acceptance: another one serves. expected_rates: see ServedAcceptance; None if none are known."""
         self._of_drafter = ServedAcceptance(self._runner.num_spec_tokens, expected_rates or ())
 
     def add(self, rollouts: list[tuple[Any, ...]]) -> None:
-        """Learn finished rollouts, the fields of a Finished each. Only what was emitted may come here."""
+        """Add finished rollouts to the index, each as the fields of a Finished. Pass emitted tokens only."""
         for rollout in (Finished(*fields) for fields in rollouts):
             self._fit.observe(self.index, rollout)
             self.index.add(key_of(rollout.prompt_token_ids), rollout.token_ids, rollout.policy_version)
 
     def take_report(self) -> dict[str, dict[str, float]]:
-        """counts: drafts, draft tokens and accepted ones by proposer since the last call. state: size and half-life."""
+        """Return counts (drafts, draft tokens, accepted ones by proposer since the last call) and state (size, half-life)."""
         counts, self._counts = self._counts, Counter()
         state: dict[str, float] = {"history/tokens": self.index.num_tokens, "history/bytes": self.index.num_bytes}
         if self.index.half_life is not None:
@@ -101,7 +101,7 @@ class HistoryDrafting:
         greedy = [not draws] * len(texts)
         if draws and not sampling_metadata.all_random:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
-        # Of each class of matches, and last of the drafter; all requests have the same batch, and so the same prices.
+        # The best length of each class of matches, then of the drafter. One batch, so all requests have the same prices.
         prices = scheduler_output.cotrain_prices
         verified, with_passes, first = prices or (None, None, 0.0)
         self._best = [kind.best(verified, k, first) for kind in self._of_match]
@@ -127,10 +127,10 @@ class HistoryDrafting:
     def _propose_from_history(
         self, request_ids: list[str], texts: list[Text], greedy: list[bool], k: int, prices: Any
     ) -> tuple[list[Draft | None], list[int]]:
-        """Each request's draft from history, or None where the drafter is to propose, and how many tokens it drafts.
+        """Return each request's draft from history, or None where the drafter proposes, and how many tokens it drafts.
 
-        While steps are timed, see SpeculationController.begin_measuring, requests draft the full length. At "all" the
-        drafter proposes, if there is one. Otherwise any tokens stand for drafts from history, of all requests or of "one".
+        While steps are timed (SpeculationController.begin_measuring), requests draft the full length. For "all", the drafter
+        proposes, if there is one. Otherwise fillers stand for drafts from history: for "one" of a single request, else of all.
         """
         if self._measured:
             num_requests = 1 if self._measured == "one" else len(texts)
@@ -152,10 +152,10 @@ class HistoryDrafting:
         return [draft for draft, _ in choices], [length for _, length in choices]
 
     def _texts(self, sampled: Any, num_requests: int) -> list[Text]:
-        """Every request's text with what this step has emitted.
+        """Return every request's text with what this step has emitted.
 
-        vLLM calls a drafter before it has entered the new tokens [R, 1 or more, -1 where none], and the n-gram look-up
-        afterwards, with lists of them.
+        vLLM calls a drafter before it adds the new tokens to its batch, with a tensor [R, 1 or more] that is -1 where there is
+        no token. It calls the n-gram look-up afterwards, with lists.
         """
         batch, discarded = self._runner.input_batch, self._runner.discard_request_mask.np
         is_entered = not torch.is_tensor(sampled)
@@ -170,7 +170,7 @@ class HistoryDrafting:
         return texts[:num_requests]
 
     def _learn(self, scheduler_output: Any, texts: dict[str, Text]) -> None:
-        """Count what became of the drafts of the step before."""
+        """Count how many draft tokens of the step before were accepted."""
         for request in self._keys.keys() - self._runner.requests.keys():  # they have ended
             self._asked.pop(request, None)
             del self._keys[request]
@@ -195,9 +195,9 @@ class HistoryDrafting:
         return draft if len(draft.tokens) else None
 
     def _choose(self, draft: Draft | None, k: int, explored: int, has_drafter: bool) -> tuple[Draft | None, int]:
-        """Who proposes, the index with a draft or else the drafter, and how many tokens; looks at the match alone.
+        """Return (the draft, or None for the drafter; number of tokens to draft), judging by the length of the match alone.
 
-        explored: tokens to take from the worse of the two, or from an untried match; 0 takes the better.
+        explored: number of tokens to draft from the worse proposer, or from an untried match; 0 takes the better one.
         """
         of_drafter = self._best[-1] if has_drafter else (0, 0.0)
         if draft is None or not k:
@@ -208,10 +208,10 @@ class HistoryDrafting:
         return draft if takes else None, explored or (of_match if takes else of_drafter)[0]
 
     def _gain(self, choices: list[tuple[Draft | None, int]], prices: tuple[list[float], list[float], float]) -> float:
-        """Tokens of a step above what its time would yield without speculation.
+        """Return the tokens of a step above what its time would yield without speculation.
 
-        A request gains what its draft is worth above its own price. All others of the batch wait for the drafter's passes
-        too, and all of them for the first draft. prices: see SpeculationController.prices.
+        A request gains what its draft is worth above its own price. The requests that do not use the drafter wait for its
+        passes all the same, and all requests of the batch wait for the first draft. prices: see SpeculationController.prices.
         """
         of_drafter, (verified, with_passes, first) = self._best[-1], prices
         drafting = [of_drafter if draft is None else self._best[match_class(draft.match)] for draft, n in choices if n]
@@ -227,7 +227,7 @@ class HistoryDrafting:
         return taken
 
     def _of_model(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, rest: Any, longest: int) -> Any:
-        """What the drafter proposes, as many tokens as any request asks for; at 0 its pass is left out."""
+        """Return the drafter's proposal, with as many tokens as any request asks for; at 0 its pass is left out."""
         if self._is_alone:
             self._runner._draft_probs = self._runner._draft_prob_req_ids = None
             return None
@@ -247,9 +247,9 @@ class HistoryDrafting:
         greedy: list[bool],
         metadata: Any,
     ) -> None:
-        """Give vLLM's rejection sampler the law [R, longest draft, V] of every draft token.
+        """Give vLLM's rejection sampler the distributions [R, longest draft, V] that the draft tokens come from.
 
-        A token that was not drawn has all the probability of its law.
+        A token that was not drawn has all the probability of its distribution.
         """
         runner, most = self._runner, max(map(len, rows), default=0)
         if metadata.all_greedy or not most:
@@ -257,7 +257,7 @@ class HistoryDrafting:
             return
         before: Tensor | None = runner._draft_probs
         laws = torch.zeros(len(rows), most, runner.input_batch.vocab_size, device=runner.device)
-        places, values = [np.zeros(0, np.int64)], [np.zeros(0)]  # in laws as one row, and what belongs there
+        places, values = [np.zeros(0, np.int64)], [np.zeros(0)]  # flat indices into laws, and the values there
         for i, (row, draft) in enumerate(zip(rows, taken, strict=True)):
             starts = (i * most + np.arange(len(row))) * laws.shape[2]
             if draft is None and before is not None:
@@ -275,11 +275,11 @@ class HistoryDrafting:
 
 
 def filler(text: Text, k: int) -> Draft | None:
-    """A draft that costs what any other does: the last token, k times; None while the prompt is computed."""
+    """Return a draft that costs what any other does, the last token k times, or None while the prompt is computed."""
     tokens = np.repeat(text.tokens[-1:], k)
     return Draft(tokens, tokens[:, None], np.ones((k, 1)), np.ones(k, np.int32), 0) if text.num_new else None
 
 
 def match_class(match: int) -> int:
-    """The number of the class of MATCHES that a match of this length belongs to."""
+    """Return the index of the class of MATCHES that a match of this length belongs to."""
     return int(np.searchsorted(MATCHES, match, side="right"))

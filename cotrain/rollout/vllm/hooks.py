@@ -1,6 +1,6 @@
 """A hook into the drafting of vLLM's model runner V1: it feeds the tap, and makes draft length 0 free.
 
-Like cpu.py and weights.py, it touches vLLM's internals in the worker. model_runner_v2.py is the same for the V2 runner.
+Like cpu.py and weights.py, it touches vLLM's internals in the worker. model_runner_v2.py does the same for the V2 runner.
 """
 
 import time
@@ -35,10 +35,10 @@ class Rows(NamedTuple):
 
 
 class UnreadRows:
-    """What the drafter has not read yet: rows of several requests, each in the order of its text.
+    """Rows that the drafter has not read yet, by request and in the order of its text.
 
-    A drafter attends to every position before the one it drafts at. While speculation is off its pass is left out, and
-    what it would have read waits here, until drafting begins again or too much of it waits.
+    A drafter attends to every position before the one it drafts at. While speculation is off, the drafter's pass is left out,
+    and the rows that it would have read wait here, until drafting begins again or too many bytes wait.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class UnreadRows:
         self.num_bytes = 0
 
     def add(self, rows: Rows) -> None:
-        """Keep rows whose tensors must not change any more. Earlier ones that they do not continue are forgotten."""
+        """Keep rows, whose tensors must not change any more. If they do not continue the request's earlier rows, forget those."""
         run = self._runs.setdefault(rows.request, [])
         if run and run[-1].end != rows.first_position:
             run.clear()
@@ -58,10 +58,10 @@ class UnreadRows:
         self.num_bytes = 0
 
     def take(self, step: Sequence[Rows]) -> list[Rows]:
-        """What leads up to the rows of a step: each request's own in one piece. All else is forgotten.
+        """Return the rows that lead up to the rows of a step, in one piece for each request. All others are forgotten.
 
-        The token that follows is added, so that there is one token more than hidden states. A request is computed
-        again after a preemption or an update of the policy, and then needs only what lies before its new first row.
+        The token that follows is added, so that there is one token more than hidden states. A request that is computed again
+        after a preemption or an update of the policy needs only what lies before its new first row.
         """
         found = []
         for rows in step:
@@ -77,7 +77,7 @@ class UnreadRows:
 
 
 def passes(runs: Sequence[Rows], most_rows: int) -> Iterator[list[Rows]]:
-    """What `take` found, in groups of at most most_rows rows together, of which each run has an equal share."""
+    """Yield what `take` returned, in groups of at most most_rows rows in which every run has an equal share."""
     share = most_rows // max(1, len(runs))
     for start in range(0, max((len(run.hidden) for run in runs), default=0), share):
         stop = start + share
@@ -91,30 +91,30 @@ def passes(runs: Sequence[Rows], most_rows: int) -> Iterator[list[Rows]]:
 def sample_plainly_without_drafts(sample: Callable[..., Any], logits: Any, drafts: Any) -> Any:
     """Let a step in which no request has draft tokens use the sampler of an engine that does not speculate.
 
-    vLLM's rejection sampler does all its work for such a step too: a quarter of the step for 16 requests of
+    vLLM's rejection sampler does all its work for such a step too, which takes a quarter of the step for 16 requests of
     SmolLM2-135M on two cores. On a CPU it also fails there with top-k set, which ends the engine.
     """
     return sample(logits, drafts if drafts is not None and drafts.max_spec_len else None)
 
 
 class TapHook:
-    """What the hooks into vLLM's two model runners have in common: the tap, and which rows of a step are whose."""
+    """What the hooks into vLLM's two model runners have in common: the tap, and finding the rows of each request in a step."""
 
     def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
-        """name_of: the name in the tap of a request of vLLM's; None is its caller's own id."""
+        """name_of: maps vLLM's id of a request to its name in the tap; None takes the caller's own id for that."""
         self.tap = FeatureTap()
         self.tap_seconds = 0.0
         self._name_of = name_of or request_id_of
         self.reads_prompts = False
         self.draft_length: int | None = None
-        """Most draft tokens of a request after this step, where the runner does not say so; None for vLLM's own number."""
+        """Most draft tokens of a request after this step, set where the runner is not told; None takes vLLM's own number."""
         self._runner = model_runner
 
     def take(
         self, name: str, token_ids: list[int], prompt_length: int, version: int, sampling: SamplingParams,
         aux_layers: Sequence[int], *last: int,
     ) -> FeatureRecord | None:  # fmt: skip
-        """What the tap holds of a finished request; None if nothing. version: of the policy. last: see FeatureRecord."""
+        """Return what the tap holds of a finished request, or None. version: the policy's. last: see FeatureRecord."""
         tokens, final_size = torch.tensor(token_ids), self._runner.model_config.get_hidden_size()
         taken = self.tap.take(name, tokens, version)
         if taken is None:
@@ -131,14 +131,14 @@ class TapHook:
         self.tap_seconds += time.perf_counter() - started
 
     def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
-        """Return a step's request ids, the rows where each begins and the last one ends, and all rows' positions and token ids."""
+        """Return a step's request ids, the rows where each begins and the last ends, and all rows' positions and token ids."""
         raise NotImplementedError
 
     def _rows(self, batch: Any, hidden: list[Tensor], device: Any) -> list[Rows]:
-        """The rows of each request of a step, in memory of their own, with the tensors of the list side by side.
+        """Return the rows of each request of a step, as copies, with the tensors of the list side by side.
 
-        Rejected draft tokens are among them. The tensors are the aux layers, ascending, and the final hidden state
-        after the norm. CUDA graphs write all of this again in the next step: it is copied on the stream that computes.
+        Rejected draft tokens are among them. The tensors are the aux layers, ascending, and the final hidden state after the
+        norm. CUDA graphs overwrite all of this in the next step, so it is copied on the stream that computes.
         """
         request_ids, starts, positions, input_ids = self._layout(batch)
         sizes, total = [end - start for start, end in pairwise(starts)], starts[-1]
@@ -150,13 +150,13 @@ class TapHook:
 
 
 class DraftingHook(TapHook):
-    """Stands in for the runner's propose_draft_token_ids.
+    """Replaces the runner's propose_draft_token_ids.
 
     vLLM runs the drafter's first pass over the step's tokens even for draft length 0, to keep its KV cache complete.
-    Here 0 means "speculation is off", and off has to cost nothing: the pass is left out of steps that only decode.
-    With `reads_prompts`, speculation may come back in mid-request. Steps that compute prompts then keep the pass, and
-    the rows of the others are put aside and read before the next pass: a drafter with gaps in what it attends to
-    accepts little.
+    Here 0 means "speculation is off", and off has to cost nothing, so the pass is left out. With `reads_prompts`,
+    speculation may come back in the middle of a request. Steps that compute prompts then keep the pass, and the rows of
+    the other steps are put aside and read before the next pass, because few drafts are accepted from a drafter with gaps in
+    what it attends to.
     """
 
     def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
@@ -166,11 +166,11 @@ class DraftingHook(TapHook):
         self.let_propose(self.propose)
 
     def let_propose(self, propose: Callable[..., Any]) -> None:
-        """Let another function, which calls `propose`, stand in for the runner's."""
+        """Replace the runner's method by another function, which calls `propose`."""
         self._runner.propose_draft_token_ids = propose
 
     def no_drafts(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Tensor:
-        """What the runner takes for no drafts [R, 0], after a step that sampled [R, 1 or more] tokens."""
+        """Return what the runner takes for no drafts [R, 0], after a step that sampled [R, 1 or more] tokens."""
         return sampled.new_empty((sampled.shape[0], 0))
 
     def propose(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:
@@ -188,7 +188,7 @@ class DraftingHook(TapHook):
             return self._propose(scheduler_output, sampled, sampling_metadata, hidden, *rest)
         if self.reads_prompts:
             rows_of_step = self._rows(attention, aux_hidden or [hidden], hidden.device)
-            # What follows the last valid token [R, 1 or more] is -1: as many of a request's rows belong to its text.
+            # sampled [R, 1 or more] is -1 after the last valid token. Only as many of a request's rows belong to its text.
             for rows, num_valid in zip(rows_of_step, (sampled >= 0).sum(1).tolist(), strict=False):
                 token_ids, states = rows.token_ids[:num_valid], rows.hidden[:num_valid]
                 self._unread.add(Rows(rows.request, rows.first_position, token_ids, states))
@@ -201,7 +201,7 @@ class DraftingHook(TapHook):
         return request_ids, starts, self._runner._get_positions(starts[-1]), self._runner.input_ids.gpu
 
     def _read_late(self, hidden: Tensor, attention: Any, sampling_metadata: Any) -> None:
-        """Let the drafter read what waits of the requests of this step, up to the step's own rows.
+        """Let the drafter read the waiting rows of the requests of this step, up to the step's own rows.
 
         A draft length of 0 makes vLLM's propose run the first pass alone, which fills the drafter's KV cache. A small
         draft model reads the token that follows as well, in a row of its own.
@@ -227,7 +227,7 @@ class DraftingHook(TapHook):
 
 
 def _attention_of(runs: list[Rows], positions: Tensor, blocks: Tensor, block_size: int) -> Any:
-    """vLLM's CommonAttentionMetadata of the runs; positions [N] on the CPU, blocks [R, most blocks of a request]."""
+    """Return vLLM's CommonAttentionMetadata of the runs. positions [N] on the CPU, blocks [R, most blocks of a request]."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     device = blocks.device
@@ -251,5 +251,5 @@ def _attention_of(runs: list[Rows], positions: Tensor, blocks: Tensor, block_siz
 
 
 def request_id_of(internal_id: str) -> str:
-    """The caller's request id: vLLM appends -<random> to it."""
+    """Return the caller's request id, to which vLLM has appended -<random>."""
     return internal_id.rsplit("-", 1)[0]

@@ -1,6 +1,6 @@
-"""What our code wraps, calls and reads of vLLM, as it is in the version that we know.
+"""The parts of vLLM that our code wraps, calls and reads, as they are in the version that we know.
 
-An engine refuses to start, and `cotrain doctor` says why, when a function or an attribute of these tables has moved.
+When a function or an attribute of these tables has moved, an engine refuses to start, and `cotrain doctor` says why.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import Any
 
 KNOWN_VERSION = "0.32"
 SIDECAR_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
-"""Those whose engines cotrain may join when somebody else starts them."""
+"""Versions of vLLM whose engines cotrain may join when somebody else starts them."""
 
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
@@ -40,7 +40,7 @@ WRAPPED = {
     f"{SCHEDULER}.update_draft_token_ids": "self draft_token_ids",
     f"{SCHEDULER}.set_pause_state": "self pause_state",
 }
-"""Functions that ours stand in for, and all their parameters in order."""
+"""Functions that ours replace, with all their parameters in order."""
 
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 SIDECAR = {path: names for path, names in WRAPPED.items() if not path.startswith(RUNNER)} | {
@@ -56,7 +56,7 @@ SIDECAR = {path: names for path, names in WRAPPED.items() if not path.startswith
     f"{RELOAD}.layerwise:initialize_layerwise_reload": "model",
     f"{RELOAD}.layerwise:finalize_layerwise_reload": "",
 }
-"""What the sidecar stands in for or calls in all of SIDECAR_VERSIONS: functions, and their positional parameters in order."""
+"""Functions that the sidecar replaces or calls in all of SIDECAR_VERSIONS, with their positional parameters in order."""
 
 SPECULATOR_TAKES = [
     "input_batch",
@@ -76,7 +76,7 @@ SIDECAR_OF_RUNNER = {
         f"{SPECULATOR}.propose": f"self {' '.join(SPECULATOR_TAKES)} ...",
     },
 }
-"""The same of each model runner: False is V1, True is V2. Others may follow the parameters before "..."."""
+"""The same for each model runner: False is V1, True is V2. Where "..." stands, other parameters may follow."""
 
 WRAPPED_ON_CPU = {
     f"{KERNELS}:_rebind_kernels": "overrides",
@@ -135,7 +135,7 @@ USED = {
     "vllm.engine.arg_utils:AsyncEngineArgs": "worker_extension_cls scheduler_cls async_scheduling speculative_config "
     "per_request_spec_decode_metrics logprobs_mode cudagraph_capture_sizes",
 }
-"""Classes and functions, and what we read or set of a class, or pass to a function."""
+"""Classes with the attributes that we read or set, and functions with the parameters that we pass."""
 
 USED_ON_CPU = {
     f"{PROPOSER}._sample_from_logits": "logits sampling_metadata",
@@ -149,7 +149,7 @@ USED_ON_CPU = {
 
 
 def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Let `hook` stand in for a function of a module, class or object, once; it gets that as its first argument."""
+    """Replace a function of a module, class or object by `hook`, once. `hook` gets the original as its first argument."""
     original = getattr(owner, name)
     if not hasattr(original, "cotrain_hook"):
         wrapped: Any = functools.wraps(original)(lambda *args, **options: hook(original, *args, **options))
@@ -158,7 +158,7 @@ def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
 
 def moved() -> list[str]:
-    """What is not as in KNOWN_VERSION, by name, with what was expected and what is there. Imports vLLM, which takes 6 s."""
+    """Return what is not as in KNOWN_VERSION: what was expected and what is there. Imports vLLM, which takes 6 s."""
     from vllm.platforms import current_platform
 
     tables = [(WRAPPED, True), (USED, False)]
@@ -173,7 +173,7 @@ def moved() -> list[str]:
 
 
 def moved_in(sources: Path, table: dict[str, str]) -> list[str]:
-    """What differs from a table like SIDECAR in the sources of a vLLM, by name. Nothing is imported.
+    """Return what differs from a table like SIDECAR in the sources of a vLLM, by name. Nothing is imported.
 
     sources: the folder that holds the package's folder `vllm`.
     """
@@ -197,7 +197,7 @@ def parameters_in(sources: Path, path: str) -> str | None:
     return None if place is None else " ".join(argument.arg for argument in place.args.args)
 
 
-@functools.lru_cache(maxsize=4)  # the tables name one file after the other
+@functools.lru_cache(maxsize=4)  # entries of the tables that are in one file follow each other
 def _parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_bytes())
 
@@ -217,12 +217,12 @@ def _differences(path: str, names: str, is_wrapped: bool) -> list[str]:
 
 
 def _not_in_function(function: Any, names: set[str]) -> set[str]:
-    """Those of the names that are neither parameters nor used."""
+    """Return the names that are neither parameters of the function nor used in it."""
     return names - {*inspect.signature(function).parameters, *inspect.unwrap(function).__code__.co_names}
 
 
 def _not_in_class(owner: type, names: set[str]) -> set[str]:
-    """Those of the names that are no attributes, and that no method sets. A name that is only read does not count."""
+    """Return the names that are no attributes and that no method sets. A name that is only read counts as missing."""
     names = names - set(dir(owner))
     for base in owner.__mro__:
         names -= {*getattr(base, "__annotations__", ())}

@@ -1,7 +1,7 @@
 """A hook into the drafting of vLLM's model runner V2, its default on GPUs: it feeds the tap, and keeps the draft length.
 
-Like hooks.py, which is the same for the V1 runner, it touches vLLM's internals in the worker. V2 gives its speculator all
-rows of a step and all hidden states, before it drafts.
+Like hooks.py, which does the same for the V1 runner, it touches vLLM's internals in the worker. V2 gives its speculator
+all rows of a step and all hidden states before it drafts.
 """
 
 import inspect
@@ -15,18 +15,18 @@ from cotrain.rollout.vllm.hooks import TapHook
 from cotrain.rollout.vllm.interface import SPECULATOR_TAKES
 
 LENGTH = "num_speculative_tokens"
-"""The argument with which a step's draft length comes to the speculator, since vLLM 0.32."""
+"""The argument that passes a step's draft length to the speculator, since vLLM 0.32."""
 
 
 class SpeculatorHook(TapHook):
-    """Stands in for the propose of the runner's speculator, and sees what the runner tells the scheduler of its drafts.
+    """Replaces the speculator's `propose`, and corrects what the runner tells the scheduler about its drafts.
 
-    For draft length 0 V2 still runs the drafter's first pass, which keeps the drafter's KV cache complete. That pass is
-    left out where speculation does not come back in mid-request, that is without `reads_prompts`.
+    For draft length 0, V2 still runs the drafter's first pass, which keeps the drafter's KV cache complete. That pass is
+    left out unless speculation may come back in the middle of a request (`reads_prompts`).
     """
 
     def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
-        """Raises ValueError, and touches nothing, when this runner is not as we know it."""
+        """Raise ValueError, and touch nothing, when this runner is not as we know it."""
         super().__init__(model_runner, name_of)
         speculator, states = model_runner.speculator, _own_states(model_runner.get_model())
         takes = [*inspect.signature(speculator.propose).parameters]
@@ -41,7 +41,7 @@ class SpeculatorHook(TapHook):
         self.let_propose(self.propose)
 
     def let_propose(self, propose: Callable[..., Any]) -> None:
-        """Let another function, which calls `propose`, stand in for the speculator's. Dummy runs are vLLM's alone."""
+        """Replace the speculator's `propose` by another function, which calls ours. Dummy runs still go to vLLM's own."""
 
         def stand_in(*args: Any, **options: Any) -> Any:
             self._has_drafted = True
@@ -61,7 +61,7 @@ class SpeculatorHook(TapHook):
             return self.no_drafts(input_batch)
         most = self._speculator.num_speculative_steps
         if length is not None and not self._takes_length:
-            # One token at least: that is the pass which keeps the KV cache complete. The scheduler leaves out the rest.
+            # At least one token, because that pass keeps the KV cache complete. The scheduler leaves out the rest.
             self._speculator.num_speculative_steps = max(1, length)
         try:
             return self._propose(input_batch, attn_metadata, slot_mappings, hidden, aux_hidden, *rest, **options)
@@ -69,13 +69,13 @@ class SpeculatorHook(TapHook):
             self._speculator.num_speculative_steps = most
 
     def no_drafts(self, input_batch: Any, *rest: Any, **options: Any) -> Tensor:
-        """What the runner takes for drafts [R, most draft tokens]; the scheduler does not hear of them."""
+        """Return zeros that the runner takes for drafts, [R, most draft tokens]. The scheduler is not told of them."""
         self._has_drafted = False
         shape = input_batch.num_reqs, self._speculator.num_speculative_steps
         return torch.zeros(shape, dtype=torch.long, device=input_batch.input_ids.device)
 
     def take_draft_token_ids(self) -> Any:
-        """Stand in for the runner's: what the scheduler hears of the drafts. What is verified is on the device."""
+        """Replace the runner's method: return what the scheduler is told about the drafts. Verified tokens stay on the device."""
         drafts = self._take_draft_token_ids()
         if drafts is not None and not self._has_drafted:
             drafts.draft_token_ids = [[] for _ in drafts.draft_token_ids]

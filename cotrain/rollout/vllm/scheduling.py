@@ -1,4 +1,4 @@
-"""vLLM's schedulers with a controller, which sees each step and chooses draft lengths, and how to reach it from outside."""
+"""vLLM's schedulers with a controller that sees each step and chooses draft lengths, and a way to reach it from outside."""
 
 import time
 from typing import Any
@@ -12,7 +12,7 @@ from cotrain.rollout.speculation.controller import SpeculationController, Step
 
 
 class WatchedScheduler:
-    """Mixed into a scheduler of vLLM: what is done around each of its steps. The methods with `cotrain_` may be replaced.
+    """Mixed into a scheduler of vLLM to act around each of its steps. Subclasses may override the methods with `cotrain_`.
 
     A controller sees each step and chooses draft lengths up to the configured one. vLLM looks the draft length up in
     dynamic_sd_lookup, by the number of requests that `schedule` has scheduled.
@@ -29,7 +29,7 @@ class WatchedScheduler:
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        # Before vLLM's own, which may change both arguments.
+        # This comes before vLLM's own method, which may change both arguments.
         self.cotrain_observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if not self.has_unfinished_requests():  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ class WatchedScheduler:
         return outputs
 
     def set_pause_state(self, pause_state: Any) -> None:
-        self.cotrain_pause()  # a pause is no part of the step before it
+        self.cotrain_pause()  # the time of a pause does not belong to the step before it
         super().set_pause_state(pause_state)  # type: ignore[misc]
 
     def cotrain_start(self) -> None:
@@ -58,7 +58,7 @@ class WatchedScheduler:
         self.controller.observe(step_of(output, sampled))
 
     def cotrain_pause(self) -> None:
-        """The next step does not follow at once."""
+        """Tell the controller that the next step does not follow at once."""
         self.controller.idle(time.perf_counter())
 
 
@@ -70,7 +70,7 @@ class DraftLengthScheduler(WatchedScheduler, Scheduler):
         super().cotrain_start()
 
     def cotrain_stamp(self, output: Any) -> None:
-        # The worker, which knows each request's match, reads them: see HistoryDrafting.
+        # HistoryDrafting reads them in the worker, which knows each request's match.
         output.cotrain_measured = self.controller.measured_kind
         output.cotrain_prices = self.controller.prices(max(1, len(output.num_scheduled_tokens)))
 
@@ -81,12 +81,12 @@ class DraftLengthScheduler(WatchedScheduler, Scheduler):
 
 
 class OverlappingScheduler(DraftLengthScheduler, AsyncScheduler):
-    """vLLM's asynchronous scheduler, for engines without speculation, whose steps are only added up. The next is scheduled
-    while one runs, so that a step's time is that between two calls of `schedule` all the same."""
+    """vLLM's asynchronous scheduler, for engines without speculation, whose steps are only added up. It schedules the next step
+    while one runs, so the time of a step is still the time between two calls of `schedule`."""
 
 
 def _call_controller(core: Any, method: str, args: list[Any]) -> Any:
-    """Between two engine steps. Results are plain lists and numbers, all that vLLM sends from one process to another."""
+    """Call a controller's method between two engine steps. vLLM can send only plain lists and numbers back as its result."""
     return getattr(core.scheduler.controller, method)(*args)
 
 
@@ -95,14 +95,14 @@ EngineCore.cotrain_speculation = _call_controller
 
 
 def computes_prompts(output: Any) -> bool:
-    """Does a step compute more of a request than its last token and the drafts behind it?
+    """Return whether a step computes more of any request than its last token and the draft tokens after it.
 
     That is the case for prompts, in chunks or whole, and for what is computed again after a preemption or an update of
     the policy.
     """
     drafts = output.scheduled_spec_decode_tokens
     more = any(num - len(drafts.get(request, ())) > 1 for request, num in output.num_scheduled_tokens.items())
-    # The one token of a prompt that is not in the cache looks like decoding.
+    # A new request looks like decoding when all of its prompt but one token is in the cache.
     return more or bool(output.scheduled_new_reqs)
 
 

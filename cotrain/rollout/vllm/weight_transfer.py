@@ -5,10 +5,10 @@
              refused: nothing was touched   differs: load the last good state again, read it back, then refuse
 
 One good state of the policy is kept, so shared memory holds at most two policies: that one, and the update that is
-being written. Of a drafter the good state before is kept as well, so that an update which another engine has refused
+being written. For a drafter, the good state before it is kept as well, so that an update which another engine has refused
 can be undone here.
 
-Every tensor-parallel rank of an engine makes each step: what one of them refuses, none takes.
+Every tensor-parallel rank of an engine makes each step, and an update that one of them refuses is refused by all.
 """
 
 import os
@@ -25,14 +25,14 @@ from cotrain.transport.payload import WEIGHTS_UNKNOWN, Manifest, WeightUpdateRef
 from drafters.files import weight_files
 
 READBACK_COLUMNS = 32
-"""Input columns of each packed policy matrix read back after an update, others each time. Drafters are read back whole.
+"""Input columns of each packed policy matrix that are read back after an update, others each time. Drafters are read back whole.
 
-An error that stays in one of n columns is found within ceil(n / 32) updates; an error in a share s of the columns is
+An error that persists in one of n columns is found within ceil(n / 32) updates; an error in a share s of the columns is
 found at once with probability 1 - (1 - s)^32. Reading all columns takes several times as long."""
 
 
 class ServedWeights:
-    """The weights of the policy or of the drafter as a rank serves them. Takes whole state dicts or nothing."""
+    """The weights of the policy or of the drafter as a rank serves them. It takes a whole state dict or nothing of it."""
 
     def __init__(self, model: nn.Module, model_config: Any, kept: Path, target: nn.Module | None = None):
         """kept: name of a hard link to the last good payload, on the payloads' file system; each rank has its own.
@@ -50,15 +50,15 @@ class ServedWeights:
             self._never_sent += ["lm_head.weight"]
 
     def check(self, path: str, digests: dict[str, str]) -> dict[str, Tensor]:
-        """Read an update and touch nothing. Raises WeightUpdateRefused."""
+        """Read and check an update without touching the model. Returns its tensors. Raises WeightUpdateRefused."""
         tensors: dict[str, Tensor] = on_all_ranks(lambda: read_payload(path, digests, self._expected()))
         return tensors
 
     def update(self, path: str, digests: dict[str, str], turn: int = 0) -> None:
-        """Serve an update. Raises WeightUpdateRefused; what was served before is then served on.
+        """Serve an update. Raises WeightUpdateRefused, after which the model serves what it served before.
 
-        The read-back of a packed policy matrix begins with other columns at each turn. Raises RuntimeError with
-        WEIGHTS_UNKNOWN when the model could not be brought back to what it served.
+        turn: each turn reads other columns of packed policy matrices back. Raises RuntimeError with WEIGHTS_UNKNOWN when the
+        model could not be brought back to what it served.
         """
         tensors = self.check(path, digests)
         on_all_ranks(lambda: self._keep(path))  # it can fail, so it comes before the model is touched
@@ -107,7 +107,7 @@ class ServedWeights:
             raise WeightUpdateRefused(f"served weights differ from those sent: {differing[:4]}")
 
     def _expected(self) -> Manifest:
-        """What an update must carry: the tensors of the checkpoint the engine started from, less the shared ones."""
+        """What an update must carry: the tensors of the checkpoint the engine started from, less those that are never sent."""
         return read_manifest(self.model_config.model, self.model_config.dtype, without=self._never_sent)
 
     def restore(self) -> None:
@@ -120,7 +120,7 @@ class ServedWeights:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """The values that the engine's tensor-parallel ranks give, in their order. All of them must call it."""
+    """Return the values of all tensor-parallel ranks of the engine, in their order. All of them must call it."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
@@ -130,7 +130,7 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 def on_all_ranks(step: Callable[[], Any]) -> Any:
-    """Do a step that every rank does. Raises WeightUpdateRefused on all of them when it fails on one, which it names."""
+    """Do a step that every rank does. If it fails on any, raises WeightUpdateRefused on all, which names the failed ranks."""
     results, error = [], None
     try:
         results.append(step())

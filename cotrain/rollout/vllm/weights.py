@@ -1,7 +1,7 @@
 """vLLM's models (0.32): loading weights into them, and reading back what they serve.
 
-vLLM fuses projections, packs matrices and divides them among tensor-parallel ranks; everything here speaks in the
-checkpoint's names.
+vLLM fuses projections, packs matrices and divides them among tensor-parallel ranks; everything here uses the names of
+the checkpoint.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +16,8 @@ from cotrain.rollout.vllm.cpu_packing import in_loaded_order, repack_tied_weight
 def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:
     """Load a whole state dict the way vLLM's own update session does (layer-wise reload).
 
-    A plain load_weights fails on CPU, where linear weights live in packed form only. `finalize` runs whatever
-    happens: without it the model is left on the meta device and the next step kills the engine.
+    A plain load_weights fails on CPU, where linear weights live in packed form only. `finish_reload` runs even after an
+    error: without it the model is left on the meta device and the next step kills the engine.
     """
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -31,7 +31,7 @@ def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tenso
 
 
 def finish_reload(model: nn.Module, model_config: Any) -> None:
-    """End what vLLM's initialize_layerwise_reload has begun."""
+    """End what vLLM's initialize_layerwise_reload has begun, and pack tied weights again."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)
@@ -39,7 +39,7 @@ def finish_reload(model: nn.Module, model_config: Any) -> None:
 
 
 def modules_shared_with_target(draft_model: nn.Module, target_model: nn.Module) -> list[str]:
-    """Checkpoint-name suffixes of the drafter's modules that are the target's own.
+    """Return the checkpoint-name suffixes of the drafter's modules that are the target's own.
 
     An update that carried them would overwrite the target through the drafter.
     """
@@ -52,11 +52,11 @@ def modules_shared_with_target(draft_model: nn.Module, target_model: nn.Module) 
 def differing_tensors(
     model: nn.Module, expected: dict[str, Tensor], columns: int | None = None, turn: int = 0
 ) -> list[str]:
-    """Names of tensors that the model does not serve exactly as `expected`, or this rank's part of them.
+    """Return the names of the tensors that the model does not serve exactly as `expected`. A rank compares its own part.
 
-    columns: compare only that many input columns of matrices that exist in packed form only; None compares all. With
-    successive turns, each of n input columns is compared within ceil(n / columns) of them. Names that the model does
-    not serve at all are reported too.
+    columns: how many input columns of matrices that exist in packed form only to compare; None compares all. With successive
+    turns, each of n input columns is compared within ceil(n / columns) turns. Names that the model does not serve at all
+    are reported too.
     """
     unseen = set(expected)
     differing = []
@@ -70,9 +70,9 @@ def differing_tensors(
 def served_tensors(
     model: nn.Module, expected: dict[str, Tensor], columns: int | None = None, turn: int = 0
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(checkpoint name, tensor exactly as served, what it should be) for each of `expected` that the model holds.
+    """Yield (checkpoint name, tensor exactly as served, what it should be) for each of `expected` that the model holds.
 
-    A tied weight comes once for each module that uses it: each may hold a packed copy of its own.
+    A tied weight is yielded once for each module that uses it, because each may hold a packed copy of its own.
     """
     by_served_name = _by_served_name(model, expected)
     first_names: dict[int, str] = {}
@@ -104,9 +104,9 @@ def _part_of_this_rank(whole: Tensor, module: Any, shape: Sequence[int]) -> Tens
 def part_of_rank(whole: Tensor, shape: Sequence[int], rank: int, num_ranks: int) -> Tensor:
     """Return what one rank should serve of a checkpoint's tensor, where it serves a tensor of `shape`.
 
-    Ranks have successive parts of equal size. Where there are fewer parts than ranks, as with heads of keys and values,
-    neighbours have the same one. What is divided in another way comes back with other values or in another shape than
-    is served.
+    Ranks have successive parts of equal size. If there are fewer parts than ranks, as with the heads of keys and values,
+    neighbouring ranks have the same part. A tensor that is divided in another way comes back with other values, or in
+    another shape, than is served.
     """
     for dim, (size, part) in enumerate(zip(whole.shape, shape, strict=False)):
         if part and size % part == 0 and num_ranks % (num_parts := size // part) == 0:
@@ -115,9 +115,9 @@ def part_of_rank(whole: Tensor, shape: Sequence[int], rank: int, num_ranks: int)
 
 
 def _by_served_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Checkpoint name of each tensor, by the name it has in the model.
+    """Return the checkpoint name of each tensor, by the name it has in the model.
 
-    Renaming is the model's own, less the fusing of projections, which `_unfused` takes back. Drafters may leave out
+    Names are mapped as the model maps them, but without fusing projections, which `_unfused` undoes. Drafters may leave out
     `model.`, and Qwen3-Next's MTP head renames `mtp.` in its load_weights.
     """
     from vllm.model_executor.models.utils import WeightsMapper
@@ -153,7 +153,7 @@ def _unfused(name: str, module: Any, tensor: Tensor) -> list[tuple[str, Tensor]]
 
 
 def _single_experts(name: str, module: Any, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """The checkpoint's matrices of E experts: tensor [E, 2I, H], gate above up, or [E, H, I], each I padded or not."""
+    """Return the checkpoint's matrices of E experts. tensor: [E, 2I, H], gate above up, or [E, H, I]; I may be padded."""
     size = module.moe_config.intermediate_size_per_partition
     mixture, _, leaf = name.rpartition("routed_experts.")
     if leaf == "w2_weight":

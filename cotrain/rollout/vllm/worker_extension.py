@@ -30,7 +30,7 @@ cpu.apply_patches()
 
 
 class CotrainWorker:
-    """Mixed into vLLM's worker: feature tap, drafting switches, proof of what is served."""
+    """Mixed into vLLM's worker: the feature tap, switches for drafting, and proof of which weights are served."""
 
     _cotrain_hook: DraftingHook
     _cotrain_history: "HistoryDrafting | None" = None
@@ -38,9 +38,9 @@ class CotrainWorker:
     """True holds the drafter's served weights, False the policy's."""
 
     def cotrain_call(self, method: str, args: list[Any]) -> tuple[Any, str | None]:
-        """Call one of the methods below. Returns its result, or None and what it raised as text.
+        """Call one of the methods below. Returns (result, None), or (None, the exception's text).
 
-        When one rank raises, vLLM stops reading, and would take the answers of the others for those to its next call.
+        If an exception left one rank, vLLM would stop reading, and take the other ranks' answers for those to its next call.
         """
         try:
             return getattr(self, method)(*args), None
@@ -52,7 +52,7 @@ class CotrainWorker:
         """Get ready for updates, and hook into drafting where there is a drafter or a history.
 
         keep_folder: where the ranks keep the last good weights, on the file system that updates are sent over. history:
-        most bytes of the index of rollouts, and whether its drafts are drawn; None without one.
+        (most bytes of the index of rollouts, whether its drafts are drawn), or None without an index.
         """
         follow_parent()
         worker: Any = self
@@ -69,7 +69,7 @@ class CotrainWorker:
             config = worker.speculative_config.draft_model_config
             self._cotrain_weights[True] = ServedWeights(worker.get_draft_model(), config, kept / "drafter", target)
         if history is not None:
-            # numba comes with it, and vLLM's CPU build does not start where numba was imported before.
+            # It imports numba, and vLLM's CPU build does not start where numba was imported before.
             from cotrain.rollout.vllm.history import HistoryDrafting
             from drafters.suffix.index import SuffixIndex
 
@@ -78,12 +78,12 @@ class CotrainWorker:
             self._cotrain_history = HistoryDrafting(runner, index, is_alone=not has_drafter, draws=draws)
 
     def cotrain_weights(self, draft: bool, action: str, *args: Any) -> None:
-        """Check, update or undo: see ServedWeights."""
+        """Call a method of ServedWeights: check, update, compare or undo."""
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
             getattr(self._cotrain_weights[draft], action)(*args)
 
     def cotrain_set_policy_version(self, policy_version: int) -> None:
-        """Stamp what the tap records from now on with this version of the policy, and let the history age."""
+        """Stamp what the tap records from now on with this policy version, and weigh texts of the history by their age at it."""
         if True in self._cotrain_weights:
             self._cotrain_hook.tap.policy_version = policy_version
         if self._cotrain_history is not None:
@@ -92,7 +92,7 @@ class CotrainWorker:
     def cotrain_history(self, action: str, *args: Any) -> Any:
         """Call a method of the HistoryDrafting, or of its index as "index.forget", "index.load" and "index.save".
 
-        All ranks know the same, so that rank 0 alone writes what is saved.
+        All ranks have the same index, so rank 0 alone saves it.
         """
         if action != "index.save" or self.rank == 0:  # type: ignore[attr-defined]
             return operator.attrgetter(action)(self._cotrain_history)(*args)
@@ -100,7 +100,7 @@ class CotrainWorker:
     def cotrain_start_tapping(self, requests: dict[str, tuple[str, int, int]]) -> None:
         """Tap these requests until their features are taken. requests: request id -> fields of its TapRequest.
 
-        All ranks compute the same hidden states, whole, so rank 0 taps alone.
+        Every rank computes the whole hidden states, so rank 0 taps alone.
         """
         if self.rank == 0:  # type: ignore[attr-defined]
             self._cotrain_hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
@@ -122,26 +122,26 @@ class CotrainWorker:
         return {
             "num_rollouts": len(records),
             "num_tokens": sum(record.num_tokens for record in records),
-            "num_holes": sum(int((~record.feature_mask).sum()) - 1 for record in records),  # the last token is none
+            "num_holes": sum(int((~record.feature_mask).sum()) - 1 for record in records),  # the last token is no hole
             "num_bytes": Path(path).stat().st_size if records else 0,
             "record_seconds": seconds,
         }
 
     def cotrain_read_prompts(self, on: bool) -> None:
-        """Whether the drafter goes over prompts at draft length 0, to be ready when the length changes."""
+        """Set whether the drafter reads prompts at draft length 0, to be ready when the length changes."""
         self._cotrain_hook.reads_prompts = on
 
     def cotrain_clear_drafter_cache(self) -> None:
-        """Zero the keys and values of the drafter's attention layers. Valid while no request is computed.
+        """Zero the keys and values of the drafter's attention layers. Call it only while no request is computed.
 
-        What a drafter wrote that computed NaN stays there for the next one: a masked position counts 0 * NaN = NaN.
+        NaN that a drafter has written stays there for the next one: even a masked position contributes 0 * NaN = NaN.
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         for name in runner.drafter._draft_attn_layer_names:
             runner.compilation_config.static_forward_context[name].kv_cache.zero_()
 
     def cotrain_set_draft_sample_method(self, method: str) -> None:
-        """Greedy or probabilistic drafting from the next step on."""
+        """Draft with this method, greedy or probabilistic, from the next step on."""
         draws = method == "probabilistic"
         if True in self._cotrain_weights:
             self.model_runner.drafter._enable_probabilistic_draft_probs = draws  # type: ignore[attr-defined]
@@ -149,9 +149,9 @@ class CotrainWorker:
             self._cotrain_history.draws = draws
 
     def cotrain_served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
-        """Checksums of the named tensors of the last update; empty for those that a rank does not serve exactly so.
+        """Return checksums of the named tensors of the last update; empty for tensors that a rank does not serve exactly so.
 
-        What a drafter shares with the policy is compared with the policy's.
+        Tensors that a drafter shares with the policy are compared with the policy's.
         """
         weights = self._cotrain_weights[draft]
         good = self._cotrain_weights[False].last_good() | weights.last_good()
