@@ -18,7 +18,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_object(path: Path, what: str = "a run or a study") -> dict[str, Any]:
-    """Read a JSON object from the folder of `what`. Raises ValueError naming the path when there is none."""
+    """Read the JSON object in `path`. Raises ValueError if there is none; its message asks for the folder of `what`."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the folder of {what}")
     try:
@@ -33,7 +33,7 @@ def read_object(path: Path, what: str = "a run or a study") -> dict[str, Any]:
 def weight_files(folder: Path) -> list[Path]:
     """List the safetensors files of a model folder, sorted. Raises ValueError naming what is missing."""
     if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        names = sorted(set(read_object(folder / INDEX).get("weight_map", {}).values()))
     elif (folder / WEIGHTS).is_file():
         names = [WEIGHTS]
     else:
@@ -47,9 +47,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Read each tensor's `shape` and `dtype` (F32, BF16 and so on) by its name, without the data.
+    """Return each tensor's `shape` and `dtype` (F32, BF16 and so on) by its name, without reading the data.
 
-    Raises ValueError when the file is truncated or is something else.
+    Raises ValueError when the file is truncated or not a safetensors file.
     """
     try:
         with safe_open(path, framework="np") as file:
@@ -60,7 +60,7 @@ def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def flush(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk."""
+    """Flush a file, or the entries of a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -69,7 +69,7 @@ def flush(path: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace `path` in one move, so that a reader or a crash never meets half a file."""
+    """Replace `path` atomically, so that no reader sees half a file and no crash leaves one."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
     flush(partial)

@@ -1,6 +1,6 @@
 """For scripts that use TRL: a callback that starts the drafter's trainer and logs what the engines accept.
 
-callback = CotrainCallback("Qwen/Qwen3-0.6B")  # before GRPOTrainer, which makes its engine when it is made
+callback = CotrainCallback("Qwen/Qwen3-0.6B")  # before GRPOTrainer, whose constructor makes the engine
 trainer = GRPOTrainer(model="Qwen/Qwen3-0.6B", callbacks=[callback], ...)
 """
 
@@ -22,13 +22,13 @@ COTRAIN = (sys.executable, "-m", "pipelines.cli")
 
 
 class CotrainCallback(TrainerCallback):
-    """Trains a drafter beside a TRL trainer. Under `cotrain run` it uses the trainer that is there, and only logs."""
+    """Trains a drafter beside a TRL trainer. Under `cotrain run`, which has started one, it only logs."""
 
     def __init__(self, model: str, drafter: str = "eagle3", *settings: str, cotrain: Sequence[str] = COTRAIN) -> None:
-        """Start the drafter's trainer, which every engine finds that this process makes from now on.
+        """Start the drafter's trainer. Every engine that this process makes from now on finds it.
 
-        model, drafter, settings: as for `cotrain run`. cotrain: the command where cotrain is in another environment.
-        Raises RunFailure when the trainer does not start, and ValueError in one of several processes.
+        model, drafter, settings: as for `cotrain run`. cotrain: the command to run cotrain, if it is in another environment.
+        Raises RunFailure when the trainer does not start, and ValueError when the script runs in several processes.
         """
         self._ended, self._counted = ExitStack(), (0, 0, 0)
         if VARIABLE not in os.environ:
@@ -48,7 +48,7 @@ class CotrainCallback(TrainerCallback):
             return
         logs.update(numbers)
         state.log_history[-1].update(numbers)
-        # The callback of transformers has sent the log before this one is called, to a run that it has begun.
+        # transformers' own callback has started the MLflow run, and has sent this log before these numbers were in it.
         if "mlflow" in args.report_to and (mlflow := sys.modules.get("mlflow")) and mlflow.active_run():
             mlflow.set_tag("cotrain.sidecar", str(self._spool.folder))
             mlflow.log_metrics(numbers, step=state.global_step)
@@ -57,13 +57,13 @@ class CotrainCallback(TrainerCallback):
         self._ended.close()
 
     def _numbers(self) -> dict[str, float]:
-        """What the engines have accepted since the last call. Lengths are left out where nothing was drafted."""
+        """Return the versions, and the lengths since the last call. Lengths are left out when nothing was drafted."""
         states = [state for engine in self._spool.engines() if (state := read_json(engine.state))]
         counted = tuple(sum(state.get(name, 0) for state in states) for name in COUNTS)
         drafts, drafted, accepted = (now - before for now, before in zip(counted, self._counted, strict=True))
         self._counted = counted
         names = ("policy_version", "drafter_version") if states else ()
         numbers = {f"cotrain/{name}": float(states[0][name]) for name in names}
-        if drafts:
+        if drafts > 0:  # counts fall when an engine ends
             numbers |= {"cotrain/acceptance_length": 1 + accepted / drafts, "cotrain/draft_length": drafted / drafts}
         return numbers

@@ -1,4 +1,4 @@
-"""The rollout engines as the controller sees them: plain calls, with Ray behind them. All but `start` wait."""
+"""The rollout engines as the controller sees them: plain calls that hide Ray. All but `start` and `begin_generate` wait."""
 
 import hashlib
 from collections import Counter
@@ -21,32 +21,32 @@ from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import ServingSpec
 
 MOST_CALLS = 10_000
-"""Calls of an engine that may be under way. A call above that waits for another to end, which for an update of the weights
-could take as long as a rollout; the stream gives an engine far fewer groups. Ray's concurrency groups are no way out:
-each has an event loop of its own, and vLLM's asynchronous engine lives in one."""
+"""Maximum number of concurrent calls of an engine. A further call would wait for another to end, and a weight update could wait
+as long as a rollout takes; the stream gives an engine far fewer groups. Ray's concurrency groups do not help, because each has
+its own event loop and vLLM's asynchronous engine lives in a single one."""
 
 
 MOST_RESTARTS = 3
-"""An engine that dies more often stays away: what kills it is no accident."""
+"""Restarts of an engine. One that dies more often stays in quarantine, because its deaths are no accident."""
 
 SETTINGS = ("time_draft_lengths", "set_num_speculative_tokens")
-"""Calls that last: an engine that is started again is given the last one of each."""
+"""Calls with a lasting effect: an engine that is started again gets the last one of each."""
 
 KEPT_DRAFTER = "kept/rank_0/drafter.safetensors"
-"""In an engine's folder: the drafter that it was sent last, see ServedWeights."""
+"""File in an engine's folder: the drafter that the engine was last sent, see ServedWeights."""
 
 HISTORY = "history.safetensors"
-"""In an engine's folder: what it knows of rollouts, for one that is started again."""
+"""File in an engine's folder: the history that the engine drafts from, for another one that is started again."""
 
 UPDATE_SECONDS = 300.0
-"""An engine that has not checked or taken weights after so long counts as dead: seconds are usual."""
+"""An engine that has not checked or loaded weights after this time counts as dead; a few seconds are usual."""
 
 
 class EngineActor(Actor):
-    """A rollout engine in its own process. What it needs of vLLM is imported there."""
+    """A rollout engine in its own process. vLLM is imported only there."""
 
     def load_library(self) -> None:
-        """Import vLLM, which takes seconds, while nobody waits for it."""
+        """Import vLLM while nobody waits for it, because the import takes seconds."""
         import vllm.v1.engine.async_llm  # noqa: F401
         from vllm.platforms import current_platform
 
@@ -68,14 +68,14 @@ class EngineActor(Actor):
 
 
 class RolloutEngines:
-    """All vLLM replicas; they serve the same versions.
+    """All vLLM replicas, which serve the same versions.
 
-    A replica whose process dies is quarantined: nothing is asked of it until it has been started again and serves the
-    policy and the drafter of record.
+    A replica whose process dies is quarantined: it gets no calls until it has been started again and serves the same policy
+    and drafter as the others.
     """
 
     def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig):
-        """Start the processes, which import vLLM meanwhile; `start` loads the models."""
+        """Start the processes, which import vLLM in the background; `start` loads the models."""
         self._cluster, self._nodes, self._config = cluster, nodes, config
         self._transfer = config.policy.weight_transfer
         self._drafts_from_history = config.rollout.history is not None
@@ -84,27 +84,27 @@ class RolloutEngines:
         self._actors = [self._new_actor(i) for i in range(len(self._roles))]
         self._away: set[int] = set()  # quarantined engines
         self.starts: Callable[[int, Any], None] = lambda engine, reference: None
-        """Called with an engine that is started again, and the reference of its start: `come_back` is to follow."""
+        """Called with an engine that is being restarted and the reference of its start; `come_back` must follow the start."""
         self._deaths: Counter[int] = Counter()
-        self._settings: dict[str, tuple[Any, ...]] = {}  # of record, too: the last call of each of SETTINGS
+        self._settings: dict[str, tuple[Any, ...]] = {}  # the last call of each of SETTINGS
         self._learner: Learner | None = None
         self._connected: list[Any] = []  # actors that the learner sends the policy to
-        self._returning: list[int] = []  # engines that have started and wait for it
-        self._policy: tuple[WeightPayload, int] | None = None  # of record
+        self._returning: list[int] = []  # restarted engines that wait for the learner's next update
+        self._policy: tuple[WeightPayload, int] | None = None  # the last update that was sent, with its version
         self._drafter: tuple[WeightPayload, int] | None = None
 
     def receive_from(self, learner: Learner) -> None:
-        """Let this learner send the policy, unless it comes in files."""
+        """Let this learner send the policy, unless policy.weight_transfer is "files"."""
         self._learner = learner if self._transfer != "files" else None
 
     def start(
         self, serving: ServingSpec | None, versions: Versions, first_step: int, drafter_folder: Path
     ) -> list[Any]:
-        """Begin to load the models. Cluster.get waits for what this returns; no other call may come before.
+        """Begin to load the models. Wait for the returned references with Cluster.get before any other call.
 
-        serving: how the drafter is served; None without one. drafter_folder: where the first one is. first_step: steps
-        made before. Every engine of every run has a seed of its own for every step that a run is resumed after, so that a
-        resumed engine does not draw the first steps' noise again.
+        serving: how the drafter is served; None without a drafter. drafter_folder: folder of the first drafter. first_step:
+        number of steps before this start. It is part of each engine's seed, so that a resumed engine does not draw the noise
+        of the first steps again.
         """
         self._specs = [
             EngineSpec(
@@ -126,7 +126,7 @@ class RolloutEngines:
             self.node_of[engine], engine_environment, None, self._config.rollout.tensor_parallel_size
         )
         if self._transfer == "ipc":
-            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory go to the workers pickled
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # workers get GPU memory handles as pickles
         actor = self._cluster.start(EngineActor, self._roles[engine], environment, max_concurrency=MOST_CALLS)
         actor.load_library.remote()
         return actor
@@ -135,11 +135,11 @@ class RolloutEngines:
 
     @property
     def in_dispatch(self) -> list[int]:
-        """The engines that may be given groups."""
+        """The engines that may be given groups of requests."""
         return [engine for engine in range(len(self._actors)) if engine not in self._away]
 
     def lose(self, engine: int, failure: RunFailure) -> None:
-        """Quarantine an engine and begin to start it again, as it was started first. See `come_back` for what it gets then.
+        """Quarantine an engine and begin to start it again, MOST_RESTARTS times at most. `come_back` completes the restart.
 
         Raises the failure when too few engines are left.
         """
@@ -154,21 +154,21 @@ class RolloutEngines:
             return
         try:
             self._actors[engine] = self._new_actor(engine)
-        except RunFailure:  # its node has gone
+        except RunFailure:  # its node is gone
             return
         spec = self._specs[engine]
         spec = self._specs[engine] = replace(spec, seed=derived_seed(spec.seed, "started again"))  # draws nothing twice
         self.starts(engine, self._actors[engine].start.remote(spec))
 
     def give_up(self, engine: int, _: RunFailure) -> None:
-        """End what is left of an engine that was started again and has died. It stays in quarantine."""
+        """Kill what is left of an engine whose restart has failed. It stays in quarantine."""
         self._cluster.kill(self._actors[engine])
 
     def come_back(self, engine: int) -> None:
-        """An engine has started: give it what is of record, see what it serves, and let it be dispatched to.
+        """Give a restarted engine the current policy, drafter and settings, check what it serves, and end its quarantine.
 
-        Where the learner sends the policy, all that waits for its next update. Raises RunFailure when the engine serves
-        other weights than those of record.
+        If the learner sends the policy, all this waits for the next `update_policy`. Raises RunFailure when the engine does
+        not serve the same weights as the others.
         """
         if self._transfer != "files":
             self._returning.append(engine)
@@ -182,7 +182,7 @@ class RolloutEngines:
         self._away.remove(engine)
 
     def _take_over(self, engine: int, other: int) -> None:
-        """An engine that has the policy of record gets the drafter and the settings that another one has."""
+        """Give an engine that already serves the current policy the drafter, the history and the settings of another one."""
         actor = self._actors[engine]
         if self._drafter is not None:  # the others keep the file
             path = self._nodes.bring(f"{self._specs[other].scratch}/{KEPT_DRAFTER}", self.node_of[engine])
@@ -205,7 +205,7 @@ class RolloutEngines:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
-        """One response to each request, in the order given, from all engines in turn."""
+        """Generate one response to each request, in the order given; all engines take requests in turn."""
         actors = [self._actors[engine] for engine in self.in_dispatch[: len(requests)]]
         shares = [requests[i :: len(actors)] for i in range(len(actors))]
         calls = [a.call.remote("generate", s, tap, **overrides) for a, s in zip(actors, shares, strict=True)]
@@ -214,11 +214,11 @@ class RolloutEngines:
         return replace(merged, rollouts=[by_key[request.prompt_id, request.sample_index] for request in requests])
 
     def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Any:
-        """Begin one response to each request on one engine. Returns the reference of their RolloutBatch."""
+        """Begin to generate one response to each request on one engine. Returns the reference of the RolloutBatch."""
         return self._actors[engine].call.remote("generate", requests, tap)
 
     def take_windows(self) -> dict[int, Window]:
-        """What the speculation controller of each engine has seen since the last call."""
+        """Return what the speculation controller of each engine has seen since the last call."""
         return self._ask(dict.fromkeys(self.in_dispatch, ("take_window",)))[0]
 
     # -- history ------------------------------------------------------------------------------------------------------
@@ -229,11 +229,11 @@ class RolloutEngines:
             self._ask({other: ("add_history", rollouts) for other in self.in_dispatch if other != engine})
 
     def save_history(self, path: Path) -> None:
-        """Write what one engine knows: all know the same, but for the order in which they learnt it."""
+        """Write the history of one engine; all have the same one, apart from the order of the rollouts."""
         self._ask({self.in_dispatch[0]: ("history", "index.save", str(path))})
 
     def proposer_metrics(self) -> dict[str, float]:
-        """Drafts, draft tokens and accepted ones by proposer since the last call, and the size of the history."""
+        """Return drafts, draft tokens and accepted tokens by proposer since the last call, and the size of the history."""
         counts: Counter[str] = Counter()
         reports = self.call("history", "take_report")
         for report in reports:
@@ -243,19 +243,21 @@ class RolloutEngines:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
-        """Serve new policy weights everywhere. Reports the slowest engine's update."""
+        """Serve new policy weights on all engines. Reports the time of the slowest engine."""
         returned, num_bytes = self._send_policy(keep_kv) if self._learner else ([], payload.num_bytes)
-        reports, _ = self._update("update_policy", payload, policy_version, keep_kv)
+        reports, refusal = self._update("update_policy", payload, policy_version, keep_kv)
+        if refusal is not None:
+            raise RunFailure(f"an engine refused policy {policy_version}: {refusal}")
         self._policy = payload, policy_version
         for engine in returned:
             self._take_over(engine, min({*self.in_dispatch} - {*returned}))
         return SwapReport(max(report.seconds for report in reports.values()), num_bytes)
 
     def _send_policy(self, keep_kv: bool) -> tuple[list[int], int]:
-        """The learner sends its weights to the engines, which hold still until `update_policy`.
+        """Let the learner send its weights to the engines, which stay paused until `update_policy`.
 
-        An engine that dies meanwhile ends the run, since the learner waits for it. Returns the engines that have come
-        back with this update, and the bytes of the weights.
+        An engine that dies meanwhile ends the run, because the learner waits for it. Returns the restarted engines that take
+        part from now on, and the size of the weights in bytes.
         """
         learner, returning, self._returning = self._learner, self._returning, []
         assert learner is not None
@@ -273,7 +275,7 @@ class RolloutEngines:
     ) -> SwapReport:
         """Serve new drafter weights on all engines, or on none. expected_rates: see RolloutEngine.update_drafter.
 
-        All engines check the weights before one takes them. Raises WeightUpdateRefused; all go on with what they had.
+        All engines check the weights before one loads them. Raises WeightUpdateRefused; all engines then keep what they had.
         """
         if len(self.in_dispatch) > 1:
             _, refusal = self._update("check_drafter", payload)
@@ -287,7 +289,7 @@ class RolloutEngines:
         return max(reports.values(), key=lambda report: report.seconds)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of RolloutEngine on all engines; the result of each."""
+        """Call a method of RolloutEngine on all engines and return their results."""
         if method in SETTINGS:
             self._settings[method] = args
         results, _ = self._ask(dict.fromkeys(self.in_dispatch, (method, *args)))
@@ -296,7 +298,7 @@ class RolloutEngines:
     def _update(
         self, method: str, payload: WeightPayload, *args: Any
     ) -> tuple[dict[int, Any], WeightUpdateRefused | None]:
-        """Call a method with the payload's file on each engine's node. A node is sent the file once."""
+        """Bring the payload's file to each engine's node, once per node, and call a method of each engine with it."""
         there: dict[str, str] = {}
         for engine in self.in_dispatch:
             node = self.node_of[engine]
@@ -310,9 +312,9 @@ class RolloutEngines:
     def _ask(
         self, calls: dict[int, tuple[Any, ...]], seconds: float | None = None
     ) -> tuple[dict[int, Any], WeightUpdateRefused | None]:
-        """Call a method of each of these engines. Returns the results, and a refusal where there was one.
+        """Call a method of each of these engines. Returns the results by engine, and a refusal if there was one.
 
-        An engine whose process dies, or does not answer for so many seconds, is quarantined and has no result.
+        An engine whose process dies, or that does not answer within `seconds`, is quarantined and has no result.
         """
         begun = {engine: self._actors[engine].call.remote(*call) for engine, call in calls.items()}
         results, refusal = {}, None
@@ -327,7 +329,7 @@ class RolloutEngines:
 
 
 def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Several batches as one."""
+    """Merge batches that engines generated at the same time; `seconds` is that of the slowest."""
     stats: Counter[str] = Counter()
     for batch in batches:
         stats.update(batch.feature_stats)
@@ -342,6 +344,6 @@ def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:
 
 
 def derived_seed(*parts: object) -> int:
-    """A sampling seed of its own for these parts, below 2**31."""
+    """Return a sampling seed below 2**31, a hash of these parts."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

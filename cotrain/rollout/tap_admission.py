@@ -1,7 +1,7 @@
-"""Which requests of a call are tapped. Imports no torch.
+"""Chooses which requests of a call are tapped. Imports no torch.
 
-The choice is made before they run, with room reserved for the longest response that each may get. It depends on nothing
-that comes out: a tap that gave up what outgrew it would hold the short responses.
+The choice is made before the requests run, and it reserves room for the longest response that each may get. It must not depend
+on the responses: a tap that dropped the responses which outgrew it would keep the short ones.
 """
 
 import random
@@ -17,11 +17,11 @@ OTHER_LAWS = (
     "presence_penalty", "frequency_penalty", "min_p", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
     "structured_outputs", "thinking_token_budget", "watermarking",
 )  # fmt: skip
-"""Sampling parameters of vLLM which, when set, change the law that drafters are trained for."""
+"""Sampling parameters of vLLM that, when set, change the distribution of the tokens from the one that drafters train for."""
 
 
 class TapRequest(NamedTuple):
-    """What the tap must know of a request before it runs."""
+    """What the tap must know about a request before it runs."""
 
     prompt: str
     """Id of the prompt. Requests with the same prompt share its rows."""
@@ -32,10 +32,10 @@ class TapRequest(NamedTuple):
 def choose(
     requests: Mapping[str, TapRequest], key: str, max_bytes: int, row_size: int, taken: int = 0
 ) -> dict[str, TapRequest]:
-    """Those that are tapped, in the order given: as many as fit, taken in an order that the key decides.
+    """Return the requests to tap, in the order given: as many as fit, taken in a random order that the key decides.
 
-    The key must change from call to call, so that no sample is left out for ever. row_size: bytes of one row. taken:
-    bytes reserved for requests that run already. Raises ValueError when the first one does not fit into max_bytes.
+    The key must change from call to call, so that no sample is left out forever. row_size: bytes of one row. taken: bytes
+    already reserved for running requests. Raises ValueError when the first request taken is larger than max_bytes by itself.
     """
     chosen: set[str] = set()
     prompts: set[str] = set()
@@ -45,7 +45,7 @@ def choose(
         num_rows = request.max_new_tokens + (0 if request.prompt in prompts else request.prompt_length)
         num_bytes += num_rows * row_size
         if taken + num_bytes > max_bytes:
-            break  # a shorter one further on might fit; to take it would favour short prompts
+            break  # a shorter request later in the order might fit, but taking it would favour short prompts
         chosen.add(name)
         prompts.add(request.prompt)
     if not chosen and num_bytes > max_bytes:
@@ -55,28 +55,28 @@ def choose(
 
 
 class Admission:
-    """Which requests of a host are tapped: a share of those that drafters can learn from, as many as fit."""
+    """Chooses which requests of a host are tapped: a random share of those that drafters can learn from, as many as fit."""
 
     def __init__(self, share: float, max_bytes: int, row_size: int, seed: str):
-        """row_size: bytes of one row. The seed leaves the host's own generator alone."""
+        """row_size: bytes of one row. seed: of a generator of its own, which leaves the host's random numbers alone."""
         self._share, self._max_bytes, self._row_size, self._random = share, max_bytes, row_size, random.Random(seed)
         self.tapped: dict[str, TapRequest] = {}
-        """Those that run, by name. Whoever knows that one has ended takes it out."""
+        """Tapped requests that are running, by name. The caller removes a request when it has ended."""
         self.dropped: Counter[str] = Counter()
-        """Requests by the reason why they were not tapped; what the share leaves out does not count."""
+        """Number of requests that were not tapped, by reason. Requests that the share leaves out are not counted."""
 
     def admit(self, requests: Iterable[Any]) -> dict[str, TapRequest]:
-        """Choose among new requests, vLLM's NewRequestData."""
+        """Choose among new requests (vLLM's NewRequestData). Returns those to tap, by name."""
         asked, chosen = dict[str, TapRequest](), dict[str, TapRequest]()
         for new in requests:
             if new.req_id in self.tapped or len(new.prefill_token_ids or ()) > len(new.prompt_token_ids or ()):
-                continue  # it goes on after a preemption, which a scheduler for model runner V2 calls new
+                continue  # it resumes after a preemption, and the scheduler for model runner V2 lists it as new again
             if (reason := left_out(new)) is not None:
                 self.dropped[reason] += 1
             elif self._random.random() < self._share:
                 prompt = str(hash(tuple(new.prompt_token_ids)))
                 asked[new.req_id] = TapRequest(prompt, len(new.prompt_token_ids), new.sampling_params.max_tokens)
-        with suppress(ValueError):  # one of them alone is above the bound
+        with suppress(ValueError):  # raised when one of them alone is above the bound
             key, taken = str(self._random.random()), reserved_bytes(self.tapped, self._row_size)
             chosen = choose(asked, key, self._max_bytes, self._row_size, taken)
         self.dropped["no room in the tap"] += len(asked) - len(chosen)
@@ -85,7 +85,7 @@ class Admission:
 
 
 def left_out(request: Any) -> str | None:
-    """Why a request of a host is not tapped; None when it may be."""
+    """Return why a request of a host is not tapped, or None when it may be."""
     law = request.sampling_params
     if law is None or request.prompt_token_ids is None or request.mm_features or request.lora_request is not None:
         return "not text to text"
@@ -97,18 +97,18 @@ def left_out(request: Any) -> str | None:
 
 
 def reserved_bytes(tapped: Mapping[str, TapRequest], row_size: int) -> int:
-    """Bytes that these requests take at most; those of a prompt share its rows."""
+    """Return the most bytes that these requests take. Requests with the same prompt share its rows."""
     prompts = {request.prompt: request.prompt_length for request in tapped.values()}
     return (sum(prompts.values()) + sum(request.max_new_tokens for request in tapped.values())) * row_size
 
 
 def first_of_each_prompt(tapped: Mapping[str, TapRequest]) -> set[str]:
-    """Name of one tapped request for each prompt. What this one computes of the prompt serves all others."""
+    """Return the name of one tapped request for each prompt. The prompt rows that it computes serve all the others."""
     return set({request.prompt: name for name, request in tapped.items()}.values())
 
 
 def fewest_tapped(rollout: "RolloutConfig", row_size: int) -> int:
-    """Rollouts of a step that all engines tap together, if every prompt has the greatest length.
+    """Return how many rollouts of a step all engines together tap if every prompt has the greatest length.
 
     Raises ValueError when not even one fits.
     """
@@ -124,5 +124,5 @@ def fewest_tapped(rollout: "RolloutConfig", row_size: int) -> int:
 
 
 def row_bytes(width: int, bytes_per_value: int) -> int:
-    """Bytes of one row: hidden states and token id."""
-    return width * bytes_per_value + 8
+    """Bytes of one row: hidden states, token id and policy version."""
+    return width * bytes_per_value + 16

@@ -1,7 +1,7 @@
-"""When a host changes its policy's weights, and the two matrices of each version that the trainer needs.
+"""Notices when a host changes its policy's weights, and writes the two matrices of each version that the trainer needs.
 
-Hosts load weights in many ways. Every way that vLLM knows is wrapped; one that writes into parameters directly shows in a
-few hundred of their elements, compared whenever the engine begins to work.
+Hosts load weights in many ways. Every way that vLLM offers is wrapped. A host that writes into parameters directly is noticed
+by comparing a few hundred of their elements whenever the engine starts on new requests while no others run.
 """
 
 import os
@@ -21,13 +21,13 @@ from cotrain.transport.payload import digest, write_payload
 
 KEPT_VERSIONS = 4
 MATRIX_ELEMENTS, VECTOR_ELEMENTS = 128, 4
-"""Elements of each that are compared."""
+"""About how many elements of each matrix and each vector are compared."""
 UPDATES = ("finish_weight_update", "reload_weights", "wake_up")
 """Methods of vLLM's worker after which it may serve other weights."""
 
 
 class PolicyWatch:
-    """The policy of one worker. Its versions count from 0."""
+    """Watches the policy of one worker. Its versions count from 0."""
 
     def __init__(self, worker: Any, folder: Path):
         """folder: where the matrices of each version are written."""
@@ -36,7 +36,7 @@ class PolicyWatch:
         self._digests, self.version = dict[str, str](), 0
         self._in_update = self._opened = False
         self.is_dirty = False
-        """May other weights be served than those of `version`?"""
+        """Whether the weights that are served may differ from those of `version`."""
 
     def hook_in(self) -> None:
         """Notice updates from now on."""
@@ -58,10 +58,10 @@ class PolicyWatch:
             self._in_update, self.is_dirty = False, True
 
     def _open(self) -> None:
-        """Let a host load weights into a CPU build outside of vLLM's own update, one parameter at a time if it likes.
+        """Let a host load weights into a CPU build outside of vLLM's own update, even one parameter at a time.
 
-        The build keeps linear weights packed, so that a plain load has nowhere to write to. This is part of the host's
-        own load, and so its errors are the host's. The load ends with `finish`, before the next step.
+        The CPU build keeps linear weights packed, so a plain load has nowhere to write to. Errors in here are the host's,
+        because this is part of its own load. `finish` ends the load before the next step.
         """
         in_session = self._in_update or getattr(self._worker, "_weight_update_active", False)
         if self._worker.device.type != "cpu" or in_session or any(p.is_meta for p in self._model.parameters()):
@@ -70,7 +70,7 @@ class PolicyWatch:
         self._opened = True
 
     def finish(self) -> None:
-        """End a load that has been let in."""
+        """End a load that `_open` has begun, if there is one."""
         if self._opened:
             self._opened = False
             with set_current_vllm_config(self._worker.vllm_config):
@@ -81,7 +81,7 @@ class PolicyWatch:
         return not torch.equal(self._elements(), self._known)
 
     def write(self) -> None:
-        """Write embedding and head of `version`, whose weights are served now. Raises OSError when the disk is full."""
+        """Write the embedding and head of `version`, which is served now. Raises OSError when the disk is full."""
         self._known = self._elements()
         matrices = self._matrices()
         digests = {name: digest(matrix) for name, matrix in matrices.items()}
@@ -94,13 +94,14 @@ class PolicyWatch:
         (self._folder / f"{self.version - KEPT_VERSIONS}.safetensors").unlink(missing_ok=True)
 
     def _matrices(self) -> dict[str, Tensor]:
-        """Embedding and head [V, H] in Hugging Face's names; a head that is the embedding is left out.
+        """Return embedding and head [V, H] under Hugging Face's names; a head tied to the embedding is left out.
 
-        Raises ValueError for a model with several embeddings.
+        Raises ValueError for a model with several embeddings or heads.
         """
         found = [module for module in self._model.modules() if isinstance(module, VocabParallelEmbedding)]
         embeddings = [module for module in found if not isinstance(module, ParallelLMHead)]
-        heads = [m for m in found if isinstance(m, ParallelLMHead) and m.weight is not embeddings[0].weight]
+        tied = [e.weight for e in embeddings]
+        heads = [m for m in found if isinstance(m, ParallelLMHead) and not any(m.weight is w for w in tied)]
         if len(embeddings) != 1 or len(heads) > 1:
             raise ValueError(f"there are {len(embeddings)} embeddings and {len(heads)} heads, and not one of each")
         named = zip(("model.embed_tokens.weight", "lm_head.weight"), [*embeddings, *heads], strict=False)

@@ -1,4 +1,4 @@
-"""The drafter's training beside everything else. Other calls of the trainer come between two of its updates."""
+"""Trains the drafter in the background. Other calls to the trainer run between two updates."""
 
 from functools import partial
 
@@ -9,27 +9,27 @@ from cotrain.stream.reactor import Reactor
 
 
 class DrafterTraining:
-    """Keeps the drafter trainer at work. Each update is a call, so that new heads and features never wait for a whole round."""
+    """Keeps the drafter trainer busy. Each update is a call of its own, so that no other call waits for a whole round."""
 
     def __init__(self, config: RunConfig, trainer: Learner, reactor: Reactor, events: RowFile):
         assert config.drafter is not None
         self._round = config.drafter.updates_per_step
         self._trainer, self._reactor, self._events = trainer, reactor, events
-        self._left, self.under_way = 0, False
+        self._step, self._left, self.under_way = 0, 0, False
         self._rows: list[dict[str, float]] = []
 
     def begin(self, step: int) -> None:
-        """Train for a round, in which the features of this step are new. What is left of an earlier round is not made up for."""
-        self._left = self._round
+        """Start a round of drafter.updates_per_step updates. Updates that are left of an earlier round are dropped."""
+        self._step, self._left = step, self._round
         if not self.under_way:
-            self._go_on(step)
+            self._go_on()
 
     def finish(self) -> None:
         """Wait for the end of the round."""
         self._reactor.until(lambda: not self.under_way)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the updates since the last call, and their seconds together; nothing where there were none."""
+        """Means over the updates since the last call, with their total time as drafter/train_s; empty if there were none."""
         rows, self._rows = self._rows, []
         if not rows:
             return {}
@@ -37,10 +37,10 @@ class DrafterTraining:
         seconds = sum(row["drafter/train_s"] for row in rows)
         return metrics | {"drafter/train_s": seconds, "drafter/updates": len(rows)}
 
-    def _go_on(self, step: int) -> None:
+    def _go_on(self) -> None:
         self.under_way = True
-        [reference] = self._trainer.begin("train", step, 1)
-        self._reactor.add(reference, partial(self._trained, step))
+        [reference] = self._trainer.begin("train", self._step, 1)
+        self._reactor.add(reference, partial(self._trained, self._step))
 
     def _trained(self, step: int, returned: tuple[dict[str, float], float, float]) -> None:
         metrics, began, ended = returned
@@ -49,4 +49,4 @@ class DrafterTraining:
         self._left -= 1
         self.under_way = False
         if self._left > 0:
-            self._go_on(step)
+            self._go_on()

@@ -15,56 +15,56 @@ Tokens = NDArray[np.int32]
 
 KEY_BYTES = 16
 EVERY_PROMPT = bytes(KEY_BYTES)
-"""Key of the segments of all prompts' texts."""
+"""Key of the segments that hold the texts of all prompts."""
 
 EVERY_PROMPT_WEIGHT = 0.05
-"""Weight of a text of another prompt: style repeats across problems, content less."""
+"""Weight of a text among those of all prompts: style repeats across problems, content less so."""
 
 LEAST_WEIGHT = 2.0**-6
-"""A text whose weight has fallen below this counts nothing, and is the first to make room."""
+"""A text whose weight has fallen below this counts as 0, and is forgotten first when room is needed."""
 
 FULL = 0.5
-"""Share of the room that the kept texts have at most after making room: it is made seldom, then."""
+"""Largest share of the room that texts take after room was made, so that it must be made only seldom."""
 
 BYTES_PER_TOKEN = 3 * 4 * 2
-"""Text, order and owner of a token, in the segments of its prompt and in those of every prompt."""
+"""An int32 each for text, order and owner of a token, once in the segments of its prompt and once in those of all prompts."""
 
 
 class Segment(NamedTuple):
-    """A run of texts in the arrays, with the positions that something can follow sorted by context."""
+    """A run of texts in the arrays, with the positions of their tokens sorted by the context before them."""
 
     start: int
     size: int
-    """Tokens, the separators included."""
+    """Number of tokens, separators included."""
     num_positions: int
-    """Tokens without them."""
+    """Number of tokens, separators excluded."""
 
 
 class Draft(NamedTuple):
-    """Tokens proposed for one request, with the laws that they were drawn from."""
+    """Tokens proposed for one request, with the distributions (laws) that they were drawn from."""
 
     tokens: Tokens  # [n]
-    supports: Tokens  # [n, WIDTH]
-    laws: NDArray[np.float64]  # [n, WIDTH]
-    sizes: Tokens  # [n]: tokens that each law has; what lies behind them is undefined
+    supports: Tokens  # [n, WIDTH]: tokens of each law
+    laws: NDArray[np.float64]  # [n, WIDTH]: their probabilities
+    sizes: Tokens  # [n]: number of tokens in each law; entries behind these are undefined
     match: int
     """Length of the longest match before the first token, known before anything is drawn."""
 
 
 def key_of(prompt_token_ids: Sequence[int] | Tokens) -> bytes:
-    """A name for a prompt: requests with the same tokens share a history."""
+    """Return the key of a prompt: requests with the same prompt tokens share a history."""
     return hashlib.blake2b(np.asarray(prompt_token_ids, np.int32).tobytes(), digest_size=KEY_BYTES).digest()
 
 
 class SuffixIndex:
     """Counts of what followed each context, in the rollouts of the same prompt and in those of all prompts.
 
-    A text added makes a small segment, and segments are merged when the one before is less than twice as long, so that a
-    look-up visits few and a token is sorted again only as often as the index has doubled since it came.
+    A new text makes a small segment, which is merged with the one before it while that is less than twice as long. So a
+    look-up visits few segments, and a token is merged again only about as often as the index has doubled since it came.
     """
 
     def __init__(self, max_bytes: int, seed: int = 0):
-        """Texts do not age before `weigh_by`. Raises ValueError when max_bytes hold no text at all."""
+        """Texts do not age until `weigh_by` is called. Raises ValueError when max_bytes is too small for any text."""
         self.max_tokens = max_bytes // BYTES_PER_TOKEN * 2
         if self.max_tokens < 8:
             raise ValueError(f"an index of {max_bytes} bytes holds no text; allow at least {4 * BYTES_PER_TOKEN}")
@@ -77,13 +77,13 @@ class SuffixIndex:
     def forget(self) -> None:
         """Forget every text."""
         self._used = 0
-        self._versions = np.zeros(0, np.int64)  # of each text, by the number that owners have
+        self._versions = np.zeros(0, np.int64)  # of each text, by its number in owners
         self._weights = np.zeros(0)
         self._segments: dict[bytes, list[Segment]] = {EVERY_PROMPT: []}
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it knows, each counted once."""
+        """Number of tokens in the index, each counted once."""
         return sum(segment.num_positions for segment in self._segments[EVERY_PROMPT])
 
     @property
@@ -92,7 +92,7 @@ class SuffixIndex:
         return 3 * 4 * self._used
 
     def weigh_by(self, policy_version: int, half_life: float | None) -> None:
-        """Let texts count by their age at this version of the policy, half after half_life versions; None: all alike."""
+        """Weight texts by their age at this policy version, halved every half_life versions; None weights all alike."""
         self.policy_version, self.half_life = policy_version, half_life
         self._weights = self._weights_at(half_life, self._versions)
 
@@ -105,7 +105,7 @@ class SuffixIndex:
         return of_age[ages]
 
     def add(self, key: bytes, token_ids: Sequence[int], policy_version: int) -> None:
-        """Learn a finished response. One that is longer than half the room keeps its end alone."""
+        """Add a finished response. If it would fill more than half of the room, only its end is kept."""
         room = self.max_tokens // 4 - 1
         text = np.asarray([law.SEPARATOR, *token_ids[-room:]], np.int32)
         if len(text) == 1:
@@ -124,7 +124,7 @@ class SuffixIndex:
         segments.append(self._put(text, order, np.full(len(text), owner)))
         while len(segments) > 1 and segments[-2].size < 2 * segments[-1].size:
             if self._used + segments[-2].size + segments[-1].size > self.max_tokens:
-                break  # the room is made for texts, and merged when there is more of it
+                break  # no text is forgotten for a merge, which waits until there is room
             self._merge_last(segments)
 
     def _put(self, text: Tokens, order: Tokens, owners: Tokens) -> Segment:
@@ -150,7 +150,7 @@ class SuffixIndex:
         segments[-2:] = [self._put(text, order, owners)]
 
     def _make_room(self) -> None:
-        """Forget faded texts, and the oldest beyond FULL, and close the gaps that merging has left."""
+        """Forget texts of weight 0 and then the oldest, down to FULL, and close the gaps that merging has left."""
         places = sorted((segment.start, scope) for scope, segments in self._segments.items() for segment in segments)
         segment_at = {segment.start: segment for segments in self._segments.values() for segment in segments}
         owners = [self._views(segment)[2] for segment in segment_at.values()]
@@ -169,7 +169,7 @@ class SuffixIndex:
         self._versions, self._weights = self._versions[kept], self._weights[kept]
 
     def _move(self, segment: Segment, kept: NDArray[np.bool_]) -> Segment:
-        """Put what is kept of a segment, with the new number of each text, at the end of what was moved before it."""
+        """Append the kept texts of a segment, under their new numbers, to the segments that were moved before it."""
         text, order, owners = self._views(segment)
         stays = kept[owners]
         position, number = np.cumsum(stays, dtype=np.int32) - 1, np.cumsum(kept, dtype=np.int32) - 1
@@ -180,14 +180,14 @@ class SuffixIndex:
     def draft(self, key: bytes, text: Tokens, response_start: int, k: int, draws: bool) -> Draft:
         """Propose at most k tokens after a request's text (prompt and response), fewer where nothing is known.
 
-        draws: draw each from its law, else take the likeliest. The generator is the index's own.
+        draws: whether to draw each token from its distribution with the index's own generator, or to take the likeliest.
         """
         return Draft(*law.draft(*self._scope(key), text, response_start, k, draws, self._rng))
 
     def probabilities_of(
         self, key: bytes, text: Tokens, response_start: int, places: NDArray[np.int64], half_life: float | None
     ) -> NDArray[np.float64]:
-        """[places]: what it gives to the tokens of a text at these places, if texts aged with this half-life."""
+        """Return the probabilities [places] of the tokens of a text at these places, if texts aged with this half-life."""
         arrays = *self._scope(key)[:5], self._weights_at(half_life, self._versions)
         return law.probabilities_of(*arrays, text, response_start, places)
 
@@ -201,7 +201,7 @@ class SuffixIndex:
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write all that it knows as safetensors."""
+        """Write the whole index as a safetensors file."""
         rows = [(i, *segment) for i, segments in enumerate(self._segments.values()) for segment in segments]
         used = slice(0, self._used)
         save_file(
@@ -219,12 +219,13 @@ class SuffixIndex:
         )
 
     def load(self, path: str | Path) -> None:
-        """Know what another one knew, and go on drawing numbers of its own.
+        """Replace the texts by those of a saved index; the random generator goes on as it was.
 
-        Raises ValueError for a file that is no index, or that needs more bytes than this one has.
+        Raises ValueError when tensors are missing, or when the saved index needs more bytes than this one has.
         """
         saved = load_file(path)
-        if missing := {"texts", "orders", "owners", "keys", "segments", "versions", "half_life"} - saved.keys():
+        needed = {"texts", "orders", "owners", "keys", "segments", "versions", "policy_version", "half_life"}
+        if missing := needed - saved.keys():
             raise ValueError(f"{path} is no index of this version: it lacks {', '.join(sorted(missing))}")
         if (used := len(saved["texts"])) > self.max_tokens:
             allowed = f"only {12 * self.max_tokens} are allowed; raise max_bytes"

@@ -155,6 +155,12 @@ def test_an_engine_whose_weights_are_unknown_is_no_refusal() -> None:
         Engines(*engines, min_engines=2).update_drafter(PAYLOAD, 3)
 
 
+def test_a_policy_that_an_engine_refuses_ends_the_run() -> None:
+    """That engine would generate with the policy before, under the new version."""
+    with pytest.raises(RunFailure, match="an engine refused policy 4: refused in"):
+        Engines(Engine(), Engine(refuses=f"node of rollout_1/{PAYLOAD.path} p4")).update_policy(PAYLOAD, 4)
+
+
 def test_an_engine_that_dies_is_out_until_it_serves_what_is_of_record() -> None:
     engines = Engines(Engine(), Engine())
     engines.update_policy(PAYLOAD, 4)
