@@ -90,7 +90,7 @@ def test_a_configuration_fits_the_cluster_it_is_for(
     engines = 2 * parameters + number(r"drafter update ([\d,]+):", text)
     assert number(r"rollout ([\d.]+) GiB", text) == pytest.approx(engines / 2**30, abs=0.05)
     hidden = json.loads((config_folder(config.policy.model) / "config.json").read_text())["hidden_size"]
-    assert number(r"features ([\d,]+) a token", text) == 4 * hidden * 2 + 8
+    assert number(r"features ([\d,]+) a token", text) == 4 * hidden * 2 + 16
 
 
 def test_the_learner_and_the_drafter_trainer_share_nothing_with_an_engine(capsys: pytest.CaptureFixture[str]) -> None:

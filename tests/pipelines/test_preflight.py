@@ -235,7 +235,7 @@ def test_an_environment_that_changes_what_is_sampled_is_refused(build, monkeypat
     assert quick_problems(build("drafter=none")) == []
 
 
-FULL_ROLLOUT = 252 * (4 * 32 * 2 + 8)
+FULL_ROLLOUT = 252 * (4 * 32 * 2 + 16)
 """Bytes of a rollout of full length in the tap: 3 aux layers and the last, 32 wide, in bfloat16."""
 
 
