@@ -46,7 +46,8 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
         ours = copy.copy(args)  # so that a second call for the same engine gives the same result
         spool = Spool(os.environ[VARIABLE])
         settings = check_arguments(args, spool)
-        ours.speculative_config, ours.async_scheduling = dict(settings.speculative_config), False
+        loading = {"draft_load_config": {"load_format": "auto"}}  # hosts such as verl load their policy as "dummy"
+        ours.speculative_config, ours.async_scheduling = settings.speculative_config | loading, False
         config = original(ours, *rest, **options)
         check_config(config)
         setattr(config.scheduler_config, MARK, True)

@@ -1,9 +1,8 @@
 """Feature shards: hidden states of several rollouts, from the engine to the trainer.
 
-The vLLM worker writes them, so this imports only torch, safetensors and plain data. Rollout i of T tokens has the
-tensors "i.token_ids" and so on, one for each of ROWS, with the shapes of FeatureRecord. Row t belongs to token t;
-`feature_mask` is False where the engine has no hidden state: in holes, and always for the last token, which was sampled
-but never fed back.
+The vLLM worker writes them, so this imports only torch, safetensors and plain data. Rollout i of T tokens has the tensors
+"i.token_ids" and so on, one for each of ROWS, with the shapes of FeatureRecord. Row t belongs to token t; `feature_mask` is
+False where the engine has no hidden state: in holes, and always for the last token, which was sampled but never fed back.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
-"""A host that knows nothing of cotrain: python sidecar_host.py ANSWERS MODEL [without corrections | interpreted [FAULT]].
+"""A host that knows nothing of cotrain: python sidecar_host.py ANSWERS MODEL [OPTION [FAULT]].
 
-FAULT is a function that raises instead. It makes vLLM's LLM, reads a command a line, [method of Host, arguments ...] in JSON, and answers each with a line of JSON
-to the file descriptor ANSWERS.
+It makes vLLM's LLM, reads one command per line, [method of Host, arguments ...] in JSON, and answers each with a line of JSON
+to the file descriptor ANSWERS. OPTION is "without corrections", "dummy" (the policy has no weights before `fill`) or
+"interpreted" (Triton's interpreter, with a function FAULT that raises).
 """
 
 import json
@@ -20,12 +21,12 @@ MODEL_LEN = 256
 class Host:
     """An engine and what hosts do with it. What touches weights needs an engine in this very process."""
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, load_format: str = "auto"):
         from vllm import LLM
 
         self.llm = LLM(
             model, dtype="float32", max_model_len=MODEL_LEN, enforce_eager=True, kv_cache_memory_bytes=2**28, seed=0,
-            disable_log_stats=False,
+            disable_log_stats=False, load_format=load_format,
         )  # fmt: skip
 
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> list[list[int]]:
@@ -61,6 +62,12 @@ class Host:
 
         for name, tensor in load_file(file).items():
             self._model.load_weights([(name, tensor)])
+        self.llm.reset_prefix_cache()
+
+    def fill(self, folder: str) -> None:
+        """Give weights to an engine that was loaded without any, whatever its processes are."""
+        self.llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         self.llm.reset_prefix_cache()
 
     def write_into_a_parameter(self) -> None:
@@ -137,12 +144,12 @@ def main(descriptor: int, model: str, *options: str) -> None:
         interpret()
         for fault in options[1:]:
             patch(fault, side_effect=RuntimeError("planted"), __name__=fault.rpartition(".")[2]).start()
-    elif options:
+    elif "without corrections" in options:
         import cotrain.rollout.vllm.cpu
 
         cotrain.rollout.vllm.cpu.PATCHES.clear()
     with os.fdopen(descriptor, "w", buffering=1) as answers:
-        host = Host(model)
+        host = Host(model, *(option for option in options if option == "dummy"))
         print("ready", file=answers)
         for line in sys.stdin:
             method, *args = json.loads(line)

@@ -109,14 +109,18 @@ TRAINER = (
 
 @pytest.mark.alone
 def test_a_drafter_learns_beside_processes_of_a_host(target_folder: Path, mlflow_database: Path) -> None:
-    """The engine core and the worker are processes of their own, and so is the trainer."""
+    """The engine core and the worker are processes of their own, and so is the trainer.
+
+    The engine is loaded without weights, as verl does it, and gets them before its first request.
+    """
     folder = mlflow_database.parents[1]
     spool, tokenizer = Spool(folder / "spool"), AutoTokenizer.from_pretrained(target_folder)
     command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", "tiny:llama", "--share", "1", "--spool"]
     with (folder / "trainer").open("w") as output, contextlib.redirect_stdout(output):
         trainer = start_trainer([*command, str(spool.folder), f"run_root={folder}/runs", *TRAINER], spool.folder)
     try:
-        with running_host(target_folder, host_environment(folder, spool)) as host:
+        with running_host(target_folder, host_environment(folder, spool), "dummy") as host:
+            host("fill", str(target_folder))
             sidecar, draw = Sidecar(host, spool), random.Random(0)
             texts, length = sidecar.greedy(), 0.0
             for _ in range(MOST_WAVES):

@@ -152,11 +152,10 @@ class TapHook:
 class DraftingHook(TapHook):
     """Replaces the runner's propose_draft_token_ids.
 
-    vLLM runs the drafter's first pass over the step's tokens even for draft length 0, to keep its KV cache complete.
-    Here 0 means "speculation is off", and off has to cost nothing, so the pass is left out. With `reads_prompts`,
-    speculation may come back in the middle of a request. Steps that compute prompts then keep the pass, and the rows of
-    the other steps are put aside and read before the next pass, because few drafts are accepted from a drafter with gaps in
-    what it attends to.
+    vLLM runs the drafter's first pass over the step's tokens even for draft length 0, to keep its KV cache complete. Here 0
+    means "speculation is off", and off has to cost nothing, so the pass is left out. With `reads_prompts`, speculation may
+    come back in the middle of a request. Steps that compute prompts then keep the pass, and the rows of the other steps are
+    put aside and read before the next pass, because few drafts are accepted from a drafter with gaps in what it attends to.
     """
 
     def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):

@@ -140,10 +140,11 @@ def test_a_vllm_whose_model_runner_has_moved_is_left_alone(is_v2: bool, monkeypa
 
 @pytest.mark.usefixtures("beside_trainer")
 def test_an_adopted_engine_drafts_and_its_arguments_stay_the_hosts(spool: Spool) -> None:
-    args = arguments()
+    args = arguments(load_format="dummy")
     for _ in range(2):  # as a host that makes the configuration twice
         config = configured(CREATE, args)
         assert is_adopted(config) and config.speculative_config.model == str(spool.initial)
+        assert config.speculative_config.draft_load_config.load_format == "auto" != config.load_config.load_format
         assert config.scheduler_config.async_scheduling is False
         assert args.speculative_config is None and args.async_scheduling is None
 
