@@ -336,12 +336,13 @@ def test_a_host_outlives_its_trainer_and_the_spool(sidecar: Sidecar) -> None:
             break
     assert sidecar.state["dropped"]["spool full"] and sum(s.stat().st_size for s in sidecar.engine.shards()) <= room
     sidecar.take()
+    sidecar.settle()  # a state may be a second old, in which two waves are tapped
     tapped = sidecar.state["tapped"]
     sidecar.spool.abandon()
     assert sidecar.greedy() == texts
     length = sidecar.acceptance_length(5)
     sidecar.settle()
-    assert length > 1.3 and sidecar.state["tapped"] - tapped <= 16, "drafts go on, and nothing is tapped"
+    assert length > 1.3 and sidecar.state["tapped"] == tapped, "drafts go on, and nothing is tapped"
     sidecar.spool.create(sidecar.spool.settings())
     for folder in (sidecar.engine.features, sidecar.engine.policies):
         shutil.rmtree(folder)  # as on a full disk, nothing can be written into it
