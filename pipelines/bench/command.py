@@ -1,21 +1,23 @@
 """`cotrain bench`: speculation arms side by side on the same prompts, taking turns (docs/running.md).
 
-In every round each arm runs once, and each round starts with another arm. An arm is compared with the no-speculation arm
-of the same round, so that a machine that slows down affects all arms alike. An engine that waits does not use the CPU.
+In every round each arm runs every batch of prompts once, and each batch starts with another arm. An arm is compared with the
+no-speculation arm of the same round, so that a machine that slows down affects all arms alike. A waiting engine uses no CPU.
 """
 
 import argparse
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 from cotrain.config.load import load_config
-from cotrain.records import RolloutRequest
+from cotrain.records import RolloutBatch, RolloutRequest
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
@@ -57,6 +59,16 @@ class Bench:
         ]
 
 
+class Part(NamedTuple):
+    """One batch of a turn."""
+
+    generated: RolloutBatch
+    num_tokens: int
+    """Tokens whose decoding took `seconds`."""
+    seconds: float
+    by_proposer: Counter[str]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     engines.add_engine_options(parser, "bench", tokens=64)
     parser.set_defaults(dtype="bfloat16")
@@ -66,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "the responses of a batch end one after another, the last after --tokens, alike in all arms"
     parser.add_argument("--drain", action="store_true", help=text)
     parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of every arm (default %(default)s)")
-    text = "batches in a turn, one after another (default %(default)s)"
+    text = "batches of each arm in a round, taken in turns (default %(default)s)"
     parser.add_argument("--groups", type=at_least(1), default=1, help=text)
     parser.add_argument(
         "--same-prompts", action="store_true", help="every round has the prompts of the first, as a run's epochs have"
@@ -166,24 +178,29 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
 
 
 async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Callable[[str], None]) -> list[Turn]:
-    """Measure every arm at every batch size in every round, after one warm-up round that is not counted."""
+    """Measure every arm at every batch size in every round, after a warm-up with one batch each that is not counted.
+
+    The arms take turns with every batch, because a busy neighbour slows a shared machine for seconds to minutes.
+    """
     turns: list[Turn] = []
-    rounds, started = bench.options.rounds, time.monotonic()
+    rounds, groups, started = bench.options.rounds, bench.options.groups, time.monotonic()
     for round_ in range(-1, rounds):  # round -1 warms up: kernels, allocator and caches of every batch size
         for name in FROM_HISTORY:
             if round_ == 0 and name in running:
                 await running[name].history("index.forget")
-        shift = max(round_, 0) % len(bench.arms)
         for batch in sorted(set(bench.options.batch)):
-            for arm in bench.arms[shift:] + bench.arms[:shift]:
-                turn = await _measure(running[arm.engine], bench, arm, batch, round_)
-                turns += [turn] if round_ >= 0 else []
-        left = (time.monotonic() - started) / (round_ + 2) * (rounds - 1 - round_)
+            parts: dict[Arm, list[Part]] = {arm: [] for arm in bench.arms}
+            for group in range(groups if round_ >= 0 else 1):
+                shift = (max(round_, 0) * groups + group) % len(bench.arms)
+                for arm in bench.arms[shift:] + bench.arms[:shift]:
+                    parts[arm].append(await _measure(running[arm.engine], bench, arm, batch, max(round_, 0), group))
+            turns += [_turn(arm, batch, round_, parts[arm]) for arm in bench.arms] if round_ >= 0 else []
+        left = (time.monotonic() - started) / (1 + (round_ + 1) * groups) * (rounds - 1 - round_) * groups
         say(f"{f'round {round_ + 1}/{rounds}' if round_ >= 0 else 'warm-up'}: about {duration(left, 0)} left")
     return turns
 
 
-async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, round_: int) -> Turn:
+async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, round_: int, group: int) -> Part:
     if arm != NO_SPECULATION:
         await engine.set_num_speculative_tokens(None if arm.adapts else arm.num_speculative_tokens)
     if arm.method in DRAFTED:
@@ -192,27 +209,29 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
     await engine.take_window()
     if arm.method in FROM_HISTORY:
         await engine.history("take_report")
-    generated, timed = [], []
-    for group in range(bench.options.groups):
-        generated.append(await engine.generate(bench.requests(batch, max(round_, 0), group), tap=False))
-        whole = (generated[-1].num_generated_tokens - batch, engine.decode_seconds)
-        equal_lengths = not (bench.options.drain or bench.options.stop_at_eos)
-        steps = [s for s in (await engine.take_window()).steps if s.batch == batch and s.kind != "prompts"]
+    generated = await engine.generate(bench.requests(batch, round_, group), tap=False)
+    decoded = (generated.num_generated_tokens - batch, engine.decode_seconds)
+    equal_lengths = not (bench.options.drain or bench.options.stop_at_eos)
+    steps = [s for s in (await engine.take_window()).steps if s.batch == batch and s.kind != "prompts"]
+    if equal_lengths and steps:
         decoded = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
-        timed.append(decoded if equal_lengths and steps else whole)
-    num_tokens = sum(result.num_generated_tokens - batch for result in generated)
+    reported = await engine.history("take_report") if arm.method in FROM_HISTORY else {"counts": {}}
+    return Part(generated, *decoded, Counter(reported["counts"]))
+
+
+def _turn(arm: Arm, batch: int, round_: int, parts: list[Part]) -> Turn:
+    num_tokens = sum(part.generated.num_generated_tokens - batch for part in parts)
     if not num_tokens:
         raise ValueError("--groups: every response of a turn ended with its first token; give more")
-    counts = total_counts(result.speculation for result in generated)
-    reported = await engine.history("take_report") if arm.method in FROM_HISTORY else {"counts": {}}
+    counts = total_counts(part.generated.speculation for part in parts)
     return Turn(
         arm=str(arm),
         batch=batch,
         round=round_,
         num_tokens=num_tokens,
-        tokens_per_second=sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed),
+        tokens_per_second=sum(part.num_tokens for part in parts) / sum(part.seconds for part in parts),
         num_drafts=counts.num_drafts if counts else 0,
         accepted_per_position=counts.accepted_per_position[: arm.num_speculative_tokens] if counts else (),
-        group_speeds=tuple(tokens / seconds if seconds else 0.0 for tokens, seconds in timed),
-        by_proposer=reported["counts"],
+        group_speeds=tuple(part.num_tokens / part.seconds if part.seconds else 0.0 for part in parts),
+        by_proposer=dict(sum((part.by_proposer for part in parts), Counter())),
     )

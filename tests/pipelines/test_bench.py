@@ -204,7 +204,7 @@ def measured(bench: Bench) -> tuple[list[Turn], list[Any], str]:
     engines: Any = {name: RecordingEngine(name, log) for name in ("stock", "drafter", "ngram")}
     lines: list[str] = []
     turns = asyncio.run(take_turns(bench, engines, lines.append))
-    assert log[:: 1 + bench.options.groups] == ["reset"] * (len(log) // (1 + bench.options.groups))
+    assert log[::2] == ["reset"] * (len(log) // 2)
     return turns, [entry for entry in log if entry != "reset"], "\n".join(lines)
 
 
@@ -225,7 +225,11 @@ def test_the_adaptive_arm_gives_the_choice_to_the_engine() -> None:
 
 
 def test_a_turn_is_the_sum_of_its_groups() -> None:
-    turns, _, _ = measured(small_bench([NO_SPECULATION, GREEDY], "--groups", "3"))
+    turns, asked, _ = measured(small_bench([NO_SPECULATION, GREEDY], "--groups", "3"))
+    plain, greedy = ("stock", "", "stock"), ("drafter", "greedy", 2)
+    of_first = [plain, greedy, greedy, plain, plain, greedy]  # the arms take turns with every batch
+    assert [entry[:3] for entry in asked[2:8]] == of_first, "after a warm-up with one batch"
+    assert [entry[3] for entry in asked[2:8:2]] == [[0, 1], [2, 3], [4, 5]]
     assert {(t.num_tokens, t.tokens_per_second) for t in turns} == {(3 * 8, 3 * 6 / 1.5)}
     assert {t.num_drafts for t in turns} == {0, 3 * 3}
 

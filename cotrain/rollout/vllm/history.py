@@ -4,6 +4,7 @@ Like hooks.py, it is for the V1 model runner only. The index imports numba, whic
 only after vLLM has started.
 """
 
+from bisect import bisect
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ MATCHES = (2, 4, 8, 16)
 EXPLORED = 1 / 32
 """Mean number of requests per step that take the worse proposer, so that both stay known; in a step either all do or none. All do
 so too when a class of matches comes up for the first time. Where steps have prices, such a draft has one token."""
+
+IDLE_STEPS, LOOK_UP_EVERY = 16, 4
+"""After so many steps in a row in which no draft pays, the index is asked in one step of four only, until a draft pays again."""
 
 
 class Asked(NamedTuple):
@@ -66,6 +70,7 @@ class HistoryDrafting:
         self._counts: Counter[str] = Counter()
         self._rng = np.random.default_rng(1)
         self._best: list[tuple[int, float]] = []
+        self._num_idle = 0  # steps in which no draft has paid, since one did
         model_runner.propose_draft_token_ids = self._hooked
         model_runner.take_draft_token_ids = self._take_draft_token_ids
 
@@ -137,18 +142,24 @@ class HistoryDrafting:
             fills = k and (self._is_alone or self._measured != "all")
             lengths = [k if i < num_requests else 0 for i in range(len(texts))]
             return [filler(text, n) if fills and n else None for text, n in zip(texts, lengths, strict=True)], lengths
+        explores = self._rng.random() * len(texts) < EXPLORED
+        self._num_idle += 1
+        rests = self._num_idle > IDLE_STEPS and self._num_idle % LOOK_UP_EVERY
+        if prices is not None and rests and not explores:
+            return [None] * len(texts), [0] * len(texts)
         drafts = [
             self._draft(request, text, k, not likeliest) if text.num_new and k else None
             for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
         ]
         classes = {match_class(draft.match) for draft in drafts if draft is not None}
-        explores = self._rng.random() * len(texts) < EXPLORED or any(self._of_match[c].is_untried for c in classes)
+        explores = explores or any(self._of_match[c].is_untried for c in classes)
         explored = 0 if not explores else k if prices is None else min(k, 1)
         choices = [self._choose(draft, k, explored, not self._is_alone) for draft in drafts]
         if prices is not None and not explored:
             alone = [self._choose(draft, k, 0, False) for draft in drafts]
             none: list[tuple[Draft | None, int]] = [(None, 0) for _ in drafts]
             choices = max(none, alone, choices, key=lambda plan: self._gain(plan, prices))
+            self._num_idle = self._num_idle if choices is none else 0
         return [draft for draft, _ in choices], [length for _, length in choices]
 
     def _texts(self, sampled: Any, num_requests: int) -> list[Text]:
@@ -282,4 +293,4 @@ def filler(text: Text, k: int) -> Draft | None:
 
 def match_class(match: int) -> int:
     """Return the index of the class of MATCHES that a match of this length belongs to."""
-    return int(np.searchsorted(MATCHES, match, side="right"))
+    return bisect(MATCHES, match)

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from cotrain.rollout.vllm.history import Asked, HistoryDrafting, Text
+from cotrain.rollout.vllm.history import IDLE_STEPS, LOOK_UP_EVERY, Asked, HistoryDrafting, Text
 from drafters.suffix.index import Draft, SuffixIndex
 
 K = 3
+PRICES = [1.0, 1.2, 1.3, 1.4], [1.0, 1.4, 1.6, 1.8], 0.0
 
 
 @pytest.fixture
@@ -50,11 +51,10 @@ def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> Non
 
 
 def test_the_drafter_runs_for_a_few_requests_only_where_they_gain_what_all_pay(history: HistoryDrafting) -> None:
-    prices = [1.0, 1.2, 1.3, 1.4], [1.0, 1.4, 1.6, 1.8], 0.0
     history._best = [(2, 0.3)]  # two tokens, 0.3 more than a step of 1.6 would yield without speculation
     for asking, pays in ((5, True), (3, True), (2, False)):
         choices = [(None, 2)] * asking + [(None, 0)] * (5 - asking)
-        assert (history._gain(choices, prices) > 0) == pays
+        assert (history._gain(choices, PRICES) > 0) == pays
 
 
 def test_the_first_draft_of_a_batch_has_to_be_paid_by_all_that_draft(history: HistoryDrafting) -> None:
@@ -85,3 +85,23 @@ def test_a_class_of_matches_is_tried_when_it_comes_for_the_first_time(history: H
         assert history._propose_from_history(["a"], [text], [True], 3, None)[0] != [None], (
             "better or worse than the drafter"
         )
+
+
+def test_where_no_draft_pays_the_index_is_asked_in_one_step_of_four_until_one_does(history: HistoryDrafting) -> None:
+    history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [0.0] * 7, 0)])
+    for kind in history._of_match:
+        kind.observe([(3, 3)] * 9)
+    text, asked = Text(np.array([1, 2, 3, 4, 5, 6], np.int32), 4, 1), []
+    look_up, history._draft = history._draft, lambda *args: asked.append(1) or look_up(*args)
+
+    def steps(worth: float, number: int) -> list[list[int]]:
+        asked.clear()
+        history._best = [(int(worth > 0), worth)] * (len(history._of_match) + 1)
+        return [history._propose_from_history(["r"], [text], [True], K, PRICES)[1] for _ in range(number)]
+
+    history._rng = SimpleNamespace(random=lambda: 1.0)  # no step explores
+    assert steps(0.0, IDLE_STEPS) == [[0]] * IDLE_STEPS and len(asked) == IDLE_STEPS
+    assert steps(0.0, 20) == [[0]] * 20 and len(asked) == 20 // LOOK_UP_EVERY
+    assert sum(lengths == [1] for lengths in steps(0.5, 20)) >= 20 - LOOK_UP_EVERY + 1, "it pays again"
+    history._rng = SimpleNamespace(random=lambda: 0.0)
+    assert steps(0.0, 40) == [[1]] * 40, "what explores does not rest"
