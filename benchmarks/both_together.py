@@ -26,7 +26,7 @@ def main() -> None:
     for batch in sorted({turn["batch"] for turn in turns}):
         for name, wanted in ((1, rounds[:1]), (rounds[-1] + 1, rounds[-1:]), ("all", rounds)):
             of = [t for t in turns if t["batch"] == batch and t["round"] in wanted]
-            logs = {a: np.log(np.concatenate([t["group_speeds"] for t in of if t["arm"] == a])) for a in (plain, *arms)}
+            logs = {a: np.log([speed(t) for t in of if t["arm"] == a]) for a in (plain, *arms)}
             gains = {arm: logs[arm] - logs[plain] for arm in arms}
             best = max(arms[:-1], key=lambda arm: gains[arm].mean())
             cells = [*gains.values(), gains[arms[-1]] - gains[best]]
@@ -34,22 +34,26 @@ def main() -> None:
     print(
         "\n| requests at once | epoch | arm | draft tokens a request and step | step / step without drafts |\n|---|---|---|---|---|"
     )
-    for turn in turns:
-        if turn["by_proposer"]:
-            print(f"| {turn['batch']} | {turn['round'] + 1} | {turn['arm']} | {step_of(turn, turns, plain)} |")
+    for batch, epoch, arm in dict.fromkeys((t["batch"], t["round"], t["arm"]) for t in turns if t["by_proposer"]):
+        of = [t for t in turns if (t["batch"], t["round"]) == (batch, epoch)]
+        print(
+            f"| {batch} | {epoch + 1} | {arm} | {step_of(*([t for t in of if t['arm'] == a] for a in (arm, plain)))} |"
+        )
 
 
-def step_of(turn: dict, turns: list[dict], plain: str) -> str:
-    """Every step of a request emits a token and those of its drafts that were accepted."""
+def speed(turn: dict) -> float:
+    return turn["timed_tokens"] / turn["seconds"]
+
+
+def step_of(turns: list[dict], without: list[dict]) -> str:
+    """Every step of a request emits a token and those of its drafts that were accepted. without: the same without drafts."""
     drafted, accepted = (
-        sum(count for name, count in turn["by_proposer"].items() if name.endswith(f"/{kind}_tokens"))
+        sum(count for t in turns for name, count in t["by_proposer"].items() if name.endswith(f"/{kind}_tokens"))
         for kind in ("drafted", "accepted")
     )
-    num_steps = turn["num_tokens"] - accepted
-    same = (turn["batch"], turn["round"])
-    without = next(t["group_speeds"] for t in turns if (t["batch"], t["round"]) == same and t["arm"] == plain)
-    speed = np.exp(np.mean(np.log(turn["group_speeds"]) - np.log(without)))
-    return f"{drafted / num_steps:.2f} | {turn['num_tokens'] / num_steps / speed:.2f}"
+    num_tokens = sum(turn["num_tokens"] for turn in turns)
+    faster = np.exp(np.mean([np.log(speed(turn) / speed(plain)) for turn, plain in zip(turns, without, strict=True)]))
+    return f"{drafted / (num_tokens - accepted):.2f} | {num_tokens / (num_tokens - accepted) / faster:.2f}"
 
 
 def mean(logs: np.ndarray) -> str:

@@ -8,17 +8,14 @@ import argparse
 import asyncio
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
 
 from cotrain.config.load import load_config
-from cotrain.records import RolloutBatch, RolloutRequest
-from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.records import RolloutRequest
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from cotrain.run.provenance import machine
@@ -57,16 +54,6 @@ class Bench:
             RolloutRequest(f"prompt-{first + i}", first + i, prompts[(first + i) % len(prompts)], None, end)
             for i, end in enumerate(ends if options.drain else [None] * batch)
         ]
-
-
-class Part(NamedTuple):
-    """One batch of a turn."""
-
-    generated: RolloutBatch
-    num_tokens: int
-    """Tokens whose decoding took `seconds`."""
-    seconds: float
-    by_proposer: Counter[str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,6 +167,8 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
 async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Callable[[str], None]) -> list[Turn]:
     """Measure every arm at every batch size in every round, after a warm-up with one batch each that is not counted.
 
+    Raises ValueError when an arm has no token to decode in a round.
+
     The arms take turns with every batch, because a busy neighbour slows a shared machine for seconds to minutes.
     """
     turns: list[Turn] = []
@@ -189,18 +178,21 @@ async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Calla
             if round_ == 0 and name in running:
                 await running[name].history("index.forget")
         for batch in sorted(set(bench.options.batch)):
-            parts: dict[Arm, list[Part]] = {arm: [] for arm in bench.arms}
+            of_round: list[Turn] = []
             for group in range(groups if round_ >= 0 else 1):
                 shift = (max(round_, 0) * groups + group) % len(bench.arms)
                 for arm in bench.arms[shift:] + bench.arms[:shift]:
-                    parts[arm].append(await _measure(running[arm.engine], bench, arm, batch, max(round_, 0), group))
-            turns += [_turn(arm, batch, round_, parts[arm]) for arm in bench.arms] if round_ >= 0 else []
+                    of_round.append(await _measure(running[arm.engine], bench, arm, batch, max(round_, 0), group))
+            if round_ >= 0:
+                turns += of_round
+                if {turn.arm for turn in of_round if turn.num_tokens} != {turn.arm for turn in of_round}:
+                    raise ValueError("--groups: every response of a round ended with its first token; give more")
         left = (time.monotonic() - started) / (1 + (round_ + 1) * groups) * (rounds - 1 - round_) * groups
         say(f"{f'round {round_ + 1}/{rounds}' if round_ >= 0 else 'warm-up'}: about {duration(left, 0)} left")
     return turns
 
 
-async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, round_: int, group: int) -> Part:
+async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, round_: int, group: int) -> Turn:
     if arm != NO_SPECULATION:
         await engine.set_num_speculative_tokens(None if arm.adapts else arm.num_speculative_tokens)
     if arm.method in DRAFTED:
@@ -210,28 +202,22 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
     if arm.method in FROM_HISTORY:
         await engine.history("take_report")
     generated = await engine.generate(bench.requests(batch, round_, group), tap=False)
-    decoded = (generated.num_generated_tokens - batch, engine.decode_seconds)
+    num_tokens = generated.num_generated_tokens - batch
+    timed_tokens, seconds = num_tokens, engine.decode_seconds
     equal_lengths = not (bench.options.drain or bench.options.stop_at_eos)
     steps = [s for s in (await engine.take_window()).steps if s.batch == batch and s.kind != "prompts"]
     if equal_lengths and steps:
-        decoded = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
+        timed_tokens, seconds = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
     reported = await engine.history("take_report") if arm.method in FROM_HISTORY else {"counts": {}}
-    return Part(generated, *decoded, Counter(reported["counts"]))
-
-
-def _turn(arm: Arm, batch: int, round_: int, parts: list[Part]) -> Turn:
-    num_tokens = sum(part.generated.num_generated_tokens - batch for part in parts)
-    if not num_tokens:
-        raise ValueError("--groups: every response of a turn ended with its first token; give more")
-    counts = total_counts(part.generated.speculation for part in parts)
+    counts = generated.speculation
     return Turn(
         arm=str(arm),
         batch=batch,
         round=round_,
         num_tokens=num_tokens,
-        tokens_per_second=sum(part.num_tokens for part in parts) / sum(part.seconds for part in parts),
+        timed_tokens=timed_tokens,
+        seconds=seconds,
         num_drafts=counts.num_drafts if counts else 0,
         accepted_per_position=counts.accepted_per_position[: arm.num_speculative_tokens] if counts else (),
-        group_speeds=tuple(part.num_tokens / part.seconds if part.seconds else 0.0 for part in parts),
-        by_proposer=dict(sum((part.by_proposer for part in parts), Counter())),
+        by_proposer=reported["counts"],
     )

@@ -42,19 +42,20 @@ NO_SPECULATION = Arm("none", 0)
 
 @dataclass(frozen=True)
 class Turn:
+    """One batch of prompts that one arm has responded to."""
+
     arm: str
     batch: int
     round: int
     num_tokens: int
     """Tokens decoded, without the first of each response, which comes from prefilling the prompt."""
-    tokens_per_second: float
-    """Decoding speed while the whole batch runs, or over the whole turn if responses end one after another."""
+    timed_tokens: int
+    seconds: float
+    """What decoding timed_tokens took: while the whole batch runs, or all of it if responses end one after another."""
     num_drafts: int = 0
     """Verification steps with draft tokens, summed over requests."""
     accepted_per_position: tuple[int, ...] = ()
     """Verification steps that accepted a draft position and all before it."""
-    group_speeds: tuple[float, ...] = ()
-    """Decoding speed of each batch of the turn, in tokens per second."""
     by_proposer: dict[str, float] = field(default_factory=dict)
     """Drafts, draft tokens and accepted tokens of history and drafter; empty for an engine without history."""
 
@@ -70,16 +71,20 @@ def results(turns: list[Turn]) -> pd.DataFrame:
     Ratios are to no speculation in the same round: geometric mean, its standard error from the scatter over rounds (NaN
     with a single round), smallest and largest.
     """
-    plain = {(turn.batch, turn.round): turn.tokens_per_second for turn in turns if turn.arm == str(NO_SPECULATION)}
-    rows = {}
+    timed = (
+        pd.DataFrame(asdict(turn) for turn in turns)
+        .groupby(["batch", "arm", "round"])[["timed_tokens", "seconds"]]
+        .sum()
+    )
+    speeds, rows = timed["timed_tokens"] / timed["seconds"], {}
     for batch, arm in sorted(dict.fromkeys((turn.batch, turn.arm) for turn in turns), key=lambda pair: pair[0]):
         own = [turn for turn in turns if (turn.batch, turn.arm) == (batch, arm)]
-        ratios = pd.Series([turn.tokens_per_second / plain[batch, turn.round] for turn in own])
+        ratios = speeds[batch, arm] / speeds[batch, str(NO_SPECULATION)]
         mean = np.exp(np.log(ratios).mean())
         drafts = sum(turn.num_drafts for turn in own)
         accepted = [sum(c) for c in zip(*(turn.accepted_per_position for turn in own if turn.num_drafts), strict=True)]
         rows[f"batch {batch}, {arm}"] = {
-            "tokens_per_second": float(np.median([turn.tokens_per_second for turn in own])),
+            "tokens_per_second": speeds[batch, arm].median(),
             "mean": mean,
             "error": mean * np.log(ratios).sem(),
             "min": ratios.min(),

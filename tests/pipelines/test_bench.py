@@ -46,7 +46,7 @@ def small_bench(arms: list[Arm], *arguments: str) -> Bench:
 
 
 def turn(arm: Arm, round_: int, seconds: float, **changes: Any) -> Turn:
-    return replace(Turn(arm=str(arm), batch=1, round=round_, num_tokens=60, tokens_per_second=60 / seconds), **changes)
+    return replace(Turn(str(arm), 1, round_, num_tokens=60, timed_tokens=60, seconds=seconds), **changes)
 
 
 def rows(turns: list[Turn]) -> list[dict[str, Any]]:
@@ -174,6 +174,7 @@ class RecordingEngine:
     """Notes what an engine is asked for. A draft length that is never set stays "stock"."""
 
     decode_seconds = 1.0
+    generated = 5  # tokens of a response
     num_speculative_tokens: Any = "stock"
     method = ""
 
@@ -196,7 +197,7 @@ class RecordingEngine:
     async def generate(self, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
         self.log.append((self.name, self.method, self.num_speculative_tokens, [r.sample_index for r in requests]))
         counts = SpeculationCounts((0, 3), ((0, 0), (2, 1))) if self.method else None
-        return RolloutBatch([], [], counts, 1.0, 5 * len(requests))
+        return RolloutBatch([], [], counts, 1.0, self.generated * len(requests))
 
 
 def measured(bench: Bench) -> tuple[list[Turn], list[Any], str]:
@@ -224,20 +225,27 @@ def test_the_adaptive_arm_gives_the_choice_to_the_engine() -> None:
     assert asked[2][:3] == ("drafter", "probabilistic", None)
 
 
-def test_a_turn_is_the_sum_of_its_groups() -> None:
+def test_the_arms_take_turns_with_every_batch() -> None:
     turns, asked, _ = measured(small_bench([NO_SPECULATION, GREEDY], "--groups", "3"))
     plain, greedy = ("stock", "", "stock"), ("drafter", "greedy", 2)
-    of_first = [plain, greedy, greedy, plain, plain, greedy]  # the arms take turns with every batch
+    of_first = [plain, greedy, greedy, plain, plain, greedy]
     assert [entry[:3] for entry in asked[2:8]] == of_first, "after a warm-up with one batch"
     assert [entry[3] for entry in asked[2:8:2]] == [[0, 1], [2, 3], [4, 5]]
-    assert {(t.num_tokens, t.tokens_per_second) for t in turns} == {(3 * 8, 3 * 6 / 1.5)}
-    assert {t.num_drafts for t in turns} == {0, 3 * 3}
+    assert {(t.num_tokens, t.timed_tokens, t.seconds, t.num_drafts) for t in turns} == {(8, 6, 0.5, 0), (8, 6, 0.5, 3)}
+    assert len(turns) == 3 * 3 * 2
+
+
+def test_a_round_whose_responses_all_end_at_once_is_refused() -> None:
+    bench, engine = small_bench([NO_SPECULATION]), RecordingEngine("stock", [])
+    engine.generated = 1
+    with pytest.raises(ValueError, match="--groups: every response of a round ended with its first token; give more"):
+        asyncio.run(take_turns(bench, {"stock": engine}, print))
 
 
 @pytest.mark.parametrize("option", ["--drain", "--stop-at-eos"])
 def test_where_responses_end_one_by_one_the_whole_turn_counts(option: str) -> None:
     turns, _, _ = measured(small_bench([NO_SPECULATION, GREEDY], option))
-    assert {t.tokens_per_second for t in turns} == {8.0}
+    assert {(t.timed_tokens, t.seconds) for t in turns} == {(8, 1.0)}
 
 
 ABOUT = {
@@ -249,7 +257,8 @@ ABOUT = {
 def test_the_ratio_compares_within_a_round() -> None:
     """A machine that slows down threefold in the last round changes speeds, not ratios."""
     seconds = {0: 2.0, 1: 2.0, 2: 6.0}
-    plain = [turn(NO_SPECULATION, r, s) for r, s in seconds.items()]
+    halves = {"num_tokens": 30, "timed_tokens": 30}
+    plain = [turn(NO_SPECULATION, r, s / 2 + more, **halves) for r, s in seconds.items() for more in (0.5, -0.5)]
     drafted = [turn(GREEDY, r, s / up) for (r, s), up in zip(seconds.items(), (1.5, 1.2, 1.4), strict=True)]
     none, greedy = rows([*plain, *drafted])
     assert (none["mean"], none["tokens_per_second"], none["acceptance_length"]) == (1.0, 30.0, 1.0)

@@ -35,7 +35,6 @@ class ServedAcceptance:
         known = len(expected_rates)
         self._trials[:known] = EXPECTED_DRAFTS * np.array([1.0, *expected_rates])[:known]
         self._accepted[:known] = EXPECTED_DRAFTS * np.array(expected_rates)
-        self._tokens: Array | None = None  # see tokens_per_step; None after it has changed
 
     @property
     def is_untried(self) -> bool:
@@ -52,18 +51,14 @@ class ServedAcceptance:
         kept = 0.5 ** (trials / MEMORY)
         self._trials = kept * self._trials + trials
         self._accepted = kept * self._accepted + (accepted > positions).sum(0)
-        self._tokens = None
 
     def tokens_per_step(self) -> Array:
         """Return L_k, the expected tokens of a step, for each draft length k [K+1]."""
-        if self._tokens is not None:
-            return self._tokens
         rates, belief, weight = np.empty_like(self._trials), FIRST_RATE, FIRST_DRAFTS
         for i, (trials, accepted) in enumerate(zip(self._trials, self._accepted, strict=True)):
             rates[i] = belief = (accepted + weight * belief) / (trials + weight)
             weight = DEEPER_DRAFTS
-        self._tokens = np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(rates))])
-        return self._tokens
+        return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(rates))])
 
     def best(self, prices: Sequence[float] | None, longest: int, first: float = 0.0) -> tuple[int, float]:
         """Return the draft length up to `longest` that is worth the most, and the tokens that its step yields above its price.

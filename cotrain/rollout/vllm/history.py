@@ -106,12 +106,7 @@ class HistoryDrafting:
         greedy = [not draws] * len(texts)
         if draws and not sampling_metadata.all_random:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
-        # The best length of each class of matches, then of the drafter. One batch, so all requests have the same prices.
-        prices = scheduler_output.cotrain_prices
-        verified, with_passes, first = prices or (None, None, 0.0)
-        self._best = [kind.best(verified, k, first) for kind in self._of_match]
-        self._best.append(self._of_drafter.best(with_passes, k, first))
-        taken, lengths = self._propose_from_history(request_ids, texts, greedy, k, prices)
+        taken, lengths = self._propose_from_history(request_ids, texts, greedy, k, scheduler_output.cotrain_prices)
         asking = [length for draft, length in zip(taken, lengths, strict=True) if draft is None]
         of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, max(asking, default=0))
         for request, text, draft, length in zip(request_ids, texts, taken, lengths, strict=True):
@@ -147,6 +142,10 @@ class HistoryDrafting:
         rests = self._num_idle > IDLE_STEPS and self._num_idle % LOOK_UP_EVERY
         if prices is not None and rests and not explores:
             return [None] * len(texts), [0] * len(texts)
+        # The best length of each class of matches, then of the drafter. One batch, so all requests have the same prices.
+        verified, with_passes, first = prices or (None, None, 0.0)
+        self._best = [kind.best(verified, k, first) for kind in self._of_match]
+        self._best.append(self._of_drafter.best(with_passes, k, first))
         drafts = [
             self._draft(request, text, k, not likeliest) if text.num_new and k else None
             for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)

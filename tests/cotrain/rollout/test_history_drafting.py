@@ -75,13 +75,13 @@ def test_a_class_of_matches_is_tried_when_it_comes_for_the_first_time(history: H
     history._is_alone = False
     text = Text(np.arange(1, 9, dtype=np.int32), 4, 1)
     history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [0.0] * 7, 0)])
-    history._best = [(3, 0.9) for _ in history._of_match] + [(3, 2.0)]
-    for kind in history._of_match:
-        kind.observe([(3, 3)] * 9)
+    good, bad = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]
+    history._of_match = [ServedAcceptance(3, bad) for _ in history._of_match]
+    history._of_drafter = ServedAcceptance(3, good)
     assert history._propose_from_history(["a"], [text], [True], 3, None)[0] == [None], "the drafter is better"
     history._of_match = [ServedAcceptance(3) for _ in history._of_match]
-    for of_drafter in (2.0, 0.1):
-        history._best[-1] = (3, of_drafter)
+    for of_drafter in (good, bad):
+        history._of_drafter = ServedAcceptance(3, of_drafter)
         assert history._propose_from_history(["a"], [text], [True], 3, None)[0] != [None], (
             "better or worse than the drafter"
         )
@@ -89,19 +89,17 @@ def test_a_class_of_matches_is_tried_when_it_comes_for_the_first_time(history: H
 
 def test_where_no_draft_pays_the_index_is_asked_in_one_step_of_four_until_one_does(history: HistoryDrafting) -> None:
     history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [0.0] * 7, 0)])
-    for kind in history._of_match:
-        kind.observe([(3, 3)] * 9)
-    text, asked = Text(np.array([1, 2, 3, 4, 5, 6], np.int32), 4, 1), []
-    look_up, history._draft = history._draft, lambda *args: asked.append(1) or look_up(*args)
+    text, asked, look_up = Text(np.array([1, 2, 3, 4, 5, 6], np.int32), 4, 1), [], history._draft
+    history._draft = lambda *args: asked.append(1) or look_up(*args)
 
-    def steps(worth: float, number: int) -> list[list[int]]:
+    def lengths(rate: float, number: int) -> list[int]:
         asked.clear()
-        history._best = [(int(worth > 0), worth)] * (len(history._of_match) + 1)
-        return [history._propose_from_history(["r"], [text], [True], K, PRICES)[1] for _ in range(number)]
+        history._of_match = [ServedAcceptance(K, [rate] * K) for _ in history._of_match]
+        return [history._propose_from_history(["r"], [text], [True], K, PRICES)[1][0] for _ in range(number)]
 
     history._rng = SimpleNamespace(random=lambda: 1.0)  # no step explores
-    assert steps(0.0, IDLE_STEPS) == [[0]] * IDLE_STEPS and len(asked) == IDLE_STEPS
-    assert steps(0.0, 20) == [[0]] * 20 and len(asked) == 20 // LOOK_UP_EVERY
-    assert sum(lengths == [1] for lengths in steps(0.5, 20)) >= 20 - LOOK_UP_EVERY + 1, "it pays again"
+    assert lengths(0.0, IDLE_STEPS) == [0] * IDLE_STEPS and len(asked) == IDLE_STEPS
+    assert lengths(0.0, 20) == [0] * 20 and len(asked) == 20 // LOOK_UP_EVERY
+    assert lengths(1.0, 20)[LOOK_UP_EVERY - 1 :] == [K] * (21 - LOOK_UP_EVERY), "drafts pay again"
     history._rng = SimpleNamespace(random=lambda: 0.0)
-    assert steps(0.0, 40) == [[1]] * 40, "what explores does not rest"
+    assert lengths(0.0, 40) == [1] * 40, "what explores does not rest"
