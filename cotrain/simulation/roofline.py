@@ -137,9 +137,8 @@ class Model:
         """Parameters of the layers, and of embedding and head."""
         attention = (self.read or self.hidden) * (self.heads + 2 * self.kv_heads) + self.hidden * self.heads
         others = self.fused + 3.0 * self.intermediate * max(experts, 1) + self.experts
-        return self.layers * (self.head_dim * attention + self.hidden * others), float(
-            vocabularies * self.vocabulary * self.hidden
-        )
+        ends = float(vocabularies * self.vocabulary * self.hidden)
+        return self.layers * (self.head_dim * attention + self.hidden * others), ends
 
     @property
     def total_parameters(self) -> float:

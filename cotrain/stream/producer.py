@@ -78,7 +78,8 @@ class Producer:
         self._lost_features = 0
         self._outstanding = [0] * config.rollout.num_engines  # requests that each engine has not finished
         reactor.tick, reactor.describe = self._tick, lambda: self.ledger.describe()
-        engines.starts = self._starts
+        # Dispatch to a restarted engine again once it has started, or give it up if it dies before.
+        engines.starts = lambda i, reply: reactor.add(reply, partial(self._came_back, i), partial(engines.give_up, i))
         self.start(0)
 
     def start(self, served: int, saved: dict[str, Any] | None = None) -> None:
@@ -262,10 +263,6 @@ class Producer:
             self._queue.appendleft(self.ledger.lose(number, ENGINE_DIED))
             self._event("lost", number, reason=ENGINE_DIED, engine=engine)
         self._dispatch()
-
-    def _starts(self, engine: int, starting: Any) -> None:
-        """Dispatch to a restarted engine again once it has started, or give it up if it dies before."""
-        self._reactor.add(starting, partial(self._came_back, engine), partial(self._engines.give_up, engine))
 
     def _came_back(self, engine: int, _: None) -> None:
         self._engines.come_back(engine)

@@ -16,16 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.base import (
-    TRAINED_DEPTH,
-    Drafter,
-    Experts,
-    ServingSpec,
-    Shape,
-    TargetSpec,
-    TargetWeights,
-    read_tensors,
-)
+from drafters.base import TRAINED_DEPTH, Drafter, Experts, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
 from drafters.config import MtpConfig
 from drafters.files import read_config
 from drafters.mtp.formats import NUM_HEADS, TARGETS, HeadFormat, head_sizes

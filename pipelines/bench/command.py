@@ -210,14 +210,8 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
         timed_tokens, seconds = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
     reported = await engine.history("take_report") if arm.method in FROM_HISTORY else {"counts": {}}
     counts = generated.speculation
+    num_drafts = counts.num_drafts if counts else 0
+    accepted = counts.accepted_per_position[: arm.num_speculative_tokens] if counts else ()
     return Turn(
-        arm=str(arm),
-        batch=batch,
-        round=round_,
-        num_tokens=num_tokens,
-        timed_tokens=timed_tokens,
-        seconds=seconds,
-        num_drafts=counts.num_drafts if counts else 0,
-        accepted_per_position=counts.accepted_per_position[: arm.num_speculative_tokens] if counts else (),
-        by_proposer=reported["counts"],
+        str(arm), batch, round_, num_tokens, timed_tokens, seconds, num_drafts, accepted, by_proposer=reported["counts"]
     )

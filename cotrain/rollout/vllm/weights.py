@@ -124,8 +124,7 @@ def _by_served_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
     mapper = getattr(model, "hf_to_vllm_mapper", None) or WeightsMapper()
     renaming = WeightsMapper(
-        orig_to_new_substr=mapper.orig_to_new_substr,
-        orig_to_new_prefix={**mapper.orig_to_new_prefix, "mtp.": "model."},
+        orig_to_new_substr=mapper.orig_to_new_substr, orig_to_new_prefix={**mapper.orig_to_new_prefix, "mtp.": "model."}
     )
     found: dict[str, str] = {}
     for name in names:
