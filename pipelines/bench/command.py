@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-at-eos", action="store_true", help="the model ends responses, after --tokens at most")
     text = "the responses of a batch end one after another, the last after --tokens, alike in all arms"
     parser.add_argument("--drain", action="store_true", help=text)
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of every arm (default %(default)s)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="rounds over all arms (default %(default)s)")
     text = "batches of each arm in a round, taken in turns (default %(default)s)"
     parser.add_argument("--groups", type=at_least(1), default=1, help=text)
     parser.add_argument(
@@ -167,9 +167,8 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
 async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Callable[[str], None]) -> list[Turn]:
     """Measure every arm at every batch size in every round, after a warm-up with one batch each that is not counted.
 
-    Raises ValueError when an arm has no token to decode in a round.
-
-    The arms take turns with every batch, because a busy neighbour slows a shared machine for seconds to minutes.
+    The arms take turns with every batch, because a busy neighbour slows a shared machine for seconds to minutes. Raises
+    ValueError when an arm has no token to decode in a round.
     """
     turns: list[Turn] = []
     rounds, groups, started = bench.options.rounds, bench.options.groups, time.monotonic()

@@ -25,7 +25,7 @@ EXPLORED = 1 / 32
 so too when a class of matches comes up for the first time. Where steps have prices, such a draft has one token."""
 
 IDLE_STEPS, LOOK_UP_EVERY = 16, 4
-"""After so many steps in a row in which no draft pays, the index is asked in one step of four only, until a draft pays again."""
+"""After IDLE_STEPS steps without a draft that pays, one step in LOOK_UP_EVERY looks for drafts, until one pays again."""
 
 
 class Asked(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from cotrain.rollout.vllm.history import IDLE_STEPS, LOOK_UP_EVERY, Asked, HistoryDrafting, Text
+from cotrain.rollout.vllm.history import IDLE_STEPS, LOOK_UP_EVERY, Asked, HistoryDrafting, Text, match_class
 from drafters.suffix.index import Draft, SuffixIndex
 
 K = 3
@@ -103,3 +103,7 @@ def test_where_no_draft_pays_the_index_is_asked_in_one_step_of_four_until_one_do
     assert lengths(1.0, 20)[LOOK_UP_EVERY - 1 :] == [K] * (21 - LOOK_UP_EVERY), "drafts pay again"
     history._rng = SimpleNamespace(random=lambda: 0.0)
     assert lengths(0.0, 40) == [1] * 40, "what explores does not rest"
+
+
+def test_matches_are_counted_by_length_in_powers_of_two() -> None:
+    assert [match_class(match) for match in (0, 1, 2, 3, 4, 7, 8, 15, 16, 32)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
