@@ -36,6 +36,7 @@ from cotrain.tasks.prompts import write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
+from drafters.files import end_token_ids
 
 POLICY_FILE = "policy.safetensors"
 """File with the policy's weights on their way to the engines, in a shared-memory folder of the learner's node."""
@@ -212,7 +213,7 @@ class Controller:
             shards = [self.roles.nodes.bring(shard, self.roles.nodes.local) for shard in batch.features]
             here, forward = replace(batch, features=shards), partial(self.roles.policy.call, "hidden_states")
             error = check_features(here, forward, rollout.dtype)
-            check_records(here, None if rollout.ignore_eos else self.prompts.tokenizer.eos_token_id)
+            check_records(here, () if rollout.ignore_eos else end_token_ids(self.roles.nodes.model_path))
             self.roles.nodes.remove_all(set(shards).difference(batch.features))
         self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 

@@ -30,6 +30,25 @@ def read_object(path: Path, what: str = "a run or a study") -> dict[str, Any]:
     return content
 
 
+def end_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """Return the ids, ascending, of the tokens at which vLLM ends a response of the model in a folder.
+
+    They are the tokenizer's own and those of generation_config.json, or of config.json where there is no such file.
+    """
+    generation, tokenizer, settings = (
+        read_object(path) if path.is_file() else {}
+        for path in map(Path(folder).joinpath, ("generation_config.json", "tokenizer.json", "tokenizer_config.json"))
+    )
+    stated = (generation or read_config(folder)).get("eos_token_id")
+    token = settings.get("eos_token")
+    token = token["content"] if isinstance(token, dict) else token
+    added = {entry["id"]: entry for entry in tokenizer.get("added_tokens", ())} | settings.get(
+        "added_tokens_decoder", {}
+    )
+    own = {int(number) for number, entry in added.items() if entry["content"] == token}
+    return tuple(sorted(own | set(stated if isinstance(stated, list) else () if stated is None else (stated,))))
+
+
 def weight_files(folder: Path) -> list[Path]:
     """List the safetensors files of a model folder, sorted. Raises ValueError naming what is missing."""
     if (folder / INDEX).is_file():

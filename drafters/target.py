@@ -1,16 +1,32 @@
-"""What a drafter needs to know about its target model, read from the target's config.json."""
+"""What a drafter needs to know about its target model, read from the target's folder."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from drafters.files import read_config
+from drafters.files import end_token_ids, read_config
 
 COPIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings",
 )  # fmt: skip
 """Fields of `TargetSpec` that every config.json has under the same name."""
+
+PLAIN: dict[str, object] = {
+    "hidden_act": "silu", "is_causal": True, "bias": False, "qkv_bias": False, "qk_norm": False, "logit_scale": 1,
+    "layer_scale": False, "attn_output_gate": True, "ada_rms_norm_t_cond": False, "llama_4_scaling": None,
+    "dual_chunk_attention_config": None,
+}  # fmt: skip
+"""Fields of config.json that some of vLLM's layers read and transformers' do not, with the value that changes nothing. vLLM has no
+other activation than silu for these models."""
+
+PLAIN_IN: dict[str, dict[str, object]] = {
+    "llama": {"sliding_window": 0},
+    "mistral": {"attention_bias": False, "mlp_bias": False, "layer_types": None},
+    "qwen3": {"attention_bias": False},
+    "qwen3_next": {"attention_bias": False},
+}
+"""More of them, which in these families are not read by one of the two, by model_type."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +55,19 @@ class TargetSpec:
     rms_norm_eps: float
     rope_theta: float
     max_position_embeddings: int
-    eos_token_ids: tuple[int, ...] = ()  # always in the draft vocabulary
+    eos_token_ids: tuple[int, ...] = ()  # at which the engine ends a response; always in the draft vocabulary
     rope_type: str = "default"
     partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated
     experts: Experts | None = None  # of layer 0, if it has experts in place of an MLP
     tie_word_embeddings: bool = False  # the embedding is the output head too
+    sliding_window: int | None = None  # latest tokens that every layer attends to, and a drafter's too; None: all
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """Read a model folder's config.json. Raises ValueError naming the field that is missing."""
-        return cls.from_config(read_config(folder), folder)
+        """Read a model's folder. Raises ValueError naming the field that is missing in its config.json."""
+        return replace(cls.from_config(read_config(folder), folder), eos_token_ids=end_token_ids(folder))
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: str | Path) -> Self:
@@ -60,7 +79,6 @@ class TargetSpec:
             return config[name]
 
         heads, hidden_size = required("num_attention_heads"), required("hidden_size")
-        eos = config.get("eos_token_id")
         # transformers 5 nests all facts about rotary positions; older configs keep two of them at the top level.
         rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
         for field in ("rope_scaling", "rope_parameters"):
@@ -71,11 +89,13 @@ class TargetSpec:
             num_key_value_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or hidden_size // heads,
             rope_theta=rope.get("rope_theta") or required("rope_theta"),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             rope_type=rope.get("rope_type", rope.get("type", "default")),
             partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
             experts=_experts(config),
+            sliding_window=windows.pop() if len(windows := set(_windows(config))) == 1 else None,
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+            attention_bias=bool(config.get("attention_bias")),
+            mlp_bias=bool(config.get("mlp_bias")),
             **{name: required(name) for name in COPIED},
         )
 
@@ -94,7 +114,32 @@ class TargetSpec:
             "hidden_act": "silu",
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "tie_word_embeddings": False,
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": self.sliding_window is not None,
+            "max_window_layers": 0,
         }
+
+
+def other_values(config: dict[str, Any], wanted: Mapping[str, object]) -> list[str]:
+    """List the fields that a config.json states and that do not have the wanted value."""
+    return [f"{name} = {config[name]!r}" for name, value in wanted.items() if config.get(name) not in (None, value)]
+
+
+def served_otherwise(config: dict[str, Any]) -> list[str]:
+    """List the fields of a config.json with which vLLM serves another model than transformers trains, or none at all."""
+    fields = other_values(config, PLAIN | PLAIN_IN.get(config.get("model_type", ""), {}))
+    return fields + ["a sliding_window in some of the layers"] * (len(set(_windows(config))) > 1)
+
+
+def _windows(config: dict[str, Any]) -> list[int | None]:
+    """Return the sliding window of each layer, as transformers reads a config.json."""
+    qwen, layers = config.get("model_type") in ("qwen2", "qwen3"), config.get("num_hidden_layers", 1)
+    window = config.get("sliding_window", 4096 if qwen or config.get("model_type") == "mistral" else None) or None
+    if qwen and not config.get("use_sliding_window"):
+        window = None
+    first = min(config.get("max_window_layers", 28), layers) if qwen else 0
+    types = config.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (layers - first)
+    return [window if kind == "sliding_attention" else None for kind in types]
 
 
 def _experts(config: dict[str, Any]) -> Experts | None:

@@ -2,7 +2,8 @@
 
 At draft position k, a start's query sees the keys of draft position 0 up to its own row, and only its own key of each later
 position. In serving, these are the entries that its verification step has put into the KV cache. So a row needs a causal block
-and k more scores, never a mask of rows x rows(1 + k). Shape letters: R rows, H hidden size, D head size.
+and k more scores, never a mask of rows x rows(1 + k). A sliding window of W tokens leaves the newest W of these keys. Shape
+letters: R rows, H hidden size, D head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -112,6 +113,9 @@ class DraftLayer(nn.Module):
 MAX_SCORES = 2**24
 """Most attention scores in memory at once, over all heads (64 MiB in float32)."""
 
+WHOLE_TEXT = 2**31
+"""A window that no text fills."""
+
 MAX_STARTS = 2048
 """Most starts whose intermediate tensors are in memory at once."""
 
@@ -132,8 +136,10 @@ def unroll(
     fed the true token (teacher forcing) and, after the first, the layer's own output of the position before: with
     recycles_normed after the final norm, otherwise before it.
     """
-    dtype = layer.self_attn.o_proj.weight.dtype
+    dtype, window = layer.self_attn.o_proj.weight.dtype, layer.self_attn.sizes.sliding_window or WHOLE_TEXT
     start_positions = batch.positions[alignment.start_rows]
+    order = batch.document_ids * 2 * WHOLE_TEXT + batch.positions  # rises from row to row
+    context_order, start_order = order[alignment.context_rows], order[alignment.start_rows]
 
     def embed(rows: Tensor) -> Tensor:
         return embedding.detach()[batch.token_ids[rows]].to(dtype)
@@ -151,7 +157,10 @@ def unroll(
         # At draft position 0 a start's own key is the last one it sees of the context.
         own = own + layer.self_attn.keys_and_values(x, positions) if position else ()
         queries = layer.self_attn.queries(x, positions)
-        hidden = layer.finish(attend(queries, *context, own[::2], own[1::2], alignment, starts), residual, x)
+        first_seen = torch.searchsorted(context_order, start_order[starts] + position + 1 - window)
+        own_keys, own_values = own[::2][-window:], own[1::2][-window:]
+        attended = attend(queries, *context, own_keys, own_values, alignment, starts, first_seen)
+        hidden = layer.finish(attended, residual, x)
         normed = norm(hidden)
         return normed if recycles_normed else hidden, normed, *own[-2:]
 
@@ -180,11 +189,12 @@ def attend(
     own_values: Sequence[Tensor],
     alignment: Alignment,
     starts: slice,
+    first_seen: Tensor,
 ) -> Tensor:
     """Return the attention output [R, heads, D] for the queries [R, heads, D] of the starts in the slice `starts`.
 
-    A query sees the keys and values [C, kv heads, D] of its rollout's context rows causally. own_keys and own_values,
-    each [R, kv heads, D], are seen only by the start that they belong to.
+    A query sees the keys and values [C, kv heads, D] of its rollout's context rows from first_seen [R] up to its own.
+    own_keys and own_values, each [R, kv heads, D], are seen only by the start that they belong to.
     """
     chunks = []
     for context, own_starts in alignment.spans:
@@ -193,22 +203,23 @@ def attend(
         for start in range(first, last, rows_in_chunk):
             stop = min(start + rows_in_chunk, last)
             rows = slice(start - starts.start, stop - starts.start)
-            last_seen = alignment.starts_in_context[start:stop] - context.start
+            seen = torch.stack([first_seen[rows], alignment.starts_in_context[start:stop]]) - context.start
             own = ([tensor[rows] for tensor in tensors] for tensors in (own_keys, own_values))
-            chunks.append(_recomputed(_attend_chunk, queries[rows], keys[context], values[context], last_seen, *own))
+            chunks.append(_recomputed(_attend_chunk, queries[rows], keys[context], values[context], seen, *own))
     return torch.cat(chunks) if chunks else queries
 
 
 def _attend_chunk(
-    queries: Tensor, keys: Tensor, values: Tensor, last_seen: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
 ) -> Tensor:
-    """Return [R, heads, D] for queries [R, heads, D]; row i sees keys [C, kv heads, D] up to last_seen[i], and its own."""
+    """Return [R, heads, D] for queries [R, heads, D]; row i sees keys [C, kv heads, D] from seen[0, i] to seen[1, i], and its own."""
     num_rows, num_heads, size = queries.shape
     kv_heads = keys.shape[1]
     # Queries that share a key head become rows of one matrix: [kv heads, R * heads / kv heads, D].
     grouped = queries.view(num_rows, kv_heads, -1, size).transpose(0, 1)
     scores = (grouped.flatten(1, 2) @ keys.permute(1, 2, 0)).view(kv_heads, num_rows, num_heads // kv_heads, -1)
-    unseen = torch.arange(keys.shape[0], device=keys.device) > last_seen[:, None]
+    row = torch.arange(keys.shape[0], device=keys.device)
+    unseen = (row < seen[0, :, None]) | (row > seen[1, :, None])
     scores = scores.masked_fill(unseen[None, :, None], -torch.inf)
     own_scores = [(grouped * key.transpose(0, 1)[:, :, None]).sum(-1, keepdim=True) for key in own_keys]
     weights = (torch.cat([scores, *own_scores], dim=-1) * size**-0.5).softmax(-1)

@@ -20,6 +20,7 @@ from filelock import FileLock
 
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
 from drafters.files import CONFIG, read_config, safetensors_header, weight_files
+from drafters.target import served_otherwise
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next")
 SUPPORTED_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
@@ -32,6 +33,9 @@ BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_MODEL = "tiny:llama"
 BUILT = {BUNDLED_MODEL: "smollm2-135m-instruct", TINY_MODEL: "tiny-llama"}
 """Models that cotrain builds, and the names of their folders in the cache folder."""
+
+CPU_BLOCK_TOKENS = 32
+"""vLLM's CPU build takes blocks of the KV cache of a multiple of so many tokens."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -116,6 +120,11 @@ def check_model(folder: Path) -> None:
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method", "unknown method")
         raise ValueError(f"{folder}: the weights are quantized ({method}); training needs an unquantized model")
+    if fields := served_otherwise(config):
+        raise ValueError(
+            f"{folder}/config.json has {', '.join(fields)}, with which vLLM would not compute what transformers computes, "
+            "where the policy learns; take out what the weights were not trained with, or choose another model"
+        )
     for path in weight_files(folder):
         safetensors_header(path)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
@@ -148,6 +157,10 @@ def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arg
     if linear and ranks > 1:
         advice = "leave it out, and raise rollout.num_engines"
         problems = [f"{field}: parts of linear attention cannot be read back; {advice}"]
+    block = arguments.get("block_size", CPU_BLOCK_TOKENS)
+    if on_cpu and block not in range(CPU_BLOCK_TOKENS, 2**20, CPU_BLOCK_TOKENS):
+        takes = f"vLLM's CPU build takes multiples of {CPU_BLOCK_TOKENS}"
+        problems.append(f"rollout.vllm.block_size: {takes}, not {block!r}; set one, or leave it out")
     if linear and on_cpu and dtype != "bfloat16":
         problems.append(f"{dtype_name}: vLLM computes linear attention on a CPU in bfloat16 only; set it to bfloat16")
     if linear and on_cpu and arguments.get("enable_prefix_caching"):

@@ -7,7 +7,7 @@ SelfCheckFailed.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -66,10 +66,10 @@ def _by_layer(layers: Sequence[int], hidden: Tensor) -> dict[int, Tensor]:
     return dict(zip(layers, hidden.chunk(len(layers), dim=1), strict=True)) if layers else {}
 
 
-def check_records(batch: RolloutBatch, eos_token_id: int | None) -> None:
+def check_records(batch: RolloutBatch, end_token_ids: Collection[int]) -> None:
     """Compare the prompt length and tokens of every tapped rollout with the rollout that was returned.
 
-    No rollout may have tokens behind eos_token_id, which ends a response; None if it does not (rollout.ignore_eos).
+    No rollout may have tokens behind one of end_token_ids, which end a response; empty if none does (rollout.ignore_eos).
     """
     boundaries = {tuple(r.prompt_token_ids + r.token_ids): len(r.prompt_token_ids) for r in batch.rollouts}
     for record in (record for shard in batch.features for record in read_shard(shard)):
@@ -82,11 +82,11 @@ def check_records(batch: RolloutBatch, eos_token_id: int | None) -> None:
                 f"the engine was given one of {boundary}: the drafter's loss mask would be off"
             )
     for rollout in batch.rollouts:
-        if eos_token_id is not None and eos_token_id in rollout.token_ids[:-1]:
-            behind = len(rollout.token_ids) - 1 - rollout.token_ids.index(eos_token_id)
+        end = next((place for place, token in enumerate(rollout.token_ids[:-1]) if token in end_token_ids), None)
+        if end is not None:
             raise SelfCheckFailed(
-                f"rollout {rollout.prompt_id}/{rollout.sample_index} has {behind} tokens behind the end-of-sequence "
-                f"token {eos_token_id}: the policy would be trained on text that was never part of the response"
+                f"rollout {rollout.prompt_id}/{rollout.sample_index} has {len(rollout.token_ids) - 1 - end} tokens behind the "
+                f"end-of-sequence token {rollout.token_ids[end]}: the policy would be trained on text that was never part of the response"
             )
 
 

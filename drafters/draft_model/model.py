@@ -21,6 +21,7 @@ from drafters.alignment import Alignment, DraftBatch
 from drafters.base import TRAINED_DEPTH, Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
 from drafters.config import DraftModelConfig
 from drafters.files import read_config, weight_files
+from drafters.target import served_otherwise
 
 HEAD = "lm_head.weight"
 
@@ -68,6 +69,11 @@ class DraftModel(Drafter):
         sizes.check_made_for(target, ("vocab_size", "hidden_size"), folder)
         if problem := _unsupported(sizes):
             raise ValueError(f"{folder}/config.json: {problem}")
+        if fields := served_otherwise(config):
+            raise ValueError(
+                f"{folder}/config.json has {', '.join(fields)}: vLLM would serve another model than is trained"
+            )
+        sizes.check_made_for(target, ("sliding_window",), folder)  # vLLM gives it the target's
         sizes = replace(sizes, eos_token_ids=target.eos_token_ids)
         depth = config.get(TRAINED_DEPTH) or depth_if_unstated or 1
         return Shape(sizes, depth), _own_tensors(read_tensors(folder), sizes)
@@ -81,9 +87,8 @@ class DraftModel(Drafter):
             "model_type": sizes.model_type,
             "num_hidden_layers": sizes.num_layers,
             "tie_word_embeddings": sizes.tie_word_embeddings,
-            # Some families would otherwise attend only to a window of the text.
-            "sliding_window": None,
-            "use_sliding_window": False,
+            "attention_bias": sizes.attention_bias,
+            "mlp_bias": sizes.mlp_bias,
             "eos_token_id": list(sizes.eos_token_ids) or None,
             TRAINED_DEPTH: shape.trained_depth,
         }

@@ -20,10 +20,22 @@ from drafters.alignment import Alignment, DraftBatch
 from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
 from drafters.config import Eagle3Config
 from drafters.files import read_config
+from drafters.target import other_values
 from drafters.unroll import MLP, Attention, DraftLayer, unroll
 
-UNSUPPORTED_FLAGS = ("norm_before_fc", "norm_output", "attention_bias")
-"""Flags of variants that vLLM serves but this drafter does not implement."""
+SUPPORTED: dict[str, object] = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "logit_scale": 1,
+    "is_causal": True,
+    "quantization_config": None,
+    **dict.fromkeys(("norm_before_fc", "norm_output", "attention_bias", "mlp_bias", "bias", "qkv_bias"), False),
+}
+"""Fields that vLLM reads of a drafter's config.json, with the only value that this drafter implements."""
+
+NESTED: dict[str, object] = {"use_aux_hidden_state": True, "norm_before_fc": False}
+"""The same for fields of eagle_config."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +125,10 @@ class Eagle3Drafter(Drafter):
                 '"speculators_config": {"proposal_methods": [{"speculative_tokens": K}]}'
             )
         layers = config.get("eagle_aux_hidden_state_layer_ids")
+        slides = "sliding_attention" in (config.get("layer_types") or ())
+        window = config["sliding_window"] if slides else target.sliding_window
         shape = Eagle3Shape(
-            sizes=replace(sizes, eos_token_ids=target.eos_token_ids, partial_rotary_factor=1.0),
+            sizes=replace(sizes, eos_token_ids=target.eos_token_ids, sliding_window=window),
             trained_depth=depth,
             draft_vocab_size=config.get("draft_vocab_size") or sizes.vocab_size,
             aux_layers=check_aux_layers(layers, target, f"{folder}/config.json"),
@@ -127,7 +141,14 @@ class Eagle3Drafter(Drafter):
 
     @staticmethod
     def to_config(shape: Eagle3Shape) -> dict[str, object]:
-        own = {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
+        own: dict[str, object] = {
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+        if shape.sizes.sliding_window is not None:
+            own["layer_types"] = ["sliding_attention"]
         llama = shape.sizes.layer_config() | own
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -211,13 +232,20 @@ class Eagle3Drafter(Drafter):
 
 def _problems(config: dict[str, Any], sizes: TargetSpec) -> Iterator[str]:
     """Yield each reason why this drafter would not compute what an engine computes from the same checkpoint."""
-    for flag in UNSUPPORTED_FLAGS:
-        if config.get(flag):
-            yield f"this is an EAGLE-3 variant with {flag}, which is not supported"
-    if sizes.num_layers != 1:
-        yield f"the drafter has {sizes.num_layers} layers; only one is supported"
-    if sizes.rope_type != "default":
-        yield f"rope_type {sizes.rope_type!r} is not supported; the drafter would be trained at other positions than it is served at"
+    nested = config.get("eagle_config") or {}
+    for field in other_values(config, SUPPORTED) + other_values(nested, NESTED):
+        yield f"this is an EAGLE-3 variant with {field}, which is not supported"
+    if (sizes.rope_type, sizes.partial_rotary_factor) != ("default", 1):
+        yield f"rope_type {sizes.rope_type!r} or partial_rotary_factor {sizes.partial_rotary_factor:g} is not supported"
+    ids = nested.get("eagle_aux_hidden_state_layer_ids")
+    if ids and not config.get("eagle_aux_hidden_state_layer_ids"):
+        fix = (
+            f'for a drafter of SGLang, put "eagle_aux_hidden_state_layer_ids": {[layer + 1 for layer in ids]} beside it'
+        )
+        yield f"the ids of its aux layers are in eagle_config alone, where engines read them differently; {fix}"
+    if config.get("sliding_window") and config.get("use_sliding_window") is not False and not config.get("layer_types"):
+        fix = 'add "layer_types": ["sliding_attention"], or take it out'
+        yield f"vLLM reads no sliding_window = {config['sliding_window']} without layer_types; {fix}"
 
 
 def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, ...]:

@@ -24,9 +24,9 @@ from drafters.unroll import MLP, Attention, DraftLayer, ZeroCentredRMSNorm, unro
 
 OF_TARGET = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
-    "rope_theta", "partial_rotary_factor",
+    "rope_theta", "partial_rotary_factor", "sliding_window",
 )  # fmt: skip
-"""Sizes of a head that vLLM reads from the target's configuration."""
+"""Fields of a head that vLLM reads from the target's configuration."""
 
 
 class SparseMLP(nn.Module):

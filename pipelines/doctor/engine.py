@@ -110,7 +110,7 @@ class EngineChecks:
         batch = await self._generate(K, tap=True, temperature=1.0)
         if holes := int(batch.feature_stats["num_holes"]):
             raise Problem(f"{holes} rows of {int(batch.feature_stats['num_tokens'])} are missing in what was tapped")
-        check_records(batch, None)
+        check_records(batch, ())
         error = check_features(batch, self._hidden_states, self.setup.rollout.dtype)
         return f"{batch.feature_stats['num_tokens']:.0f} rows, largest relative error of a layer {error:.1g}"
 

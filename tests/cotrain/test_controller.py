@@ -12,6 +12,7 @@ import pytest
 
 from cotrain.controller import Controller, Records, Roles
 from cotrain.lossless.emitted import Draws
+from cotrain.models.loading import resolve_model
 from cotrain.process.failures import SelfCheckFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.records import (
@@ -150,6 +151,7 @@ class Nodes:
 
     def __init__(self, scratch: Path):
         self.scratch = {"here": scratch}
+        self.model_path = resolve_model("tiny:llama")
 
     def bring(self, path: str, node: str, move: bool = False) -> str:
         return path

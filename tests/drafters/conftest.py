@@ -47,7 +47,8 @@ class Kind:
     def make(self, seed: int = 0, **changes) -> Drafter:
         """A drafter in float64 whose every weight matters: norms and projections are far from their initial values."""
         layout = {name: changes.pop(name) for name in LAYOUT if name in changes}
-        drafter = build_drafter(self.configured(**changes), self.target, seed)
+        target = dataclasses.replace(self.target, sliding_window=changes.pop("sliding_window", None))
+        drafter = build_drafter(self.configured(**changes), target, seed)
         drafter = type(drafter)(dataclasses.replace(drafter.shape, **layout)).double()
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():

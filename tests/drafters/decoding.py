@@ -26,6 +26,7 @@ class CachedDecoder(ABC):
 
     head_dim: int
     rotary_dim: int
+    window = 0  # newest rows that attention sees; 0: all
 
     def __init__(self, drafter: Drafter) -> None:
         self.weights = drafter.state_dict()
@@ -57,7 +58,9 @@ class CachedDecoder(ABC):
         """[heads * D] from the queries [heads, D] of the newest row."""
         attended = []
         for head in range(HEADS):
-            keys, values = (torch.stack(t)[:, head * KV_HEADS // HEADS] for t in zip(*cache, strict=True))
+            keys, values = (
+                torch.stack(t)[:, head * KV_HEADS // HEADS] for t in zip(*cache[-self.window :], strict=True)
+            )
             attended.append((keys @ q[head] / self.head_dim**0.5).softmax(0) @ values)
         return torch.cat(attended)
 
@@ -89,6 +92,7 @@ def decode(decoder: CachedDecoder, batch: DraftBatch, embedding: Tensor, depth: 
 
 def assert_unroll_equals(decoder: CachedDecoder, drafter: Drafter, batch: DraftBatch, target: TargetWeights) -> None:
     """At every supervised draft position of every start."""
+    decoder.window = drafter.shape.sizes.sliding_window or 0
     alignment = align(batch, drafter.shape.trained_depth)
     outputs = drafter.drafts(batch, alignment, target)[0]
     expected = decode(decoder, batch, target.embedding, drafter.shape.trained_depth)

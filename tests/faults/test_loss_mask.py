@@ -24,11 +24,11 @@ def batch(fresh: LiveEngine) -> RolloutBatch:
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_11_the_drafters_mask(shift: int, batch: RolloutBatch, fault: Fault) -> None:
-    check_records(batch, None)
+    check_records(batch, ())
     path = batch.features[0]
     write_records(path, [replace(r, prompt_length=r.prompt_length + shift) for r in read_shard(path)])
     with pytest.raises(SelfCheckFailed, match=f"a prompt of {12 + shift}, the engine was given one of 12"):
-        check_records(batch, None)
+        check_records(batch, ())
     fault("11a", f"prompt length {shift:+d} in the features", "check of the first step's records", steps=1)
 
 
@@ -58,9 +58,9 @@ def test_11_tokens_behind_the_end(fresh: LiveEngine, fault: Fault) -> None:
     """The engine is told to go on behind it, as a lost end-of-sequence token would make it."""
     end = 2
     sound = fresh.generate(make_requests(16), tap=False, ignore_eos=False)
-    check_records(sound, end)
+    check_records(sound, [end])
     batch = fresh.generate(make_requests(16), tap=False, max_tokens=300)
     assert any(end in rollout.token_ids[:-1] for rollout in batch.rollouts)
     with pytest.raises(SelfCheckFailed, match="behind the end-of-sequence token 2"):
-        check_records(batch, end)
+        check_records(batch, [end])
     fault("11c", "tokens behind the end-of-sequence token", "check of the first step's records", steps=1)

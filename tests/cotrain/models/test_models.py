@@ -89,6 +89,10 @@ def test_supported_architectures_pass(model_folder, architecture):
         ({"architectures": ["BertModel"]}, r"architecture BertModel is not supported; supported are LlamaForCausalLM"),
         ({"architectures": None}, r"architecture none is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, r"the weights are quantized \(awq\)"),
+        (
+            {"sliding_window": 64, "qkv_bias": True},
+            r"config\.json has qkv_bias = True, sliding_window = 64, with which vLLM would not compute .* take out what",
+        ),
     ],
 )
 def test_config_that_cannot_work(model_folder, changes, message):
@@ -270,3 +274,14 @@ def test_ranks_that_do_not_divide_a_model_are_refused(config, ranks, named, tmp_
     assert len(problems) == len(named)
     for problem, name in zip(problems, named, strict=True):
         assert problem.startswith("rollout.vllm.tensor_parallel_size: ") and name in problem
+
+
+@pytest.mark.parametrize(
+    ("size", "on_cpu", "refused"),
+    [(16, True, True), (0, True, True), ("32", True, True), (16, False, False), (96, True, False)],
+)
+def test_a_block_size_that_the_cpu_build_refuses_is_found_before_a_model_loads(size, on_cpu, refused, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    problems = serving_problems(tmp_path, on_cpu, "bfloat16", "rollout.dtype", {"block_size": size})
+    message = f"rollout.vllm.block_size: vLLM's CPU build takes multiples of 32, not {size!r}; set one, or leave it out"
+    assert problems == [message] * refused

@@ -140,26 +140,26 @@ def with_rollout(batch: RolloutBatch, prompt_length: int = 5, tokens: list[int] 
 
 
 def test_records_of_their_rollouts_pass(tmp_path):
-    check_records(with_rollout(tapped(tmp_path)), eos_token_id=LENGTH - 1)
+    check_records(with_rollout(tapped(tmp_path)), end_token_ids=[LENGTH - 1])
 
 
 @pytest.mark.parametrize("prompt_length", [4, 6])
 def test_a_prompt_boundary_off_by_one_is_named(tmp_path, prompt_length):
     with pytest.raises(SelfCheckFailed, match=f"a prompt of 5, the engine was given one of {prompt_length}"):
-        check_records(with_rollout(tapped(tmp_path), prompt_length), eos_token_id=None)
+        check_records(with_rollout(tapped(tmp_path), prompt_length), end_token_ids=())
 
 
 def test_a_record_of_other_tokens_is_named(tmp_path):
     with pytest.raises(SelfCheckFailed, match="other tokens than every rollout"):
-        check_records(with_rollout(tapped(tmp_path), tokens=[7] * LENGTH), eos_token_id=None)
+        check_records(with_rollout(tapped(tmp_path), tokens=[7] * LENGTH), end_token_ids=())
 
 
 def test_tokens_behind_the_end_are_named(tmp_path):
     batch = with_rollout(tapped(tmp_path))
     with pytest.raises(SelfCheckFailed, match=r"rollout p/0 has 2 tokens behind the end-of-sequence token 17"):
-        check_records(batch, eos_token_id=LENGTH - 3)
-    check_records(batch, eos_token_id=None)
-    check_records(batch, eos_token_id=3)  # in the prompt, where templates put it
+        check_records(batch, end_token_ids=[LENGTH + 1, LENGTH - 3])
+    check_records(batch, end_token_ids=())
+    check_records(batch, end_token_ids=[3])  # in the prompt, where templates put it
 
 
 @pytest.mark.parametrize(("dtype", "rounding", "shift"), [("float32", 1e-4, 0.2), ("bfloat16", 0.05, 1.0)])

@@ -13,13 +13,15 @@ from drafters.base import TargetSpec
 from drafters.build import build_drafter, load_drafter, shape_problems
 from drafters.config import DraftModelConfig
 from drafters.draft_model.model import FAMILIES, evenly_spaced
+from drafters.files import read_config
+from drafters.target import served_otherwise
 from tests.drafters.conftest import DRAFT_MODEL, TARGET, TIED_DRAFT_MODEL, assert_same_state, edit_config, make_batch
 
 ROLLOUTS = (9, 7, 6), (4, 5, 0), (5, 6, 8)
 
 
-def of_family(model_type: str, tied: bool = False) -> TargetSpec:
-    return dataclasses.replace(TARGET, model_type=model_type, tie_word_embeddings=tied)
+def of_family(model_type: str, tied: bool = False, **fields: object) -> TargetSpec:
+    return dataclasses.replace(TARGET, model_type=model_type, tie_word_embeddings=tied, **fields)
 
 
 @pytest.fixture
@@ -31,12 +33,23 @@ def policy(tmp_path: Path) -> Path:
     return tmp_path / "policy"
 
 
+SERVED = [
+    *((model_type, {}) for model_type in FAMILIES),
+    *((model_type, {"sliding_window": 5}) for model_type in FAMILIES if model_type != "llama"),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+]
+"""What vLLM and transformers compute alike; policies of other windows and biases are refused."""
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_draft_position_is_a_row_of_hugging_faces_model(model_type, tied, target_weights, tmp_path):
-    kind = dataclasses.replace(DRAFT_MODEL, target=of_family(model_type, tied))
-    drafter = kind.make(trained_depth=4, num_layers=3).float()
+@pytest.mark.parametrize(("model_type", "fields"), SERVED, ids=str)
+def test_every_draft_position_is_a_row_of_hugging_faces_model(model_type, tied, fields, target_weights, tmp_path):
+    kind = dataclasses.replace(DRAFT_MODEL, target=of_family(model_type, tied, **fields))
+    drafter = kind.make(trained_depth=4, num_layers=3, sliding_window=fields.get("sliding_window")).float()
+    assert ("model.layers.0.mlp.up_proj.bias" in drafter.state_dict()) == ("mlp_bias" in fields)
     drafter.save(tmp_path, torch.float32)
+    assert load_drafter(tmp_path, kind.target).shape == drafter.shape
+    assert served_otherwise(read_config(tmp_path)) == []
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values())
     batch = make_batch(*ROLLOUTS, dtype=torch.float32)
@@ -58,6 +71,33 @@ def test_every_draft_position_is_a_row_of_hugging_faces_model(model_type, tied, 
         torch.testing.assert_close(
             parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_a_window_hides_what_lies_before_it(target_weights):
+    kind = dataclasses.replace(DRAFT_MODEL, target=of_family("mistral"))
+    drafter = kind.make(num_layers=2, sliding_window=5)
+    batch = make_batch((3, 17, 0), (3, 17, 0))
+    alignment = align(batch, 3)
+
+    def states() -> torch.Tensor:
+        return drafter.drafts(batch, alignment, target_weights)[0][0]
+
+    before = states()
+    batch.token_ids[20] = (batch.token_ids[20] + 1) % TARGET.vocab_size  # the first of the second rollout
+    changed = (states() != before).any(1).nonzero().flatten()
+    rows = alignment.start_rows[changed] + 1  # whose states draft position 0 reads
+    assert rows.tolist() == list(range(21, 20 + 2 * (5 - 1) + 1))  # two layers see twice as far
+
+
+def test_a_folder_with_another_window_than_the_engine_would_give_it_is_refused(tmp_path):
+    DRAFT_MODEL.make().save(tmp_path, torch.float32)
+    with pytest.raises(ValueError, match="made for another target: its sliding_window is None, this one's is 24"):
+        load_drafter(tmp_path, of_family("llama", sliding_window=24))
+    edit_config(tmp_path, hidden_act="gelu", qkv_bias=True)
+    with pytest.raises(
+        ValueError, match=r"config\.json has hidden_act = 'gelu', qkv_bias = True: vLLM would serve another"
+    ):
+        load_drafter(tmp_path, TARGET)
 
 
 @pytest.mark.parametrize(("num_layers", "chosen"), [(2, [0, 29]), (3, [0, 14, 29]), (4, [0, 10, 19, 29])])

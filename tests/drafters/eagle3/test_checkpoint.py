@@ -79,14 +79,30 @@ def test_depth_is_the_checkpoints_own_unless_it_says_none(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_output": True}, "variant with norm_output"),
-        ({"num_hidden_layers": 2}, "has 2 layers"),
+        ({"norm_output": True}, "variant with norm_output = True"),
+        ({"num_hidden_layers": 2}, "variant with num_hidden_layers = 2"),
+        ({"hidden_act": "gelu"}, "variant with hidden_act = 'gelu'"),
+        ({"mlp_bias": True}, "variant with mlp_bias = True"),
+        ({"qkv_bias": True}, "variant with qkv_bias = True"),
+        ({"logit_scale": 0.5}, "variant with logit_scale = 0.5"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "variant with quantization_config = {'quant_method'"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "variant with use_aux_hidden_state = False"),
+        ({"eagle_config": {"norm_before_fc": True}}, "variant with norm_before_fc = True"),
+        (
+            {"sliding_window": 8, "use_sliding_window": None},
+            'no sliding_window = 8 without layer_types; add "layer_types": ["sliding_attention"]',
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "eagle_aux_hidden_state_layer_ids": None},
+            'for a drafter of SGLang, put "eagle_aux_hidden_state_layer_ids": [2, 4, 5] beside it',
+        ),
         ({"rms_norm_eps": None}, "has no rms_norm_eps"),
         ({"speculators_config": None}, "how many draft positions"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}, "[2, 2, 5] are not ascending ids"),
         ({"draft_vocab_size": 19}, "lm_head.weight is [20, 16], expected [19, 16]"),
         ({"max_position_embeddings": None}, "has no max_position_embeddings"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3' or"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "rope_type 'linear'"),
     ],
 )
@@ -94,6 +110,24 @@ def test_a_config_that_does_not_fit_is_refused(folder, changes, message):
     edit_config(folder, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
         load_drafter(folder, TARGET)
+
+
+def test_the_window_is_the_one_that_vllm_serves_it_with(folder):
+    """Its own, by layer_types as vLLM reads them, and otherwise that of the KV cache, which is the target's."""
+
+    def window(target_window, **changes):
+        edit_config(folder, **changes)
+        return load_drafter(
+            folder, dataclasses.replace(TARGET, sliding_window=target_window)
+        ).shape.sizes.sliding_window
+
+    assert (window(None), window(7)) == (None, 7)
+    assert window(None, sliding_window=9, use_sliding_window=False) is None
+    assert window(7, layer_types=["full_attention"]) == 7
+    assert (window(None, layer_types=["sliding_attention"]), window(7)) == (9, 9)
+    drafter = load_drafter(folder, TARGET)
+    drafter.save(folder, torch.float32)
+    assert load_drafter(folder, TARGET).shape == drafter.shape
 
 
 @pytest.mark.parametrize("edit", [lambda d2t: d2t + 1, lambda d2t: d2t.flip(0)], ids=["shifted", "reversed"])

@@ -38,7 +38,16 @@ class Eagle3Decoder(CachedDecoder):
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize("variant", [{"fc_norm": False}, {"fc_norm": True}, {"norm_before_residual": True}], ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"fc_norm": False},
+        {"fc_norm": True},
+        {"norm_before_residual": True},
+        *({"sliding_window": w} for w in (1, 3, 6)),
+    ],
+    ids=str,
+)
 def test_unroll_equals_decoding_with_a_kv_cache(documents, variant, target_weights):
     drafter = make_drafter(trained_depth=4, **variant)
     assert_unroll_equals(Eagle3Decoder(drafter), drafter, make_batch(*documents), target_weights)

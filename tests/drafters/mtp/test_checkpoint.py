@@ -87,6 +87,7 @@ def test_several_heads_are_refused(kind, folder):
         {"num_key_value_heads": 1},
         {"rms_norm_eps": 1e-6},
         {"rope_theta": 5e5},
+        {"sliding_window": 64},
     ],
     ids=str,
 )
@@ -97,7 +98,8 @@ def test_the_head_of_another_model_is_refused(kind, folder, change):
     with pytest.raises(ValueError, match=message):
         load_drafter(folder, dataclasses.replace(kind.target, **change))
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
-    edit_config(folder, **({"rope_parameters": rope | change} if name == "rope_theta" else change))
+    slides = {"use_sliding_window": True, "model_type": "mistral"} if name == "sliding_window" else {}
+    edit_config(folder, **({"rope_parameters": rope | change} if name == "rope_theta" else change), **slides)
     message = re.escape(f"made for another target: its {name} is {value}, this one's is {mine}")
     with pytest.raises(ValueError, match=message):
         load_drafter(folder, kind.target)

@@ -85,8 +85,9 @@ DECODERS = {MIMO.name: MiMoDecoder, QWEN3_NEXT.name: Qwen3NextDecoder}
 
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize("kind", MTP_KINDS, ids=kind_name)
-def test_unroll_equals_decoding_with_a_kv_cache(kind, documents, target_weights):
-    drafter = kind.make(trained_depth=4)
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_unroll_equals_decoding_with_a_kv_cache(kind, documents, window, target_weights):
+    drafter = kind.make(trained_depth=4, sliding_window=window)
     assert_unroll_equals(DECODERS[kind.name](drafter), drafter, make_batch(*documents), target_weights)
 
 
