@@ -103,8 +103,8 @@ def reserved_bytes(tapped: Mapping[str, TapRequest], row_size: int) -> int:
 
 
 def first_of_each_prompt(tapped: Mapping[str, TapRequest]) -> set[str]:
-    """Return the name of one tapped request for each prompt. The prompt rows that it computes serve all the others."""
-    return set({request.prompt: name for name, request in tapped.items()}.values())
+    """Return the name of each prompt's first tapped request. The prompt rows that it computes serve all the others."""
+    return set({request.prompt: name for name, request in reversed(list(tapped.items()))}.values())
 
 
 def fewest_tapped(rollout: "RolloutConfig", row_size: int) -> int:

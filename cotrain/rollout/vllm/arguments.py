@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cotrain.config.schema import RolloutConfig
-from cotrain.models.loading import has_linear_attention
+from cotrain.models.loading import CPU_BLOCK_TOKENS, has_linear_attention
 from cotrain.records import Versions
 from drafters.base import ServingSpec
 
@@ -56,7 +56,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """
     from vllm.platforms import current_platform
 
-    rollout = spec.rollout
+    rollout, on_cpu = spec.rollout, current_platform.is_cpu()
     arguments: dict[str, Any] = {
         "max_num_seqs": rollout.max_num_seqs,
         # vLLM copies the states of linear attention with Triton kernels only
@@ -70,23 +70,27 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "disable_log_stats": False,
         "worker_extension_cls": f"{PACKAGE}.worker_extension.CotrainWorker",
     }
-    if current_platform.is_cpu():
+    if on_cpu:
         from cotrain.rollout.vllm.cpu import CPU_ARGUMENTS
 
-        arguments |= CPU_ARGUMENTS
+        # A prompt is found in the prefix cache by whole blocks, and vLLM's 128 tokens are more than many prompts have.
+        arguments |= CPU_ARGUMENTS | {"block_size": CPU_BLOCK_TOKENS}
     if (ranks := rollout.tensor_parallel_size) > 1:
-        if not current_platform.is_cpu() and (num_gpus := current_platform.device_count()) < ranks:
+        if not on_cpu and (num_gpus := current_platform.device_count()) < ranks:
             raise ValueError(f"rollout.vllm.tensor_parallel_size: {ranks} is above the {num_gpus} GPUs here; lower it")
         # In a placement group of Ray, vLLM would otherwise ask Ray for workers.
         arguments["distributed_executor_backend"] = "mp"
     speculation = _speculation(spec)
-    overlaps = speculation is None and not current_platform.is_cpu()  # on a CPU vLLM never overlaps steps
+    overlaps = speculation is None and not on_cpu  # on a CPU vLLM never overlaps steps
     arguments["scheduler_cls"] = (
         f"{PACKAGE}.scheduling.{'OverlappingScheduler' if overlaps else 'DraftLengthScheduler'}"
     )
     if speculation is not None:
+        # vLLM would not use the last cached block of a prompt, because the drafter's last key and value in it follow from the
+        # token behind it. The samples of a prompt have that token in common, and a block is a large part of a prompt on a CPU.
+        speculation |= {"disable_eagle_block_drop": True} if on_cpu else {}
         arguments["async_scheduling"] = False
-        if not current_platform.is_cpu() and not GRAPH_ARGUMENTS & rollout.vllm.keys():
+        if not on_cpu and not GRAPH_ARGUMENTS & rollout.vllm.keys():
             arguments["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs, rollout.num_speculative_tokens)
     if spec.weight_transfer != "files":
         arguments["weight_transfer_config"] = {"backend": spec.weight_transfer}

@@ -111,6 +111,18 @@ def test_graphs_cover_batches_of_all_sizes_with_and_without_drafts() -> None:
         assert sizes == sorted(set(sizes)) and len(sizes) <= 2 * (4 + most // 8)
 
 
+def test_short_prompts_are_found_in_the_prefix_cache_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is found by whole blocks, and behind an EAGLE-3 or MTP drafter vLLM would not use the last of them."""
+    from vllm.platforms import current_platform
+
+    arguments = engine_arguments(spec_of(tmp_path))
+    assert arguments["block_size"] == 32 and arguments["speculative_config"]["disable_eagle_block_drop"]
+    assert engine_arguments(spec_of(tmp_path, vllm={"block_size": 64}))["block_size"] == 64
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    arguments = engine_arguments(spec_of(tmp_path))
+    assert "block_size" not in arguments and "disable_eagle_block_drop" not in arguments["speculative_config"]
+
+
 def test_states_of_linear_attention_are_not_cached_unless_asked_for(tmp_path: Path) -> None:
     assert engine_arguments(spec_of(tmp_path))["enable_prefix_caching"]
     (tmp_path / "config.json").write_text('{"linear_num_value_heads": 2}')
