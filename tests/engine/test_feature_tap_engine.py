@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.exceptions import VLLMValidationError
 
 from cotrain.config.schema import FeatureTapConfig, RolloutConfig
 from cotrain.process.scratch import scratch_folder
@@ -61,9 +62,33 @@ def test_features_equal_a_forward_of_the_same_tokens(
 def test_cached_prefixes_are_computed_for_the_tap(fresh: LiveEngine, target_model: Any) -> None:
     prompts = make_requests(2, length=280, seed=11)
     fresh.generate(prompts, tap=False)
-    again = fresh.generate(prompts)  # two blocks of each prompt are in the cache
+    again = fresh.generate(prompts)  # all but a few tokens of each prompt are in the cache
     assert again.feature_stats["num_holes"] == 0
     assert_equal_to_forward(again, target_model, least_share=0.99)
+
+
+def test_the_samples_of_a_short_prompt_share_it(fresh: LiveEngine, target_model: Any) -> None:
+    """The first computes it, and the others take its one whole block of 53 tokens from the prefix cache."""
+
+    def cached_tokens() -> float:
+        return sum(
+            s.value for m in _metrics() if m.name == "vllm:prefix_cache_hits" for s in m.samples if "_total" in s.name
+        )
+
+    [request] = make_requests(1, length=53, seed=21)
+    before = cached_tokens()
+    batch = fresh.generate([replace(request, sample_index=i, seed=i) for i in range(4)])
+    assert cached_tokens() - before == 3 * 32
+    assert batch.feature_stats["num_holes"] == 0
+    assert_equal_to_forward(batch, target_model, least_share=0.98)
+
+
+def test_a_call_that_fails_reserves_nothing_for_ever(fresh: LiveEngine) -> None:
+    good, bad = make_requests(1), make_requests(1, length=400)  # longer than the engine's context
+    with pytest.raises(VLLMValidationError, match="400 input tokens"):
+        fresh.greedy([*good, *bad])
+    assert fresh.engine._tapped_bytes == 0
+    assert fresh.greedy(good).feature_stats["num_holes"] == 0
 
 
 def test_tapping_with_speculation_off_and_not_at_all(fresh: LiveEngine, target_model: Any) -> None:

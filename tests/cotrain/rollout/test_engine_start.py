@@ -11,10 +11,11 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from cotrain.config.schema import RolloutConfig
-from cotrain.records import GainReport
+from cotrain.records import GainReport, Rollout, RolloutRequest, Versions
 from cotrain.rollout import engine as engine_module
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.speculation.controller import SpeculationController, Step
+from cotrain.rollout.tap_admission import TapRequest
 from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments, graph_sizes
 from drafters.base import ServingSpec
 
@@ -128,6 +129,65 @@ def test_states_of_linear_attention_are_not_cached_unless_asked_for(tmp_path: Pa
     (tmp_path / "config.json").write_text('{"linear_num_value_heads": 2}')
     assert not engine_arguments(spec_of(tmp_path))["enable_prefix_caching"]
     assert engine_arguments(spec_of(tmp_path, vllm={"enable_prefix_caching": True}))["enable_prefix_caching"]
+
+
+class Failing(RolloutEngine):
+    """An engine that lives, and whose requests fail. It notes its calls of the scheduler and of the worker."""
+
+    def __init__(self, spec: EngineSpec):
+        super().__init__(spec)
+        self.calls: list[tuple[object, ...]] = []
+        self._engine = SimpleNamespace(model_config=SimpleNamespace(get_hidden_size=lambda: 4))
+
+    async def _run(self, *_: object, **options: object) -> list[object]:
+        raise RuntimeError("a request was refused")
+
+    async def _speculation(self, method: str, *args: object) -> None:
+        self.calls.append((method, *args))
+
+    async def _call(self, method: str, *args: object) -> object:
+        self.calls.append((method, *args))
+        return {"num_rollouts": 0}
+
+
+def test_a_call_that_fails_leaves_neither_the_learning_of_draft_lengths_off_nor_its_tap_reserved(
+    tmp_path: Path,
+) -> None:
+    engine = Failing(spec_of(tmp_path))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="a request was refused"):
+            asyncio.run(engine.generate([RolloutRequest("p", 0, [1, 2], None)], temperature=0.0))
+    assert [call for call in engine.calls if call[0] == "begin"] == [("begin", False), ("begin",)] * 3
+    assert engine._tapped_bytes == 0
+    tapped = [name for method, *rest in engine.calls if method == "cotrain_start_tapping" for name in rest[0]]
+    taken = [name for method, *rest in engine.calls if method == "cotrain_stop_tapping" for name in rest[0]]
+    assert tapped == taken and len(tapped) == 3
+
+
+def test_what_a_dead_engine_had_not_handed_over_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard has its name once the worker has answered; the others may be waiting for the trainer."""
+    engine = Failing(spec_of(tmp_path))
+    written: list[Path] = []
+
+    async def take(method: str, sequences: object, path: str, shared: object) -> dict[str, float]:
+        written.append(Path(path))
+        Path(path).write_text("features")
+        return {"num_rollouts": 1}
+
+    monkeypatch.setattr(engine, "_call", take)
+    rollout = Rollout("p", 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0), None)
+    [shard], _ = asyncio.run(engine._take_features({"b1r0": TapRequest("p", 2, 4)}, {"b1r0": rollout}))
+    assert Path(shard).read_text() == "features" and not written[0].exists()
+    written[0].write_text("half of it")
+
+    async def stop_here(*_: object) -> None:
+        raise RuntimeError("no engine here")
+
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM.from_engine_args", lambda arguments: None)
+    monkeypatch.setattr(engine, "_call", stop_here)
+    with pytest.raises(RuntimeError, match="no engine here"):
+        asyncio.run(engine.start())
+    assert Path(shard).exists() and not written[0].exists()
 
 
 def test_the_owner_reaches_the_controller_in_vllms_engine_core(tmp_path: Path) -> None:
