@@ -9,11 +9,13 @@ from pathlib import Path
 from cotrain.config.load import read_config
 from cotrain.models.loading import TOKENIZER_FILES, TOKENIZER_SETTINGS, native_head, resolve_model
 from cotrain.run.checkpoint import find_defect
+from drafters.files import CONFIG, weight_files, write_json
+from drafters.files import read_config as read_model_config
 from pipelines.page.folders import find
 
 DESCRIPTION = """\
-Write the policy of a run's newest checkpoint into DIR, with its tokenizer, and the drafter that the engines served then
-into DIR/drafter. A policy that came with an MTP head gets the trained head back instead: DIR is one model again."""
+Write the policy of a run's newest checkpoint into DIR, in rollout.dtype and with its tokenizer, and the drafter that the engines
+served then into DIR/drafter. A policy that came with an MTP head gets the trained head back instead: DIR is one model again."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     partial.mkdir(parents=True)
     try:
         _write(checkpoint / "policy", resolve_model(config.policy.model), drafter, partial)
+        _cast(partial, config.rollout.dtype)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -63,6 +66,19 @@ def _write(policy: Path, model: Path, drafter: Path | None, out: Path) -> None:
             shutil.copyfile(file, out / file.name)
     if drafter is not None:
         shutil.copytree(drafter, out / "drafter")
+
+
+def _cast(folder: Path, dtype: str) -> None:
+    """Write a model's weights in the number format that the engines served them in."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    for file in weight_files(folder):
+        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}
+        save_file(tensors, cast := file.with_suffix(".cast"), metadata={"format": "pt"})
+        cast.replace(file)  # not written in place, because tensors may still be read from the file
+    config = {name: value for name, value in read_model_config(folder).items() if name != "dtype"}
+    write_json(folder / CONFIG, config | {"torch_dtype": dtype})
 
 
 def _serving(model: Path, drafter: Path | None, num_speculative_tokens: int) -> str:

@@ -1,0 +1,36 @@
+"""What `cotrain export` writes, without a run."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cotrain.models.loading import resolve_model
+from pipelines.export import command
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_policy_has_the_number_format_that_it_was_served_in(
+    run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """A checkpoint keeps float32, which stock vLLM would cast with hundreds of warnings."""
+    model = resolve_model("tiny:llama")
+    run = tmp_path / "run"
+    policy = run / "checkpoints" / "step_000001" / "policy"
+    shutil.copytree(model, policy)
+    config = run_config(policy={"model": str(model)}, rollout={"dtype": dtype}, drafter=None)
+    (run / "config.json").write_text(config.model_dump_json())
+    (policy.parent / "state.json").write_text(json.dumps({"versions": {"policy": 1, "drafter": 0}}))
+    monkeypatch.setattr(command, "find_defect", lambda folder: None)
+    assert command.main([str(run), str(tmp_path / "out")]) == 0
+    exported, trained = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", policy))
+    for name, tensor in trained.items():
+        assert torch.equal(exported[name], tensor.to(getattr(torch, dtype)))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == getattr(torch, dtype)
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"tokenizer.json", "config.json"}
