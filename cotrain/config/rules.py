@@ -91,7 +91,8 @@ def _samples_fit_the_learner(config: RunConfig) -> Iterator[str]:
     if policy.micro_batch_tokens < rollout.max_model_len:
         yield (
             f"policy.micro_batch_tokens: {policy.micro_batch_tokens} is less than one rollout of full length "
-            f"(rollout.max_prompt_tokens + rollout.max_new_tokens = {rollout.max_model_len}); raise it to that or more"
+            f"(rollout.max_prompt_tokens + rollout.max_new_tokens = {rollout.max_model_len}); raise it to that or more, or lower "
+            "one of these two, which must fit the context of the model too"
         )
 
 

@@ -59,6 +59,7 @@ REFUSED = [
     ("policy.sharding=fsdp1", "policy.sharding: "),
     ("policy.minibatches=5", "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 5 x 1"),
     ("policy.micro_batch_tokens=1023", "policy.micro_batch_tokens: 1023 is less than one rollout of full length"),
+    ("rollout.max_new_tokens=8000", "or lower one of these two, which must fit the context of the model too"),
     ("policy.clip_low=1.0", "policy.clip_low: must be less than 1"),
     ("policy.model=''", "policy.model: String should have at least 1 character"),
     (

@@ -19,6 +19,7 @@ from cotrain.lossless.emitted import target_log_probs
 from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.setting import Setting
 from cotrain.records import Rollout, Versions
+from cotrain.rollout.vllm import cpu
 from drafters.base import SamplingParams
 from pipelines.verify.checks import target_laws
 from tests.cotrain.lossless.conftest import MODEL
@@ -31,6 +32,7 @@ from vllm.platforms import current_platform
 
 if not current_platform.is_cpu():
     pytest.skip("the kernels of vLLM's CPU build", allow_module_level=True)
+cpu.apply(cpu.leave_llvmlite_out)  # a test file before this one may have imported numba
 current_platform.register_triton_kernel_overrides()
 
 import vllm.v1.sample.rejection_sampler as sampler_module

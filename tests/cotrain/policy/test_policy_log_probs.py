@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 from policy_cases import VOCAB, make_rollouts, token_log_probs
@@ -6,6 +8,7 @@ from transformers import AutoModelForCausalLM
 import cotrain.policy.log_probs as log_probs_module
 from cotrain.policy.batching import micro_batches, num_input_tokens, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import HeadLogProbs, ResponseLogProbs
+from cotrain.records import Rollout, ScoredRollout, Versions
 
 CPU = torch.device("cpu")
 
@@ -52,6 +55,23 @@ def test_batched_log_probs_equal_those_of_each_rollout_alone(
             for scored in batch.rollouts
         ]
         torch.testing.assert_close(log_probs, torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+@pytest.mark.parametrize("bound", [20, 50, 200])
+def test_no_micro_batch_has_more_positions_than_it_may(batching: str, bound: int) -> None:
+    """Padding included. Only a rollout that is longer by itself does."""
+    lengths = random.Random(0).choices(range(3, 40), k=60)
+    rollouts = [
+        ScoredRollout(Rollout("p", i, [1, 2], [3] * n, [-1.0] * n, "", "stop", Versions(0, 0), None), 0.0, 1.0)
+        for i, n in enumerate(lengths)
+    ]
+    batches = micro_batches(rollouts, bound, batching, CPU)
+    assert sum(len(batch.rollouts) for batch in batches) == len(rollouts)
+    for batch in batches:
+        assert batch.token_ids.numel() <= bound or len(batch.rollouts) == 1
+    full = sum(batch.token_ids.numel() for batch in batches) / (bound * len(batches))
+    assert full > 0.5  # they are not small either
 
 
 def test_minibatches_and_shares_hold_every_rollout_once(tiny_model: str) -> None:

@@ -71,6 +71,11 @@ def test_loss_and_gradient_equal_a_slow_loop(tiny_model: str, aggregation: str, 
     loss = slow_loss(config, batch.rollouts, list(slow_input.split(lengths)), list(reference.split(lengths)))
     loss.backward()
 
+    log_ratio = current - batch.behaviour_log_probs
+    if ratio == "sequence":
+        log_ratio = torch.cat([part.mean().expand(len(part)) for part in log_ratio.split(lengths)])
+    above, below = log_ratio.exp() > 1 + config.clip_high, log_ratio.exp() < 1 - config.clip_low
+    assert torch.equal(values["clip_fraction"], torch.where(batch.advantages > 0, above, below))
     assert values["clip_fraction"].any() and not values["clip_fraction"].all()
     torch.testing.assert_close(per_token.sum(), loss, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(fast_input.grad, slow_input.grad, rtol=1e-5, atol=1e-7)

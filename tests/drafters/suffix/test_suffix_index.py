@@ -83,6 +83,15 @@ def test_law_is_the_blend_of_counts_by_context(response: list[int], half_life: f
     assert found == pytest.approx(expected, abs=1e-12)
 
 
+def test_places_that_are_left_out_are_counted_by_those_that_are_not() -> None:
+    """Of many places, one in `stride` is counted, and must weigh as much against the request's own text as all of them."""
+    texts = [([number], [7, 1], 0) for number in range(600)]
+    prompt, response = [7, 2, 7, 3], [7]
+    draft = filled(texts).draft(key_of(prompt), np.array(prompt + response, np.int32), len(prompt), 1, True)
+    found = dict(zip(draft.supports[0, : draft.sizes[0]].tolist(), draft.laws[0, : draft.sizes[0]], strict=True))
+    assert found == pytest.approx(plain_law(texts, prompt, response, None), rel=0.05)
+
+
 def test_tokens_are_drawn_from_the_law_that_is_handed_over() -> None:
     index, text = filled(history()), np.array([*PROMPTS[1], 3, 3], np.int32)
     drawn, laws = Counter[int](), {}
