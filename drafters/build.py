@@ -64,11 +64,13 @@ def load_drafter(
     target: TargetSpec,
     num_positions: int | None = None,
     config: Eagle3Config | MtpConfig | DraftModelConfig | None = None,
+    depth_if_unstated: int | None = None,
 ) -> Drafter:
     """Read the drafter of a checkpoint folder, in float32.
 
     num_positions: positions that the engine needs (longest prompt and response, and the draft after them), or None if
-    the drafter will not be served. config: the wanted type and settings, or None to accept any. Raises ValueError when
+    the drafter will not be served. config: the wanted type and settings, or None to accept any. depth_if_unstated: trained depth
+    where neither the checkpoint nor config says it. Raises ValueError when
     the folder holds no known drafter, one of another type or with other settings than wanted, one made for another
     target or for fewer positions, or tensors that are broken or too large to serve.
     """
@@ -78,7 +80,7 @@ def load_drafter(
             f'{folder} is a drafter of type "{kind}", but drafter.model.type is "{config.type}"; '
             "take over its type, or choose another drafter.init"
         )
-    shape, tensors = DRAFTERS[kind].read(folder, target, None if config is None else config.trained_depth)
+    shape, tensors = DRAFTERS[kind].read(folder, target, config.trained_depth if config else depth_if_unstated)
     with torch.device("meta"):
         drafter = DRAFTERS[kind](shape)
     drafter.check_tensors(tensors, folder)

@@ -12,6 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from cotrain.config.rules import depth_problems
 from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, SpeculationConfig
 from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
@@ -98,14 +99,6 @@ class EngineSetup:
         speculation = SpeculationConfig.model_validate({"proposers": [*drafter, {"type": "suffix"}]})
         return replace(self, rollout=self.rollout.model_copy(update={"speculation": speculation}))
 
-    @property
-    def notes(self) -> list[str]:
-        """What the user should know before the start."""
-        longest = self.rollout.num_speculative_tokens
-        if self.drafter is None or longest <= (depth := self.drafter.shape.trained_depth):
-            return []
-        return [f"k = {longest} is beyond the {depth} draft positions the drafter was trained for"]
-
 
 def prepare_engine(
     args: argparse.Namespace, task_config: TaskConfig, num_prompts: int, batch: int, pulled: Path, **rollout: Any
@@ -156,13 +149,12 @@ def prepare_engine(
 
         try:
             folder = drafter_folder(args.uri, args.drafter, model, pulled)
-            drafter = load_drafter(folder, target, positions)
+            drafter = load_drafter(folder, target, positions, depth_if_unstated=config.num_speculative_tokens)
         except ValueError as error:
             raise ValueError(f"--drafter: {error}") from error
-    setup = EngineSetup(model, prompts, config, drafter, folder)
-    for note in setup.notes:
-        print(f"note: {note}")
-    return setup
+        if problems := depth_problems("--k", config.num_speculative_tokens, drafter.shape.trained_depth):
+            raise ValueError(*problems)
+    return EngineSetup(model, prompts, config, drafter, folder)
 
 
 @asynccontextmanager

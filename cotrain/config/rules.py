@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from cotrain.config.lossless_guard import DIVISIONS, engine_problems
-from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, DrafterConfig, PolicyConfig, RunConfig
+from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, PolicyConfig, RunConfig
 
 OWNED_VLLM_ARGUMENTS = {
     "model": "set policy.model",
@@ -142,20 +142,19 @@ def _vllm_arguments(config: RunConfig) -> Iterator[str]:
         yield f"rollout.vllm.tensor_parallel_size: {ranks!r} is no whole number from 1 on; set one, or leave it out"
 
 
-def depth_problems(field: str, num_speculative_tokens: int, drafter: DrafterConfig) -> Iterator[str]:
-    """Yield a problem if more tokens are drafted than the drafter is trained for; `field` is what sets their number."""
-    if num_speculative_tokens > (depth := drafter.model.trained_depth):
-        yield (
-            f"{field}: {num_speculative_tokens} is above drafter.model.trained_depth = {depth}; lower it, or raise "
-            "trained_depth"
-        )
+def depth_problems(field: str, num_speculative_tokens: int, depth: int) -> list[str]:
+    """List a problem if more tokens are drafted than the drafter is trained for; `field` is what sets their number."""
+    fix = "lower it, or raise trained_depth when the drafter is trained"
+    problem = f"{field}: {num_speculative_tokens} is above drafter.model.trained_depth = {depth}; {fix}"
+    return [problem] * (num_speculative_tokens > depth)
 
 
 def _drafter_fits_the_steps(config: RunConfig) -> Iterator[str]:
     drafter, rollout = config.drafter, config.rollout
     if drafter is None:
         return
-    yield from depth_problems("rollout.num_speculative_tokens", rollout.num_speculative_tokens, drafter)
+    longest, depth = rollout.num_speculative_tokens, drafter.model.trained_depth
+    yield from depth_problems("rollout.num_speculative_tokens", longest, depth)
     if not drafter.train or drafter.gate.publish_when == "always":
         return
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt

@@ -85,7 +85,8 @@ class SidecarConfig(Section):
 
 def broken_rules(config: SidecarConfig) -> list[str]:
     """Check the rules that concern several fields. Returns a line with the field and the fix for each broken rule."""
-    problems = [*depth_problems("num_speculative_tokens", config.num_speculative_tokens, config.drafter)]
+    depth = config.drafter.model.trained_depth
+    problems = depth_problems("num_speculative_tokens", config.num_speculative_tokens, depth)
     if (schedule := config.drafter.optimizer.schedule) != "constant":
         end = "needs an end, and a sidecar runs as long as its host"
         problems.append(f'drafter.optimizer.schedule: "{schedule}" {end}; set "constant"')

@@ -130,12 +130,19 @@ def test_a_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
         prepare(options("--drafter", str(tmp_path / "drafter")), tmp_path / "pulled")
 
 
-def test_drafting_beyond_the_trained_depth_is_said(tmp_path: Path) -> None:
+def test_drafting_beyond_the_trained_depth_is_refused_as_in_training(tmp_path: Path) -> None:
     target = TargetSpec.from_pretrained(resolve_model("tiny:llama"))
     config = Eagle3Config(type="eagle3", draft_vocab_size=64, aux_layers=(2, 4, 5), trained_depth=2)
     build_drafter(config, target, seed=0).save(tmp_path / "drafter", torch.float32)
-    prepared = prepare(options("--drafter", str(tmp_path / "drafter"), "--k", "2", "3"), tmp_path / "pulled")
-    assert prepared.setup.notes == ["k = 3 is beyond the 2 draft positions the drafter was trained for"]
+    drafter = tmp_path / "drafter"
+    with pytest.raises(
+        ValueError, match=r"^--k: 3 is above drafter\.model\.trained_depth = 2; lower it, or raise trained_depth"
+    ):
+        prepare(options("--drafter", str(drafter), "--k", "2", "3"), tmp_path / "pulled")
+    assert prepare(options("--drafter", str(drafter), "--k", "1", "2"), tmp_path / "pulled").setup.drafter is not None
+    content = json.loads((drafter / "config.json").read_text()) | {"speculators_config": None}
+    (drafter / "config.json").write_text(json.dumps(content))  # a folder that does not say has no limit
+    assert prepare(options("--drafter", str(drafter), "--k", "3"), tmp_path / "pulled").setup.drafter is not None
 
 
 def test_the_whole_batch_is_prefilled_in_one_step(tmp_path: Path) -> None:
