@@ -42,9 +42,8 @@ def end_token_ids(folder: str | Path) -> tuple[int, ...]:
     stated = (generation or read_config(folder)).get("eos_token_id")
     token = settings.get("eos_token")
     token = token["content"] if isinstance(token, dict) else token
-    added = {entry["id"]: entry for entry in tokenizer.get("added_tokens", ())} | settings.get(
-        "added_tokens_decoder", {}
-    )
+    added = {entry["id"]: entry for entry in tokenizer.get("added_tokens", ())}
+    added |= settings.get("added_tokens_decoder", {})
     own = {int(number) for number, entry in added.items() if entry["content"] == token}
     return tuple(sorted(own | set(stated if isinstance(stated, list) else () if stated is None else (stated,))))
 

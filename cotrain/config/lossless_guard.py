@@ -16,11 +16,14 @@ REASONS = {
         "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE"
     ),
     "makes the engine compute another model than the one the learner trains; change the folder at policy.model": (
-        "hf_overrides hf_config_path model_class_overrides model_weights load_format enable_lora "
+        "hf_overrides hf_config_path disable_sliding_window model_class_overrides model_weights load_format enable_lora "
         "VLLM_TEST_FORCE_LOAD_FORMAT VLLM_MODEL_REDIRECT_PATH VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
     ),
     "changes which tokens can be drawn, outside of the accept/reject rule; use rollout.temperature, top_p and top_k": (
         "logits_processors watermark_config"
+    ),
+    "changes at which tokens a response ends, which is read in the policy's folder; change its generation_config.json": (
+        "generation_config skip_tokenizer_init"
     ),
     "lets keys and values come from elsewhere than this engine, where a policy update does not reach them; leave it "
     "out": "kv_transfer_config kv_offloading_size",
@@ -52,6 +55,7 @@ DIVISIONS = frozenset(name for name in REFUSED if "divides" in REFUSED[name] or 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto", "bfloat16", "float16"),  # a plain cast gives a token the same entry in every batch
     "load_format": ("auto", "safetensors"),
+    "generation_config": ("auto", "vllm"),
     "nnodes": (1,),
     **dict.fromkeys((name for name in REFUSED if name.endswith("_parallel_size")), (1,)),
 }

@@ -160,26 +160,27 @@ class RolloutEngine:
         a call ends, so only calls with overrides may overlap it. The history index learns from it all the same.
         """
         named = self._named(requests)
-        known = {
-            name: TapRequest(r.prompt_id, len(r.prompt_token_ids), self._max_tokens(r, overrides))
-            for name, r in named.items()
-            if tap and self.spec.drafter_folder is not None
-        }
-        async with self._tapping(known) as tapped:
+        tapped: dict[str, TapRequest] = {}
+        if tap and self.spec.drafter_folder is not None:
+            known = {
+                name: TapRequest(r.prompt_id, len(r.prompt_token_ids), self._max_tokens(r, overrides))
+                for name, r in named.items()
+            }
+            tapped = await self._tap(known)
+        if overrides:
+            await self._speculation("begin", False)
+        started = time.perf_counter()
+        try:
+            outputs = await self._run(named, overrides, first_of_each_prompt(tapped), learns=True)
+        finally:
+            seconds = time.perf_counter() - started
             if overrides:
-                await self._speculation("begin", False)
-            started = time.perf_counter()
-            try:
-                outputs = await self._run(named, overrides, first_of_each_prompt(tapped), learns=True)
-            finally:
-                seconds = time.perf_counter() - started
-                if overrides:
-                    await self._speculation("begin")
-            times = [output.metrics for output in outputs]
-            self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
-            rollouts = [self._rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
-            of_request = dict(zip(named, rollouts, strict=True))
-            features, stats = await self._take_features(tapped, {name: of_request[name] for name in tapped})
+                await self._speculation("begin")
+        times = [output.metrics for output in outputs]
+        self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
+        rollouts = [self._rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
+        of_request = dict(zip(named, rollouts, strict=True))
+        features, stats = await self._take_features(tapped, {name: of_request[name] for name in tapped})
         return RolloutBatch(
             rollouts=rollouts,
             features=features,
@@ -208,13 +209,12 @@ class RolloutEngine:
         for start in range(0, len(sequences), size):
             group = sequences[start : start + size]
             named = self._named([RolloutRequest(str(start + i), 0, ids, None) for i, (ids, _) in enumerate(group)])
-            known = {name: TapRequest(name, len(r.prompt_token_ids), 0) for name, r in named.items()}
-            async with self._tapping(known) as tapped:
-                await self._run(named, {"max_tokens": 1}, named)
-                given = {}
-                for name, (ids, length) in zip(named, group, strict=True):
-                    given[name] = Rollout(name, 0, ids[:length], ids[length:], [], "", "length", self.versions, None)
-                shards += (await self._take_features(tapped, given))[0]
+            tapped = await self._tap({n: TapRequest(n, len(r.prompt_token_ids), 0) for n, r in named.items()})
+            await self._run(named, {"max_tokens": 1}, named)
+            given = {}
+            for name, (ids, length) in zip(named, group, strict=True):
+                given[name] = Rollout(name, 0, ids[:length], ids[length:], [], "", "length", self.versions, None)
+            shards += (await self._take_features(tapped, given))[0]
         return shards
 
     def _named(self, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
@@ -303,28 +303,19 @@ class RolloutEngine:
             earlier=tuple(earlier),
         )
 
-    @asynccontextmanager
-    async def _tapping(self, requests: dict[str, TapRequest]) -> AsyncIterator[dict[str, TapRequest]]:
-        """Tap those of these requests that fit beside the tapped ones that run, and reserve their room during the body."""
+    async def _tap(self, requests: dict[str, TapRequest]) -> dict[str, TapRequest]:
+        """Start to tap those of these requests that fit beside the tapped ones that run, and reserve their room."""
         bound, key = self.spec.rollout.features.max_bytes, f"{self.versions.policy}/{self._batches}"
         tapped = choose(requests, key, bound, self._row_bytes, self._tapped_bytes)
-        room = reserved_bytes(tapped, self._row_bytes)
-        self._tapped_bytes += room
-        try:
-            if tapped:
-                await self._call("cotrain_start_tapping", tapped)
-            yield tapped
-        except BaseException:
-            if tapped:
-                await self._call("cotrain_stop_tapping", list(tapped))
-            raise
-        finally:
-            self._tapped_bytes -= room
+        self._tapped_bytes += reserved_bytes(tapped, self._row_bytes)
+        if tapped:
+            await self._call("cotrain_start_tapping", tapped)
+        return tapped
 
     async def _take_features(
         self, tapped: dict[str, TapRequest], rollouts: dict[str, Rollout]
     ) -> tuple[list[str], dict[str, float]]:
-        """Write the features of finished rollouts. Returns the files written (none or one) and statistics."""
+        """Write the features of finished rollouts and free their room. Returns the files written (none or one) and statistics."""
         if not tapped:
             return [], {}
         sequences = {}
@@ -338,12 +329,11 @@ class RolloutEngine:
         }
         # The process id keeps an engine that is started again from overwriting the files of the one before.
         path = f"{self.spec.scratch}/features_{os.getpid()}_{next(iter(tapped))}.safetensors"
-        partial = f"{path}{PARTIAL}"
-        stats = await self._call("cotrain_take_features", sequences, partial, shared)
-        if not stats["num_rollouts"]:
-            return [], stats
-        os.replace(partial, path)
-        return [path], stats
+        stats = await self._call("cotrain_take_features", sequences, f"{path}{PARTIAL}", shared)
+        self._tapped_bytes -= reserved_bytes(tapped, self._row_bytes)
+        if stats["num_rollouts"]:
+            os.replace(f"{path}{PARTIAL}", path)
+        return ([path] if stats["num_rollouts"] else []), stats
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

@@ -24,14 +24,10 @@ from drafters.target import other_values
 from drafters.unroll import MLP, Attention, DraftLayer, unroll
 
 SUPPORTED: dict[str, object] = {
-    "model_type": "llama",
-    "num_hidden_layers": 1,
-    "hidden_act": "silu",
-    "logit_scale": 1,
-    "is_causal": True,
+    "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "logit_scale": 1, "is_causal": True,
     "quantization_config": None,
     **dict.fromkeys(("norm_before_fc", "norm_output", "attention_bias", "mlp_bias", "bias", "qkv_bias"), False),
-}
+}  # fmt: skip
 """Fields that vLLM reads of a drafter's config.json, with the only value that this drafter implements."""
 
 NESTED: dict[str, object] = {"use_aux_hidden_state": True, "norm_before_fc": False}

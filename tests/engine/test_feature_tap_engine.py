@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.exceptions import VLLMValidationError
 
 from cotrain.config.schema import FeatureTapConfig, RolloutConfig
 from cotrain.process.scratch import scratch_folder
@@ -81,14 +80,6 @@ def test_the_samples_of_a_short_prompt_share_it(fresh: LiveEngine, target_model:
     assert cached_tokens() - before == 3 * 32
     assert batch.feature_stats["num_holes"] == 0
     assert_equal_to_forward(batch, target_model, least_share=0.98)
-
-
-def test_a_call_that_fails_reserves_nothing_for_ever(fresh: LiveEngine) -> None:
-    good, bad = make_requests(1), make_requests(1, length=400)  # longer than the engine's context
-    with pytest.raises(VLLMValidationError, match="400 input tokens"):
-        fresh.greedy([*good, *bad])
-    assert fresh.engine._tapped_bytes == 0
-    assert fresh.greedy(good).feature_stats["num_holes"] == 0
 
 
 def test_tapping_with_speculation_off_and_not_at_all(fresh: LiveEngine, target_model: Any) -> None:

@@ -105,11 +105,6 @@ class CotrainWorker:
         if self.rank == 0:  # type: ignore[attr-defined]
             self._cotrain_hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
 
-    def cotrain_stop_tapping(self, names: list[str]) -> None:
-        """Forget these requests, whose rollouts will not come."""
-        for name in names:
-            self._cotrain_hook.tap.take(name, torch.zeros(1, dtype=torch.int64), 0)
-
     def cotrain_take_features(
         self, rollouts: dict[str, tuple[list[int], int, int, int, int]], path: str, shared: dict[str, Any]
     ) -> dict[str, float]:

@@ -19,6 +19,8 @@ from cotrain.process.threads import engine_environment
         ({"load_format": "dummy"}, "load_format", "another model"),
         ({"hf_overrides": {"rope_theta": 1.0}}, "hf_overrides", "policy.model"),
         ({"enable_lora": True}, "enable_lora", "policy.model"),
+        ({"disable_sliding_window": True}, "disable_sliding_window", "another model than the one the learner trains"),
+        ({"generation_config": "/elsewhere"}, "generation_config", "at which tokens a response ends"),
         ({"spec_method": "ngram"}, "spec_method", "set [drafter]"),
         ({"kv_transfer_config": {"x": 1}}, "kv_transfer_config", "a policy update does not reach"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "rollout.num_engines"),
@@ -51,6 +53,7 @@ def test_other_engine_arguments_pass() -> None:
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 1,
         "enable_lora": False,
+        "generation_config": "vllm",
         "an_argument_of_another_version": True,
     }
     assert list(guard.engine_problems(arguments)) == []
