@@ -4,9 +4,10 @@
     python -m benchmarks.prefix_blocks --long 600 --tokens 64 --blocks 128 32    # long prompts that share nothing
 
 Engines with different block sizes take turns in generating the same batches, each after its prefix cache was emptied, as by an
-update of the policy. Every response has --tokens tokens. Prints, for each block size, the seconds of generation over those with
-the first block size (geometric mean of the rounds, and its standard error), the share of prompt tokens that came from the cache,
-and the positions that the tap has no hidden state of.
+update of the policy. Every response has --tokens tokens. Prints, for each block size, the seconds of generation and the processor
+seconds of the engine over those with the first block size (geometric means of the rounds, and their standard errors), the share of
+prompt tokens that came from the cache, and the positions that the tap has no hidden state of. Processor seconds hardly depend on what
+else runs on the machine.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from cotrain.config.load import load_config
 from cotrain.process import threads
@@ -26,7 +28,16 @@ from cotrain.rollout.vllm.arguments import EngineSpec
 
 
 class CountingEngine(RolloutEngine):
-    """Counts the prompt tokens of a call that came from the prefix cache."""
+    """Counts the prompt tokens of a call that came from the prefix cache, and the processor seconds of its own processes."""
+
+    async def start(self) -> None:
+        others = set(psutil.Process().children(recursive=True))
+        await super().start()
+        self._processes = set(psutil.Process().children(recursive=True)) - others
+
+    def processor_seconds(self) -> float:
+        times = [process.cpu_times() for process in self._processes if process.is_running()]
+        return sum(t.user + t.system for t in times)
 
     async def _run(self, requests: dict[str, RolloutRequest], *args: Any, **options: Any) -> list[Any]:
         outputs = await super()._run(requests, *args, **options)
@@ -69,7 +80,7 @@ async def measure(options: argparse.Namespace, scratch: Path) -> None:
         engines[block] = CountingEngine(spec)
         await engines[block].start()
         await engines[block].set_num_speculative_tokens(options.k)
-    seconds: dict[int, list[float]] = {block: [] for block in options.blocks}
+    seconds: dict[int, list[tuple[float, float]]] = {block: [] for block in options.blocks}
     cached, holes = dict.fromkeys(options.blocks, 0), dict.fromkeys(options.blocks, 0.0)
     for turn in range(options.rounds + 1):
         here = prompts[turn * count : (turn + 1) * count]
@@ -77,11 +88,13 @@ async def measure(options: argparse.Namespace, scratch: Path) -> None:
         first = turn % len(options.blocks)
         for block in options.blocks[first:] + options.blocks[:first]:
             await engines[block].reset_prefix_cache()
+            before = engines[block].processor_seconds()
             batch = await engines[block].generate(requests)
+            used = engines[block].processor_seconds() - before
             for shard in batch.features:
                 Path(shard).unlink()
             if turn:  # the first turn warms up
-                seconds[block].append(batch.seconds)
+                seconds[block].append((batch.seconds, used))
                 cached[block] += engines[block].cached_tokens
                 holes[block] += batch.feature_stats["num_holes"]
     for engine in engines.values():
@@ -90,12 +103,15 @@ async def measure(options: argparse.Namespace, scratch: Path) -> None:
     print(
         f"{count} prompts x {samples} samples, k = {options.k}, {options.tokens} tokens a response, {options.rounds} rounds"
     )
-    print("| tokens a block | seconds | over the first | prompt tokens from the cache | holes |\n|--:|--:|--:|--:|--:|")
+    print("| tokens a block | seconds | ratio | processor seconds, ratio | prompt tokens from the cache | holes |")
+    print("|--:|--:|--:|--:|--:|--:|")
     for block in options.blocks:
-        ratios = np.log(np.array(seconds[block]) / seconds[options.blocks[0]])
-        mean, error = np.exp(ratios.mean()), np.exp(ratios.mean()) * ratios.std(ddof=1) / len(ratios) ** 0.5
+        ratios = np.log(np.array(seconds[block]) / np.array(seconds[options.blocks[0]]))
+        means = np.exp(ratios.mean(0))
+        errors = means * ratios.std(0, ddof=1) / len(ratios) ** 0.5
+        cells = [f"{mean:.2f} ± {error:.2f}" for mean, error in zip(means, errors, strict=True)]
         shares = f"{cached[block] / prompt_tokens:.0%} | {holes[block]:.0f}"
-        print(f"| {block} | {np.median(seconds[block]):.2f} | {mean:.2f} ± {error:.2f} | {shares} |")
+        print(f"| {block} | {np.median([s for s, _ in seconds[block]]):.2f} | {' | '.join(cells)} | {shares} |")
 
 
 def main() -> None:
