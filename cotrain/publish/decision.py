@@ -65,19 +65,22 @@ class Judgement(NamedTuple):
     """What the candidate is expected to reach."""
 
 
-def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: Sequence[Alarm] = ()) -> Outcome:
-    """Make the decision of one step. found: alarms from other checks of this step, which stop the run like its own."""
+def alarmed(step: int, serving: Publication, alarms: Sequence[Alarm]) -> Outcome:
+    """Return the outcome of a step with alarms: whatever else there is to decide waits."""
+    events = [DrafterEvent(step, "alarm", serving.version, str(alarm), alarm.numbers) for alarm in alarms]
+    return Outcome(serving, events, {f"alarms/{a.name}": 1.0 for a in alarms}, failure=DrafterAlarm(step, alarms))
+
+
+def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outcome:
+    """Make the decision of one step."""
     step, serving, scores = evidence.step, evidence.serving, evidence.scores
     outcome = Outcome(serving, [], {}, trains=config.train and step % config.train_every == 0)
 
     def note(kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
         outcome.events.append(DrafterEvent(step, kind, serving.version, reason, numbers))
 
-    if alarms := [*found, *check_step(evidence, config, total_steps)]:
-        for alarm in alarms:
-            note("alarm", str(alarm), alarm.numbers)
-        metrics = {f"alarms/{alarm.name}": 1.0 for alarm in alarms}
-        return Outcome(serving, outcome.events, metrics, failure=DrafterAlarm(step, alarms))
+    if alarms := check_step(evidence, config, total_steps):
+        return alarmed(step, serving, alarms)
     if serving.watched:
         numbers, low = check_acceptance(evidence, config.alarms.tolerance, CANARY_ALPHA / CANARY_STEPS)
         outcome.metrics = {f"canary/{name}": value for name, value in numbers.items()}

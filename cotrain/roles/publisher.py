@@ -15,7 +15,7 @@ import numpy as np
 from cotrain.config.schema import DrafterConfig, RunConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
 from cotrain.publish.alarms import Alarm
-from cotrain.publish.decision import Outcome, decide
+from cotrain.publish.decision import Outcome, alarmed, decide
 from cotrain.publish.evidence import Evidence, Publication
 from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
 from cotrain.rollout.acceptance_stats import last_segment, total_counts
@@ -91,11 +91,16 @@ class Publisher:
         """Record versions that the engines serve from now on, since they may generate rollouts that end later."""
         self._known.add(versions)
 
-    def evaluate(self, step: int, batch: RolloutBatch, versions: Versions, found: Sequence[Alarm] = ()) -> Outcome:
-        """Decide on the step's rollouts, generated under `versions`, and swap. Call it before training on them.
+    def heed(self, step: int, alarms: Sequence[Alarm]) -> Outcome:
+        """Decide on alarms of another check. If so configured, the run goes on without speculation after one that is not fatal;
+        otherwise the caller must raise Outcome.failure."""
+        return self._switch_off(alarmed(step, self.serving, alarms))
 
-        found: alarms from other checks of this step. If so configured, the run goes on without speculation after an alarm that is
-        not fatal; otherwise the caller must raise Outcome.failure. If an engine refuses a drafter, all keep the one they have.
+    def evaluate(self, step: int, batch: RolloutBatch, versions: Versions) -> Outcome:
+        """Decide on the rollouts that have ended since the last call, and swap. Call it before training on them.
+
+        versions: those that the engines serve. Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the
+        one they have.
         """
         serving, sent = self.serving, self._sent
         oldest = versions.policy - self._max_policy_lag
@@ -109,12 +114,10 @@ class Publisher:
         reads_back = sent and step % DELIVERY_CHECK_STEPS == 0
         served = self._engines.call("served_digests", sorted(sent), True) if reads_back else []
         evidence = Evidence(step, batch, versions, serving, scores, expected, sent, served, self._known)
-        outcome = decide(evidence, self._config, self._total_steps, found)
+        outcome = decide(evidence, self._config, self._total_steps)
         self.serving = outcome.serving
-        if (failure := outcome.failure) is not None:
-            if self._config.on_drafter_failure == "continue" and not failure.fatal:
-                self.mode, outcome.failure = f"without speculation since step {step} ({failure.names})", None
-                self._engines.call("set_num_speculative_tokens", 0)
+        if outcome.failure is not None:
+            self._switch_off(outcome)
         elif outcome.events and outcome.events[-1].kind in ("published", "rolled back"):
             self._swap(versions, outcome)
         kinds = {event.kind for event in outcome.events}
@@ -133,6 +136,15 @@ class Publisher:
         self.serving, self.mode = Publication(**state["serving"]), state["mode"]
         if self.mode is not None:
             self._engines.call("set_num_speculative_tokens", 0)
+
+    def _switch_off(self, outcome: Outcome) -> Outcome:
+        """End speculation, and the failure with it, if the run is to go on."""
+        failure = outcome.failure
+        if failure is not None and self._config.on_drafter_failure == "continue" and not failure.fatal:
+            self.mode = f"without speculation since step {outcome.events[0].step} ({failure.names})"
+            self._engines.call("set_num_speculative_tokens", 0)
+            outcome.failure = None
+        return outcome
 
     def _swap(self, versions: Versions, outcome: Outcome) -> None:
         """Freeze the weights under the next version number and send them to the engines."""

@@ -172,7 +172,7 @@ class DrafterService:
         seconds, self._ended = time.monotonic() - self._ended, time.monotonic()
         self._state = replace(self._state, step=step, versions=versions, seconds=self._state.seconds + seconds)
         scored = [ScoredRollout(rollout, 0.0, 0.0) for rollout in batch.rollouts]
-        row = rollout_metrics(scored, batch, seconds, versions.drafter, recomputes=False)
+        row = rollout_metrics(scored, replace(batch, seconds=seconds), versions.drafter, recomputes=False)
         row = {name: value for name, value in row.items() if not name.startswith("policy/")} | outcome.metrics
         row |= {"versions/policy": versions.policy, "versions/drafter": versions.drafter, "time/step_s": seconds}
         row |= self._intake.metrics()

@@ -44,7 +44,7 @@ def sample_rollouts(rng: np.random.Generator, num_prompts: int, samples: int) ->
 
 def acceptance_table(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2) -> NDArray:
     """Probability [R, K, L] that a drafter's draft token is accepted. own: spread of its own noise over prompts."""
-    num_prompts = int(rollouts.prompts.max()) + 1
+    num_prompts = int(rollouts.prompts.max(initial=-1)) + 1
     logit = skill - rollouts.difficulty + rng.normal(0, own, num_prompts)[rollouts.prompts][:, None]
     logit = logit + rng.normal(0, 2.5 * own, logit.shape)
     return np.stack([1 / (1 + np.exp(DEPTH_COST * k - logit[:, k : k + LONGEST])) for k in range(DRAFT_TOKENS)], 1)

@@ -52,7 +52,9 @@ class World:
             none = [0.0] * len(response)
             out.append(Rollout(prompt, row, [1, 2], response, none, "", "stop", versions, found, tuple(steps)))
         num_tokens = int(self.rollouts.lengths.sum())
-        return RolloutBatch(out, [], total_counts(r.speculation for r in out), num_tokens * 0.05, num_tokens)
+        return RolloutBatch(
+            out, [f"step {step}"], total_counts(r.speculation for r in out), num_tokens * 0.05, num_tokens
+        )
 
     # the trainer
 
@@ -61,10 +63,10 @@ class World:
         assert {serving, *keep} <= self.published.keys()
         self.published = {version: self.published[version] for version in {serving, *keep}}
         rng = np.random.default_rng([self.seed, self.step, 1])
-        serving_scores = score(self.rollouts, self.published[serving], rng)
-        candidate = score(self.rollouts, self.skill, rng) if self.updates > self.published_update else None
-        served_by = [serving] * len(self.rollouts.names)
-        scores = FreshScores(self.rollouts.names, serving_scores, candidate, self.updates, served_by)
+        rollouts = self.rollouts if shards else sample_rollouts(rng, 0, 0)
+        serving_scores = score(rollouts, self.published[serving], rng)
+        candidate = score(rollouts, self.skill, rng) if self.updates > self.published_update else None
+        scores = FreshScores(rollouts.names, serving_scores, candidate, self.updates, [serving] * len(rollouts.names))
         return scores, {"drafter/buffer_tokens": 1.0}
 
     def train(self, step: int, num_updates: int) -> dict[str, float]:

@@ -211,7 +211,7 @@ def test_acceptance_is_expected_of_the_rollouts_that_the_serving_drafter_drafted
     """Beside a publication in mid-generation, rollouts of both drafters end in one step, and only one side counts."""
     world = World(GOOD)
     publisher, batch = new_publisher(world), world.generate(1)
-    scores, metrics = world.take_in([], 0, {0})
+    scores, metrics = world.take_in(batch.features, 0, {0})
     long = [rollout.prompt_id in "0123" for rollout in batch.rollouts]  # of another drafter, and with other lengths
     for scored in scores.serving:
         scored.accepted[torch.tensor(long)] *= 0
@@ -246,7 +246,7 @@ def test_speculation_switched_off_by_its_controller_is_no_alarm(new_publisher: A
     def undrafted(step: int) -> RolloutBatch:
         world.num_speculative_tokens = 0
         batch = generate(step)
-        return RolloutBatch(batch.rollouts, [], None, batch.seconds, batch.num_generated_tokens, {}, off)
+        return RolloutBatch(batch.rollouts, batch.features, None, batch.seconds, batch.num_generated_tokens, {}, off)
 
     world.generate = undrafted  # type: ignore[method-assign]
     rows = run(publisher, world, range(1, 4))
@@ -273,6 +273,10 @@ def test_an_alarm_of_another_check_stops_the_step(new_publisher: Any) -> None:
     publisher = new_publisher(world)
     run(publisher, world, [1])
     alarm = Alarm("not_lossless", "rollouts have another law", "unknown", "find out", {"p": 0.0})
-    outcome = publisher.evaluate(2, world.generate(2), Versions(1, 0), [alarm])
+    outcome = publisher.heed(2, [alarm])
     assert "not_lossless: rollouts have another law" in str(outcome.failure)
-    assert "publish" not in world.calls and outcome.swap is None
+    assert [event.kind for event in outcome.events] == ["alarm"] and outcome.metrics == {"alarms/not_lossless": 1.0}
+    going_on = new_publisher(world, on_drafter_failure="continue")
+    assert going_on.heed(2, [alarm]).failure is None
+    assert going_on.mode == "without speculation since step 2 (not_lossless)" and world.num_speculative_tokens == 0
+    assert going_on.heed(3, [replace(alarm, fatal=True)]).failure is not None

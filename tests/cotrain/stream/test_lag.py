@@ -87,7 +87,7 @@ def test_verification_steps_are_counted_by_policy_and_drafter() -> None:
     expected[versions[0]] = total_counts([expected[versions[0]], whole.speculation])
     assert found == expected
     assert total_counts(found.values()) == total_counts([mixed.speculation, whole.speculation])
-    row = rollout_metrics([ScoredRollout(r, 0.0, 0.0) for r in (mixed, whole)], None, 1.0, 1, True)
+    row = rollout_metrics([ScoredRollout(r, 0.0, 0.0) for r in (mixed, whole)], None, 1, True)
     assert row["rollout/acceptance_length_serving"] == 2 and row["rollout/acceptance_length_previous"] == 2.5
     assert row["rollout/recomputed_tokens"] == 2 + 7  # the prompt and what was there at the new policy, once
     assert (row["rollout/drafts_k3"], row["rollout/previous_drafts_k3"], row["rollout/num_drafts"]) == (2, 2, 5)
