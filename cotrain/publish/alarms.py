@@ -12,7 +12,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.publish.evidence import Evidence
 from cotrain.records import SpeculationCounts
-from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.rollout.acceptance_stats import drafter_counts, total_counts
 
 FALSE_ALARM_RATE = 0.01
 """Probability that the statistical alarms of a whole run fire although the drafter is healthy. A false alarm ends the run, so it
@@ -111,7 +111,7 @@ def check_acceptance(
     # After a pause in drafting, it is unknown what a drafter should reach in a rollout.
     serving = evidence.serving.version
     rollouts = [r for r in evidence.batch.rollouts if r.drafted_throughout and r.versions.drafter == serving]
-    counts, expected = total_counts(rollout.speculation for rollout in rollouts), evidence.expected
+    counts, expected = total_counts(map(drafter_counts, rollouts)), evidence.expected
     if counts is None or expected is None or not expected.covers(counts.steps):
         return {}, None
     served, length, num_drafts = counts.acceptance_length, expected.length_at(counts.steps), counts.num_drafts

@@ -14,6 +14,7 @@ from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm, check_acceptance, check_step
 from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication
 from cotrain.records import RolloutBatch, SwapReport
+from cotrain.rollout.acceptance_stats import share_from_history
 from cotrain.run.rows import DrafterEvent, Kind
 from cotrain.trainer.trainer import FreshScores
 
@@ -131,7 +132,9 @@ def judge(
         return Judgement(kind, reason, {"gate/publish": float(always)})
     gain, bound = gain_of(candidate, serving, CONFIDENCE)
     # Where generation overlaps with learning, only the exposed share of the engines' time holds up the run.
-    saved, cost = lifetime_steps * seconds_saved(batch, candidate, serving), swap_seconds * batch.exposed
+    # What is drafted from history gains nothing from a better drafter.
+    share = 1 - share_from_history(batch.rollouts)
+    saved, cost = lifetime_steps * share * seconds_saved(batch, candidate, serving), swap_seconds * batch.exposed
     if not always and bound <= MARGIN:
         kind, because = "kept back", f", no gain above the margin of {MARGIN:g} is certain"
     elif not always and saved <= cost:

@@ -18,7 +18,7 @@ from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome, alarmed, decide
 from cotrain.publish.evidence import Evidence, Publication
 from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
-from cotrain.rollout.acceptance_stats import last_segment, total_counts
+from cotrain.rollout.acceptance_stats import drafter_counts, last_segment, total_counts
 from cotrain.transport.payload import WeightUpdateRefused
 
 DELIVERY_CHECK_STEPS = 10
@@ -110,7 +110,8 @@ class Publisher:
         keep = {serving.version, serving.last_good}
         scores, metrics = self._trainer("take_in", batch.features, serving.version, keep)
         # Only these rollouts were drafted by the serving drafter, so the expectation must be for the same ones.
-        expected = expected_of(scores.serving, scores.prompts, np.array(scores.served_by) == serving.version)
+        served_by = np.array(scores.served_by) == serving.version
+        expected = expected_of(scores.served or scores.serving, scores.prompts, served_by)
         reads_back = sent and step % DELIVERY_CHECK_STEPS == 0
         served = self._engines.call("served_digests", sorted(sent), True) if reads_back else []
         evidence = Evidence(step, batch, versions, serving, scores, expected, sent, served, self._known)
@@ -123,7 +124,7 @@ class Publisher:
         kinds = {event.kind for event in outcome.events}
         metrics["drafter/published"] = float("published" in kinds)
         metrics["drafter/rolled_back"] = float("rolled back" in kinds)
-        counts = total_counts(rollout.speculation for rollout in batch.rollouts)
+        counts = total_counts(map(drafter_counts, batch.rollouts))
         outcome.metrics |= metrics | _expected_metrics(expected, counts)
         return outcome
 

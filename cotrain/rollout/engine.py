@@ -28,7 +28,7 @@ from cotrain.records import (
     WeightPayload,
     Window,
 )
-from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
+from cotrain.rollout.acceptance_stats import counts_of_steps, drafter_starts, total_counts
 from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
 from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
 from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments
@@ -281,7 +281,8 @@ class RolloutEngine:
         completion = output.outputs[0]
         *earlier, last = (Segment(Versions.parse(s.version), s.start, s.end) for s in completion.weight_versions)
         token_ids, drafting = list(completion.token_ids), completion.spec_decode_metrics
-        steps = tuple(zip(drafting.per_step_drafted, drafting.per_step_accepted, strict=True)) if drafting else ()
+        drafted = drafting.per_step_drafted if drafting else []  # negative where history has proposed
+        steps = tuple(zip(map(abs, drafted), drafting.per_step_accepted, strict=True)) if drafting else ()
         return Rollout(
             prompt_id=request.prompt_id,
             sample_index=request.sample_index,
@@ -294,6 +295,7 @@ class RolloutEngine:
             speculation=counts_of_steps(steps, drafting.num_spec_tokens) if drafting else None,
             verification_steps=steps,
             earlier=tuple(earlier),
+            from_history=() if self.spec.rollout.history is None else tuple(number < 0 for number in drafted),
         )
 
     async def _tap(self, requests: dict[str, TapRequest]) -> dict[str, TapRequest]:
@@ -313,7 +315,9 @@ class RolloutEngine:
             return [], {}
         sequences = {}
         for name, r in rollouts.items():
-            last = r.versions.policy, r.segments[-1].start, r.versions.drafter
+            alone, recomputes = self.spec.rollout.history is None, not self._salt
+            drafted = None if alone else drafter_starts(r, recomputes)
+            last = r.versions.policy, r.segments[-1].start, r.versions.drafter, drafted
             sequences[name] = (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids), *last)
         rollout, serving = self.spec.rollout, self.spec.serving
         shared: dict[str, Any] = {

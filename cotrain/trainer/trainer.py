@@ -18,7 +18,7 @@ from cotrain.trainer.distiller import Distiller
 from cotrain.trainer.spec import TrainerSpec
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
-from drafters.acceptance import RolloutAcceptance
+from drafters.acceptance import RolloutAcceptance, rollout_acceptances
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetWeights
 
 MAX_ROLLOUTS = 32
@@ -46,6 +46,8 @@ class FreshScores:
     """Optimizer steps that led to the candidate."""
     served_by: list[int]
     """[R] drafter version that the last segment of each rollout was drafted with."""
+    served: list[RolloutAcceptance] | None = None
+    """[K] of the serving drafter, where it has drafted, if drafts come from history too; None where it drafts throughout."""
 
 
 class DrafterTrainer(Distiller):
@@ -125,9 +127,11 @@ class DrafterTrainer(Distiller):
         records = [record.last_segment() for record in records]
         has_candidate = self._updates > self._published_update
         drafters = [self._published[serving], *([self.drafter] if has_candidate else [])]
-        scores = self.score(drafters, records)
+        starts, drafted = self._starts(drafters, records), [r.drafted for r in records if r.drafted is not None]
+        scores = [rollout_acceptances(of_drafter, self._served_depth) for of_drafter in starts]
+        served = rollout_acceptances(starts[0], self._served_depth, drafted) if drafted else None
         served_by = [record.drafter_version for record in records]
-        return FreshScores(prompts, scores[0], scores[1] if has_candidate else None, self._updates, served_by)
+        return FreshScores(prompts, scores[0], scores[1] if has_candidate else None, self._updates, served_by, served)
 
     def train(self, step: int, num_updates: int) -> dict[str, float]:
         """Take num_updates optimizer steps on batches from the buffer.

@@ -296,6 +296,13 @@ def test_a_candidate_kept_back_and_a_publication_taken_back_are_on_the_step_line
     rows = go(bad, 4)
     assert "  rolled back: version 1: " in output(bad)
     assert max(row["drafter/rolled_back"] for row in rows) == 1.0 and "rolled back" in bad.records.tracker.events
+    world = World(learns=9.0)
+    world.refuses = {1}
+    refused = start(world, name="third")
+    go(refused, 2)
+    assert "  refused: version 1 refused by the engines, all keep what they serve: engine 1: fc.weight" in output(
+        refused
+    )
     assert bad.records.tracker.drafters[1][2]["decision"].endswith("back to 0")
 
 

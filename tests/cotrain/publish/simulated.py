@@ -3,6 +3,7 @@
 A drafter is its skill, and a noise of its own, by which it is better on some prompts and tokens than on others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,8 +51,14 @@ def acceptance_table(rollouts: Rollouts, skill: float, rng: np.random.Generator,
     return np.stack([1 / (1 + np.exp(DEPTH_COST * k - logit[:, k : k + LONGEST])) for k in range(DRAFT_TOKENS)], 1)
 
 
-def score(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2) -> list[RolloutAcceptance]:
-    """What a forward pass over the rollouts knows of a drafter, at each draft length."""
+def score(
+    rollouts: Rollouts,
+    skill: float,
+    rng: np.random.Generator,
+    own: float = 0.2,
+    drafted: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> list[RolloutAcceptance]:
+    """What a forward pass over the rollouts knows of a drafter, at each draft length. drafted: see `rollout_acceptances`."""
     table = acceptance_table(rollouts, skill, rng, own)
     lucky = np.stack([rollouts.luck[:, k : k + LONGEST] for k in range(DRAFT_TOKENS)], 1)
     offsets = np.arange(LONGEST)
@@ -65,7 +72,7 @@ def score(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float
         torch.from_numpy(rows),
         torch.from_numpy(columns),
     )
-    return rollout_acceptances([start], DRAFT_TOKENS)
+    return rollout_acceptances([start], DRAFT_TOKENS, drafted)
 
 
 def serve(

@@ -1,12 +1,14 @@
 """A drafter trainer and the engines it publishes to, simulated; see simulated.py for the rollouts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
-from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
+from cotrain.rollout.acceptance_stats import counts_of_steps, drafter_starts, total_counts
 from cotrain.trainer.trainer import FreshScores
 from cotrain.transport.payload import WeightUpdateRefused
 from tests.cotrain.publish.simulated import DRAFT_TOKENS, acceptance_table, sample_rollouts, score
@@ -28,6 +30,8 @@ class World:
         self.refuses: set[int] = set()
         self.lost = False
         self.num_speculative_tokens = DRAFT_TOKENS
+        self.index: str | None = None
+        """An index of finished rollouts drafts too: "poor" for any half of the steps, "easy" for those with easy text."""
         self.calls: list[str] = []
         self.step = 0
 
@@ -37,24 +41,33 @@ class World:
         self.rollouts = sample_rollouts(rng, PROMPTS, SAMPLES)
         skill = self.served_as.get(self.serving, self.published[self.serving])
         table = acceptance_table(self.rollouts, skill, rng)
-        out = []
-        for row, length in enumerate(self.rollouts.lengths):
-            steps, start = list[tuple[int, int]](), 0
-            while start < length and self.num_speculative_tokens:
-                k = 0
-                while k < self.num_speculative_tokens and self.rollouts.luck[row, start + k] < table[row, k, start]:
-                    k += 1
-                steps.append((self.num_speculative_tokens, k))
-                start += 1 + k
-            found = counts_of_steps(steps, DRAFT_TOKENS) if steps else None
-            versions = Versions(step - 1, self.serving)
-            prompt, response = str(self.rollouts.prompts[row]), [3] * int(length)
-            none = [0.0] * len(response)
-            out.append(Rollout(prompt, row, [1, 2], response, none, "", "stop", versions, found, tuple(steps)))
-        num_tokens = int(self.rollouts.lengths.sum())
-        return RolloutBatch(
-            out, [f"step {step}"], total_counts(r.speculation for r in out), num_tokens * 0.05, num_tokens
-        )
+        out = [self._serve(row, table[row], Versions(step - 1, self.serving), rng) for row in range(len(table))]
+        self.drafted = [drafter_starts(rollout) for rollout in out] if self.index else None
+        num_tokens, counts = int(self.rollouts.lengths.sum()), total_counts(rollout.speculation for rollout in out)
+        return RolloutBatch(out, [f"step {step}"], counts, num_tokens * 0.05, num_tokens)
+
+    def _serve(self, row: int, table: NDArray, versions: Versions, rng: np.random.Generator) -> Rollout:
+        """One rollout, drafted throughout. table [K, L]: chances that drafts of the drafter are accepted."""
+        steps, marks, start = list[tuple[int, int]](), list[bool](), 0
+        length, most = int(self.rollouts.lengths[row]), self.num_speculative_tokens
+        while start < length and most:
+            rate = self._index_rate(row, start, rng)
+            chances = table[:, start] if rate is None else np.full(most, rate)
+            luck = self.rollouts.luck[row, start : start + most] if rate is None else rng.random(most)
+            steps.append((most, int((luck < chances[:most]).cumprod().sum())))
+            marks.append(rate is not None)
+            start += 1 + steps[-1][1]
+        counts, response = counts_of_steps(steps, DRAFT_TOKENS) if steps else None, [3] * (length + 1)
+        rollout = Rollout(str(self.rollouts.prompts[row]), row, [1, 2], response, [0.0] * len(response), "", "stop",
+                          versions, counts, tuple(steps))  # fmt: skip
+        return replace(rollout, from_history=tuple(marks)) if self.index else rollout
+
+    def _index_rate(self, row: int, start: int, rng: np.random.Generator) -> float | None:
+        """Acceptance of what the index drafts here, or None where the drafter drafts."""
+        if self.index == "poor":
+            return 0.3 if rng.random() < 0.5 else None
+        is_easy = self.rollouts.difficulty[row, start : start + DRAFT_TOKENS].mean() < 0
+        return 0.9 if self.index == "easy" and is_easy else None
 
     # the trainer
 
@@ -62,11 +75,15 @@ class World:
         self.calls.append("take_in")
         assert {serving, *keep} <= self.published.keys()
         self.published = {version: self.published[version] for version in {serving, *keep}}
-        rng = np.random.default_rng([self.seed, self.step, 1])
+        rng, again = (np.random.default_rng([self.seed, self.step, 1]) for _ in range(2))
         rollouts = self.rollouts if shards else sample_rollouts(rng, 0, 0)
         serving_scores = score(rollouts, self.published[serving], rng)
+        served = (
+            score(rollouts, self.published[serving], again, drafted=self.drafted) if self.index and shards else None
+        )
         candidate = score(rollouts, self.skill, rng) if self.updates > self.published_update else None
-        scores = FreshScores(rollouts.names, serving_scores, candidate, self.updates, [serving] * len(rollouts.names))
+        served_by = [serving] * len(rollouts.names)
+        scores = FreshScores(rollouts.names, serving_scores, candidate, self.updates, served_by, served)
         return scores, {"drafter/buffer_tokens": 1.0}
 
     def train(self, step: int, num_updates: int) -> dict[str, float]:
@@ -94,7 +111,7 @@ class World:
     def update_drafter(self, payload: WeightPayload, drafter_version: int, expected_rates: Any = None) -> SwapReport:
         if drafter_version in self.refuses:
             raise WeightUpdateRefused("engine 1: fc.weight has non-finite values")
-        self.serving = drafter_version
+        self.serving, self.sent_rates = drafter_version, expected_rates
         return SwapReport(0.1, payload.num_bytes)
 
     def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:

@@ -14,6 +14,7 @@ from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.records import GainReport, RolloutBatch, Versions, WeightPayload
 from cotrain.roles.publisher import Publisher, publisher_spec
+from cotrain.rollout.acceptance_stats import drafter_counts, total_counts
 from cotrain.trainer.trainer import FreshScores
 from tests.cotrain.publish.simulated import sample_rollouts, score
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, RANDOM, SAMPLES, World
@@ -50,7 +51,9 @@ def run(publisher: Publisher, world: World, steps: Any) -> list[SimpleNamespace]
             metrics, events = outcome.metrics, outcome.events
         counts = batch.speculation
         length = counts.acceptance_length if counts else 1.0
-        rows.append(SimpleNamespace(metrics=metrics, events=events, length=length, serving=world.serving))
+        own = total_counts(map(drafter_counts, batch.rollouts))
+        alone = own.acceptance_length if own else 1.0
+        rows.append(SimpleNamespace(metrics=metrics, events=events, length=length, alone=alone, serving=world.serving))
     return rows
 
 
@@ -81,6 +84,20 @@ def test_rollouts_are_scored_and_weights_frozen_before_they_are_trained_on(new_p
     run(new_publisher(world), world, [1, 2])
     assert world.calls == ["take_in", "train", "take_in", "publish", "train"]
     assert world.published[1] == RANDOM + 9.0 and world.skill == RANDOM + 18.0
+
+
+def test_engines_are_told_what_to_expect_of_a_publication_and_nothing_of_a_drafter_that_comes_back(
+    new_publisher: Any,
+) -> None:
+    """So that it is switched on where it pays before trials find that out."""
+    world = World(GOOD, learns=1.0)
+    world.served_as[1] = -5.0
+    publisher = new_publisher(world)
+    rows = run(publisher, world, [1, 2])
+    assert kinds(rows)[1] == ["published"]
+    assert 1 + sum(world.sent_rates) == pytest.approx(rows[1].metrics["gate/candidate_length"])
+    assert len(world.sent_rates) == 3 and sorted(world.sent_rates, reverse=True) == world.sent_rates
+    assert kinds(run(publisher, world, [3])) == [["rolled back"]] and world.sent_rates is None
 
 
 def test_a_worse_candidate_is_kept_back_and_says_why(new_publisher: Any) -> None:
@@ -149,6 +166,28 @@ def test_or_it_goes_on_without_speculation_and_says_so(new_publisher: Any) -> No
 def test_a_healthy_run_raises_no_alarm(new_publisher: Any) -> None:
     world = World(GOOD, learns=0.0)
     assert "alarm" not in [kind for row in kinds(run(new_publisher(world), world, range(1, 31))) for kind in row]
+
+
+@pytest.mark.parametrize("index", ["poor", "easy"])
+def test_drafts_of_an_index_say_nothing_of_the_drafter(new_publisher: Any, index: str) -> None:
+    """A poor index accepts less than is expected of the drafter, and a good one leaves it the hard text."""
+    world = World(GOOD, learns=0.0)
+    world.index = index
+    rows = run(new_publisher(world), world, range(1, 61))
+    assert not any(kind in ("refused", "rolled back", "alarm") for row in kinds(rows) for kind in row)
+    expected = [row.metrics["rollout/expected_acceptance_length"] for row in rows]
+    whole = [row.metrics["gate/serving_length"] for row in rows[1:]]
+    together, alone = np.mean([row.length for row in rows]), np.mean([row.alone for row in rows])
+    assert np.mean(expected) == pytest.approx(alone, abs=0.03)
+    assert abs(together - alone) > 0.2 and (index == "poor" or alone < np.mean(whole) - 0.2)
+
+
+@pytest.mark.parametrize("served_as", [-30.0, -1.5])
+def test_a_good_index_does_not_hide_a_broken_drafter(new_publisher: Any, served_as: float) -> None:
+    world = World(GOOD, learns=0.0)
+    world.index, world.served_as[0] = "easy", served_as
+    with pytest.raises(DrafterAlarm, match="acceptance_collapsed" if served_as < -9 else "acceptance_below_expected"):
+        run(new_publisher(world), world, range(1, 6))
 
 
 def test_lost_weights_are_found_by_reading_them_back(new_publisher: Any) -> None:

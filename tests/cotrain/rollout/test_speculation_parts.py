@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from cotrain.rollout.speculation.controller import LIVE_STEPS, SpeculationController, Step
 from cotrain.rollout.speculation.measurement import (
@@ -255,6 +256,40 @@ def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_s
     report = recorder.report()["steps"]
     assert [row[:5] for row in report] == [[1, 2, "prompts", 1, 2], [1, 2, "steady", 1, 3], [2, 1, "mixed", 1, 1]]
     assert all(row[5] > 0 for row in report)
+
+
+def test_the_counts_of_a_request_say_which_of_its_drafts_came_from_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own accumulator, which the scheduler's own method fills and which ends with the request."""
+    scheduler: Any = object.__new__(DraftLengthScheduler)
+    scheduler.controller = SpeculationController(K, 2)
+    counts = {request: RequestSpecDecodeMetrics.new(K) for request in "ab"}
+    scheduler.requests = {request: SimpleNamespace(spec_decode_metrics=of) for request, of in counts.items()}
+
+    def update(_: Any, scheduler_output: Any, sampled: Any) -> None:
+        for request, draft in scheduler_output.scheduled_spec_decode_tokens.items():
+            accepted = len(sampled.sampled_token_ids[sampled.req_id_to_index[request]]) - 1
+            counts[request].observe(len(draft), accepted, detailed=True)
+        scheduler.requests.pop("b", None)  # it has ended
+
+    monkeypatch.setattr(Scheduler, "update_from_output", update)
+    monkeypatch.setattr(Scheduler, "update_draft_token_ids", lambda *_: None)
+    monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda _: True)
+
+    def step(of_history: set[str], asked: str, verified: dict[str, int]) -> None:
+        scheduler.update_draft_token_ids(SimpleNamespace(req_ids=[*asked], cotrain_from_history=of_history))
+        drafts = {request: [5] * number for request, number in verified.items()}
+        scheduled = dict.fromkeys(verified, 1)
+        output = SimpleNamespace(scheduled_spec_decode_tokens=drafts, num_scheduled_tokens=scheduled)
+        output.scheduled_new_reqs, output.num_spec_tokens_to_schedule = [], K
+        names = {request: i for i, request in enumerate(verified)}
+        scheduler.update_from_output(
+            output, SimpleNamespace(req_id_to_index=names, sampled_token_ids=[[1]] * len(names))
+        )
+
+    step({"b"}, "ab", {"a": 3, "b": 2})
+    step({"a"}, "a", {"a": 1})
+    step(set(), "a", {"a": 2})
+    assert counts["a"].per_step_drafted == [3, -1, 2] and counts["b"].per_step_drafted == [-2]
 
 
 def test_a_request_drafts_what_is_worth_more_than_its_price() -> None:
