@@ -13,6 +13,7 @@ import pytest
 
 from cotrain.records import GainReport, StepTotal
 from cotrain.rollout.speculation.controller import SpeculationController
+from cotrain.rollout.speculation.measurement import MEASURE_TRIES
 from cotrain.rollout.speculation.step_costs import StepCosts
 from tests.cotrain.rollout.simulated_engine import (
     BAD,
@@ -159,27 +160,66 @@ def mislead(engine: SimulatedEngine, factor: float) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_gain_is_reported_and_checked_by_trials_without_speculation() -> None:
+def test_the_gain_is_reported() -> None:
     engine = engine_of(GOOD)
     engine.rule.begin()
     tally = engine.run(1, 6000)
     report = report_of(engine)
     metrics = report.metrics()
     assert report.speedup_vs_no_speculation == pytest.approx(tally.speed, rel=0.06)
-    assert metrics["rollout/speculation_gain_measured"] == pytest.approx(tally.speed, rel=0.08)
-    assert report.num_checks >= 3 and report.num_steps == pytest.approx(6000, abs=1)
+    assert report.num_steps == pytest.approx(6000, abs=1)
     assert report.seconds == pytest.approx(tally.seconds, rel=0.2) and report.longest_draft in (2, 3)
     assert 0.005 < metrics["rollout/speculation_trial_share"] < 0.03
 
 
-def test_a_wrong_table_shows_in_the_checked_gain() -> None:
+@pytest.mark.parametrize("factor", [0.7, 1.6])
+def test_trials_correct_the_reported_gain_of_a_wrong_table(factor: float) -> None:
     engine = engine_of(GOOD, noise=QUIET)
-    mislead(engine, 0.7)
+    mislead(engine, factor)
+    engine.run(1, 8000)
     engine.rule.begin()
-    tally = engine.run(1, 120)
-    metrics = report_of(engine).metrics()
-    speedup, checked = metrics["rollout/speedup_vs_no_speculation"], metrics["rollout/speculation_gain_measured"]
-    assert speedup > 1.1 * tally.speed and checked < 0.9 * speedup
+    tally = engine.run(1, 2000)
+    assert report_of(engine).speedup_vs_no_speculation == pytest.approx(tally.speed, rel=0.06)
+
+
+@pytest.mark.parametrize("noise", [QUIET, NOISY], ids=["quiet", "noisy"])
+@pytest.mark.parametrize("rates", [(0.0, 0.0, 0.0), BAD], ids=["nothing accepted", "bad"])
+def test_no_gain_is_above_the_acceptance_length(rates: tuple[float, ...], noise: Noise) -> None:
+    """By a table in which steps with drafts take 0.7 times what they do, also while trials correct it, and at any length."""
+    engine = engine_of(rates, noise=noise)
+    mislead(engine, 0.7)
+    for length in (None, None, 1, 3):
+        engine.rule.fix_num_speculative_tokens(length)
+        engine.rule.begin()
+        engine.run(4, 300)
+        found = engine.rule.report()
+        gain, steps = GainReport(**found["gain"]), [StepTotal(*row) for row in found["steps"]]
+        counted = (
+            sum(step.num_tokens * step.seconds / step.num_steps for step in steps),
+            sum(s.seconds for s in steps),
+        )
+        assert gain.speedup_vs_no_speculation <= counted[0] / counted[1] / 4 + 1e-9
+        assert max(engine.rule._gains()[:, 3]) <= max(engine.rule._acceptance.tokens_per_step())
+
+
+def test_what_contradicts_itself_is_measured_again() -> None:
+    """While other work came in bursts, steps without drafts took longer than those with drafts."""
+    engine = engine_of(BAD, measured=False, noise=QUIET)
+    begin, tries = engine.rule.draft_lengths, []
+
+    def draft_lengths(now: float) -> Any:
+        lengths = begin(now)
+        engine.slow_down = 1.8 if not tries and lengths[1] == 0 else 1.0
+        return lengths
+
+    checks = engine.rule.contradicts
+    engine.rule.draft_lengths = draft_lengths
+    engine.rule.contradicts = lambda: tries.append(checks()) or tries[-1]
+    engine.measure(32, seconds=30.0)
+    assert tries[0] and len(tries) == MEASURE_TRIES
+    engine.rule.draft_lengths, engine.slow_down = begin, 1.0
+    assert engine.rule._costs.ratios()[:, 31] == pytest.approx([1.0, *CPU.ratios[3]], rel=0.1)
+    assert engine.run(32, 60).lengths[-1] == 0
 
 
 def test_the_report_says_what_the_tokens_would_take_at_each_length() -> None:
@@ -204,7 +244,6 @@ def test_without_speculation_the_speedup_is_one() -> None:
     report = report_of(engine)
     assert report.speedup_vs_no_speculation == pytest.approx(1.0, abs=1e-6) and report.longest_draft == 0
     assert GainReport().speedup_vs_no_speculation == 1.0
-    assert "rollout/speculation_gain_measured" not in report.metrics(), "nothing was checked"
 
 
 def test_drafts_that_no_step_was_left_to_verify_do_not_count() -> None:
@@ -354,8 +393,6 @@ def test_requests_get_prices_by_what_a_step_costs() -> None:
         assert prices[0] == pytest.approx(
             [CPU.seconds(k, k, batch) / CPU.seconds(0, 0, batch) for k in range(K + 1)], rel=0.05
         )
-    engine.run(1, 1200)
-    assert controller.report()["gain"]["num_checks"] > 1, "steps without speculation still check the gain"
     controller.fix_num_speculative_tokens(2)
     assert controller.prices(1) is None and set(engine.run(1, 20).lengths) == {2}
 
