@@ -141,7 +141,7 @@ class Controller:
         if self.producer.taps and window is not None and not self._checked:
             self._check_batch(window)
         recomputes = self.config.stream.on_swap != "keep_kv"
-        row |= rollout_metrics(rollouts, window, served.drafter, recomputes)
+        row |= rollout_metrics(rollouts, window, served.drafter, recomputes, self.config.rollout.num_engines)
         if speculates and (alarms := self._check_distribution(step, rollouts, row)):
             if self.roles.publisher is None:
                 raise DrafterAlarm(step, alarms)
@@ -183,8 +183,9 @@ class Controller:
     def _scored(self, groups: list[GroupResult]) -> list[ScoredRollout]:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rewards = [reward for group in groups for reward in group.rewards]
-        prompt_ids = [rollout.prompt_id for rollout in rollouts]
-        advantages = group_advantages(prompt_ids, rewards, self.config.policy.advantage)
+        # Not by prompt: where another prompt has taken the place of one that was lost, two groups may have the same.
+        places = [str(place) for place, group in enumerate(groups) for _ in group.rollouts]
+        advantages = group_advantages(places, rewards, self.config.policy.advantage)
         return [ScoredRollout(*fields) for fields in zip(rollouts, rewards, advantages, strict=True)]
 
     def _window(self, rollouts: list[ScoredRollout]) -> RolloutBatch | None:

@@ -37,6 +37,11 @@ class RolloutAcceptance:
     accepted: Tensor  # [R, k] float64, expected steps that accept draft position j and all before it
     known: Tensor  # [R] int64, acceptances that are not NaN; equal for two drafters on the same rollouts
 
+    def joined(self, other: "RolloutAcceptance") -> "RolloutAcceptance":
+        """Return the rows of both."""
+        pairs = (self.steps, other.steps), (self.accepted, other.accepted), (self.known, other.known)
+        return RolloutAcceptance(*map(torch.cat, pairs))
+
     def rates(self) -> list[float]:
         """Return, for each draft position, the share of verification steps that accept it and all before it, as in vLLM.
 

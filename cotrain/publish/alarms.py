@@ -42,7 +42,7 @@ BELOW_EXPECTED = (
 """Probable cause and remedy of the two statistical alarms."""
 
 LAG_ROUNDS = 4
-"""Training rounds that may pass without a comparison, because a step with few rollouts may refuse its candidate."""
+"""Training rounds that may pass without a comparison, while steps have enough rollouts for one."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> l
     While the canary watches the serving drafter, the canary alone deals with a low acceptance.
     """
     found = [*_delivery_alarms(evidence)]
-    lag, limit = evidence.versions.policy - evidence.serving.judged_on, LAG_ROUNDS * config.train_every
+    lag, limit = evidence.serving.unjudged, LAG_ROUNDS * config.train_every
     if config.train and lag > limit:
-        what = f"the serving drafter is {lag} policy versions behind, the limit is {limit}"
+        what = f"in {lag} steps with enough rollouts no candidate was compared with the serving drafter, the limit is {limit}"
         cause = "candidates are refused (decisions.jsonl has the reasons), or the trainer makes none"
         found.append(Alarm("drafter_lags", what, cause, "fix what the reasons name, and read logs/drafter.log"))
     if not evidence.serving.watched:

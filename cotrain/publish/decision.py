@@ -59,7 +59,8 @@ class Outcome:
 class Judgement(NamedTuple):
     """What the gate found of a candidate, in words and numbers."""
 
-    kind: Kind
+    kind: Kind | None
+    """None while there is too little to judge by."""
     reason: str
     numbers: dict[str, float]
     expected: ExpectedAcceptance | None = None
@@ -74,7 +75,7 @@ def alarmed(step: int, serving: Publication, alarms: Sequence[Alarm]) -> Outcome
 
 def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outcome:
     """Make the decision of one step."""
-    step, serving, scores = evidence.step, evidence.serving, evidence.scores
+    step, serving, scores = evidence.step, evidence.serving, evidence.scores.gathered or evidence.scores
     outcome = Outcome(serving, [], {}, trains=config.train and step % config.train_every == 0)
 
     def note(kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
@@ -96,13 +97,16 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outco
         if not serving.watched:
             serving = replace(serving, last_good=serving.version)
             note("kept", f"version {serving.version} is served as expected: kept", outcome.metrics)
-    if scores.candidate is not None and scores.updates != serving.judged_update:
-        gate = judge(scores, evidence.batch, config.train_every, serving.swap_seconds, config.gate)
-        note(gate.kind, gate.reason, gate.numbers)
-        judged_on = evidence.versions.policy if gate.kind == "kept back" else serving.judged_on
-        serving = replace(serving, judged_update=scores.updates, judged_on=judged_on)
+    unjudged = serving.unjudged + scores.suffice
+    if scores.candidate is not None:
+        lifetime = max(config.train_every, scores.steps)
+        gate = judge(scores, evidence.batch, lifetime, serving.swap_seconds, config.gate)
         outcome.metrics, outcome.expected = outcome.metrics | gate.numbers, gate.expected
-    outcome.serving = serving
+        if gate.kind is not None:
+            note(gate.kind, gate.reason, gate.numbers)
+            unjudged = 0 if gate.kind == "kept back" else unjudged
+            serving = replace(serving, judged_update=scores.updates)
+    outcome.serving = replace(serving, unjudged=unjudged)
     return outcome
 
 
@@ -111,8 +115,8 @@ def judge(
 ) -> Judgement:
     """Compare the candidate with the serving drafter on the same rollouts, and weigh the seconds saved against the swap.
 
-    lifetime_steps: steps until the next candidate may replace this one. A candidate is refused if acceptances are not finite,
-    or, unless config.publish_when is "always", if too few rollouts could be scored.
+    lifetime_steps: steps until the next candidate may replace this one. A candidate is refused if acceptances are not finite.
+    It waits for more rollouts if there are too few, unless config.publish_when is "always".
     """
     assert scores.candidate is not None
     ours, theirs = scores.candidate[-1].known, scores.serving[-1].known
@@ -124,12 +128,13 @@ def judge(
     num_rollouts, num_prompts = (candidate.num_rollouts, candidate.num_prompts) if candidate is not None else (0, 0)
     judged_on = f"{num_rollouts} rollouts of {num_prompts} prompts"
     always = config.publish_when == "always"
-    kind: Kind = "published" if always else "refused"
+    kind: Kind | None = "published" if always else "refused" if scores.suffice else None
     because = ' because publish_when = "always"' if always else ""
     if candidate is None or serving is None or num_rollouts < MIN_ROLLOUTS or num_prompts < MIN_PROMPTS:
         needed = f"and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts are needed to judge"
-        reason = f"{kind}{because}: {judged_on} in this step have features of all their tokens, {needed}"
-        return Judgement(kind, reason, {"gate/publish": float(always)})
+        reason = f"{kind}{because}: {judged_on} could be scored, {needed}"
+        found = {} if kind is None else {"gate/publish": float(always)}
+        return Judgement(kind, reason, found | {"gate/num_rollouts": num_rollouts, "gate/num_prompts": num_prompts})
     gain, bound = gain_of(candidate, serving, CONFIDENCE)
     # Where generation overlaps with learning, only the exposed share of the engines' time holds up the run.
     # What is drafted from history gains nothing from a better drafter.

@@ -81,7 +81,7 @@ class Publisher:
         self._config, self._total_steps = spec.drafter, spec.total_steps
         self._trainer, self._engines, self._scratch = trainer, engines, scratch
         self._sent = {} if sent is None else sent.digests
-        self.serving = Publication(versions.drafter, versions.drafter, versions.policy)
+        self.serving = Publication(versions.drafter, versions.drafter)
         self._max_policy_lag, self._recomputes = spec.max_policy_lag, spec.recomputes
         self._known: set[Versions] = set()  # versions that may have generated rollouts still to be seen
         self.mode: str | None = None
@@ -108,7 +108,7 @@ class Publisher:
         self._known = {versions, *kept}
         batch = replace(batch, rollouts=[last_segment(rollout, self._recomputes) for rollout in batch.rollouts])
         keep = {serving.version, serving.last_good}
-        scores, metrics = self._trainer("take_in", batch.features, serving.version, keep)
+        scores, metrics = self._trainer("take_in", batch.features, serving.version, keep, serving.judged_update)
         # Only these rollouts were drafted by the serving drafter, so the expectation must be for the same ones.
         served_by = np.array(scores.served_by) == serving.version
         expected = expected_of(scores.served or scores.serving, scores.prompts, served_by)
@@ -165,7 +165,7 @@ class Publisher:
             self._engines.call("clear_drafter_cache")  # the bad drafter may have left NaN there
             self.serving = self.serving.rolled_back(version, swap.seconds)
         else:
-            self.serving = self.serving.published(version, versions.policy, swap.seconds, expected is not None)
+            self.serving = self.serving.published(version, swap.seconds, expected is not None)
         self._sent, outcome.events[-1] = payload.digests, replace(event, version=version)
 
 

@@ -164,8 +164,6 @@ class DrafterService:
         for rollout in batch.rollouts:
             if rollout.versions.drafter <= self._trainer.drafter_version:
                 publisher.serves(rollout.versions)
-        # A host's policy may change many times in a round, so its versions do not tell for how long candidates were refused.
-        publisher.serving = replace(publisher.serving, judged_on=versions.policy)
         outcome = publisher.evaluate(step, batch, versions)
         self._pending = (step, outcome) if outcome.swap is not None else None
         events = outcome.events[:-1] if self._pending else outcome.events

@@ -13,7 +13,11 @@ from cotrain.run.metrics import metrics_of, speculation_metrics
 
 
 def rollout_metrics(
-    rollouts: list[ScoredRollout], window: RolloutBatch | None, drafter_version: int, recomputes: bool
+    rollouts: list[ScoredRollout],
+    window: RolloutBatch | None,
+    drafter_version: int,
+    recomputes: bool,
+    num_engines: int = 1,
 ) -> dict[str, float]:
     """Reward, length and acceptance come from the rollouts trained on; speed, feature tap and speculation gain from the window.
 
@@ -44,7 +48,7 @@ def rollout_metrics(
         metrics |= {
             "rollout/tapped_rollouts": stats["num_rollouts"],
             "rollout/feature_holes": stats["num_holes"] / tapped,
-            "rollout/tap_overhead": stats["record_seconds"] / window.seconds,
+            "rollout/tap_overhead": stats["record_seconds"] / (window.seconds * num_engines),
             "rollout/feature_bytes_per_token": stats["num_bytes"] / tapped,
         }
     return metrics

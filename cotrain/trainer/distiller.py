@@ -140,9 +140,9 @@ class Distiller:
             parts.append(acceptances(drafters, self._on_device(rows), target, sampling, objective))
         return [[part[i] for part in parts] for i in range(len(drafters))]
 
-    def check_publishable(self, version: int) -> None:
+    def check_publishable(self, version: int, drafter: Drafter) -> None:
         """Raise TrainingDiverged when a weight is not finite, or so large that numbers in an engine could overflow."""
-        if problems := self.drafter.overflowing():
+        if problems := drafter.overflowing():
             raise TrainingDiverged(
                 f"drafter version {version} is not published, an engine would compute with {'; '.join(problems)}: "
                 "lower drafter.optimizer.learning_rate"

@@ -62,6 +62,15 @@ class FeatureRecord:
         starts = self.feature_mask[:-2] & self.feature_mask[1:-1]
         return bool(starts[max(self.prompt_length - 2, 0) :].any())
 
+    @property
+    def is_scorable(self) -> bool:
+        """Whether a drafter can be judged by it: the response has a token that could be drafted, and all features for that.
+
+        The first token of a response has no verification step.
+        """
+        rows = self.feature_mask[self.prompt_length - 1 : -1]
+        return len(rows) > 1 and bool(rows.all())
+
     def last_segment(self) -> "FeatureRecord":
         """Return the record with the response tokens of earlier versions counted as part of the prompt."""
         return replace(self, prompt_length=self.prompt_length + self.earlier_tokens) if self.earlier_tokens else self

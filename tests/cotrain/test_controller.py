@@ -33,7 +33,7 @@ from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
-from cotrain.stream.producer import Prompts
+from cotrain.stream.producer import GroupResult, Prompts
 from cotrain.tasks.prompts import PromptOrder
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
 
@@ -252,8 +252,17 @@ def test_every_sample_of_a_run_has_a_seed_of_its_own_where_drafts_allow_it(start
         assert set(seeds) == {None}
 
 
+def test_each_group_has_an_advantage_of_its_own_even_where_two_have_the_same_prompt(start: Any) -> None:
+    """Where a group was lost twice, another prompt takes its place, and a small task has no other than those of the step."""
+    controller = start(World(GOOD), task={"type": "reasoning_gym", "name": "chain_sum"})
+    prompt, rollouts = Prompt("0", [], None), controller.roles.engines.world.generate(1).rollouts[:2]
+    rewards = [[0.0, 1.0], [5.0, 7.0]]
+    scored = controller._scored([GroupResult(prompt, 0, rollouts, of_group) for of_group in rewards])
+    assert [round(one.advantage, 2) for one in scored] == [-0.71, 0.71] * 2
+
+
 def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> None:
-    world = World(learns=3.0)
+    world = World(learns=5.0)
     controller = start(world)
     rows = go(controller, 4)
     assert [row["versions/drafter"] for row in rows] == [0, 0, 1, 2]

@@ -251,13 +251,16 @@ class SpeculationController:
         length = self._length(step, before)
         if length is not None:  # whatever slowed this step would have slowed one without speculation as much
             without *= seconds / costs.seconds(length, step.batch, step.has_passes)
+        asked = 0 if before is None else before.num_speculative_tokens
+        if self._per_request:  # the worker decides, and may draft nothing
+            asked = max((number for number, _ in step.drafts), default=0)
         # A step without drafts emits a token of each request, and takes no longer than this one did: the rest is noise.
         self._without[step.batch - 1] += min(without, seconds * step.num_tokens / step.batch)
         self._gain += GainReport(
             num_steps=1,
             seconds=seconds,
             trial_seconds=0.0 if self._trials.num_speculative_tokens is None else seconds,
-            longest_draft=0 if before is None else before.num_speculative_tokens,
+            longest_draft=asked,
         )
 
     def _learn(self, costs: StepCosts, step: Step, before: Step | None, seconds: float) -> None:

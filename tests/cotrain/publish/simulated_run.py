@@ -1,7 +1,9 @@
 """A drafter trainer and the engines it publishes to, simulated; see simulated.py for the rollouts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,21 +11,41 @@ from numpy.typing import NDArray
 
 from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
 from cotrain.rollout.acceptance_stats import counts_of_steps, drafter_starts, total_counts
-from cotrain.trainer.trainer import FreshScores
+from cotrain.trainer.buffer import spread_over_prompts
+from cotrain.trainer.trainer import MAX_ROLLOUTS, FreshScores
 from cotrain.transport.payload import WeightUpdateRefused
-from tests.cotrain.publish.simulated import DRAFT_TOKENS, acceptance_table, sample_rollouts, score
+from tests.cotrain.publish.simulated import (
+    DRAFT_TOKENS,
+    Lengths,
+    Rollouts,
+    acceptance_table,
+    sample_rollouts,
+    scores_of,
+    usual_lengths,
+)
 
 RANDOM, GOOD = -8.0, 1.0  # acceptance lengths 1.00 and 2.2
 PROMPTS, SAMPLES = 8, 4
 
 
 class World:
-    """Trainer and engines in one; a drafter is its skill. Calls are noted in `calls`."""
+    """Trainer and engines in one; a drafter is its skill, and the updates behind it. Calls are noted in `calls`."""
 
-    def __init__(self, skill: float = RANDOM, learns: float = 0.0, seed: int = 0):
+    def __init__(
+        self,
+        skill: float = RANDOM,
+        learns: float = 0.0,
+        seed: int = 0,
+        prompts: int = PROMPTS,
+        samples: int = SAMPLES,
+        lengths: Lengths = usual_lengths,
+    ):
         self.skill, self.learns, self.seed = skill, learns, seed
-        self.published = {0: skill}
+        self.prompts, self.samples, self.lengths = prompts, samples, lengths
+        self.published = {0: (skill, 0)}
         self.updates = self.published_update = 0
+        self.held: tuple[float, int] | None = None
+        self.gathered: FreshScores | None = None
         self.version = self.serving = 0
         self.served_as: dict[int, float] = {}
         """Versions that the engines serve with another skill than they were trained to."""
@@ -36,15 +58,25 @@ class World:
         self.step = 0
 
     def generate(self, step: int) -> RolloutBatch:
-        self.step = step
         rng = np.random.default_rng([self.seed, step])
-        self.rollouts = sample_rollouts(rng, PROMPTS, SAMPLES)
-        skill = self.served_as.get(self.serving, self.published[self.serving])
-        table = acceptance_table(self.rollouts, skill, rng)
-        out = [self._serve(row, table[row], Versions(step - 1, self.serving), rng) for row in range(len(table))]
-        self.drafted = [drafter_starts(rollout) for rollout in out] if self.index else None
-        num_tokens, counts = int(self.rollouts.lengths.sum()), total_counts(rollout.speculation for rollout in out)
-        return RolloutBatch(out, [f"step {step}"], counts, num_tokens * 0.05, num_tokens)
+        rollouts = sample_rollouts(rng, self.prompts, self.samples, self.lengths)
+        return self.serve(step, rollouts, [Versions(step - 1, self.serving)] * len(rollouts.names))
+
+    def serve(self, step: int, rollouts: Rollouts, versions: Sequence[Versions]) -> RolloutBatch:
+        """A step in which these rollouts have ended, with the versions of their last segments."""
+        self.step, self.rollouts, self.versions = step, rollouts, versions
+        rng, out = np.random.default_rng([self.seed, step, 1]), list[Rollout]()
+        drafters = {v.drafter: self.published[v.drafter] for v in versions}
+        drafters |= {v: (self.served_as[v], -1) for v in drafters if v in self.served_as}
+        tables = {version: self._table(drafter) for version, drafter in drafters.items()}
+        out = [self._serve(row, tables[of.drafter][row], of, rng) for row, of in enumerate(versions)]
+        self.drafted = [drafter_starts(rollout) for rollout in out]
+        num_tokens, counts = int(rollouts.lengths.sum()) + len(out), total_counts(r.speculation for r in out)
+        return RolloutBatch(out, [f"step {step}"] if out else [], counts, num_tokens * 0.05, num_tokens)
+
+    def _table(self, drafter: tuple[float, int]) -> NDArray:
+        skill, updates = drafter
+        return acceptance_table(self.rollouts, skill, np.random.default_rng([self.seed, self.step, updates + 2]))
 
     def _serve(self, row: int, table: NDArray, versions: Versions, rng: np.random.Generator) -> Rollout:
         """One rollout, drafted throughout. table [K, L]: chances that drafts of the drafter are accepted."""
@@ -69,25 +101,30 @@ class World:
         is_easy = self.rollouts.difficulty[row, start : start + DRAFT_TOKENS].mean() < 0
         return 0.9 if self.index == "easy" and is_easy else None
 
-    # the trainer
+    # the trainer, with what DrafterTrainer does about a candidate that waits for more rollouts
 
-    def take_in(self, shards: Any, serving: int, keep: Any) -> tuple[FreshScores, dict[str, float]]:
+    def take_in(self, shards: Any, serving: int, keep: Any, judged: int) -> tuple[FreshScores, dict[str, float]]:
         self.calls.append("take_in")
         assert {serving, *keep} <= self.published.keys()
-        self.published = {version: self.published[version] for version in {serving, *keep}}
-        rng, again = (np.random.default_rng([self.seed, self.step, 1]) for _ in range(2))
-        rollouts = self.rollouts if shards else sample_rollouts(rng, 0, 0)
-        serving_scores = score(rollouts, self.published[serving], rng)
-        served = (
-            score(rollouts, self.published[serving], again, drafted=self.drafted) if self.index and shards else None
-        )
-        candidate = score(rollouts, self.skill, rng) if self.updates > self.published_update else None
-        served_by = [serving] * len(rollouts.names)
-        scores = FreshScores(rollouts.names, serving_scores, candidate, self.updates, served_by, served)
-        return scores, {"drafter/buffer_tokens": 1.0}
+        self.held = None if self.held is not None and self.held[1] <= judged else self.held
+        candidate = self.held or (self.skill, self.updates)
+        tapped = np.flatnonzero(self.rollouts.lengths if shards else []).tolist()
+        named = [SimpleNamespace(prompt_key=self.rollouts.names[row], row=row) for row in tapped]
+        rows = [one.row for one in spread_over_prompts(named, MAX_ROLLOUTS)]  # type: ignore[arg-type]
+        rollouts, drafted = self.rollouts.only(rows), [self.drafted[row] for row in rows] if self.index else None
+        table = self._table(self.published[serving])[rows]
+        served = scores_of(rollouts, table, drafted) if drafted else None
+        has_candidate = candidate[1] > max(self.published_update, judged)
+        ours = scores_of(rollouts, self._table(candidate)[rows]) if has_candidate else None
+        served_by = [self.versions[row].drafter for row in rows]
+        fresh = FreshScores(rollouts.names, scores_of(rollouts, table), ours, candidate[1], served_by, served)
+        self.gathered = fresh.after(self.gathered)
+        return replace(fresh, gathered=self.gathered), {"drafter/buffer_tokens": 1.0}
 
     def train(self, step: int, num_updates: int) -> dict[str, float]:
         self.calls.append("train")
+        if self.gathered and self.gathered.candidate and not self.gathered.suffice and self.held is None:
+            self.held = self.skill, self.updates
         self.skill, self.updates = self.skill + self.learns, self.updates + num_updates
         return {"drafter/train_s": 1.0, "drafter/loss": 2.0}
 
@@ -98,9 +135,11 @@ class World:
         self.calls.append("publish" if weights_of is None else f"publish {weights_of}")
         self.version += 1
         if weights_of is None:
-            self.published[self.version], self.published_update = self.skill, self.updates
+            self.published[self.version] = self.held or (self.skill, self.updates)
+            self.published_update = self.published[self.version][1]
         else:
             self.published[self.version] = self.published[weights_of]
+        self.held = self.gathered = None
         return self.version
 
     def write_payload(self, path: Path, version: int) -> WeightPayload:

@@ -235,9 +235,9 @@ def test_rollouts_with_a_hole_are_left_out_for_both():
 @pytest.mark.parametrize(
     ("prompts", "found"), [([str(i % 6) for i in range(12)], "12 rollouts of 6"), (["a", "b"] * 12, "24 rollouts of 2")]
 )
-def test_too_little_to_judge_on_is_refused(prompts, found):
+def test_a_candidate_waits_where_there_is_too_little_to_judge_by(prompts, found):
     candidate, serving, _ = pair(1.0, 0.5, count=len(prompts))
     judgement = judge(candidate, serving, prompts)
-    assert judgement.kind == "refused"
-    assert f"{found} prompts in this step have features of all their tokens" in judgement.reason
-    assert judge(plain([], []), plain([], []), []).kind == "refused"
+    assert judgement.kind is None and f"{found} prompts could be scored" in judgement.reason
+    assert [judgement.numbers[f"gate/num_{what}"] for what in ("rollouts", "prompts")] == [len(prompts), int(found[-1])]
+    assert judge(plain([], []), plain([], []), []).kind is None

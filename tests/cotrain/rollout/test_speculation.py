@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.records import GainReport, StepTotal
+from cotrain.config.schema import DrafterConfig
+from cotrain.publish.alarms import check_step
+from cotrain.records import GainReport, Rollout, RolloutBatch, StepTotal, Versions
 from cotrain.rollout.speculation.controller import SpeculationController
 from cotrain.rollout.speculation.measurement import MEASURE_TRIES
 from cotrain.rollout.speculation.step_costs import StepCosts
@@ -30,6 +32,7 @@ from tests.cotrain.rollout.simulated_engine import (
     best_fixed,
     speed_of_fixed,
 )
+from tests.publish_evidence import evidence_of
 
 SHAPES = {"two CPU cores": CPU, "GPU": GPU}
 DRAFTERS = {"good": GOOD, "bad": BAD}
@@ -395,6 +398,24 @@ def test_requests_get_prices_by_what_a_step_costs() -> None:
         )
     controller.fix_num_speculative_tokens(2)
     assert controller.prices(1) is None and set(engine.run(1, 20).lengths) == {2}
+
+
+def test_where_each_request_chooses_a_step_asks_only_for_what_its_requests_drafted() -> None:
+    """Requests may draft nothing for as long as nothing pays, which the alarm for engines that draft nothing must not see."""
+    controller = SpeculationController(K, 16, drafts_are_free=True)
+    engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
+    engine.measure(16)
+    controller.choose_per_request(True)
+    engine.looks_up = 0.0
+    engine.run(4, 40)
+    report = report_of(engine)
+    assert (report.longest_draft, report.num_steps) == (0, 39)
+    rollouts = [Rollout("p", 0, [1], [5] * 39, [0.0] * 39, "", "stop", Versions(0, 0), None)]
+    batch = RolloutBatch(rollouts, [], None, 1.0, 39, gain=report)
+    assert check_step(evidence_of(batch, Versions(0, 0)), DrafterConfig(model={"type": "eagle3"}), 100) == []
+    engine.looks_up = 0.5
+    engine.run(4, 40)
+    assert report_of(engine).longest_draft == K
 
 
 def test_a_batch_pays_for_its_first_draft_whatever_is_drafted() -> None:
