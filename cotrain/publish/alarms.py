@@ -80,7 +80,7 @@ def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> l
     lag, limit = evidence.serving.unjudged, LAG_ROUNDS * config.train_every
     if config.train and lag > limit:
         what = f"in {lag} steps with enough rollouts no candidate was compared with the serving drafter, the limit is {limit}"
-        cause = "candidates are refused (decisions.jsonl has the reasons), or the trainer makes none"
+        cause = "candidates are refused (decisions.jsonl has the reasons), the trainer makes none, or rollouts lack features"
         found.append(Alarm("drafter_lags", what, cause, "fix what the reasons name, and read logs/drafter.log"))
     if not evidence.serving.watched:
         significance = FALSE_ALARM_RATE / (total_steps * NUM_TESTS)

@@ -16,7 +16,7 @@ from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication
 from cotrain.records import RolloutBatch, SwapReport
 from cotrain.rollout.acceptance_stats import share_from_history
 from cotrain.run.rows import DrafterEvent, Kind
-from cotrain.trainer.trainer import FreshScores
+from cotrain.trainer.trainer import FreshScores, enough
 
 CANARY_ALPHA = 0.02
 """Probability that a publication which serves as expected is rolled back, split over its CANARY_STEPS. That costs two swaps and
@@ -97,7 +97,8 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outco
         if not serving.watched:
             serving = replace(serving, last_good=serving.version)
             note("kept", f"version {serving.version} is served as expected: kept", outcome.metrics)
-    unjudged = serving.unjudged + scores.suffice
+    draftable = [rollout.prompt_id for rollout in evidence.batch.rollouts if len(rollout.token_ids) > 1]
+    unjudged = serving.unjudged + (scores.suffice or enough(draftable))
     if scores.candidate is not None:
         lifetime = max(config.train_every, scores.steps)
         gate = judge(scores, evidence.batch, lifetime, serving.swap_seconds, config.gate)
@@ -132,7 +133,7 @@ def judge(
     because = ' because publish_when = "always"' if always else ""
     if candidate is None or serving is None or num_rollouts < MIN_ROLLOUTS or num_prompts < MIN_PROMPTS:
         needed = f"and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts are needed to judge"
-        reason = f"{kind}{because}: {judged_on} could be scored, {needed}"
+        reason = f"{kind or 'waits'}{because}: {judged_on} could be scored, {needed}"
         found = {} if kind is None else {"gate/publish": float(always)}
         return Judgement(kind, reason, found | {"gate/num_rollouts": num_rollouts, "gate/num_prompts": num_prompts})
     gain, bound = gain_of(candidate, serving, CONFIDENCE)

@@ -21,7 +21,7 @@ class Publication:
     judged_update: int = 0
     """Optimizer steps behind the candidate that was last judged; each candidate is judged only once."""
     unjudged: int = 0
-    """Steps with enough rollouts to judge by, since a candidate was last compared with the serving drafter."""
+    """Steps with enough rollouts to judge by, scored or not, since a candidate was last compared with the serving drafter."""
     swap_seconds: float = 0.0
     """Seconds that the last swap took."""
     watched: int = 0

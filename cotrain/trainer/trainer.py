@@ -29,6 +29,11 @@ a tenth of its time and decide little better."""
 STATE = "trainer.pt"
 
 
+def enough(prompts: Sequence[str]) -> bool:
+    """Whether rollouts of these prompts [R] can judge a candidate."""
+    return len(prompts) >= MIN_ROLLOUTS and len(set(prompts)) >= MIN_PROMPTS
+
+
 @dataclass(frozen=True, eq=False)
 class FreshScores:
     """Expected acceptance on rollouts, before any drafter was trained on them."""
@@ -53,7 +58,7 @@ class FreshScores:
     @property
     def suffice(self) -> bool:
         """Whether a candidate can be judged by them."""
-        return len(self.prompts) >= MIN_ROLLOUTS and len(set(self.prompts)) >= MIN_PROMPTS
+        return enough(self.prompts)
 
     def after(self, earlier: "FreshScores | None") -> "FreshScores":
         """Return these scores and earlier ones together, or these alone if the earlier ones are not of the same candidate."""

@@ -147,6 +147,16 @@ def test_small_steps_are_judged_together(new_publisher: Any) -> None:
     assert resumed.serving == publisher.serving != again.serving
 
 
+def test_rollouts_whose_features_never_come_are_lag(new_publisher: Any) -> None:
+    world = World(GOOD, learns=0.3)
+    generate = world.generate
+    world.generate = lambda step: replace(generate(step), features=[])  # type: ignore[method-assign]
+    with pytest.raises(
+        DrafterAlarm, match=r"drafter_lags: in 5 steps with enough rollouts .* or rollouts lack features"
+    ):
+        run(new_publisher(world), world, range(1, 10))
+
+
 def test_steps_that_could_not_judge_a_candidate_are_no_lag(new_publisher: Any) -> None:
     world = World(GOOD, learns=0.0, prompts=4, samples=1, lengths=lambda rng, number: rng.integers(0, 2, number))
     rows = run(new_publisher(world), world, range(1, 60))
