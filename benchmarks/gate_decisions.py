@@ -1,6 +1,7 @@
 """What the publish gate decides about drafters that are corrupted, stale, equal and better than the served one.
 
     python benchmarks/gate_decisions.py configs/in_domain.toml --serving DIR --better DIR... --stale DIR... --out NEW_DIR
+    python -m benchmarks.gate_decisions --simulate [--steps 10000] [--only NAME...]      # see gate_simulation.py
 
 Fresh rollouts of the configuration's policy on prompts of another seed, from the real engine, with the hidden states
 that it taps; each decision has a step's rollouts of its own. Corrupted: the served drafter with one matrix spoilt.
@@ -59,14 +60,25 @@ class Verdict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="policy, sampling and task, for example configs/in_domain.toml")
-    parser.add_argument("--serving", type=Path, required=True, help="checkpoint folder of the served drafter")
-    parser.add_argument("--better", type=Path, nargs="+", required=True, help="checkpoint folders, taken in turns")
-    parser.add_argument("--stale", type=Path, nargs="+", required=True, help="checkpoint folders, taken in turns")
+    parser.add_argument(
+        "--simulate", action="store_true", help="simulated steps; of the other options, use only these two"
+    )
+    parser.add_argument("--steps", type=int, default=10_000, help="simulated steps of each case (default %(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these simulated cases alone")
+    real = "--simulate" not in sys.argv
+    if real:
+        parser.add_argument("config", help="policy, sampling and task, for example configs/in_domain.toml")
+    parser.add_argument("--serving", type=Path, required=real, help="checkpoint folder of the served drafter")
+    parser.add_argument("--better", type=Path, nargs="+", required=real, help="checkpoint folders, taken in turns")
+    parser.add_argument("--stale", type=Path, nargs="+", required=real, help="checkpoint folders, taken in turns")
     parser.add_argument("--trials", type=int, default=20, help="decisions of each kind (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1000, help="of the prompts (default %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument("--out", type=Path, required=real, help="a new folder")
     args = parser.parse_args()
+    if args.simulate:
+        from benchmarks import gate_simulation
+
+        return gate_simulation.run(args.only, args.steps)
     if args.out.exists():
         raise SystemExit(f"--out: {args.out} exists; give a new folder")
     config = load_config([args.config])

@@ -5,7 +5,7 @@ generated all the time, and engines take weights in the middle of them. Every to
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -106,6 +106,7 @@ class Controller:
         if state.drafting is not None and roles.publisher is not None:
             roles.publisher.load_state(state.drafting)
         self._seconds: dict[str, float] = {}
+        self._events: list[DrafterEvent] = []  # of the present step
         self._engine_steps: dict[int, list[StepTotal]] = {}
 
     def run(self) -> bool:
@@ -124,7 +125,7 @@ class Controller:
         return None if self.roles.publisher is None else self.roles.publisher.mode
 
     def _one_step(self, step: int) -> None:
-        self._seconds = {}
+        self._seconds, self._events = {}, []
         started = time.perf_counter()
         served = self.versions
         speculates = self.config.speculates and self.mode is None
@@ -141,15 +142,15 @@ class Controller:
         if self.producer.taps and window is not None and not self._checked:
             self._check_batch(window)
         recomputes = self.config.stream.on_swap != "keep_kv"
-        seconds = window.seconds if window is not None else self._seconds["wait_for_rollouts"]
-        row |= rollout_metrics(rollouts, window, seconds, served.drafter, recomputes)
-        alarms = self._check_distribution(step, rollouts, row) if speculates else []
-        if alarms and self.roles.publisher is None:
-            raise DrafterAlarm(step, alarms)
+        row |= rollout_metrics(rollouts, window, served.drafter, recomputes, self.config.rollout.num_engines)
+        if speculates and (alarms := self._check_distribution(step, rollouts, row)):
+            if self.roles.publisher is None:
+                raise DrafterAlarm(step, alarms)
+            self._record(self.roles.publisher.heed(step, alarms), row)
         if self.config.rollout.history is not None:
             row |= self.roles.engines.proposer_metrics()
         with self._timed("learn"):
-            outcome = self._learn(step, rollouts, window, alarms, row)
+            outcome = self._learn(step, rollouts, window, row)
         self._check_log_probs(step, row)
         if self.config.policy.train:
             with self._timed("swap_policy"):
@@ -163,11 +164,12 @@ class Controller:
         row |= {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         row["time/step_s"] = time.perf_counter() - started
         generating = {i: sum(total.seconds for total in steps) for i, steps in self._engine_steps.items()}
-        engines = [generating.get(i, 0.0) for i in range(self.config.rollout.num_engines)]
-        row |= idle_metrics(row, engines, seconds if self._lags else row["time/step_s"], self.roles.drafter is not None)
+        engines = [generating.get(i, 0.0) for i in range(self.config.rollout.num_engines)] if window is not None else []
+        span = window.seconds if self._lags and window is not None else row["time/step_s"]
+        row |= idle_metrics(row, engines, span, self.roles.drafter is not None)
         self.run_seconds += row["time/step_s"]
         prompts = {group.prompt.id: group.prompt for group in groups}
-        self._report(step, row, rollouts, outcome.events if outcome is not None else [], prompts)
+        self._report(step, row, rollouts, prompts)
 
     def _take(self) -> list[GroupResult]:
         taken: list[GroupResult] = []
@@ -182,12 +184,16 @@ class Controller:
     def _scored(self, groups: list[GroupResult]) -> list[ScoredRollout]:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rewards = [reward for group in groups for reward in group.rewards]
-        prompt_ids = [rollout.prompt_id for rollout in rollouts]
-        advantages = group_advantages(prompt_ids, rewards, self.config.policy.advantage)
+        # Not by prompt: where another prompt has taken the place of one that was lost, two groups may have the same.
+        places = [str(place) for place, group in enumerate(groups) for _ in group.rollouts]
+        advantages = group_advantages(places, rewards, self.config.policy.advantage)
         return [ScoredRollout(*fields) for fields in zip(rollouts, rewards, advantages, strict=True)]
 
     def _window(self, rollouts: list[ScoredRollout]) -> RolloutBatch | None:
-        """Return what the engines have generated since the last window: without lag, the rollouts of the step."""
+        """Return what the engines have generated since the last window: without lag, the rollouts of the step.
+
+        With lag, None if no group has ended since. What the engines measure meanwhile, and the time, count in the next window.
+        """
         self._waited += self._seconds.get("wait_for_rollouts", 0.0)
         drafter, nodes = self.roles.drafter, self.roles.nodes
         window = self.producer.window(partial(nodes.bring, node=drafter.node, move=True) if drafter else str)
@@ -205,17 +211,17 @@ class Controller:
         return replace(window, seconds=seconds, exposed=min(1.0, waited / seconds))
 
     def _check_batch(self, batch: RolloutBatch) -> None:
-        if any(rollout.versions.policy != self.versions.policy for rollout in batch.rollouts):
-            return  # after a resume with lag, some may come from a policy that the learner no longer has
-        self._checked = True
+        """Check what the engines handed over, in the first step with rollouts of the learner's own policy version."""
         rollout = self.config.rollout
         with self._timed("self_check"):
             shards = [self.roles.nodes.bring(shard, self.roles.nodes.local) for shard in batch.features]
             here, forward = replace(batch, features=shards), partial(self.roles.policy.call, "hidden_states")
-            error = check_features(here, forward, rollout.dtype)
+            error = check_features(here, forward, rollout.dtype, self.versions.policy)
             check_records(here, () if rollout.ignore_eos else end_token_ids(self.roles.nodes.model_path))
             self.roles.nodes.remove_all(set(shards).difference(batch.features))
-        self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
+        if error is not None:
+            self._checked = True
+            self.records.console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
     def _check_log_probs(self, step: int, row: dict[str, float]) -> None:
         """Check the first step or, with lag and unless on_swap is keep_kv, each step's tokens from the newest policy."""
@@ -256,7 +262,6 @@ class Controller:
         step: int,
         rollouts: list[ScoredRollout],
         window: RolloutBatch | None,
-        alarms: list[Alarm],
         row: dict[str, float],
     ) -> Outcome | None:
         """Update the policy. Meanwhile, score the drafters, decide which one serves, and train the drafter.
@@ -268,16 +273,10 @@ class Controller:
         outcome = None
         if publisher is not None:
             publisher.serves(self.versions)
-        if drafter is not None and publisher is not None and self.mode is None and window is not None:
+        if drafter is not None and publisher is not None and self.mode is None:
             self.roles.reactor.wait(self._heads)
-            outcome = publisher.evaluate(step, window, self.versions, alarms)
-            row |= outcome.metrics
-            for event in outcome.events:
-                self.records.decisions.write(event.step, asdict(event))
-            if outcome.events:
-                self.records.tracker.log_decisions(self.records.decisions.path, outcome.events[-1])
-            if outcome.failure is not None:
-                raise outcome.failure
+            outcome = publisher.evaluate(step, window or RolloutBatch([], [], None, 0.0, 0), self.versions)
+            self._record(outcome, row)
             if outcome.swap is not None:
                 version = outcome.events[-1].version
                 self._event(step, "drafter swapped", version=version)
@@ -297,6 +296,17 @@ class Controller:
                 self._training.finish()
             row |= self._training.metrics()
         return outcome
+
+    def _record(self, outcome: Outcome, row: dict[str, float]) -> None:
+        """Record what was decided about the drafter. Raises the failure that ends the run, if there is one."""
+        row |= outcome.metrics
+        self._events += outcome.events
+        for event in outcome.events:
+            self.records.decisions.write(event.step, asdict(event))
+        if outcome.events:
+            self.records.tracker.log_decisions(self.records.decisions.path, outcome.events[-1])
+        if outcome.failure is not None:
+            raise outcome.failure
 
     def _swap_policy(self, step: int, row: dict[str, float]) -> None:
         drafter, nodes, ledger, reactor = self.roles.drafter, self.roles.nodes, self.producer.ledger, self.roles.reactor
@@ -333,7 +343,6 @@ class Controller:
         step: int,
         row: dict[str, float],
         rollouts: list[ScoredRollout],
-        events: Sequence[DrafterEvent],
         prompts: Mapping[str, Prompt],
     ) -> None:
         tracker, console = self.records.tracker, self.records.console
@@ -343,11 +352,11 @@ class Controller:
         self.records.metrics.write(step, row)
         tracker.log_step(step, row)
         write_samples(self.run_dir.samples_file(step), rollouts, prompts, self.prompts.tokenizer)
-        notes = [tracker.behind, *(event.in_short() for event in events), self.mode or ""]
+        notes = [tracker.behind, *(event.in_short() for event in self._events), self.mode or ""]
         console.step(step, self.config.steps, row, self.versions, notes)
         for advice in self._advice.look(row, self.config.stream.max_policy_lag) if self._lags else ():
             console.say(f"  {advice}")
-        for event in events:
+        for event in self._events:
             if event.is_bad_news:
                 console.say(f"  {event.kind}: {event.reason}")
 

@@ -108,6 +108,8 @@ class Rollout:
     """(draft tokens, accepted ones) of each verification step that verified any, in order."""
     earlier: tuple[Segment, ...] = ()
     """The segments that other versions generated before, in order."""
+    from_history: tuple[bool, ...] = ()
+    """Whether the drafts of each verification step came from history; empty where nothing drafts from history."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -166,12 +168,8 @@ class GainReport:
     seconds: float = 0.0
     """Total duration of these engine steps."""
     seconds_without: float = 0.0
-    """What the generated tokens would have taken without speculation, by the measured times of engine steps. Steps
-    without draft tokens count with their own time."""
-    seconds_without_checked: float = 0.0
-    """The same, corrected by how far trials without speculation deviated from those times."""
-    num_checks: int = 0
-    """Number of such trials that the correction rests on."""
+    """What the generated tokens would have taken without speculation, by the measured times of engine steps. Steps without draft
+    tokens count with their own time, and no step for more than its time for each token of a request."""
     trial_seconds: float = 0.0
     """Part of `seconds` that went into trials of other draft lengths than the chosen one."""
     longest_draft: int = 0
@@ -190,12 +188,10 @@ class GainReport:
         return self.seconds_without / self.seconds if self.seconds else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """Return rollout/... metrics; the checked gain is left out before the first check."""
+        """Return rollout/... metrics."""
         values = {"rollout/speedup_vs_no_speculation": self.speedup_vs_no_speculation}
         if self.seconds:
             values["rollout/speculation_trial_share"] = self.trial_seconds / self.seconds
-        if self.seconds and self.num_checks:
-            values["rollout/speculation_gain_measured"] = self.seconds_without_checked / self.seconds
         return values
 
 

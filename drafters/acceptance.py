@@ -37,6 +37,11 @@ class RolloutAcceptance:
     accepted: Tensor  # [R, k] float64, expected steps that accept draft position j and all before it
     known: Tensor  # [R] int64, acceptances that are not NaN; equal for two drafters on the same rollouts
 
+    def joined(self, other: "RolloutAcceptance") -> "RolloutAcceptance":
+        """Return the rows of both."""
+        pairs = (self.steps, other.steps), (self.accepted, other.accepted), (self.known, other.known)
+        return RolloutAcceptance(*map(torch.cat, pairs))
+
     def rates(self) -> list[float]:
         """Return, for each draft position, the share of verification steps that accept it and all before it, as in vLLM.
 
@@ -46,8 +51,15 @@ class RolloutAcceptance:
         return (self.accepted[whole].sum(0) / self.steps[whole].sum()).tolist() if whole.any() else []
 
 
-def rollout_acceptance(starts: Sequence[StartAcceptance], num_speculative_tokens: int) -> RolloutAcceptance:
+def rollout_acceptance(
+    starts: Sequence[StartAcceptance],
+    num_speculative_tokens: int,
+    drafted: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> RolloutAcceptance:
     """Return one row for each rollout, in the order of `starts`. Each element of `starts` numbers its rollouts from 0.
+
+    drafted [R]: (offset, draft tokens) of the verification steps that the drafter drafted for, where other proposers drafted
+    for the others; only these of num_speculative_tokens draft tokens count. None takes the drafter to draft throughout.
 
     Where an acceptance is unknown, for example beyond a rollout's length limit, it is replaced by the mean of its draft
     position over all rollouts. num_speculative_tokens is at most K.
@@ -62,13 +74,27 @@ def rollout_acceptance(starts: Sequence[StartAcceptance], num_speculative_tokens
         whole = exists.any(1) & (exists == exists.cummin(1).values).all(1)
         whole &= (tables[0, :, 0].isfinite() | ~exists).all(1)
         known[whole] = tables[:, whole].isfinite().sum((0, 2, 3))
-        steps[whole], accepted[whole] = _steps_and_accepted(tables[:, whole], exists[whole])
+        begun = None if drafted is None else _begun(drafted, num_speculative_tokens, exists)[whole]
+        steps[whole], accepted[whole] = _steps_and_accepted(tables[:, whole], exists[whole], begun)
     return RolloutAcceptance(steps, accepted, known)
 
 
-def rollout_acceptances(starts: Sequence[StartAcceptance], most: int) -> list[RolloutAcceptance]:
+def rollout_acceptances(
+    starts: Sequence[StartAcceptance], most: int, drafted: Sequence[Sequence[tuple[int, int]]] | None = None
+) -> list[RolloutAcceptance]:
     """Call `rollout_acceptance` for each draft length 1 to `most`, which decides where verification steps begin."""
-    return [rollout_acceptance(starts, num_speculative_tokens) for num_speculative_tokens in range(1, most + 1)]
+    return [
+        rollout_acceptance(starts, num_speculative_tokens, drafted) for num_speculative_tokens in range(1, most + 1)
+    ]
+
+
+def _begun(drafted: Sequence[Sequence[tuple[int, int]]], num_speculative_tokens: int, exists: Tensor) -> Tensor:
+    """Return [R, L]: 1 at starts where a verification step of so many draft tokens began."""
+    begun = torch.zeros(exists.shape, dtype=torch.float64)
+    for row, steps in enumerate(drafted):
+        offsets = [offset for offset, number in steps if number == num_speculative_tokens]
+        begun[row, [offset for offset in offsets if 0 <= offset < exists.shape[1]]] = 1.0
+    return begun * exists
 
 
 def _by_rollout(
@@ -88,11 +114,11 @@ def _by_rollout(
     return tables.transpose(1, 2), exists
 
 
-def _steps_and_accepted(tables: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+def _steps_and_accepted(tables: Tensor, exists: Tensor, begun: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return `RolloutAcceptance.steps` [R] and `.accepted` [R, k] of rollouts without holes, from tables of `_by_rollout`."""
     probability, drawn = (_without_unknown(table, exists) for table in tables)
     all_before = torch.cat([torch.ones_like(drawn[:, :1]), drawn.cumprod(1)], dim=1)  # [R, k+1, L]
-    visits = _visits(all_before, exists)
+    visits = _visits(all_before, exists) if begun is None else begun
     return visits.sum(1), (visits[:, None] * all_before[:, :-1] * probability).sum(2)
 
 

@@ -107,7 +107,8 @@ class SpeculationConfig(Section):
     per_request: bool = True
     """With an index of rollouts, also choose each request's draft length, by the acceptance of earlier matches like its own."""
     measure_seconds: PositiveFloat = 60.0
-    """Time limit for measuring step times at the start: after so many seconds no further batch of requests is measured."""
+    """Time limit for measuring step times at the start: after so many seconds no further batch of requests is measured, or after
+    twice as many if the times contradict each other."""
 
 
 class FeatureTapConfig(Section):

@@ -100,9 +100,9 @@ def expected_of(
     rates, without = np.zeros((len(scores), len(scores))), np.zeros((len(scores), len(names)))
     for k, scored in enumerate(scores):
         steps, accepted = scored.steps.numpy()[whole], scored.accepted.numpy()[whole]
-        rates[k, : k + 1] = accepted.sum(0) / steps.sum()
+        rates[k, : k + 1] = accepted.sum(0) / max(steps.sum(), 1e-9)  # no step where this length was not served
         of_prompt = [np.bincount(groups, weights) for weights in (accepted.sum(1), steps)]
-        without[k] = np.divide(*(sums.sum() - sums for sums in of_prompt))
+        without[k] = np.divide(of_prompt[0].sum() - of_prompt[0], np.maximum(of_prompt[1].sum() - of_prompt[1], 1e-9))
     return ExpectedAcceptance(rates, without, int(whole.sum()))
 
 

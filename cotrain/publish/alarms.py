@@ -12,7 +12,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.publish.evidence import Evidence
 from cotrain.records import SpeculationCounts
-from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.rollout.acceptance_stats import drafter_counts, total_counts
 
 FALSE_ALARM_RATE = 0.01
 """Probability that the statistical alarms of a whole run fire although the drafter is healthy. A false alarm ends the run, so it
@@ -42,7 +42,7 @@ BELOW_EXPECTED = (
 """Probable cause and remedy of the two statistical alarms."""
 
 LAG_ROUNDS = 4
-"""Training rounds that may pass without a comparison, because a step with few rollouts may refuse its candidate."""
+"""Training rounds that may pass without a comparison, while steps have enough rollouts for one."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> l
     While the canary watches the serving drafter, the canary alone deals with a low acceptance.
     """
     found = [*_delivery_alarms(evidence)]
-    lag, limit = evidence.versions.policy - evidence.serving.judged_on, LAG_ROUNDS * config.train_every
+    lag, limit = evidence.serving.unjudged, LAG_ROUNDS * config.train_every
     if config.train and lag > limit:
-        what = f"the serving drafter is {lag} policy versions behind, the limit is {limit}"
-        cause = "candidates are refused (decisions.jsonl has the reasons), or the trainer makes none"
+        what = f"in {lag} steps with enough rollouts no candidate was compared with the serving drafter, the limit is {limit}"
+        cause = "candidates are refused (decisions.jsonl has the reasons), the trainer makes none, or rollouts lack features"
         found.append(Alarm("drafter_lags", what, cause, "fix what the reasons name, and read logs/drafter.log"))
     if not evidence.serving.watched:
         significance = FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
@@ -111,7 +111,7 @@ def check_acceptance(
     # After a pause in drafting, it is unknown what a drafter should reach in a rollout.
     serving = evidence.serving.version
     rollouts = [r for r in evidence.batch.rollouts if r.drafted_throughout and r.versions.drafter == serving]
-    counts, expected = total_counts(rollout.speculation for rollout in rollouts), evidence.expected
+    counts, expected = total_counts(map(drafter_counts, rollouts)), evidence.expected
     if counts is None or expected is None or not expected.covers(counts.steps):
         return {}, None
     served, length, num_drafts = counts.acceptance_length, expected.length_at(counts.steps), counts.num_drafts

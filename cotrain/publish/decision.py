@@ -14,8 +14,9 @@ from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm, check_acceptance, check_step
 from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication
 from cotrain.records import RolloutBatch, SwapReport
+from cotrain.rollout.acceptance_stats import share_from_history
 from cotrain.run.rows import DrafterEvent, Kind
-from cotrain.trainer.trainer import FreshScores
+from cotrain.trainer.trainer import FreshScores, enough
 
 CANARY_ALPHA = 0.02
 """Probability that a publication which serves as expected is rolled back, split over its CANARY_STEPS. That costs two swaps and
@@ -58,26 +59,30 @@ class Outcome:
 class Judgement(NamedTuple):
     """What the gate found of a candidate, in words and numbers."""
 
-    kind: Kind
+    kind: Kind | None
+    """None while there is too little to judge by."""
     reason: str
     numbers: dict[str, float]
     expected: ExpectedAcceptance | None = None
     """What the candidate is expected to reach."""
 
 
-def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: Sequence[Alarm] = ()) -> Outcome:
-    """Make the decision of one step. found: alarms from other checks of this step, which stop the run like its own."""
-    step, serving, scores = evidence.step, evidence.serving, evidence.scores
+def alarmed(step: int, serving: Publication, alarms: Sequence[Alarm]) -> Outcome:
+    """Return the outcome of a step with alarms: whatever else there is to decide waits."""
+    events = [DrafterEvent(step, "alarm", serving.version, str(alarm), alarm.numbers) for alarm in alarms]
+    return Outcome(serving, events, {f"alarms/{a.name}": 1.0 for a in alarms}, failure=DrafterAlarm(step, alarms))
+
+
+def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outcome:
+    """Make the decision of one step."""
+    step, serving, scores = evidence.step, evidence.serving, evidence.scores.gathered or evidence.scores
     outcome = Outcome(serving, [], {}, trains=config.train and step % config.train_every == 0)
 
     def note(kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
         outcome.events.append(DrafterEvent(step, kind, serving.version, reason, numbers))
 
-    if alarms := [*found, *check_step(evidence, config, total_steps)]:
-        for alarm in alarms:
-            note("alarm", str(alarm), alarm.numbers)
-        metrics = {f"alarms/{alarm.name}": 1.0 for alarm in alarms}
-        return Outcome(serving, outcome.events, metrics, failure=DrafterAlarm(step, alarms))
+    if alarms := check_step(evidence, config, total_steps):
+        return alarmed(step, serving, alarms)
     if serving.watched:
         numbers, low = check_acceptance(evidence, config.alarms.tolerance, CANARY_ALPHA / CANARY_STEPS)
         outcome.metrics = {f"canary/{name}": value for name, value in numbers.items()}
@@ -92,13 +97,17 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int, found: S
         if not serving.watched:
             serving = replace(serving, last_good=serving.version)
             note("kept", f"version {serving.version} is served as expected: kept", outcome.metrics)
-    if scores.candidate is not None and scores.updates != serving.judged_update:
-        gate = judge(scores, evidence.batch, config.train_every, serving.swap_seconds, config.gate)
-        note(gate.kind, gate.reason, gate.numbers)
-        judged_on = evidence.versions.policy if gate.kind == "kept back" else serving.judged_on
-        serving = replace(serving, judged_update=scores.updates, judged_on=judged_on)
+    draftable = [rollout.prompt_id for rollout in evidence.batch.rollouts if len(rollout.token_ids) > 1]
+    unjudged = serving.unjudged + (scores.suffice or enough(draftable))
+    if scores.candidate is not None:
+        lifetime = max(config.train_every, scores.steps)
+        gate = judge(scores, evidence.batch, lifetime, serving.swap_seconds, config.gate)
         outcome.metrics, outcome.expected = outcome.metrics | gate.numbers, gate.expected
-    outcome.serving = serving
+        if gate.kind is not None:
+            note(gate.kind, gate.reason, gate.numbers)
+            unjudged = 0 if gate.kind == "kept back" else unjudged
+            serving = replace(serving, judged_update=scores.updates)
+    outcome.serving = replace(serving, unjudged=unjudged)
     return outcome
 
 
@@ -107,8 +116,8 @@ def judge(
 ) -> Judgement:
     """Compare the candidate with the serving drafter on the same rollouts, and weigh the seconds saved against the swap.
 
-    lifetime_steps: steps until the next candidate may replace this one. A candidate is refused if acceptances are not finite,
-    or, unless config.publish_when is "always", if too few rollouts could be scored.
+    lifetime_steps: steps until the next candidate may replace this one. A candidate is refused if acceptances are not finite.
+    It waits for more rollouts if there are too few, unless config.publish_when is "always".
     """
     assert scores.candidate is not None
     ours, theirs = scores.candidate[-1].known, scores.serving[-1].known
@@ -120,15 +129,18 @@ def judge(
     num_rollouts, num_prompts = (candidate.num_rollouts, candidate.num_prompts) if candidate is not None else (0, 0)
     judged_on = f"{num_rollouts} rollouts of {num_prompts} prompts"
     always = config.publish_when == "always"
-    kind: Kind = "published" if always else "refused"
+    kind: Kind | None = "published" if always else "refused" if scores.suffice else None
     because = ' because publish_when = "always"' if always else ""
     if candidate is None or serving is None or num_rollouts < MIN_ROLLOUTS or num_prompts < MIN_PROMPTS:
         needed = f"and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts are needed to judge"
-        reason = f"{kind}{because}: {judged_on} in this step have features of all their tokens, {needed}"
-        return Judgement(kind, reason, {"gate/publish": float(always)})
+        reason = f"{kind or 'waits'}{because}: {judged_on} could be scored, {needed}"
+        found = {} if kind is None else {"gate/publish": float(always)}
+        return Judgement(kind, reason, found | {"gate/num_rollouts": num_rollouts, "gate/num_prompts": num_prompts})
     gain, bound = gain_of(candidate, serving, CONFIDENCE)
     # Where generation overlaps with learning, only the exposed share of the engines' time holds up the run.
-    saved, cost = lifetime_steps * seconds_saved(batch, candidate, serving), swap_seconds * batch.exposed
+    # What is drafted from history gains nothing from a better drafter.
+    share = 1 - share_from_history(batch.rollouts)
+    saved, cost = lifetime_steps * share * seconds_saved(batch, candidate, serving), swap_seconds * batch.exposed
     if not always and bound <= MARGIN:
         kind, because = "kept back", f", no gain above the margin of {MARGIN:g} is certain"
     elif not always and saved <= cost:

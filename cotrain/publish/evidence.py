@@ -18,23 +18,23 @@ class Publication:
     version: int
     last_good: int
     """The last version that was served as expected; a roll-back returns to it."""
-    judged_on: int
-    """Policy version of the rollouts on which a candidate was last compared with the serving drafter."""
     judged_update: int = 0
-    """Optimizer steps behind the candidate that was last evaluated; each candidate is evaluated only once."""
+    """Optimizer steps behind the candidate that was last judged; each candidate is judged only once."""
+    unjudged: int = 0
+    """Steps with enough rollouts to judge by, scored or not, since a candidate was last compared with the serving drafter."""
     swap_seconds: float = 0.0
     """Seconds that the last swap took."""
     watched: int = 0
     """Number of further steps for which the canary watches the serving drafter."""
 
-    def published(self, version: int, policy_version: int, swap_seconds: float, scored: bool) -> "Publication":
+    def published(self, version: int, swap_seconds: float, scored: bool) -> "Publication":
         """Return the record once a candidate serves. It is watched if it could be scored; otherwise it counts as good.
 
         The version before it counts as good if at least one step has shown nothing against it.
         """
         before = self.version if self.watched < CANARY_STEPS else self.last_good
         last_good, watched = (before, CANARY_STEPS) if scored else (version, 0)
-        return Publication(version, last_good, policy_version, self.judged_update, swap_seconds, watched)
+        return Publication(version, last_good, self.judged_update, 0, swap_seconds, watched)
 
     def rolled_back(self, version: int, swap_seconds: float) -> "Publication":
         """Return the record once the weights of the last good version serve again, under a new version number."""

@@ -15,10 +15,10 @@ import numpy as np
 from cotrain.config.schema import DrafterConfig, RunConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
 from cotrain.publish.alarms import Alarm
-from cotrain.publish.decision import Outcome, decide
+from cotrain.publish.decision import Outcome, alarmed, decide
 from cotrain.publish.evidence import Evidence, Publication
 from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
-from cotrain.rollout.acceptance_stats import last_segment, total_counts
+from cotrain.rollout.acceptance_stats import drafter_counts, last_segment, total_counts
 from cotrain.transport.payload import WeightUpdateRefused
 
 DELIVERY_CHECK_STEPS = 10
@@ -81,7 +81,7 @@ class Publisher:
         self._config, self._total_steps = spec.drafter, spec.total_steps
         self._trainer, self._engines, self._scratch = trainer, engines, scratch
         self._sent = {} if sent is None else sent.digests
-        self.serving = Publication(versions.drafter, versions.drafter, versions.policy)
+        self.serving = Publication(versions.drafter, versions.drafter)
         self._max_policy_lag, self._recomputes = spec.max_policy_lag, spec.recomputes
         self._known: set[Versions] = set()  # versions that may have generated rollouts still to be seen
         self.mode: str | None = None
@@ -91,11 +91,16 @@ class Publisher:
         """Record versions that the engines serve from now on, since they may generate rollouts that end later."""
         self._known.add(versions)
 
-    def evaluate(self, step: int, batch: RolloutBatch, versions: Versions, found: Sequence[Alarm] = ()) -> Outcome:
-        """Decide on the step's rollouts, generated under `versions`, and swap. Call it before training on them.
+    def heed(self, step: int, alarms: Sequence[Alarm]) -> Outcome:
+        """Decide on alarms of another check. If so configured, the run goes on without speculation after one that is not fatal;
+        otherwise the caller must raise Outcome.failure."""
+        return self._switch_off(alarmed(step, self.serving, alarms))
 
-        found: alarms from other checks of this step. If so configured, the run goes on without speculation after an alarm that is
-        not fatal; otherwise the caller must raise Outcome.failure. If an engine refuses a drafter, all keep the one they have.
+    def evaluate(self, step: int, batch: RolloutBatch, versions: Versions) -> Outcome:
+        """Decide on the rollouts that have ended since the last call, and swap. Call it before training on them.
+
+        versions: those that the engines serve. Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the
+        one they have.
         """
         serving, sent = self.serving, self._sent
         oldest = versions.policy - self._max_policy_lag
@@ -103,24 +108,23 @@ class Publisher:
         self._known = {versions, *kept}
         batch = replace(batch, rollouts=[last_segment(rollout, self._recomputes) for rollout in batch.rollouts])
         keep = {serving.version, serving.last_good}
-        scores, metrics = self._trainer("take_in", batch.features, serving.version, keep)
+        scores, metrics = self._trainer("take_in", batch.features, serving.version, keep, serving.judged_update)
         # Only these rollouts were drafted by the serving drafter, so the expectation must be for the same ones.
-        expected = expected_of(scores.serving, scores.prompts, np.array(scores.served_by) == serving.version)
+        served_by = np.array(scores.served_by) == serving.version
+        expected = expected_of(scores.served or scores.serving, scores.prompts, served_by)
         reads_back = sent and step % DELIVERY_CHECK_STEPS == 0
         served = self._engines.call("served_digests", sorted(sent), True) if reads_back else []
         evidence = Evidence(step, batch, versions, serving, scores, expected, sent, served, self._known)
-        outcome = decide(evidence, self._config, self._total_steps, found)
+        outcome = decide(evidence, self._config, self._total_steps)
         self.serving = outcome.serving
-        if (failure := outcome.failure) is not None:
-            if self._config.on_drafter_failure == "continue" and not failure.fatal:
-                self.mode, outcome.failure = f"without speculation since step {step} ({failure.names})", None
-                self._engines.call("set_num_speculative_tokens", 0)
+        if outcome.failure is not None:
+            self._switch_off(outcome)
         elif outcome.events and outcome.events[-1].kind in ("published", "rolled back"):
             self._swap(versions, outcome)
         kinds = {event.kind for event in outcome.events}
         metrics["drafter/published"] = float("published" in kinds)
         metrics["drafter/rolled_back"] = float("rolled back" in kinds)
-        counts = total_counts(rollout.speculation for rollout in batch.rollouts)
+        counts = total_counts(map(drafter_counts, batch.rollouts))
         outcome.metrics |= metrics | _expected_metrics(expected, counts)
         return outcome
 
@@ -133,6 +137,15 @@ class Publisher:
         self.serving, self.mode = Publication(**state["serving"]), state["mode"]
         if self.mode is not None:
             self._engines.call("set_num_speculative_tokens", 0)
+
+    def _switch_off(self, outcome: Outcome) -> Outcome:
+        """End speculation, and the failure with it, if the run is to go on."""
+        failure = outcome.failure
+        if failure is not None and self._config.on_drafter_failure == "continue" and not failure.fatal:
+            self.mode = f"without speculation since step {outcome.events[0].step} ({failure.names})"
+            self._engines.call("set_num_speculative_tokens", 0)
+            outcome.failure = None
+        return outcome
 
     def _swap(self, versions: Versions, outcome: Outcome) -> None:
         """Freeze the weights under the next version number and send them to the engines."""
@@ -152,7 +165,7 @@ class Publisher:
             self._engines.call("clear_drafter_cache")  # the bad drafter may have left NaN there
             self.serving = self.serving.rolled_back(version, swap.seconds)
         else:
-            self.serving = self.serving.published(version, versions.policy, swap.seconds, expected is not None)
+            self.serving = self.serving.published(version, swap.seconds, expected is not None)
         self._sent, outcome.events[-1] = payload.digests, replace(event, version=version)
 
 

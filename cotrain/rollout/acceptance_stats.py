@@ -12,10 +12,10 @@ DEPTHS = (0, 32, 128, 512, 2048, 8192, 32768)
 """Response positions at which the parts of a response begin whose acceptance is counted separately."""
 
 
-def counts_of_steps(steps: Iterable[tuple[int, int]], most: int) -> SpeculationCounts:
+def counts_of_steps(steps: Iterable[tuple[int, ...]], most: int) -> SpeculationCounts:
     """Return the counts of verification steps, (draft tokens, accepted ones) each, of at most `most` draft tokens."""
     num_steps, accepted = [0] * most, [[0] * most for _ in range(most)]
-    for drafted, taken in steps:
+    for drafted, taken, *_ in steps:
         if drafted:
             num_steps[drafted - 1] += 1
             for position in range(taken):
@@ -33,6 +33,30 @@ def total_counts(counts: Iterable[SpeculationCounts | None]) -> SpeculationCount
         tuple(map(sum, zip(*(c.steps for c in present), strict=True))),
         tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in by_length),
     )
+
+
+def drafter_counts(rollout: Rollout) -> SpeculationCounts | None:
+    """Return the counts of the verification steps whose drafts came from the drafter: those from history say nothing of it."""
+    if rollout.speculation is None or not rollout.from_history:
+        return rollout.speculation
+    steps = zip(rollout.verification_steps, rollout.from_history, strict=True)
+    return counts_of_steps((step for step, is_history in steps if not is_history), len(rollout.speculation.steps))
+
+
+def share_from_history(rollouts: Iterable[Rollout]) -> float:
+    """Return the share of the requests' decode steps whose drafts came from history."""
+    steps = [(sum(r.from_history), len(r.token_ids) - sum(n for _, n in r.verification_steps)) for r in rollouts]
+    return sum(of_history for of_history, _ in steps) / max(1, sum(number for _, number in steps))
+
+
+def drafter_starts(rollout: Rollout, recomputes: bool = True) -> list[tuple[int, int]]:
+    """Return (offset in the last segment, draft tokens) of its verification steps whose drafts came from the drafter.
+
+    There are none where `steps_by_segment` returns None.
+    """
+    *_, steps = steps_by_segment(rollout, recomputes) or [[]]
+    start = rollout.segments[-1].start
+    return [(offset - start, drafted) for drafted, _, is_history, offset in steps if not is_history]
 
 
 def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:
@@ -61,31 +85,35 @@ def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:
     by_segment, counts = steps_by_segment(rollout, recomputes), None
     if rollout.speculation is not None and by_segment is not None:
         counts = counts_of_steps(by_segment[-1], len(rollout.speculation.steps))
+    steps = by_segment[-1] if by_segment is not None else []
     return replace(
         rollout,
         prompt_token_ids=rollout.prompt_token_ids + rollout.token_ids[:start],
         token_ids=rollout.token_ids[start:],
         log_probs=rollout.log_probs[start:],
         speculation=counts,
-        verification_steps=() if by_segment is None else tuple(by_segment[-1]),
+        verification_steps=tuple(step[:2] for step in steps),
         earlier=(),
+        from_history=tuple(step[2] for step in steps) if rollout.from_history else (),
     )
 
 
 def counts_by_versions(rollouts: Iterable[Rollout], recomputes: bool = True) -> dict[Versions, SpeculationCounts]:
-    """Return counts by policy and drafter, over rollouts whose verification steps can be assigned to their segments."""
+    """Return the drafter's counts by policy and drafter, over rollouts whose verification steps can be assigned to segments."""
     found: dict[Versions, list[SpeculationCounts]] = defaultdict(list)
     for rollout in rollouts:
-        if rollout.speculation is not None and not rollout.earlier:
-            found[rollout.versions].append(rollout.speculation)
-        elif rollout.speculation is not None:
+        if (counts := drafter_counts(rollout)) is not None and not rollout.earlier:
+            found[rollout.versions].append(counts)
+        elif counts is not None:
             for segment, steps in zip(rollout.segments, steps_by_segment(rollout, recomputes) or (), strict=False):
-                found[segment.versions].append(counts_of_steps(steps, len(rollout.speculation.steps)))
+                own = (step for step in steps if not step[2])
+                found[segment.versions].append(counts_of_steps(own, len(counts.steps)))
     return {versions: total for versions, counts in found.items() if (total := total_counts(counts)) is not None}
 
 
-def steps_by_segment(rollout: Rollout, recomputes: bool = True) -> list[list[tuple[int, int]]] | None:
-    """Return the verification steps of each segment, which are found by counting tokens.
+def steps_by_segment(rollout: Rollout, recomputes: bool = True) -> list[list[tuple[int, int, bool, int]]] | None:
+    """Return the verification steps of each segment, which are found by counting tokens: (draft tokens, accepted ones, whether
+    they came from history, response tokens before the step's first input) each.
 
     The first token of a response has no verification step, and neither has the first one after a policy update that computes the
     text again (recomputes). Returns None if the count ends too early, because drafting paused or a request was preempted.
@@ -93,10 +121,11 @@ def steps_by_segment(rollout: Rollout, recomputes: bool = True) -> list[list[tup
     starts = [segment.start for segment in rollout.segments]
     parts = pairwise(rollout.segments)
     updates = {b.start for a, b in parts if recomputes and a.versions.policy != b.versions.policy}
-    position, found = 1, [list[tuple[int, int]]() for _ in starts]
-    for drafted, accepted in rollout.verification_steps:
+    position, found = 1, [list[tuple[int, int, bool, int]]() for _ in starts]
+    marks = rollout.from_history or [False] * len(rollout.verification_steps)
+    for (drafted, accepted), is_history in zip(rollout.verification_steps, marks, strict=True):
         position += position in updates
-        found[bisect_right(starts, position) - 1].append((drafted, accepted))
+        found[bisect_right(starts, position) - 1].append((drafted, accepted, is_history, position - 1))
         position += 1 + accepted
     position += position in updates
     return found if position >= len(rollout.token_ids) else None

@@ -28,8 +28,8 @@ from cotrain.records import (
     WeightPayload,
     Window,
 )
-from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
-from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
+from cotrain.rollout.acceptance_stats import counts_of_steps, drafter_starts, total_counts
+from cotrain.rollout.speculation.measurement import MEASURE_TRIES, measured_sizes, next_size, room_for
 from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
 from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments
 from cotrain.rollout.vllm.engine_death import death_in_words
@@ -104,19 +104,25 @@ class RolloutEngine:
         tables: list[list[list[float]]] = []
         for kind in kinds:
             await self._speculation("begin_measuring", kind)
-            deadline = time.perf_counter() + rollout.speculation.measure_seconds / len(kinds)
-            rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(rollout.max_num_seqs)}
-            while (size := next_size(rounds, deadline - time.perf_counter())) is not None:
-                started = time.perf_counter()
-                names = [f"timing{i}" for i in range(size)]
-                batch = {name: RolloutRequest(name, 0, timed[i % len(timed)], None) for i, name in enumerate(names)}
-                await self._run(batch, sampling)
-                rounds[size].append(time.perf_counter() - started)
+            for _ in range(MEASURE_TRIES):
+                await self._time_batches(timed, sampling, rollout.speculation.measure_seconds / len(kinds))
+                if not await self._speculation("contradicts"):
+                    break
             tables.append(await self._speculation("end_measuring"))
         if rollout.history is not None:
             await self._speculation("choose_per_request", rollout.speculation.per_request)
         await self.set_num_speculative_tokens(None)
         return tables[0]
+
+    async def _time_batches(self, prompts: list[list[int]], sampling: dict[str, Any], seconds: float) -> None:
+        deadline = time.perf_counter() + seconds
+        rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(self.spec.rollout.max_num_seqs)}
+        while (size := next_size(rounds, deadline - time.perf_counter())) is not None:
+            started = time.perf_counter()
+            names = [f"timing{i}" for i in range(size)]
+            batch = {name: RolloutRequest(name, 0, prompts[i % len(prompts)], None) for i, name in enumerate(names)}
+            await self._run(batch, sampling)
+            rounds[size].append(time.perf_counter() - started)
 
     async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         """Set the draft length from the next step on, at most rollout.num_speculative_tokens; 0 switches speculation off.
@@ -288,7 +294,8 @@ class RolloutEngine:
         completion = output.outputs[0]
         *earlier, last = (Segment(Versions.parse(s.version), s.start, s.end) for s in completion.weight_versions)
         token_ids, drafting = list(completion.token_ids), completion.spec_decode_metrics
-        steps = tuple(zip(drafting.per_step_drafted, drafting.per_step_accepted, strict=True)) if drafting else ()
+        drafted = drafting.per_step_drafted if drafting else []  # negative where history has proposed
+        steps = tuple(zip(map(abs, drafted), drafting.per_step_accepted, strict=True)) if drafting else ()
         return Rollout(
             prompt_id=request.prompt_id,
             sample_index=request.sample_index,
@@ -301,6 +308,7 @@ class RolloutEngine:
             speculation=counts_of_steps(steps, drafting.num_spec_tokens) if drafting else None,
             verification_steps=steps,
             earlier=tuple(earlier),
+            from_history=() if self.spec.rollout.history is None else tuple(number < 0 for number in drafted),
         )
 
     async def _tap(self, requests: dict[str, TapRequest]) -> dict[str, TapRequest]:
@@ -320,7 +328,9 @@ class RolloutEngine:
             return [], {}
         sequences = {}
         for name, r in rollouts.items():
-            last = r.versions.policy, r.segments[-1].start, r.versions.drafter
+            alone, recomputes = self.spec.rollout.history is None, not self._salt
+            drafted = None if alone else drafter_starts(r, recomputes)
+            last = r.versions.policy, r.segments[-1].start, r.versions.drafter, drafted
             sequences[name] = (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids), *last)
         rollout, serving = self.spec.rollout, self.spec.serving
         shared: dict[str, Any] = {

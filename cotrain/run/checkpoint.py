@@ -27,7 +27,7 @@ from drafters.files import flush, write_json
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 8
+SCHEMA = 9
 FREE_BELOW = (
     "drafter.on_drafter_failure", "drafter.alarms.", "lossless.", "policy.num_processes", "policy.sharding",
     "policy.weight_transfer",

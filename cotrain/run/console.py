@@ -25,6 +25,7 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("time/wait_for_rollouts_s", "wait {:.1f}s"),
     ("rollout/response_length", "len {:.0f}"),
     ("rollout/acceptance_length", "accept {:.2f}"),
+    ("drafter_alone", "drafter {:.2f}"),
     ("rollout/expected_acceptance_length", "(exp {:.2f})"),
     ("no_drafts", "no drafts (exp {:.2f} if drafted)"),
     ("draft_length", "k {:.2g}"),
@@ -76,6 +77,8 @@ def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions
         shown["draft_length"] = (metrics.get("rollout/drafted_tokens") or 0) / drafts
     else:
         shown["no_drafts"] = metrics.get("rollout/expected_acceptance_length_longest")
+    if "history/tokens" in metrics:
+        shown["drafter_alone"] = metrics.get("rollout/acceptance_length_serving")
     if "time/wait_for_rollouts_s" in metrics:  # generation runs ahead of learning
         shown["lag"] = metrics.get("stream/lag_mean")
     parts = [text.format(shown[name]) for name, text in COLUMNS if shown.get(name) is not None]

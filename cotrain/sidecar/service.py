@@ -164,15 +164,13 @@ class DrafterService:
         for rollout in batch.rollouts:
             if rollout.versions.drafter <= self._trainer.drafter_version:
                 publisher.serves(rollout.versions)
-        # A host's policy may change many times in a round, so its versions do not tell for how long candidates were refused.
-        publisher.serving = replace(publisher.serving, judged_on=versions.policy)
         outcome = publisher.evaluate(step, batch, versions)
         self._pending = (step, outcome) if outcome.swap is not None else None
         events = outcome.events[:-1] if self._pending else outcome.events
         seconds, self._ended = time.monotonic() - self._ended, time.monotonic()
         self._state = replace(self._state, step=step, versions=versions, seconds=self._state.seconds + seconds)
         scored = [ScoredRollout(rollout, 0.0, 0.0) for rollout in batch.rollouts]
-        row = rollout_metrics(scored, batch, seconds, versions.drafter, recomputes=False)
+        row = rollout_metrics(scored, replace(batch, seconds=seconds), versions.drafter, recomputes=False)
         row = {name: value for name, value in row.items() if not name.startswith("policy/")} | outcome.metrics
         row |= {"versions/policy": versions.policy, "versions/drafter": versions.drafter, "time/step_s": seconds}
         row |= self._intake.metrics()

@@ -38,6 +38,7 @@ class StepTime(Protocol):
 
 class MeasuredCells(StepTime):
     """Interpolation: log seconds over log batch size between measured batches, seconds over k between measured draft lengths.
+    No step takes less time than one with fewer draft tokens: cells of other batch sizes may contradict each other by noise.
 
     A batch below the smallest measured one costs the same as that. Beyond the largest, each request adds the mean slope between
     the largest cell and the next one of at most 1 / FAR its size, as in a law that is affine in the batch, but never less than 0.
@@ -56,15 +57,14 @@ class MeasuredCells(StepTime):
     def base(self, k: int, batch: Array) -> Array:
         """[n] seconds. Raises ValueError for a k below the measured ones, or if only one other k was measured."""
         if k in self._cells:
-            return self._at_length(k, batch)
+            return np.maximum.reduce([self._at_length(shorter, batch) for shorter in self._cells if shorter <= k])
         lengths = list(self._cells)
         if k < lengths[0] or len(lengths) == 1:
             fix = "give cost.cells of its own, or take a run with rollout.speculation.adaptive=true, which has some"
             raise ValueError(f"steps were measured with k = {lengths}, which tells nothing of k = {k}: {fix}")
         upper = min(int(np.searchsorted(lengths, k)), len(lengths) - 1)
-        low, high = (self._at_length(lengths[i], batch) for i in (upper - 1, upper))
-        rise = (high - low) / (lengths[upper] - lengths[upper - 1])
-        return high + (np.maximum(rise, 0.0) if k > lengths[-1] else rise) * (k - lengths[upper])
+        low, high = (self.base(lengths[i], batch) for i in (upper - 1, upper))
+        return high + (high - low) / (lengths[upper] - lengths[upper - 1]) * (k - lengths[upper])
 
     def _at_length(self, k: int, batch: Array) -> Array:
         sizes, times = np.array(list(self._cells[k].items()), float).T

@@ -14,8 +14,6 @@ NEWEST_WEIGHT = 0.5
 KEPT = 1024
 """Number of newest responses whose actual lengths are compared with the expected ones."""
 
-QUANTILES = (0.1, 0.5, 0.9)
-
 
 class LengthHistory:
     """A moving average of the log length for each prompt, and how far actual lengths were from those expected by it.
@@ -28,37 +26,18 @@ class LengthHistory:
         self._overall = 0.0
         # log(length / expected length) and whether the response was truncated, for prompts that had been seen before.
         self._errors = deque[tuple[float, bool]](maxlen=KEPT)
-        self._inside = deque[bool](maxlen=KEPT)
 
     def expected(self, prompt_id: str) -> float:
         """Expected response tokens for this prompt, or for any prompt if this one is new; 1 before the first observation."""
         return math.exp(self._logs.get(prompt_id, self._overall))
 
-    def remaining(self, prompt_id: str, generated: int) -> tuple[float, ...] | None:
-        """QUANTILES of the tokens still to come in a response that has `generated` tokens, as if none were ever truncated.
-
-        They come from how past lengths scattered around the expected ones: as Kaplan-Meier quantiles if some responses were
-        truncated, and as lower bounds if too many were. None if no past response, scaled to this prompt, was longer.
-        """
-        expected = self.expected(prompt_id)
-        longer = sorted((n, cut) for error, cut in self._errors if (n := expected * math.exp(error)) > generated)
-        if not longer:
-            return None
-        lengths, cut = np.array(longer).T
-        survive = np.cumprod(1 - (1 - cut) / np.arange(len(longer), 0, -1))
-        first = [np.argmax(np.append(survive, 0) < 1 - q + 1e-9) for q in QUANTILES]
-        return tuple(float(lengths[min(i, len(longer) - 1)]) - generated for i in first)
-
     def observe(self, prompt_id: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
         """Learn from the lengths of a prompt's samples. If half of them are truncated, at least the longest is expected next."""
-        known, usual = self._logs.get(prompt_id), self.remaining(prompt_id, 0)
+        known = self._logs.get(prompt_id)
         expected = math.log(self.expected(prompt_id))
         logs = [math.log(max(1, length)) for length in lengths]
         if known is not None:
             self._errors += [(log - expected, cut) for log, cut in zip(logs, truncated, strict=True)]
-        if known is not None and usual is not None:
-            low, *_, high = usual
-            self._inside += [n <= high and (cut or n >= low) for n, cut in zip(lengths, truncated, strict=True)]
         newest = sum(logs) / len(logs)
         average = newest if known is None else known + NEWEST_WEIGHT * (newest - known)
         self._logs[prompt_id] = max(average, max(logs)) if 2 * sum(truncated) >= len(logs) else average
@@ -74,21 +53,18 @@ class LengthHistory:
         return float(np.median(errors)) if errors else None
 
     def metrics(self) -> dict[str, float]:
-        """The error, and the share of responses between the lowest and the highest of QUANTILES, which should be 0.8."""
-        found = {"rollout/length_error": self.error}
-        found["rollout/length_in_range"] = sum(self._inside) / len(self._inside) if self._inside else None
-        return {name: value for name, value in found.items() if value is not None}
+        """The error, if there is one."""
+        return {} if self.error is None else {"rollout/length_error": self.error}
 
     def state(self) -> dict[str, Any]:
         """The history as values that JSON can hold, for a checkpoint."""
-        return {"logs": dict(self._logs), "errors": [*map(list, self._errors)], "inside": list(self._inside)}
+        return {"logs": dict(self._logs), "errors": [*map(list, self._errors)]}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""
         self._logs = dict(state["logs"])
         self._overall = sum(self._logs.values()) / max(1, len(self._logs))
         self._errors = deque([(error, cut) for error, cut in state["errors"]], maxlen=KEPT)
-        self._inside = deque(state["inside"], maxlen=KEPT)
 
 
 def order_speedup(lengths: dict[int, list[int]], begun: Sequence[int], num_engines: int, slots: int) -> float | None:

@@ -13,11 +13,15 @@ from cotrain.run.metrics import metrics_of, speculation_metrics
 
 
 def rollout_metrics(
-    rollouts: list[ScoredRollout], window: RolloutBatch | None, seconds: float, drafter_version: int, recomputes: bool
+    rollouts: list[ScoredRollout],
+    window: RolloutBatch | None,
+    drafter_version: int,
+    recomputes: bool,
+    num_engines: int = 1,
 ) -> dict[str, float]:
-    """Reward, length and acceptance come from the rollouts trained on; feature tap and speculation gain from the window.
+    """Reward, length and acceptance come from the rollouts trained on; speed, feature tap and speculation gain from the window.
 
-    seconds: how long they were generated. drafter_version: the one served. recomputes: see `steps_by_segment`.
+    drafter_version: the one served. recomputes: see `steps_by_segment`.
     """
     n, num_tokens = len(rollouts), sum(len(r.rollout.token_ids) for r in rollouts)
     metrics: dict[str, Any] = {
@@ -26,7 +30,6 @@ def rollout_metrics(
         "rollout/response_length": num_tokens / n,
         "rollout/generated_tokens": num_tokens,
         "rollout/truncated": sum(r.rollout.finish_reason == "length" for r in rollouts) / n,
-        "rollout/tokens_per_s": num_tokens / seconds,
     }
     if recomputes:
         metrics["rollout/recomputed_tokens"] = sum(recomputed_tokens(scored.rollout) for scored in rollouts)
@@ -38,13 +41,14 @@ def rollout_metrics(
             metrics |= {f"rollout/acceptance_length_{name}": counts.acceptance_length} | metrics_of(counts, age)
     if window is None:
         return metrics
+    metrics["rollout/tokens_per_s"] = window.num_generated_tokens / window.seconds
     metrics |= {} if window.gain is None else window.gain.metrics()
     if stats := window.feature_stats:
         tapped = stats["num_tokens"] or 1
         metrics |= {
             "rollout/tapped_rollouts": stats["num_rollouts"],
             "rollout/feature_holes": stats["num_holes"] / tapped,
-            "rollout/tap_overhead": stats["record_seconds"] / window.seconds,
+            "rollout/tap_overhead": stats["record_seconds"] / (window.seconds * num_engines),
             "rollout/feature_bytes_per_token": stats["num_bytes"] / tapped,
         }
     return metrics
@@ -78,7 +82,8 @@ def lag_metrics(rollouts: Sequence[Rollout], policy_version: int) -> dict[str, f
 def idle_metrics(
     row: dict[str, float], engines_busy: Sequence[float], engines_span: float, has_drafter: bool
 ) -> dict[str, float]:
-    """Share of the step in which each role was idle. engines_busy: seconds that each engine computed, of `engines_span`."""
+    """Share of the step in which each role was idle. engines_busy: seconds that each engine computed, of `engines_span`; none
+    where that is not known."""
     busy = {f"rollout_{i}": seconds / engines_span for i, seconds in enumerate(engines_busy)}
     busy["policy"] = row.get("time/update_s", 0.0) / row["time/step_s"]
     if has_drafter:

@@ -17,7 +17,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.trainer.buffer import TrainingBatch, batches_of
 from cotrain.trainer.spec import TrainerSpec
 from cotrain.transport.features import FeatureRecord
-from drafters.acceptance import RolloutAcceptance, rollout_acceptances
+from drafters.acceptance import RolloutAcceptance, StartAcceptance, rollout_acceptances
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
@@ -130,16 +130,19 @@ class Distiller:
 
     def score(self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]) -> list[list[RolloutAcceptance]]:
         """Return, for each drafter, what each rollout adds to its acceptance length at draft lengths 1 to K, as K elements."""
+        return [rollout_acceptances(of_drafter, self._served_depth) for of_drafter in self._starts(drafters, records)]
+
+    def _starts(self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]) -> list[list[StartAcceptance]]:
+        """Return, for each drafter, the acceptance at the starts of these rollouts, by batch."""
         parts, objective = [], self._config.objective
         for rows, sampling in batches_of(records, self._config.batch_tokens):
             target = self._target_weights[rows.policy_version]
             parts.append(acceptances(drafters, self._on_device(rows), target, sampling, objective))
-        starts = [[part[i] for part in parts] for i in range(len(drafters))]
-        return [rollout_acceptances(of_drafter, self._served_depth) for of_drafter in starts]
+        return [[part[i] for part in parts] for i in range(len(drafters))]
 
-    def check_publishable(self, version: int) -> None:
+    def check_publishable(self, version: int, drafter: Drafter) -> None:
         """Raise TrainingDiverged when a weight is not finite, or so large that numbers in an engine could overflow."""
-        if problems := self.drafter.overflowing():
+        if problems := drafter.overflowing():
             raise TrainingDiverged(
                 f"drafter version {version} is not published, an engine would compute with {'; '.join(problems)}: "
                 "lower drafter.optimizer.learning_rate"

@@ -27,9 +27,14 @@ MAX_POSITIONS = 256
 
 
 def check_features(
-    batch: RolloutBatch, hidden_states: Callable[[list[int], tuple[int, ...]], tuple[Tensor, Tensor]], engine_dtype: str
-) -> float:
-    """Compare one tapped rollout with the learner's own forward pass. Returns the largest relative error.
+    batch: RolloutBatch,
+    hidden_states: Callable[[list[int], tuple[int, ...]], tuple[Tensor, Tensor]],
+    engine_dtype: str,
+    policy_version: int | None = None,
+) -> float | None:
+    """Compare one tapped rollout, of this policy version if one is given, with the learner's own forward pass.
+
+    Returns the largest relative error, or None if only other versions were tapped.
 
     hidden_states: (token ids, layers) -> (aux [T, A*H], final [T, H]) of the learner's own forward pass.
     Each aux layer must also be closer to the policy's layer of that id than to its neighbours: where layers change
@@ -37,7 +42,10 @@ def check_features(
     """
     if not batch.features:
         raise SelfCheckFailed("no rollout of the first step was tapped; raise rollout.features.max_bytes")
-    record = read_shard(batch.features[0])[0]
+    records = (record for shard in batch.features for record in read_shard(shard))
+    record = next((r for r in records if policy_version in (None, r.policy_version)), None)
+    if record is None:
+        return None
     layers, keep = record.aux_layers, record.feature_mask.nonzero().flatten()[:MAX_POSITIONS]
     # The layer above the top one may be the model's last, which is normed: a shift upwards shows in the others.
     near = sorted({n for layer in layers for n in (layer - 1, layer, layer + 1) if 0 <= n <= layers[-1]})

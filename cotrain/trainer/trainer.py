@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS
 from cotrain.records import WeightPayload
 from cotrain.trainer.buffer import FeatureBuffer, spread_over_prompts, teacher_of
 from cotrain.trainer.distiller import Distiller
 from cotrain.trainer.spec import TrainerSpec
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
-from drafters.acceptance import RolloutAcceptance
+from drafters.acceptance import RolloutAcceptance, rollout_acceptances
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetWeights
 
 MAX_ROLLOUTS = 32
@@ -26,26 +27,57 @@ MAX_ROLLOUTS = 32
 a tenth of its time and decide little better."""
 
 STATE = "trainer.pt"
-PLAIN_STATE = ("drafter_version", "_updates", "_published_update", "_needs_vocabulary", "_buffer", "_target_weights")
-"""Attributes of a trainer that a checkpoint holds as they are."""
-STATE_CLASSES: list[Any] = [FeatureBuffer, FeatureRecord, SamplingParams, TargetWeights]
-"""Classes that a checkpoint may hold; torch.load refuses all others."""
 
 
-@dataclass(frozen=True)
+def enough(prompts: Sequence[str]) -> bool:
+    """Whether rollouts of these prompts [R] can judge a candidate."""
+    return len(prompts) >= MIN_ROLLOUTS and len(set(prompts)) >= MIN_PROMPTS
+
+
+@dataclass(frozen=True, eq=False)
 class FreshScores:
-    """Expected acceptance on a step's rollouts, before any drafter was trained on them."""
+    """Expected acceptance on rollouts, before any drafter was trained on them."""
 
     prompts: list[str]
     """[R] prompt of each rollout."""
     serving: list[RolloutAcceptance]
     """[K] of the serving drafter at draft lengths 1 to K."""
     candidate: list[RolloutAcceptance] | None
-    """[K] of the trainer's current weights; None while they are those of the last publication."""
+    """[K] of the candidate; None where all weights so far were judged or published."""
     updates: int
     """Optimizer steps that led to the candidate."""
     served_by: list[int]
     """[R] drafter version that the last segment of each rollout was drafted with."""
+    served: list[RolloutAcceptance] | None = None
+    """[K] of the serving drafter, where it has drafted, if drafts come from history too; None where it drafts throughout."""
+    steps: int = 1
+    """Steps that the rollouts are of."""
+    gathered: "FreshScores | None" = None
+    """The same candidate on these rollouts and those of the steps before; None is these alone. Nothing but the gate reads it."""
+
+    @property
+    def suffice(self) -> bool:
+        """Whether a candidate can be judged by them."""
+        return enough(self.prompts)
+
+    def after(self, earlier: "FreshScores | None") -> "FreshScores":
+        """Return these scores and earlier ones together, or these alone if the earlier ones are not of the same candidate."""
+        if earlier is None or earlier.updates != self.updates or not (self.candidate and earlier.candidate):
+            return self
+        pairs = [zip(earlier.serving, self.serving, strict=True), zip(earlier.candidate, self.candidate, strict=True)]
+        serving, candidate = ([old.joined(new) for old, new in pair] for pair in pairs)
+        prompts, served_by = earlier.prompts + self.prompts, earlier.served_by + self.served_by
+        return FreshScores(prompts, serving, candidate, self.updates, served_by, steps=earlier.steps + 1)
+
+
+PLAIN_STATE = (
+    "drafter_version", "_updates", "_published_update", "_needs_vocabulary", "_buffer", "_target_weights", "_gathered",
+)  # fmt: skip
+"""Attributes of a trainer that a checkpoint holds as they are."""
+STATE_CLASSES: list[Any] = [
+    FeatureBuffer, FeatureRecord, FreshScores, RolloutAcceptance, SamplingParams, TargetWeights,
+]  # fmt: skip
+"""Classes that a checkpoint may hold; torch.load refuses all others."""
 
 
 class DrafterTrainer(Distiller):
@@ -61,6 +93,8 @@ class DrafterTrainer(Distiller):
         """Publications so far."""
         self._updates = self._published_update = 0
         self._published: dict[int, Drafter] = {0: self._frozen_copy()}
+        self._gathered: FreshScores | None = None
+        self._held: tuple[int, Drafter] | None = None  # a candidate that waits for more rollouts, with its updates
         self._buffer = FeatureBuffer(spec.max_buffer_bytes, spec.drafter.buffer.max_age)
         self._fresh: list[FeatureRecord] = []
         self._needs_vocabulary = init_folder is None and spec.drafter.train
@@ -103,31 +137,41 @@ class DrafterTrainer(Distiller):
         self._buffer.add(records)
         return metrics | self._buffer.metrics()
 
-    def take_in(self, shards: list[str], serving: int, keep: Collection[int]) -> tuple[FreshScores, dict[str, float]]:
+    def take_in(
+        self, shards: list[str], serving: int, keep: Collection[int], judged: int
+    ) -> tuple[FreshScores, dict[str, float]]:
         """Call `add_features` and `score_fresh`. Returns the scores, and the metrics with the time that scoring took."""
         metrics = self.add_features(shards)
         started, cpu_started = time.perf_counter(), time.process_time()
-        scores = self.score_fresh(serving, keep)
+        scores = self.score_fresh(serving, keep, judged)
         metrics["drafter/score_s"] = time.perf_counter() - started
         metrics["drafter/score_cpu_s"] = time.process_time() - cpu_started
         return scores, metrics
 
-    def score_fresh(self, serving: int, keep: Collection[int]) -> FreshScores:
+    def score_fresh(self, serving: int, keep: Collection[int], judged: int = 0) -> FreshScores:
         """Score the serving drafter and the candidate on the rollouts of the last `add_features`, on MAX_ROLLOUTS at most.
 
         Call it before `train`, since a rollout cannot test a drafter that was trained on it. serving: the version that
-        the engines have. All publications but this one and those in `keep` are forgotten.
+        the engines have. All publications but this one and those in `keep` are forgotten. judged: updates behind the candidate
+        that was judged last. A later one stays the candidate until enough rollouts were scored; meanwhile training goes on.
         """
         self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
-        records = spread_over_prompts([r for r in self._fresh if r.last_segment().is_trainable], MAX_ROLLOUTS)
+        records = spread_over_prompts([r for r in self._fresh if r.last_segment().is_scorable], MAX_ROLLOUTS)
         records.sort(key=teacher_of)  # which makes batches of one head and sampling as large as possible
         prompts = [record.prompt_key for record in records]
         records = [record.last_segment() for record in records]
-        has_candidate = self._updates > self._published_update
-        drafters = [self._published[serving], *([self.drafter] if has_candidate else [])]
-        scores = self.score(drafters, records)
+        if self._held is not None and self._held[0] <= judged:
+            self._held = None
+        updates, candidate = self._held or (self._updates, self.drafter)
+        has_candidate = updates > max(self._published_update, judged)
+        drafters = [self._published[serving], *([candidate] if has_candidate else [])]
+        starts, drafted = self._starts(drafters, records), [r.drafted for r in records if r.drafted is not None]
+        scores = [rollout_acceptances(of_drafter, self._served_depth) for of_drafter in starts]
+        served = rollout_acceptances(starts[0], self._served_depth, drafted) if drafted else None
         served_by = [record.drafter_version for record in records]
-        return FreshScores(prompts, scores[0], scores[1] if has_candidate else None, self._updates, served_by)
+        fresh = FreshScores(prompts, scores[0], scores[1] if has_candidate else None, updates, served_by, served)
+        self._gathered = fresh.after(self._gathered)
+        return replace(fresh, gathered=self._gathered)
 
     def train(self, step: int, num_updates: int) -> dict[str, float]:
         """Take num_updates optimizer steps on batches from the buffer.
@@ -140,6 +184,9 @@ class DrafterTrainer(Distiller):
                 f"step {step}: no features to train the drafter on: every rollout was dropped or has only holes; "
                 "raise rollout.features.max_bytes"
             )
+        waits = self._gathered is not None and self._gathered.candidate is not None and not self._gathered.suffice
+        if waits and self._held is None:
+            self._held = self._updates, self._frozen_copy()
         started, newest, updates = time.perf_counter(), max(self._buffer.policy_versions), []
         for _ in range(num_updates):
             batch = self._buffer.sample(self._config.batch_tokens, self._rng)
@@ -154,17 +201,18 @@ class DrafterTrainer(Distiller):
         return metrics | self._buffer.metrics()
 
     def publish(self, weights_of: int | None = None) -> int:
-        """Give the current weights, or those of an earlier publication, the next drafter version.
+        """Give the candidate's weights, or those of an earlier publication, the next drafter version.
 
-        Raises TrainingDiverged when a current weight is not finite, or so large that numbers in an engine could overflow.
+        Raises TrainingDiverged when one of the candidate's is not finite, or so large that numbers in an engine could overflow.
         """
         version = self.drafter_version + 1
         if weights_of is not None:
             self._published[version] = self._published[weights_of]
         else:
-            self.check_publishable(version)
-            self._published[version] = self._frozen_copy()
-            self._published_update = self._updates
+            updates, drafter = self._held or (self._updates, self._frozen_copy())
+            self.check_publishable(version, drafter)
+            self._published[version], self._published_update = drafter, updates
+        self._held = self._gathered = None
         self.drafter_version = version
         return version
 
@@ -185,8 +233,9 @@ class DrafterTrainer(Distiller):
         state = {name: getattr(self, name) for name in PLAIN_STATE}
         if not with_features:
             empty = FeatureBuffer(self._buffer.max_bytes, self._buffer.max_age)
-            state |= {"_buffer": empty, "_target_weights": dict[int, TargetWeights]()}
+            state |= {"_buffer": empty, "_target_weights": dict[int, TargetWeights](), "_gathered": None}
         state["published"] = {version: drafter.state_dict() for version, drafter in self._published.items()}
+        state["held"] = None if self._held is None else (self._held[0], self._held[1].state_dict())
         torch.save(state | {"rng": self._rng.get_state()}, Path(folder) / STATE)
 
     def load(self, folder: str | Path) -> None:
@@ -199,14 +248,15 @@ class DrafterTrainer(Distiller):
         for version, w in self._target_weights.items():
             on_device = replace(w, embedding=w.embedding.to(self._device), head=w.head.to(self._device))
             self._target_weights[version] = on_device
-        self._published = {}
-        for version, weights in state["published"].items():
-            self._published[version] = self._frozen_copy()
-            self._published[version].load_state_dict(weights)
+        self._published = {version: self._frozen_copy(weights) for version, weights in state["published"].items()}
+        self._held = None if state["held"] is None else (state["held"][0], self._frozen_copy(state["held"][1]))
         self._rng.set_state(state["rng"])
 
-    def _frozen_copy(self) -> Drafter:
-        return copy.deepcopy(self.drafter).requires_grad_(False)
+    def _frozen_copy(self, weights: dict[str, Any] | None = None) -> Drafter:
+        frozen = copy.deepcopy(self.drafter).requires_grad_(False)
+        if weights is not None:
+            frozen.load_state_dict(weights)
+        return frozen
 
     def _read(self, shard: str) -> list[FeatureRecord]:
         records = read_shard(shard)

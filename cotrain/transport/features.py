@@ -21,7 +21,7 @@ from drafters.base import SamplingParams
 ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
 """Fields of FeatureRecord that have one row for each token."""
 
-OTHERS = ("prompt_length", "policy_version", "sampling", "aux_layers", "earlier_tokens", "drafter_version")
+OTHERS = ("prompt_length", "policy_version", "sampling", "aux_layers", "earlier_tokens", "drafter_version", "drafted")
 """The other fields of FeatureRecord, which a shard stores as JSON."""
 
 
@@ -42,6 +42,8 @@ class FeatureRecord:
     """Response tokens before the last segment, which other versions generated: a drafter is not judged by them."""
     drafter_version: int = 0
     """Version of the drafter that drafted in the last segment."""
+    drafted: list[tuple[int, int]] | None = None
+    """Where drafts come from history too: (offset in the last segment, draft tokens) of the steps that the drafter drafted for."""
 
     @property
     def num_tokens(self) -> int:
@@ -59,6 +61,15 @@ class FeatureRecord:
         """
         starts = self.feature_mask[:-2] & self.feature_mask[1:-1]
         return bool(starts[max(self.prompt_length - 2, 0) :].any())
+
+    @property
+    def is_scorable(self) -> bool:
+        """Whether a drafter can be judged by it: the response has a token that could be drafted, and all features for that.
+
+        The first token of a response has no verification step.
+        """
+        rows = self.feature_mask[self.prompt_length - 1 : -1]
+        return len(rows) > 1 and bool(rows.all())
 
     def last_segment(self) -> "FeatureRecord":
         """Return the record with the response tokens of earlier versions counted as part of the prompt."""

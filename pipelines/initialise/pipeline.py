@@ -164,7 +164,7 @@ class Initialisation:
     async def _serve(self, engine: RolloutEngine, training: Training) -> SpeculationCounts:
         """Serve the drafter on prompts that it was not trained on, with the sampling and the draft length of [rollout]."""
         trainer, k = training.trainer, self.config.rollout.num_speculative_tokens
-        trainer.check_publishable(DRAFTER_VERSION)
+        trainer.check_publishable(DRAFTER_VERSION, trainer.drafter)
         state = trainer.drafter.state_for_serving()
         payload = write_payload(state, Path(engine.spec.scratch) / "drafter.safetensors", trainer.serving_dtype)
         await send(engine, payload)

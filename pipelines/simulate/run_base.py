@@ -1,6 +1,6 @@
 """A finished run as the measured base of a simulation: its records become a SYSTEM.toml, and are checked on the run itself."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from cotrain.config.errors import ConfigError
 from cotrain.config.load import Table, read_config
 from cotrain.config.schema import RunConfig
 from cotrain.records import StepTotal
+from cotrain.rollout.speculation.step_costs import rising
 from cotrain.run.rows import read_rows
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.scenario import Scenario, generate
@@ -109,12 +110,26 @@ def cells_of(run: Run) -> dict[tuple[int, int], float]:
     sums = run.engine_steps.query("kind == 'steady'").groupby(["k", "batch"])[["num_steps", "seconds"]].sum()
     sums = sums[sums["num_steps"] >= min(LEAST_STEPS, sums["num_steps"].max())]
     cells: dict[tuple[int, int], float] = (sums["seconds"] / sums["num_steps"]).to_dict()
-    if not (run.timed and cells):
-        return cells or run.timed
-    there = MeasuredCells(run.timed)
+    timed, weights = _in_order(run.timed, {}), sums["num_steps"].to_dict()
+    if not (timed and cells):
+        return _in_order(cells, weights) or timed
+    there = MeasuredCells(timed)
     paces = [np.log(seconds / there.base(k, np.array([batch]))[0]) for (k, batch), seconds in cells.items()]
     pace = float(np.exp(np.average(paces, weights=sums["seconds"])))
-    return {cell: pace * seconds for cell, seconds in run.timed.items()} | cells
+    return _in_order({cell: pace * seconds for cell, seconds in timed.items()} | cells, weights)
+
+
+def _in_order(cells: Cells, weights: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """Return the closest cells in which, at a batch size, no draft length takes less than a shorter one: that would be noise.
+
+    weights: steps behind a cell; LEAST_STEPS where they are not known.
+    """
+    found: dict[tuple[int, int], float] = {}
+    for batch in {batch for _, batch in cells}:
+        column = sorted(cell for cell in cells if cell[1] == batch)
+        table, counts = ([[of.get(cell, LEAST_STEPS)] for cell in column] for of in (cells, weights))
+        found |= dict(zip(column, rising(np.array(table), np.array(counts, float))[:, 0].tolist(), strict=True))
+    return found
 
 
 def prefill_rate(run: Run, cells: Cells) -> float | None:

@@ -30,6 +30,10 @@ PROPOSERS = {"history": "from history", "drafter": "from the drafter"}
 """Prefixes of the metrics that count drafts by proposer."""
 
 SERVED, EXPECTED = "rollout/acceptance_length", "rollout/expected_acceptance_length"
+OF_DRAFTER = "rollout/acceptance_length_serving"
+LEAST_GAIN, LEAST_STEPS = 0.02, 5
+"""A drafter does not pay if the second half of a run, of LEAST_STEPS steps or more, gains a smaller share than this by it."""
+
 SPEEDUP = "rollout/speedup_vs_no_speculation"
 ORDER, LENGTH_ERROR = "rollout/order_speedup", "rollout/length_error"
 CURVES = {
@@ -138,7 +142,7 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     kept_back, taken_back = (run.column("gate/publish") == 0).sum(), run.column("drafter/rolled_back").sum()
     undone = [f"{kept_back} kept back by the gate"] if kept_back else []
     undone += [f"{taken_back:.0f} times back to an earlier one"] if taken_back else []
-    facts += [Fact("swaps", swaps, ", ".join(undone))] if DRAFTER in run.settings else []
+    facts += [Fact("swaps", swaps, ", ".join(undone)), *_unpaid(run)] if DRAFTER in run.settings else []
     facts.append(_lossless(run, greedy_identical))
     if speculation:
         facts.append(Fact("speculation", speculation))
@@ -146,6 +150,27 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
         return [*facts, Fact("speed", "not measured in this run", "`cotrain bench` measures it")]
     gain = f"decoding {_from_to(run, SPEEDUP)} times no speculation"
     return [*facts, Fact("speed", gain, "by step times measured in this run")]
+
+
+def _unpaid(run: RunRecord) -> list[Fact]:
+    """Suggest to freeze or drop a drafter whose drafts have gained next to nothing for long, by what was measured."""
+    late = run.metrics.index[len(run.metrics) // 2 :]
+    mixed, speed = run.column("history/tokens").any(), run.column(SPEEDUP)[late].mean()
+    drafted = run.column("drafter/drafted_tokens" if mixed else "rollout/drafted_tokens")[late].sum()
+    counted = run.column("drafter/accepted_tokens" if mixed else "rollout/num_drafts")[late]
+    accepted = (counted if mixed else counted * (run.column(SERVED)[late] - 1)).sum()
+    share = accepted / max(1, run.column("rollout/generated_tokens")[late].sum())
+    by_speed = not mixed and speed == speed  # with history beside it, the speed is that of both
+    judged = len(late) >= LEAST_STEPS and not run.is_sidecar and (by_speed or counted.notna().any())
+    if not judged or (speed - 1 if by_speed else share) >= LEAST_GAIN:
+        return []
+    what = f"decoding {speed:.2f} times no speculation" if by_speed else f"{share:.1%} of the tokens come from it"
+    value = (
+        f"does not pay: {what}, {accepted:,.0f} of {drafted:,.0f} draft tokens accepted in the last {len(late)} steps"
+    )
+    trained = run.column("drafter/train_s").sum() / run.column("time/step_s").sum()
+    freeze = f"training takes {trained:.0%} of the time, drafter.train=false freezes it; " if trained else ""
+    return [Fact("drafter", value, f'({freeze}drafter="none" drops it)')]
 
 
 def _lossless(run: RunRecord, greedy_identical: bool | None) -> Fact:
@@ -181,10 +206,11 @@ def _speculation(run: RunRecord) -> Section:
         return Section("Speculation", ["This run has no drafter: its rollouts were generated without one."])
     columns = {name: run.column(f"{name}/accepted_tokens") / run.column(f"{name}/drafted_tokens") for name in PROPOSERS}
     by_proposer = {PROPOSERS[name]: column for name, column in columns.items() if column.any()}
+    mixed = {"served by the drafter alone": run.column(OF_DRAFTER)} if run.column("history/tokens").any() else {}
     plots = [
         line_plot(
             "acceptance_length", "Acceptance length, served and expected",
-            {"served": run.column(SERVED), "expected on unseen rollouts": run.column(EXPECTED)},
+            {"served": run.column(SERVED), **mixed, "expected on unseen rollouts": run.column(EXPECTED)},
             "acceptance length",
             "Tokens that a verification step of the engine emits, and what the trainer computed for the same drafter "
             "on the same rollouts before it was trained on them.",

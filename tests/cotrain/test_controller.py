@@ -3,6 +3,8 @@
 import io
 from collections import deque
 from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +34,7 @@ from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
-from cotrain.stream.producer import Prompts
+from cotrain.stream.producer import GroupResult, Prompts
 from cotrain.tasks.prompts import PromptOrder
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
 
@@ -189,7 +191,12 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
     opened: list[Any] = []
 
     def build(
-        world: World, name: str = "first", drafter: Any = None, method: str = "probabilistic", **fields: Any
+        world: World,
+        name: str = "first",
+        drafter: Any = None,
+        method: str = "probabilistic",
+        state: RunState | None = None,
+        **fields: Any,
     ) -> Controller:
         fields = {"steps": 100, "lossless": {"every": 0}, "checkpoint": {"every": 3}} | fields
         config = run_config(
@@ -205,7 +212,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         resumes = (config.run_root / name).exists()
         run_dir = RunDir(config.run_root, name) if resumes else RunDir.create(config.run_root, name)
         checkpoint = latest_checkpoint(run_dir)
-        state = load_state(checkpoint) if checkpoint else None
+        state = load_state(checkpoint) if checkpoint else state
         order = PromptOrder(PROMPTS, PROMPTS, 0)
         state = state or RunState(0, Versions(0, 0), None, {}, {})
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None))
@@ -247,8 +254,17 @@ def test_every_sample_of_a_run_has_a_seed_of_its_own_where_drafts_allow_it(start
         assert set(seeds) == {None}
 
 
+def test_each_group_has_an_advantage_of_its_own_even_where_two_have_the_same_prompt(start: Any) -> None:
+    """Where a group was lost twice, another prompt takes its place, and a small task has no other than those of the step."""
+    controller = start(World(GOOD), task={"type": "reasoning_gym", "name": "chain_sum"})
+    prompt, rollouts = Prompt("0", [], None), controller.roles.engines.world.generate(1).rollouts[:2]
+    rewards = [[0.0, 1.0], [5.0, 7.0]]
+    scored = controller._scored([GroupResult(prompt, 0, rollouts, of_group) for of_group in rewards])
+    assert [round(one.advantage, 2) for one in scored] == [-0.71, 0.71] * 2
+
+
 def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> None:
-    world = World(learns=3.0)
+    world = World(learns=5.0)
     controller = start(world)
     rows = go(controller, 4)
     assert [row["versions/drafter"] for row in rows] == [0, 0, 1, 2]
@@ -267,7 +283,7 @@ def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> Non
 
 def test_a_run_records_its_engine_steps_and_what_its_drafts_were_accepted_at(start: Any) -> None:
     controller = start(World(GOOD))
-    controller.roles.engines.gains = [GainReport(100, 3.0, 3.6, 3.3, 5, 0.06, 2), GainReport(40, 1.0, 1.1, 1.0), None]
+    controller.roles.engines.gains = [GainReport(100, 3.0, 3.6, 0.06, 2), GainReport(40, 1.0, 1.1), None]
     rows = go(controller, 2)
     recorded = read_rows(controller.run_dir.steps)
     assert [row["step"] for row in recorded] == [1, 2]
@@ -291,6 +307,13 @@ def test_a_candidate_kept_back_and_a_publication_taken_back_are_on_the_step_line
     rows = go(bad, 4)
     assert "  rolled back: version 1: " in output(bad)
     assert max(row["drafter/rolled_back"] for row in rows) == 1.0 and "rolled back" in bad.records.tracker.events
+    world = World(learns=9.0)
+    world.refuses = {1}
+    refused = start(world, name="third")
+    go(refused, 2)
+    assert "  refused: version 1 refused by the engines, all keep what they serve: engine 1: fc.weight" in output(
+        refused
+    )
     assert bad.records.tracker.drafters[1][2]["decision"].endswith("back to 0")
 
 
@@ -358,6 +381,83 @@ def test_steps_without_drafts_are_no_passed_check(start: Any) -> None:
     found = go(controller, 3)[-1]
     assert (found["lossless/check"], found["lossless/passed"]) == (1.0, 1.0)
     assert 100 <= found["lossless/speculated_tokens"] < found["lossless/tokens"]
+
+
+class SlowEngines(Engines):
+    """With lag: no group has ended yet when the next step is taken."""
+
+    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
+        return RolloutBatch([], [], None, 1.0, 0)
+
+    def take_windows(self) -> dict[int, Window]:
+        raise AssertionError("what the engines have measured belongs to the window in which their groups end")
+
+
+@pytest.fixture
+def resume_with_scored_groups(start: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Begin step 4 of a run with lag, after a resume from a checkpoint that holds all groups of this step as scored."""
+
+    def build(world: World, **fields: Any) -> Controller:
+        batch = world.generate(4)
+        rows = []
+        for index in range(PROMPTS):
+            rollouts = [asdict(rollout) for rollout in batch.rollouts if rollout.prompt_id == str(index)]
+            number = 3 * PROMPTS + index
+            rows.append({"number": number, "index": index, "rollouts": rollouts, "rewards": [0.0] * SAMPLES})
+        stream = {"groups": rows, "lost": {}, "lost_features": 0}
+        state = RunState(3, Versions(3, 0), None, {}, {}, stream=stream, seconds=1e6)
+        monkeypatch.setattr(f"{__name__}.Engines", SlowEngines)
+        lossless = {"every": 1, "max_share": 1.0}
+        return start(world, state=state, stream={"max_policy_lag": 1}, lossless=lossless, **fields)
+
+    return build
+
+
+def test_an_alarm_is_raised_where_no_group_has_ended_since_the_last_step(
+    resume_with_scored_groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Policy, "biased", True)
+    monkeypatch.setattr(Policy, "update", lambda *_: pytest.fail("the policy must not learn from another law"))
+    controller = resume_with_scored_groups(World(GOOD))
+    with pytest.raises(DrafterAlarm, match="step 4 raised not_lossless"):
+        go(controller, 4)
+    [event] = read_rows(controller.records.decisions.path)
+    assert (event["step"], event["kind"]) == (4, "alarm") and controller.records.tracker.events == ["alarm"]
+
+
+def test_or_such_a_step_switches_speculation_off(
+    resume_with_scored_groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Policy, "biased", True)
+    world = World(GOOD)
+    controller = resume_with_scored_groups(world, drafter={"on_drafter_failure": "continue"})
+    rows = go(controller, 4)
+    assert controller.mode == "without speculation since step 4 (not_lossless)" and world.num_speculative_tokens == 0
+    assert rows[-1]["alarms/not_lossless"] == 1.0 and world.calls == []
+    said = output(controller)
+    assert "without speculation since step 4 (not_lossless)" in said and "  alarm: not_lossless: rollouts" in said
+
+
+def test_a_step_that_waited_for_nothing_tells_no_speed(resume_with_scored_groups: Any) -> None:
+    """Its rollouts were generated before, and what the engines do meanwhile counts when the groups end."""
+    controller = resume_with_scored_groups(World(GOOD))
+    go(controller, 4)
+    [row] = read_rows(controller.run_dir.metrics)
+    assert row["rollout/generated_tokens"] > 0 and row["lossless/passed"] == 1.0
+    assert not {"rollout/tokens_per_s", "idle/rollout_0"} & row.keys() and row["idle/policy"] >= 0
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_step_without_ended_groups_still_reads_the_weights_back_and_trains(
+    resume_with_scored_groups: Any, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    monkeypatch.setattr("cotrain.roles.publisher.DELIVERY_CHECK_STEPS", 4)
+    world = World(GOOD)
+    controller = resume_with_scored_groups(world)
+    controller.roles.publisher._sent, world.lost = {"fc.weight": "0"}, lost
+    with pytest.raises(DrafterAlarm, match="weights_differ") if lost else nullcontext():
+        go(controller, 4)
+    assert world.calls == ["take_in", *([] if lost else ["train"])]
 
 
 def test_log_probs_of_other_tokens_stop_the_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

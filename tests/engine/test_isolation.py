@@ -90,7 +90,7 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
         for step in (1, 2):
             shard = write_features(scratch / f"features_{step}.safetensors", target_model, rollouts)
             update = beside.begin("update", rollouts)
-            drafter.call("take_in", [shard], 0, ())
+            drafter.call("take_in", [shard], 0, (), 0)
             learned = drafter.call("train", step, 4)
             beside.finish(update)
             assert learned["drafter/loss"] > 0

@@ -11,8 +11,10 @@ import torch
 from cotrain.config.schema import RolloutConfig, SpeculationConfig
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch
+from cotrain.rollout.acceptance_stats import drafter_counts, drafter_starts, total_counts
 from cotrain.rollout.speculation.controller import Step
 from cotrain.rollout.vllm.arguments import EngineSpec
+from cotrain.transport.features import read_shard
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
 from tests.engine.planted_drafts import FAULTS, LENGTHS, OF_ANOTHER_REQUEST, PRICES
@@ -175,6 +177,28 @@ def test_a_new_drafter_is_chosen_as_soon_as_more_is_expected_of_it(
     historian.generate(requests[:1], tap=False)
     found = counts(historian)
     assert found["drafter/drafts"] > 0.7 * (found["drafter/drafts"] + found.get("history/drafts", 0))
+
+
+@pytest.mark.parametrize("historian", ["mixed"], indirect=True)
+def test_rollouts_and_their_features_say_which_drafts_are_the_drafters(
+    historian: LiveEngine, untrained_drafter: Drafter
+) -> None:
+    historian.send_drafter(untrained_drafter.state_for_serving())
+    historian.run(historian.engine.set_num_speculative_tokens(3))
+    requests = make_requests(16, seed=31)
+    historian.generate(requests, tap=False)
+    counts(historian)
+    batch = historian.generate(requests)
+    found, own = counts(historian), total_counts(map(drafter_counts, batch.rollouts))
+    assert own is not None and batch.speculation is not None
+    assert (own.num_drafts, own.num_draft_tokens) == (found["drafter/drafts"], found["drafter/drafted_tokens"])
+    assert batch.speculation.num_drafts - own.num_drafts == found["history/drafts"] > 0 < own.num_drafts
+    assert sum(own.accepted_per_position) == found["drafter/accepted_tokens"]
+    starts = {tuple(r.prompt_token_ids + r.token_ids): drafter_starts(r) for r in batch.rollouts}
+    records = [record for shard in batch.features for record in read_shard(shard)]
+    assert records and any(record.drafted for record in records)
+    for record in records:
+        assert [tuple(step) for step in record.drafted or ()] == starts[tuple(record.token_ids.tolist())]
 
 
 @pytest.mark.parametrize("historian", ["mixed"], indirect=True)

@@ -18,9 +18,9 @@ from tests.publish_evidence import evidence_of
 pytestmark = pytest.mark.engine
 
 
-def alarms_of(batch: RolloutBatch, believed: Versions, judged_on: int) -> list[Alarm]:
+def alarms_of(batch: RolloutBatch, believed: Versions, unjudged: int = 0) -> list[Alarm]:
     evidence = evidence_of(batch, believed)
-    evidence = replace(evidence, serving=replace(evidence.serving, judged_on=judged_on))
+    evidence = replace(evidence, serving=replace(evidence.serving, unjudged=unjudged))
     return check_step(evidence, DrafterConfig(model={"type": "eagle3"}), total_steps=100)
 
 
@@ -32,7 +32,9 @@ def test_5_the_drafter_is_forgotten(
 
     def alarms() -> list[str]:
         batch = fresh.generate(make_requests(4))
-        return [alarm.name for alarm in alarms_of(batch, fresh.engine.versions, trained_on)]
+        return [
+            alarm.name for alarm in alarms_of(batch, fresh.engine.versions, fresh.engine.versions.policy - trained_on)
+        ]
 
     for _ in range(LAG_ROUNDS):
         fresh.send_policy(moved_target_state)
@@ -64,5 +66,5 @@ def test_10_the_policy_moves_under_a_rollout(fresh: LiveEngine, moved_target_sta
     later = fresh.generate(make_requests(4))
     with pytest.raises(RunFailure, match="unknown_version"):
         check_lag(later.rollouts, before, max_policy_lag=1)
-    assert [(alarm.name, alarm.fatal) for alarm in alarms_of(later, before, before.policy)] == [("wrong_version", True)]
+    assert [(alarm.name, alarm.fatal) for alarm in alarms_of(later, before)] == [("wrong_version", True)]
     fault("10b", "policy updated, and the loop does not know", "unknown_version", steps=2)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cotrain.records import GainReport
-from cotrain.rollout.speculation.measurement import measured_length, measured_sizes
+from cotrain.rollout.speculation.measurement import MEASURE_TRIES, contradicts, measured_length, measured_sizes
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
 from cotrain.rollout.speculation.step_costs import QUANTILE, Array, StepCosts, Trials
 
@@ -22,9 +22,6 @@ DECIDE_STEPS = 16
 LIVE_STEPS = 12
 """Timed steps of each draft length that a batch size needs before a choice rests on them, where live requests are timed: three
 turns of measurement.MEASURE_STEPS, with 4 timed steps each."""
-
-CHECKS_KEPT = 8
-"""About how many of the latest trials without speculation the check of the gain averages; older ones are forgotten."""
 
 
 class Step(NamedTuple):
@@ -70,7 +67,6 @@ class SpeculationController:
         self._step: Step | None = None
         self._before: Step | None = None  # the step before that one, if its requests go on
         self._started = 0.0
-        self._check_error, self._num_checks = 0.0, 0
         self.begin()
 
     # -- what the engine's owner calls, between two steps ------------------------------------------------------------
@@ -83,7 +79,7 @@ class SpeculationController:
 
     def report(self) -> dict[str, Any]:
         """Return the report and start the next. gain: fields of a GainReport. steps: the fields of each StepTotal."""
-        gain = replace(self._gain, seconds_without=float(self._without.sum()), num_checks=self._num_checks)
+        gain = replace(self._gain, seconds_without=float(self._without.sum()))
         if self._costs is not None:
             seconds_at = self._without * self._costs.ratios()
             gain = replace(gain, seconds_at=seconds_at.T[self._without > 0].tolist())
@@ -117,9 +113,15 @@ class SpeculationController:
 
     @property
     def has_measured(self) -> bool:
-        """Whether LIVE_STEPS engine steps of each draft length were timed at some batch size since `begin_measuring`."""
+        """Whether LIVE_STEPS engine steps of each draft length were timed at some batch size since `begin_measuring`, or twice as
+        many if they contradict each other."""
         lengths, known = range(self.max_speculative_tokens + 1), self._measured
-        return any(all(len(known.get((k, b), ())) >= LIVE_STEPS for k in lengths) for k0, b in known if not k0)
+        fewest = max((min(len(known.get((k, b), ())) for k in lengths) for k0, b in known if not k0), default=0)
+        return fewest >= MEASURE_TRIES * LIVE_STEPS or (fewest >= LIVE_STEPS and not self.contradicts())
+
+    def contradicts(self) -> bool:
+        """Whether the steps timed so far contradict each other, see measurement.contradicts."""
+        return contradicts(self._measured)
 
     def end_measuring(self) -> list[list[float]]:
         """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns rows of [draft length, batch
@@ -249,14 +251,16 @@ class SpeculationController:
         length = self._length(step, before)
         if length is not None:  # whatever slowed this step would have slowed one without speculation as much
             without *= seconds / costs.seconds(length, step.batch, step.has_passes)
-        self._without[step.batch - 1] += without
-        plain = length == 0
+        asked = 0 if before is None else before.num_speculative_tokens
+        if self._per_request:  # the worker decides, and may draft nothing
+            asked = max((number for number, _ in step.drafts), default=0)
+        # A step without drafts emits a token of each request, and takes no longer than this one did: the rest is noise.
+        self._without[step.batch - 1] += min(without, seconds * step.num_tokens / step.batch)
         self._gain += GainReport(
             num_steps=1,
             seconds=seconds,
-            seconds_without_checked=without if plain else without * float(np.exp(self._check_error)),
             trial_seconds=0.0 if self._trials.num_speculative_tokens is None else seconds,
-            longest_draft=0 if before is None else before.num_speculative_tokens,
+            longest_draft=asked,
         )
 
     def _learn(self, costs: StepCosts, step: Step, before: Step | None, seconds: float) -> None:
@@ -279,14 +283,9 @@ class SpeculationController:
         tried = self._trials.num_speculative_tokens
         if self._costs is None or tried is None:
             return
-        error = self._trials.end()
-        if error is None:
-            return
-        if tried == 0:
-            self._num_checks = min(self._num_checks + 1, CHECKS_KEPT)
-            self._check_error += (error - self._check_error) / self._num_checks
-        self._costs.correct(tried, batch, error)
-        self._decide()
+        if (error := self._trials.end()) is not None:
+            self._costs.correct(tried, batch, error)
+            self._decide()
 
     def _gains(self) -> Array:
         """Return the expected decoding speed relative to no speculation, [K+1, max_batch]."""

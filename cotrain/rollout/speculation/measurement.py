@@ -4,13 +4,36 @@ Batches of requests decode while the draft length goes from the longest down to 
 computed only once, and a slow moment of the machine hits all lengths alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cotrain.rollout.speculation.step_costs import QUANTILE
 
 MEASURE_STEPS = 5
 """Successive steps of one draft length. The first still verifies drafts of the length before, so only 4 are timed."""
 
 MEASURE_ROUNDS = 8
 """Most batches of requests that are measured for each batch size, if the time suffices."""
+
+
+MEASURE_TRIES = 2
+"""How many times the steps are measured at most, as long as they contradict each other."""
+
+NOISE_ERRORS = 4.0
+"""Standard errors by which steps with more draft tokens may be the faster ones before that is a contradiction: about three of a
+quartile, whose noise is larger than that of the mean log seconds."""
+
+
+def contradicts(measured: Mapping[tuple[int, int], Sequence[float]]) -> bool:
+    """Whether, at some batch size, steps of a length took less time than those of a shorter one, by more than noise.
+
+    measured: seconds of steps by (draft length, batch size).
+    """
+    known = {cell: np.log(seconds) for cell, seconds in measured.items() if len(seconds) > 1}
+    found = {cell: (np.quantile(logs, QUANTILE), logs.var() / len(logs)) for cell, logs in known.items()}
+    pairs = ((found[a], found[b]) for a in found for b in found if a[0] < b[0] and a[1] == b[1])
+    return any(short - long > NOISE_ERRORS * (noise + more) ** 0.5 for (short, noise), (long, more) in pairs)
 
 
 def measured_sizes(max_batch: int) -> list[int]:

@@ -37,8 +37,25 @@ WAIT_SECONDS = 1.0
 """Decoding time until the next search for a length to try, when the last one found none."""
 
 
+def rising(table: Array, weights: Array | None = None) -> Array:
+    """Return the closest table [K+1, n] whose columns never fall, by weighted least squares (isotonic regression)."""
+    weights = np.ones_like(table) if weights is None else weights
+    sums, total = (np.concatenate([0 * table[:1], part.cumsum(0)]) for part in (weights * table, weights))
+    rows = range(len(table))
+
+    def mean(first: int, last: int) -> Array:
+        return (sums[last + 1] - sums[first]) / (total[last + 1] - total[first])
+
+    lowest = [[np.min([mean(i, j) for j in rows[k:]], axis=0) for i in rows[: k + 1]] for k in rows]
+    return np.stack([np.max(means, axis=0) for means in lowest])
+
+
 class StepCosts:
-    """Log seconds for draft lengths 0 to K at batch sizes 1 to max_batch, linear in log batch between measured ones."""
+    """Log seconds for draft lengths 0 to K at batch sizes 1 to max_batch, linear in log batch between measured ones.
+
+    A step with more draft tokens computes more, so where it was faster that was noise, and the table does not show it: t_k / t_0
+    never falls, and no step gains more than the tokens that it emits.
+    """
 
     def __init__(
         self, max_speculative_tokens: int, max_batch: int, measured: Mapping[tuple[int, int], Sequence[float]]
@@ -53,7 +70,7 @@ class StepCosts:
             raise ValueError("no batch size at which engine steps of all draft lengths were measured")
         self._log_batches = np.log2(np.arange(1, max_batch + 1))
         rows = ([np.log(np.quantile(measured[k, batch], QUANTILE)) for batch in sizes] for k in lengths)
-        self._log_seconds = np.stack([np.interp(self._log_batches, np.log2(sizes), row) for row in rows])
+        self._log_seconds = rising(np.stack([np.interp(self._log_batches, np.log2(sizes), row) for row in rows]))
         self._log_passes = np.zeros_like(self._log_seconds)
         self._first_draft = np.zeros(max_batch)
         self._recent: deque[float] = deque([0.0], maxlen=PACE_STEPS)
@@ -78,7 +95,7 @@ class StepCosts:
     def ratios(self, has_passes: bool = True) -> Array:
         """Return t_k / t_0, [K+1, max_batch], of steps in which the drafter runs or does not."""
         passes = 0.0 if has_passes else self._log_passes
-        return np.exp(self._log_seconds - self._log_seconds[0] - passes)
+        return np.exp(np.maximum.accumulate(self._log_seconds - passes) - self._log_seconds[0])
 
     def seconds(self, num_speculative_tokens: float, batch: int, has_passes: bool = True) -> float:
         """Return the time of a step at the present pace. The draft length may be a mean over requests."""
@@ -86,7 +103,7 @@ class StepCosts:
 
     def _of_table(self, num_speculative_tokens: float, batch: int, has_passes: bool) -> float:
         passes = 0.0 if has_passes else self._log_passes[:, batch - 1]
-        column = self._log_seconds[:, batch - 1] - passes
+        column = np.maximum.accumulate(self._log_seconds[:, batch - 1] - passes)
         if not 0 < num_speculative_tokens < 1:
             return float(np.interp(num_speculative_tokens, np.arange(len(column)), column))
         most = np.exp(column[1] - column[0]) - 1
@@ -111,6 +128,7 @@ class StepCosts:
         """Learn from a trial whose steps took exp(error) times `seconds`, also for batch sizes up to half and twice as large."""
         near = np.maximum(0.0, 1.0 - np.abs(self._log_batches - self._log_batches[batch - 1]))
         self._log_seconds[num_speculative_tokens] += TRIAL_WEIGHT * error * near
+        self._log_seconds = rising(self._log_seconds)
 
 
 class Trials:

@@ -234,6 +234,7 @@ class HistoryDrafting:
         taken = self._take()
         if taken is not None:  # the scheduler reads it
             taken.cotrain_passes = self._has_passes
+            taken.cotrain_from_history = {name for name, asked in self._asked.items() if asked.match is not None}
         return taken
 
     def _of_model(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, rest: Any, longest: int) -> Any:

@@ -112,7 +112,7 @@ class TapHook:
 
     def take(
         self, name: str, token_ids: list[int], prompt_length: int, version: int, sampling: SamplingParams,
-        aux_layers: Sequence[int], *last: int,
+        aux_layers: Sequence[int], *last: Any,
     ) -> FeatureRecord | None:  # fmt: skip
         """Return what the tap holds of a finished request, or None. version: the policy's. last: see FeatureRecord."""
         tokens, final_size = torch.tensor(token_ids), self._runner.model_config.get_hidden_size()

@@ -99,7 +99,9 @@ USED = {
     "_draft_attn_layer_names",
     f"{PROPOSER}.propose": "num_speculative_tokens target_token_ids target_positions target_hidden_states "
     "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata",
-    SCHEDULER: "dynamic_sd_lookup num_spec_tokens scheduler_config has_unfinished_requests vllm_config",
+    SCHEDULER: "dynamic_sd_lookup num_spec_tokens scheduler_config has_unfinished_requests vllm_config requests",
+    "vllm.v1.request:Request": "spec_decode_metrics",
+    "vllm.v1.metrics.stats:RequestSpecDecodeMetrics": "per_step_drafted per_step_accepted num_spec_tokens",
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler": "",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_spec_tokens_to_schedule num_scheduled_tokens "
     "scheduled_spec_decode_tokens scheduled_new_reqs",

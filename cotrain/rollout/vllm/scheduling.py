@@ -65,6 +65,9 @@ class WatchedScheduler:
 class DraftLengthScheduler(WatchedScheduler, Scheduler):
     """vLLM's synchronous scheduler, watched. It lives in the engine core, a process of its own."""
 
+    cotrain_from_history: frozenset[str] = frozenset()
+    """Requests whose next drafts to be verified come from history."""
+
     def cotrain_start(self) -> None:
         follow_parent()
         super().cotrain_start()
@@ -77,7 +80,17 @@ class DraftLengthScheduler(WatchedScheduler, Scheduler):
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         if not getattr(draft_token_ids, "cotrain_passes", True):  # see HistoryDrafting
             self.controller.left_passes_out()
+        found: set[str] = getattr(draft_token_ids, "cotrain_from_history", set())
+        self.cotrain_from_history = self.cotrain_from_history.difference(draft_token_ids.req_ids) | found
         super().update_draft_token_ids(draft_token_ids)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        marked = self.cotrain_from_history.intersection(verified(scheduler_output, model_runner_output))
+        counts = [self.requests[request].spec_decode_metrics for request in marked]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for of_request in counts:  # vLLM's counts do not tell proposers apart: RolloutEngine reads the sign
+            of_request.per_step_drafted[-1] *= -1
+        return outputs
 
 
 class OverlappingScheduler(DraftLengthScheduler, AsyncScheduler):

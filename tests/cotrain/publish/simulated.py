@@ -3,7 +3,8 @@
 A drafter is its skill, and a noise of its own, by which it is better on some prompts and tokens than on others.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -14,8 +15,10 @@ from drafters.acceptance import RolloutAcceptance, StartAcceptance, rollout_acce
 from tests.speculation_counts import counts
 
 DRAFT_TOKENS = 3
-SHORTEST, LONGEST = 12, 48
 DEPTH_COST = 0.4
+
+Lengths = Callable[[np.random.Generator, int], NDArray[np.int64]]
+"""Response tokens of so many rollouts, behind the first, which no drafter drafts."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,15 @@ class Rollouts:
 
     prompts: NDArray[np.int64]  # [R]
     lengths: NDArray[np.int64]  # [R]
-    difficulty: NDArray[np.float64]  # [R, LONGEST + DRAFT_TOKENS]
+    difficulty: NDArray[np.float64]  # [R, L + DRAFT_TOKENS], L the longest length
     luck: NDArray[np.float64]  # same shape, uniform: a draft is accepted where its probability is above
+
+    @property
+    def longest(self) -> int:
+        return self.luck.shape[1] - DRAFT_TOKENS
+
+    def only(self, rows: Sequence[int]) -> "Rollouts":
+        return Rollouts(*(getattr(self, field.name)[list(rows)] for field in fields(self)))
 
     @property
     def names(self) -> list[str]:
@@ -33,28 +43,53 @@ class Rollouts:
         return [str(prompt) for prompt in self.prompts]
 
 
-def sample_rollouts(rng: np.random.Generator, num_prompts: int, samples: int) -> Rollouts:
+def usual_lengths(rng: np.random.Generator, number: int) -> NDArray[np.int64]:
+    return rng.integers(12, 49, number)
+
+
+def sample_rollouts(
+    rng: np.random.Generator, num_prompts: int, samples: int, lengths: Lengths = usual_lengths
+) -> Rollouts:
     """`samples` rollouts for each prompt."""
     prompts = np.repeat(np.arange(num_prompts), samples)
-    shape = (len(prompts), LONGEST + DRAFT_TOKENS)
-    difficulty = rng.normal(0, 0.5, num_prompts)[prompts][:, None] + rng.normal(0, 0.3, (len(prompts), 1))
-    difficulty = difficulty + rng.normal(0, 1.5, shape)
-    return Rollouts(prompts, rng.integers(SHORTEST, LONGEST + 1, len(prompts)), difficulty, rng.random(shape))
+    return rollouts_of(rng, prompts, lengths(rng, len(prompts)))
+
+
+def rollouts_of(rng: np.random.Generator, prompts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Rollouts:
+    """A rollout of each of these lengths to each of these prompts [R]."""
+    shape = (len(prompts), int(lengths.max(initial=1)) + DRAFT_TOKENS)
+    _, number = np.unique(prompts, return_inverse=True)
+    difficulty = rng.normal(0, 0.5, number.max(initial=-1) + 1)[number][:, None]
+    difficulty = difficulty + rng.normal(0, 0.3, (len(prompts), 1)) + rng.normal(0, 1.5, shape)
+    return Rollouts(prompts, lengths, difficulty, rng.random(shape))
 
 
 def acceptance_table(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2) -> NDArray:
     """Probability [R, K, L] that a drafter's draft token is accepted. own: spread of its own noise over prompts."""
-    num_prompts = int(rollouts.prompts.max()) + 1
-    logit = skill - rollouts.difficulty + rng.normal(0, own, num_prompts)[rollouts.prompts][:, None]
+    _, number = np.unique(rollouts.prompts, return_inverse=True)
+    logit = skill - rollouts.difficulty + rng.normal(0, own, number.max(initial=-1) + 1)[number][:, None]
     logit = logit + rng.normal(0, 2.5 * own, logit.shape)
-    return np.stack([1 / (1 + np.exp(DEPTH_COST * k - logit[:, k : k + LONGEST])) for k in range(DRAFT_TOKENS)], 1)
+    windows = [logit[:, k : k + rollouts.longest] for k in range(DRAFT_TOKENS)]
+    return np.stack([1 / (1 + np.exp(DEPTH_COST * k - window)) for k, window in enumerate(windows)], 1)
 
 
-def score(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float = 0.2) -> list[RolloutAcceptance]:
-    """What a forward pass over the rollouts knows of a drafter, at each draft length."""
-    table = acceptance_table(rollouts, skill, rng, own)
-    lucky = np.stack([rollouts.luck[:, k : k + LONGEST] for k in range(DRAFT_TOKENS)], 1)
-    offsets = np.arange(LONGEST)
+def score(
+    rollouts: Rollouts,
+    skill: float,
+    rng: np.random.Generator,
+    own: float = 0.2,
+    drafted: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> list[RolloutAcceptance]:
+    """What a forward pass over the rollouts knows of a drafter, at each draft length. drafted: see `rollout_acceptances`."""
+    return scores_of(rollouts, acceptance_table(rollouts, skill, rng, own), drafted)
+
+
+def scores_of(
+    rollouts: Rollouts, table: NDArray[np.float64], drafted: Sequence[Sequence[tuple[int, int]]] | None = None
+) -> list[RolloutAcceptance]:
+    """Like `score`, of a drafter with this table [R, K, L]."""
+    lucky = np.stack([rollouts.luck[:, k : k + rollouts.longest] for k in range(DRAFT_TOKENS)], 1)
+    offsets = np.arange(rollouts.longest)
     known = (offsets + np.arange(DRAFT_TOKENS)[:, None]) < rollouts.lengths[:, None, None]  # [R, K, L]
     probability, drawn = np.where(known, table, np.nan), np.where(known, lucky < table, np.nan)
     exists = offsets < rollouts.lengths[:, None]  # [R, L]
@@ -65,7 +100,7 @@ def score(rollouts: Rollouts, skill: float, rng: np.random.Generator, own: float
         torch.from_numpy(rows),
         torch.from_numpy(columns),
     )
-    return rollout_acceptances([start], DRAFT_TOKENS)
+    return rollout_acceptances([start], DRAFT_TOKENS, drafted)
 
 
 def serve(

@@ -1,74 +1,130 @@
 """A drafter trainer and the engines it publishes to, simulated; see simulated.py for the rollouts."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
-from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
-from cotrain.trainer.trainer import FreshScores
+from cotrain.rollout.acceptance_stats import counts_of_steps, drafter_starts, total_counts
+from cotrain.trainer.buffer import spread_over_prompts
+from cotrain.trainer.trainer import MAX_ROLLOUTS, FreshScores
 from cotrain.transport.payload import WeightUpdateRefused
-from tests.cotrain.publish.simulated import DRAFT_TOKENS, acceptance_table, sample_rollouts, score
+from tests.cotrain.publish.simulated import (
+    DRAFT_TOKENS,
+    Lengths,
+    Rollouts,
+    acceptance_table,
+    sample_rollouts,
+    scores_of,
+    usual_lengths,
+)
 
 RANDOM, GOOD = -8.0, 1.0  # acceptance lengths 1.00 and 2.2
 PROMPTS, SAMPLES = 8, 4
 
 
 class World:
-    """Trainer and engines in one; a drafter is its skill. Calls are noted in `calls`."""
+    """Trainer and engines in one; a drafter is its skill, and the updates behind it. Calls are noted in `calls`."""
 
-    def __init__(self, skill: float = RANDOM, learns: float = 0.0, seed: int = 0):
+    def __init__(
+        self,
+        skill: float = RANDOM,
+        learns: float = 0.0,
+        seed: int = 0,
+        prompts: int = PROMPTS,
+        samples: int = SAMPLES,
+        lengths: Lengths = usual_lengths,
+    ):
         self.skill, self.learns, self.seed = skill, learns, seed
-        self.published = {0: skill}
+        self.prompts, self.samples, self.lengths = prompts, samples, lengths
+        self.published = {0: (skill, 0)}
         self.updates = self.published_update = 0
+        self.held: tuple[float, int] | None = None
+        self.gathered: FreshScores | None = None
         self.version = self.serving = 0
         self.served_as: dict[int, float] = {}
         """Versions that the engines serve with another skill than they were trained to."""
         self.refuses: set[int] = set()
         self.lost = False
         self.num_speculative_tokens = DRAFT_TOKENS
+        self.index: str | None = None
+        """An index of finished rollouts drafts too: "poor" for any half of the steps, "easy" for those with easy text."""
         self.calls: list[str] = []
         self.step = 0
 
     def generate(self, step: int) -> RolloutBatch:
-        self.step = step
         rng = np.random.default_rng([self.seed, step])
-        self.rollouts = sample_rollouts(rng, PROMPTS, SAMPLES)
-        skill = self.served_as.get(self.serving, self.published[self.serving])
-        table = acceptance_table(self.rollouts, skill, rng)
-        out = []
-        for row, length in enumerate(self.rollouts.lengths):
-            steps, start = list[tuple[int, int]](), 0
-            while start < length and self.num_speculative_tokens:
-                k = 0
-                while k < self.num_speculative_tokens and self.rollouts.luck[row, start + k] < table[row, k, start]:
-                    k += 1
-                steps.append((self.num_speculative_tokens, k))
-                start += 1 + k
-            found = counts_of_steps(steps, DRAFT_TOKENS) if steps else None
-            versions = Versions(step - 1, self.serving)
-            prompt, response = str(self.rollouts.prompts[row]), [3] * int(length)
-            none = [0.0] * len(response)
-            out.append(Rollout(prompt, row, [1, 2], response, none, "", "stop", versions, found, tuple(steps)))
-        num_tokens = int(self.rollouts.lengths.sum())
-        return RolloutBatch(out, [], total_counts(r.speculation for r in out), num_tokens * 0.05, num_tokens)
+        rollouts = sample_rollouts(rng, self.prompts, self.samples, self.lengths)
+        return self.serve(step, rollouts, [Versions(step - 1, self.serving)] * len(rollouts.names))
 
-    # the trainer
+    def serve(self, step: int, rollouts: Rollouts, versions: Sequence[Versions]) -> RolloutBatch:
+        """A step in which these rollouts have ended, with the versions of their last segments."""
+        self.step, self.rollouts, self.versions = step, rollouts, versions
+        rng, out = np.random.default_rng([self.seed, step, 1]), list[Rollout]()
+        drafters = {v.drafter: self.published[v.drafter] for v in versions}
+        drafters |= {v: (self.served_as[v], -1) for v in drafters if v in self.served_as}
+        tables = {version: self._table(drafter) for version, drafter in drafters.items()}
+        out = [self._serve(row, tables[of.drafter][row], of, rng) for row, of in enumerate(versions)]
+        self.drafted = [drafter_starts(rollout) for rollout in out]
+        num_tokens, counts = int(rollouts.lengths.sum()) + len(out), total_counts(r.speculation for r in out)
+        return RolloutBatch(out, [f"step {step}"] if out else [], counts, num_tokens * 0.05, num_tokens)
 
-    def take_in(self, shards: Any, serving: int, keep: Any) -> tuple[FreshScores, dict[str, float]]:
+    def _table(self, drafter: tuple[float, int]) -> NDArray:
+        skill, updates = drafter
+        return acceptance_table(self.rollouts, skill, np.random.default_rng([self.seed, self.step, updates + 2]))
+
+    def _serve(self, row: int, table: NDArray, versions: Versions, rng: np.random.Generator) -> Rollout:
+        """One rollout, drafted throughout. table [K, L]: chances that drafts of the drafter are accepted."""
+        steps, marks, start = list[tuple[int, int]](), list[bool](), 0
+        length, most = int(self.rollouts.lengths[row]), self.num_speculative_tokens
+        while start < length and most:
+            rate = self._index_rate(row, start, rng)
+            chances = table[:, start] if rate is None else np.full(most, rate)
+            luck = self.rollouts.luck[row, start : start + most] if rate is None else rng.random(most)
+            steps.append((most, int((luck < chances[:most]).cumprod().sum())))
+            marks.append(rate is not None)
+            start += 1 + steps[-1][1]
+        counts, response = counts_of_steps(steps, DRAFT_TOKENS) if steps else None, [3] * (length + 1)
+        rollout = Rollout(str(self.rollouts.prompts[row]), row, [1, 2], response, [0.0] * len(response), "", "stop",
+                          versions, counts, tuple(steps))  # fmt: skip
+        return replace(rollout, from_history=tuple(marks)) if self.index else rollout
+
+    def _index_rate(self, row: int, start: int, rng: np.random.Generator) -> float | None:
+        """Acceptance of what the index drafts here, or None where the drafter drafts."""
+        if self.index == "poor":
+            return 0.3 if rng.random() < 0.5 else None
+        is_easy = self.rollouts.difficulty[row, start : start + DRAFT_TOKENS].mean() < 0
+        return 0.9 if self.index == "easy" and is_easy else None
+
+    # the trainer, with what DrafterTrainer does about a candidate that waits for more rollouts
+
+    def take_in(self, shards: Any, serving: int, keep: Any, judged: int) -> tuple[FreshScores, dict[str, float]]:
         self.calls.append("take_in")
         assert {serving, *keep} <= self.published.keys()
-        self.published = {version: self.published[version] for version in {serving, *keep}}
-        rng = np.random.default_rng([self.seed, self.step, 1])
-        serving_scores = score(self.rollouts, self.published[serving], rng)
-        candidate = score(self.rollouts, self.skill, rng) if self.updates > self.published_update else None
-        served_by = [serving] * len(self.rollouts.names)
-        scores = FreshScores(self.rollouts.names, serving_scores, candidate, self.updates, served_by)
-        return scores, {"drafter/buffer_tokens": 1.0}
+        self.held = None if self.held is not None and self.held[1] <= judged else self.held
+        candidate = self.held or (self.skill, self.updates)
+        tapped = np.flatnonzero(self.rollouts.lengths if shards else []).tolist()
+        named = [SimpleNamespace(prompt_key=self.rollouts.names[row], row=row) for row in tapped]
+        rows = [one.row for one in spread_over_prompts(named, MAX_ROLLOUTS)]  # type: ignore[arg-type]
+        rollouts, drafted = self.rollouts.only(rows), [self.drafted[row] for row in rows] if self.index else None
+        table = self._table(self.published[serving])[rows]
+        served = scores_of(rollouts, table, drafted) if drafted else None
+        has_candidate = candidate[1] > max(self.published_update, judged)
+        ours = scores_of(rollouts, self._table(candidate)[rows]) if has_candidate else None
+        served_by = [self.versions[row].drafter for row in rows]
+        fresh = FreshScores(rollouts.names, scores_of(rollouts, table), ours, candidate[1], served_by, served)
+        self.gathered = fresh.after(self.gathered)
+        return replace(fresh, gathered=self.gathered), {"drafter/buffer_tokens": 1.0}
 
     def train(self, step: int, num_updates: int) -> dict[str, float]:
         self.calls.append("train")
+        if self.gathered and self.gathered.candidate and not self.gathered.suffice and self.held is None:
+            self.held = self.skill, self.updates
         self.skill, self.updates = self.skill + self.learns, self.updates + num_updates
         return {"drafter/train_s": 1.0, "drafter/loss": 2.0}
 
@@ -79,9 +135,11 @@ class World:
         self.calls.append("publish" if weights_of is None else f"publish {weights_of}")
         self.version += 1
         if weights_of is None:
-            self.published[self.version], self.published_update = self.skill, self.updates
+            self.published[self.version] = self.held or (self.skill, self.updates)
+            self.published_update = self.published[self.version][1]
         else:
             self.published[self.version] = self.published[weights_of]
+        self.held = self.gathered = None
         return self.version
 
     def write_payload(self, path: Path, version: int) -> WeightPayload:
@@ -92,7 +150,7 @@ class World:
     def update_drafter(self, payload: WeightPayload, drafter_version: int, expected_rates: Any = None) -> SwapReport:
         if drafter_version in self.refuses:
             raise WeightUpdateRefused("engine 1: fc.weight has non-finite values")
-        self.serving = drafter_version
+        self.serving, self.sent_rates = drafter_version, expected_rates
         return SwapReport(0.1, payload.num_bytes)
 
     def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:

@@ -28,7 +28,7 @@ from tests.speculation_counts import expected as expected_acceptance
 
 K = 3
 DRAFTER = DrafterConfig(model={"type": "eagle3"})
-SERVING = Publication(version=5, last_good=5, judged_on=7)
+SERVING = Publication(version=5, last_good=5)
 VERSIONS = Versions(7, 5)
 STEPS = 1000
 
@@ -84,7 +84,7 @@ def dead(num_drafts: int = 40, prompts: int = 8, samples: int = 8) -> list[Rollo
 
 
 def test_a_healthy_step_raises_nothing() -> None:
-    assert alarms_of(evidence(healthy(), serving=replace(SERVING, judged_on=5))) == []
+    assert alarms_of(evidence(healthy(), serving=replace(SERVING, unjudged=2))) == []
 
 
 def test_zero_acceptance_of_a_drafter_that_had_some_is_an_alarm() -> None:
@@ -214,7 +214,7 @@ def test_speculation_on_without_draft_tokens_is_an_alarm() -> None:
 )
 def test_lag_over_its_limit_is_an_alarm(drafter: dict[str, Any], allowed: int) -> None:
     def after(lag: int) -> list[str]:
-        return alarms_of(evidence(healthy(), serving=replace(SERVING, judged_on=7 - lag)), **drafter)
+        return alarms_of(evidence(healthy(), serving=replace(SERVING, unjudged=lag)), **drafter)
 
     assert after(allowed) == []
     assert after(allowed + 1) == ([] if drafter == {"train": False} else ["drafter_lags"])
@@ -241,7 +241,7 @@ def test_a_rollout_of_another_version_is_an_alarm_and_of_another_policy_a_fatal_
 
 
 def test_the_failure_names_cause_and_remedy_and_the_way_on() -> None:
-    text = str(DrafterAlarm(12, check_step(evidence(dead(), serving=replace(SERVING, judged_on=-2)), DRAFTER, STEPS)))
+    text = str(DrafterAlarm(12, check_step(evidence(dead(), serving=replace(SERVING, unjudged=9)), DRAFTER, STEPS)))
     assert text.startswith("step 12 raised drafter_lags, acceptance_collapsed")
     assert text.count("Probable cause: ") == text.count("Remedy: ") == 2
     assert 'on_drafter_failure = "continue"' in text

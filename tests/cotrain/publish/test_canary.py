@@ -15,8 +15,8 @@ from drafters.acceptance import StartAcceptance, rollout_acceptances
 from tests.cotrain.publish.test_alarms import DRAFTER, PROMISE, RANDOM_DRAFTER, dead, evidence, generated, rollout
 from tests.speculation_counts import counts, expected
 
-FIRST = Publication(version=4, last_good=4, judged_on=7)
-WATCHED = FIRST.published(5, 7, 0.1, scored=True)
+FIRST = Publication(version=4, last_good=4, unjudged=3)
+WATCHED = FIRST.published(5, 0.1, scored=True)
 
 
 def step(serving: Publication, rate: float = 0.42, seed: int = 0, **changes: object) -> Outcome:
@@ -55,12 +55,12 @@ def test_healthy_publications_are_rolled_back_no_more_often_than_stated() -> Non
 @pytest.mark.parametrize(("rate", "last_good"), [(None, 4), (0.42, 5)])
 def test_a_version_replaced_while_watched_is_good_if_it_was_served_well(rate: float | None, last_good: int) -> None:
     serving = WATCHED if rate is None else step(WATCHED, rate).serving
-    assert serving.published(6, 8, 0.1, scored=True).last_good == last_good
+    assert serving.published(6, 0.1, scored=True).last_good == last_good
 
 
 def test_a_version_that_could_not_be_scored_is_not_watched() -> None:
-    serving = FIRST.published(5, 8, 0.1, scored=False)
-    assert (serving.last_good, serving.watched, serving.judged_on) == (5, 0, 8)
+    serving = FIRST.published(5, 0.1, scored=False)
+    assert (serving.last_good, serving.watched, serving.unjudged) == (5, 0, 0)
 
 
 @pytest.mark.parametrize("promise", [None, PROMISE])
@@ -69,7 +69,7 @@ def test_a_step_that_says_nothing_is_not_counted(promise: object) -> None:
     paused = [rollout(f"p{p}", 0, 40, (9, 0, 0), paused=99) for p in range(8)]
     rollouts = dead() if promise is None else paused
     decision = decide(evidence(rollouts, serving=WATCHED, expected=promise), DRAFTER, 1000)
-    assert (decision.events, decision.serving) == ([], WATCHED)
+    assert (decision.events, replace(decision.serving, unjudged=0)) == ([], WATCHED)
 
 
 def test_a_random_drafter_that_serves_nothing_is_kept() -> None:

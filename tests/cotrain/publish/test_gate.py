@@ -12,7 +12,7 @@ from cotrain.config.schema import GateConfig
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.decision import Judgement
 from cotrain.publish.decision import judge as judge_scores
-from cotrain.records import GainReport, RolloutBatch
+from cotrain.records import GainReport, Rollout, RolloutBatch, Versions
 from cotrain.trainer.trainer import FreshScores
 from drafters.acceptance import RolloutAcceptance
 from tests.cotrain.publish.simulated import sample_rollouts, score, true_length
@@ -175,6 +175,18 @@ def test_only_seconds_that_somebody_waits_for_count():
     assert not publishes(judge(*pair(1.0, 0.6), batch=never_waits, lifetime_steps=3, swap_seconds=1.0))
 
 
+def test_what_is_drafted_from_history_gains_nothing_from_a_better_drafter():
+    steps = ((1, 1), (1, 0), (1, 0))
+    rollout = Rollout("a", 0, [1], [5] * 7, [0.0] * 7, "", "stop", Versions(0, 0), None, steps)
+    of_history = replace(
+        rollout, from_history=(True, False, True)
+    )  # two of six steps; the first token and two have no drafts
+    mixed = judge(*pair(1.0, 0.6), batch=replace(served(), rollouts=[of_history]))
+    alone = judge(*pair(1.0, 0.6), batch=replace(served(), rollouts=[rollout]))
+    of_mixed, of_alone = (found.numbers["gate/seconds_saved"] for found in (mixed, alone))
+    assert of_mixed == pytest.approx(of_alone * 4 / 6) and of_alone > 1
+
+
 def test_certain_gain_within_the_margin_is_not_published():
     candidate, serving, prompts = pair(0.61, 0.60)
     assert not publishes(judge(candidate, serving, prompts, swap_seconds=0))
@@ -223,9 +235,9 @@ def test_rollouts_with_a_hole_are_left_out_for_both():
 @pytest.mark.parametrize(
     ("prompts", "found"), [([str(i % 6) for i in range(12)], "12 rollouts of 6"), (["a", "b"] * 12, "24 rollouts of 2")]
 )
-def test_too_little_to_judge_on_is_refused(prompts, found):
+def test_a_candidate_waits_where_there_is_too_little_to_judge_by(prompts, found):
     candidate, serving, _ = pair(1.0, 0.5, count=len(prompts))
     judgement = judge(candidate, serving, prompts)
-    assert judgement.kind == "refused"
-    assert f"{found} prompts in this step have features of all their tokens" in judgement.reason
-    assert judge(plain([], []), plain([], []), []).kind == "refused"
+    assert judgement.kind is None and f"{found} prompts could be scored" in judgement.reason
+    assert [judgement.numbers[f"gate/num_{what}"] for what in ("rollouts", "prompts")] == [len(prompts), int(found[-1])]
+    assert judge(plain([], []), plain([], []), []).kind is None

@@ -14,6 +14,7 @@ from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.records import GainReport, RolloutBatch, Versions, WeightPayload
 from cotrain.roles.publisher import Publisher, publisher_spec
+from cotrain.rollout.acceptance_stats import drafter_counts, total_counts
 from cotrain.trainer.trainer import FreshScores
 from tests.cotrain.publish.simulated import sample_rollouts, score
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, RANDOM, SAMPLES, World
@@ -50,7 +51,9 @@ def run(publisher: Publisher, world: World, steps: Any) -> list[SimpleNamespace]
             metrics, events = outcome.metrics, outcome.events
         counts = batch.speculation
         length = counts.acceptance_length if counts else 1.0
-        rows.append(SimpleNamespace(metrics=metrics, events=events, length=length, serving=world.serving))
+        own = total_counts(map(drafter_counts, batch.rollouts))
+        alone = own.acceptance_length if own else 1.0
+        rows.append(SimpleNamespace(metrics=metrics, events=events, length=length, alone=alone, serving=world.serving))
     return rows
 
 
@@ -80,7 +83,21 @@ def test_rollouts_are_scored_and_weights_frozen_before_they_are_trained_on(new_p
     world = World(learns=9.0)
     run(new_publisher(world), world, [1, 2])
     assert world.calls == ["take_in", "train", "take_in", "publish", "train"]
-    assert world.published[1] == RANDOM + 9.0 and world.skill == RANDOM + 18.0
+    assert world.published[1] == (RANDOM + 9.0, 1) and world.skill == RANDOM + 18.0
+
+
+def test_engines_are_told_what_to_expect_of_a_publication_and_nothing_of_a_drafter_that_comes_back(
+    new_publisher: Any,
+) -> None:
+    """So that it is switched on where it pays before trials find that out."""
+    world = World(GOOD, learns=1.0)
+    world.served_as[1] = -5.0
+    publisher = new_publisher(world)
+    rows = run(publisher, world, [1, 2])
+    assert kinds(rows)[1] == ["published"]
+    assert 1 + sum(world.sent_rates) == pytest.approx(rows[1].metrics["gate/candidate_length"])
+    assert len(world.sent_rates) == 3 and sorted(world.sent_rates, reverse=True) == world.sent_rates
+    assert kinds(run(publisher, world, [3])) == [["rolled back"]] and world.sent_rates is None
 
 
 def test_a_worse_candidate_is_kept_back_and_says_why(new_publisher: Any) -> None:
@@ -102,7 +119,7 @@ def test_a_bad_publication_is_taken_back_within_two_steps_under_a_new_version(ne
     assert kinds(rows)[1] == ["published"]
     step = next(i for i, row in enumerate(rows) if "rolled back" in [event.kind for event in row.events])
     assert step in (2, 3)
-    assert rows[step].serving == 2 and world.published[2] == GOOD
+    assert rows[step].serving == 2 and world.published[2][0] == GOOD
     assert world.calls[-1] != "publish" and "publish 0" in world.calls and "reset" in world.calls
     assert rows[step].metrics["drafter/rolled_back"] == 1.0 and rows[step].metrics["canary/roll_back_to"] == 0.0
     assert "back to 0" in rows[step].events[0].reason
@@ -115,6 +132,48 @@ def test_engines_that_refuse_keep_what_they_have_and_the_run_goes_on(new_publish
     assert kinds(rows) == [[], ["refused"], ["published"]]
     assert "engine 1: fc.weight has non-finite values" in rows[1].events[0].reason
     assert [row.serving for row in rows] == [0, 0, 2]
+
+
+def test_small_steps_are_judged_together(new_publisher: Any) -> None:
+    """Steps of 8 rollouts, of which two suffice. Each candidate is judged once, and nothing is said meanwhile."""
+    world = World(GOOD, learns=0.3, prompts=4, samples=2)
+    publisher = new_publisher(world)
+    rows = run(publisher, world, range(1, 14))
+    judged = [row.metrics["gate/num_rollouts"] for row in rows if "gate/num_rollouts" in row.metrics]
+    assert judged == [8.0, 16.0] * 6 and kinds(rows)[1::2] == [[]] * 6
+    assert all(len(kind) == 1 for kind in kinds(rows)[2::2]) and "gate/publish" not in rows[1].metrics
+    resumed, again = new_publisher(world), new_publisher(world)
+    resumed.load_state(json.loads(json.dumps(publisher.state())))
+    assert resumed.serving == publisher.serving != again.serving
+
+
+def test_rollouts_whose_features_never_come_are_lag(new_publisher: Any) -> None:
+    world = World(GOOD, learns=0.3)
+    generate = world.generate
+    world.generate = lambda step: replace(generate(step), features=[])  # type: ignore[method-assign]
+    with pytest.raises(
+        DrafterAlarm, match=r"drafter_lags: in 5 steps with enough rollouts .* or rollouts lack features"
+    ):
+        run(new_publisher(world), world, range(1, 10))
+
+
+def test_steps_that_could_not_judge_a_candidate_are_no_lag(new_publisher: Any) -> None:
+    world = World(GOOD, learns=0.0, prompts=4, samples=1, lengths=lambda rng, number: rng.integers(0, 2, number))
+    rows = run(new_publisher(world), world, range(1, 60))
+    assert sum("gate/publish" in row.metrics for row in rows) < 20, "most steps only add to the rollouts of others"
+    assert not any(kind in ("refused", "alarm") for row in kinds(rows) for kind in row)
+
+
+def test_a_candidate_that_needed_many_steps_serves_as_many(new_publisher: Any) -> None:
+    saved = []
+    for samples in (4, 2):
+        world = World(GOOD, learns=1.0, prompts=4, samples=samples)
+        rows = run(new_publisher(world), world, [1, 2, 3])
+        [found] = [row.metrics for row in rows if "gate/publish" in row.metrics][:1]
+        share = found["gate/seconds_saved"] / (1 - found["gate/serving_length"] / found["gate/candidate_length"])
+        tokens = sum(len(r.token_ids) for r in world.generate(2 if samples == 4 else 3).rollouts)
+        saved.append(share / (tokens * 0.05))
+    assert saved == pytest.approx([1, 2], rel=1e-6)
 
 
 def test_each_training_round_makes_one_candidate(new_publisher: Any) -> None:
@@ -151,6 +210,28 @@ def test_a_healthy_run_raises_no_alarm(new_publisher: Any) -> None:
     assert "alarm" not in [kind for row in kinds(run(new_publisher(world), world, range(1, 31))) for kind in row]
 
 
+@pytest.mark.parametrize("index", ["poor", "easy"])
+def test_drafts_of_an_index_say_nothing_of_the_drafter(new_publisher: Any, index: str) -> None:
+    """A poor index accepts less than is expected of the drafter, and a good one leaves it the hard text."""
+    world = World(GOOD, learns=0.0)
+    world.index = index
+    rows = run(new_publisher(world), world, range(1, 61))
+    assert not any(kind in ("refused", "rolled back", "alarm") for row in kinds(rows) for kind in row)
+    expected = [row.metrics["rollout/expected_acceptance_length"] for row in rows]
+    whole = [row.metrics["gate/serving_length"] for row in rows[1:]]
+    together, alone = np.mean([row.length for row in rows]), np.mean([row.alone for row in rows])
+    assert np.mean(expected) == pytest.approx(alone, abs=0.03)
+    assert abs(together - alone) > 0.2 and (index == "poor" or alone < np.mean(whole) - 0.2)
+
+
+@pytest.mark.parametrize("served_as", [-30.0, -1.5])
+def test_a_good_index_does_not_hide_a_broken_drafter(new_publisher: Any, served_as: float) -> None:
+    world = World(GOOD, learns=0.0)
+    world.index, world.served_as[0] = "easy", served_as
+    with pytest.raises(DrafterAlarm, match="acceptance_collapsed" if served_as < -9 else "acceptance_below_expected"):
+        run(new_publisher(world), world, range(1, 6))
+
+
 def test_lost_weights_are_found_by_reading_them_back(new_publisher: Any) -> None:
     world = World(GOOD)
     publisher = new_publisher(world, train=False)
@@ -176,7 +257,7 @@ def test_a_drafter_that_is_no_longer_judged_raises_the_lag_alarm(new_publisher: 
     rows = run(publisher, world, range(1, 6))
     assert kinds(rows) == [[], *[["refused"]] * 4]
     assert "acceptances of the candidate are not finite on 32 of 32 rollouts" in rows[1].events[0].reason
-    with pytest.raises(DrafterAlarm, match="drafter_lags: the serving drafter is 5 policy versions behind"):
+    with pytest.raises(DrafterAlarm, match="drafter_lags: in 5 steps with enough rollouts no candidate was compared"):
         run(publisher, world, [6])
 
 
@@ -211,7 +292,7 @@ def test_acceptance_is_expected_of_the_rollouts_that_the_serving_drafter_drafted
     """Beside a publication in mid-generation, rollouts of both drafters end in one step, and only one side counts."""
     world = World(GOOD)
     publisher, batch = new_publisher(world), world.generate(1)
-    scores, metrics = world.take_in([], 0, {0})
+    scores, metrics = world.take_in(batch.features, 0, {0}, 0)
     long = [rollout.prompt_id in "0123" for rollout in batch.rollouts]  # of another drafter, and with other lengths
     for scored in scores.serving:
         scored.accepted[torch.tensor(long)] *= 0
@@ -231,10 +312,10 @@ def test_always_publishes_what_no_rollout_can_judge(new_publisher: Any) -> None:
         nothing = score(sample_rollouts(np.random.default_rng(0), 8, 4), 0.0, np.random.default_rng(0))
         for scored in nothing:
             scored.steps[:], scored.accepted[:], scored.known[:] = float("nan"), float("nan"), 0
-        world.take_in = lambda *_, nothing=nothing: (FreshScores(["a"] * 32, nothing, nothing, 1, [0] * 32), {})  # type: ignore[method-assign]
+        world.take_in = lambda *_, nothing=nothing: (FreshScores([*"abcdefgh"] * 4, nothing, nothing, 1, [0] * 32), {})  # type: ignore[method-assign]
         [row] = run(publisher, world, [2])
         assert row.serving == serving
-        assert "0 rollouts of 0 prompts in this step have features of all their tokens" in row.events[0].reason
+        assert "0 rollouts of 0 prompts could be scored" in row.events[0].reason
 
 
 def test_speculation_switched_off_by_its_controller_is_no_alarm(new_publisher: Any) -> None:
@@ -246,7 +327,7 @@ def test_speculation_switched_off_by_its_controller_is_no_alarm(new_publisher: A
     def undrafted(step: int) -> RolloutBatch:
         world.num_speculative_tokens = 0
         batch = generate(step)
-        return RolloutBatch(batch.rollouts, [], None, batch.seconds, batch.num_generated_tokens, {}, off)
+        return RolloutBatch(batch.rollouts, batch.features, None, batch.seconds, batch.num_generated_tokens, {}, off)
 
     world.generate = undrafted  # type: ignore[method-assign]
     rows = run(publisher, world, range(1, 4))
@@ -273,6 +354,10 @@ def test_an_alarm_of_another_check_stops_the_step(new_publisher: Any) -> None:
     publisher = new_publisher(world)
     run(publisher, world, [1])
     alarm = Alarm("not_lossless", "rollouts have another law", "unknown", "find out", {"p": 0.0})
-    outcome = publisher.evaluate(2, world.generate(2), Versions(1, 0), [alarm])
+    outcome = publisher.heed(2, [alarm])
     assert "not_lossless: rollouts have another law" in str(outcome.failure)
-    assert "publish" not in world.calls and outcome.swap is None
+    assert [event.kind for event in outcome.events] == ["alarm"] and outcome.metrics == {"alarms/not_lossless": 1.0}
+    going_on = new_publisher(world, on_drafter_failure="continue")
+    assert going_on.heed(2, [alarm]).failure is None
+    assert going_on.mode == "without speculation since step 2 (not_lossless)" and world.num_speculative_tokens == 0
+    assert going_on.heed(3, [replace(alarm, fatal=True)]).failure is not None

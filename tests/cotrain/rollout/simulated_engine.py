@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cotrain.rollout.speculation.controller import Step
-from cotrain.rollout.speculation.measurement import measured_sizes, next_size, room_for
+from cotrain.rollout.speculation.measurement import MEASURE_TRIES, measured_sizes, next_size, room_for
 
 K = 3
 
@@ -116,12 +116,15 @@ class SimulatedEngine:
         """As RolloutEngine.time_draft_lengths does for one kind of steps."""
         self.rule.begin_measuring(kind)
         self.of_one = kind == "one"
-        rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(max_batch)}
-        deadline = self.now + seconds
-        while (size := next_size(rounds, deadline - self.now)) is not None:
-            started = self.now
-            self.drain([room_for(K)] * size)
-            rounds[size].append(self.now - started)
+        for _ in range(MEASURE_TRIES):
+            rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(max_batch)}
+            deadline = self.now + seconds
+            while (size := next_size(rounds, deadline - self.now)) is not None:
+                started = self.now
+                self.drain([room_for(K)] * size)
+                rounds[size].append(self.now - started)
+            if not self.rule.contradicts():
+                break
         self.rule.end_measuring()
         self.of_one = False
 

@@ -43,6 +43,13 @@ def test_what_the_index_could_not_propose_counts_as_refused(history: HistoryDraf
     assert two - one < (one - 1) ** 2, "the second token is accepted less often than the first"
 
 
+def test_the_scheduler_is_told_whose_drafts_it_takes(history: HistoryDrafting) -> None:
+    taken = SimpleNamespace()
+    history._take = lambda: taken
+    history._asked = {"a": Asked(0, K, K), "b": Asked(None, K, K)}
+    assert history._take_draft_token_ids().cotrain_from_history == {"a"}
+
+
 def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> None:
     history._keys |= {"r": b"", "ended": b""}
     history._asked["ended"] = Asked(0, K, K)

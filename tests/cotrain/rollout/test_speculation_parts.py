@@ -5,19 +5,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import isotonic_regression
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
+from cotrain.records import GainReport
 from cotrain.rollout.speculation.controller import LIVE_STEPS, SpeculationController, Step
 from cotrain.rollout.speculation.measurement import (
     MEASURE_ROUNDS,
     MEASURE_STEPS,
+    contradicts,
     measured_length,
     measured_sizes,
     next_size,
     room_for,
 )
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from cotrain.rollout.speculation.step_costs import TRIAL_STEPS, StepCosts, Trials
+from cotrain.rollout.speculation.step_costs import TRIAL_STEPS, TRIAL_WEIGHT, StepCosts, Trials, rising
 from cotrain.rollout.vllm.scheduling import DraftLengthScheduler
 from tests.cotrain.rollout.simulated_engine import CPU, GOOD, GPU, K, Shape, expected_tokens
 
@@ -40,6 +44,76 @@ def test_measured_times_are_kept_and_interpolated(shape: Shape) -> None:
             assert costs.ratios()[k, batch - 1] == pytest.approx(ratio, rel=0.05)
 
 
+def test_the_closest_table_whose_columns_never_fall() -> None:
+    random = np.random.default_rng(0)
+    table, weights = random.normal(size=(6, 40)), random.uniform(0.1, 5, size=(6, 40))
+    for column, (given, weight) in enumerate(zip(table.T, weights.T, strict=True)):
+        expected = isotonic_regression(given, weights=weight).x
+        assert rising(table, weights)[:, column] == pytest.approx(expected)
+    assert rising(np.sort(table, axis=0)) == pytest.approx(np.sort(table, axis=0)), (
+        "nothing changes where nothing falls"
+    )
+
+
+MILLISECONDS = {0: 236.0, 1: 227.0, 2: 194.0, 3: 224.0}
+"""Steps of a loaded machine, by draft length: two drafts seem to make a step faster."""
+
+
+def test_no_draft_makes_a_step_faster_whatever_was_measured_or_corrected() -> None:
+    costs = StepCosts(K, 8, {(k, b): [seconds] for k, seconds in MILLISECONDS.items() for b in (1, 8)})
+    of_index = StepCosts(K, 8, {(k, b): [1.0 + k / 50] for k in range(K + 1) for b in (1, 8)})
+    random = np.random.default_rng(1)
+    for step in range(60):
+        for has_passes in (True, False):
+            ratios = costs.ratios(has_passes)
+            assert (np.diff(ratios, axis=0) >= -1e-12).all() and ratios[0] == pytest.approx(1.0)
+            lengths = [0, 0.3, 1, 1.5, 2, 2.9, 3]
+            seconds = [costs.seconds(length, 3, has_passes) for length in lengths]
+            assert seconds == sorted(seconds)
+        costs.correct(int(random.integers(K + 1)), int(random.integers(1, 9)), float(random.normal(0, 0.3)))
+        if step == 20:
+            costs.set_verification(of_index)
+
+
+def test_what_contradicts_itself_is_averaged() -> None:
+    costs = StepCosts(K, 1, {(k, 1): [seconds] for k, seconds in MILLISECONDS.items()})
+    mean = (236 * 227 * 194) ** (1 / 3)
+    assert [costs.seconds(k, 1) for k in range(K + 1)] == pytest.approx([mean, mean, mean, 224])
+    costs = StepCosts(K, 1, {(k, 1): [1.0] for k in range(K + 1)})
+    costs.correct(0, 1, 0.4)
+    assert costs.seconds(0, 1) == pytest.approx(np.exp(TRIAL_WEIGHT * 0.4 / (K + 1)))
+
+
+def test_a_fast_step_of_no_certain_length_gains_no_more_than_its_tokens() -> None:
+    """Right after a change of length, a step is compared with what none without drafts would take."""
+    controller, now = SpeculationController(1, 1), 0.0
+    controller.begin_measuring()
+    for _ in range(2 * MEASURE_STEPS):
+        k = controller.draft_lengths(now)[1]
+        controller.observe(Step(k, 1, False, [(k, 0)] * bool(k), 1))
+        now += 0.1
+    controller.draft_lengths(now)
+    controller.end_measuring()
+    for k in (1, 0, 1, 0, 1):
+        controller.draft_lengths(now)
+        controller.observe(Step(k, 1, False, [] if k else [(1, 0)], 1))
+        now += 0.05
+    controller.idle(now)
+    gain = GainReport(**controller.report()["gain"])
+    assert gain.num_steps == 5 and gain.speedup_vs_no_speculation == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("noise", "steps", "found"), [(0.03, 32, True), (0.4, 32, False), (0.4, 2000, True), (0.03, 1, False)]
+)
+def test_a_contradiction_is_more_than_noise(noise: float, steps: int, found: bool) -> None:
+    random = np.random.default_rng(2)
+    times = {(k, 4): t * np.exp(noise * random.standard_normal(steps)) for k, t in MILLISECONDS.items()}
+    assert contradicts(times) is found
+    in_order = {(k, b): np.full(steps, 100.0 + k) for k, b in times}
+    assert not contradicts(in_order | {(3, 1): np.full(steps, 1.0)}), "batch sizes are compared with themselves alone"
+
+
 def test_batch_sizes_without_all_lengths_are_left_out() -> None:
     seconds = {(0, 1): [0.01], (1, 1): [0.02], (0, 4): [0.01], (1, 4): []}
     assert StepCosts(1, 4, seconds).ratios()[1] == pytest.approx([2.0] * 4)
@@ -59,11 +133,11 @@ def test_a_slower_machine_and_late_steps_move_no_ratio() -> None:
 def test_trials_correct_the_ratio_of_their_length() -> None:
     costs, random = measured(CPU), np.random.default_rng(0)
     for _ in range(12):
-        seconds = 1.5 * CPU.seconds(2, 2, 4) * float(np.exp(0.05 * random.standard_normal()))
-        costs.correct(2, 4, float(np.log(seconds / costs.seconds(2, 4))))
-    assert costs.ratios()[2, 3] == pytest.approx(1.5 * true_ratio(2, 4), rel=0.05)
+        seconds = 1.5 * CPU.seconds(3, 3, 4) * float(np.exp(0.05 * random.standard_normal()))
+        costs.correct(3, 4, float(np.log(seconds / costs.seconds(3, 4))))
+    assert costs.ratios()[3, 3] == pytest.approx(1.5 * true_ratio(3, 4), rel=0.05)
     assert costs.ratios()[1, 3] == pytest.approx(true_ratio(1, 4)), "the others stay"
-    assert costs.ratios()[2, 15] == pytest.approx(true_ratio(2, 16)), "and so do distant batch sizes"
+    assert costs.ratios()[3, 15] == pytest.approx(true_ratio(3, 16)), "and so do distant batch sizes"
 
 
 def serve(acceptance: ServedAcceptance, rates: tuple[float, ...], k: int, steps: int) -> None:
@@ -168,6 +242,20 @@ def test_somebody_elses_batches_are_measured_whatever_their_size() -> None:
     assert controller.draft_lengths(now)[3] == 0, "a drafter that is never right is off"
 
 
+@pytest.mark.parametrize(("second", "steps"), [(0.1, LIVE_STEPS), (0.2, 2 * LIVE_STEPS)])
+def test_somebody_elses_steps_are_measured_for_longer_where_they_contradict_each_other(
+    second: float, steps: int
+) -> None:
+    """Steps without drafts take `second`, and those with drafts a tenth."""
+    controller, now, num = SpeculationController(1, 4), 0.0, 0
+    controller.begin_measuring(live=True)
+    while not controller.has_measured and num < 1000:
+        k = controller.draft_lengths(now)[2]
+        controller.observe(Step(k, 2, False, [(k, 0)] * 2 if k else [], 2))
+        now, num = now + (0.1 if k else second), num + 1
+    assert min(row[4] for row in controller.end_measuring()) == steps
+
+
 def test_batch_sizes_share_the_time_the_largest_first() -> None:
     assert measured_sizes(16) == [16, 4, 1] and measured_sizes(1) == [1] and measured_sizes(5) == [5, 4, 1]
     rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(16)}
@@ -255,6 +343,40 @@ def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_s
     report = recorder.report()["steps"]
     assert [row[:5] for row in report] == [[1, 2, "prompts", 1, 2], [1, 2, "steady", 1, 3], [2, 1, "mixed", 1, 1]]
     assert all(row[5] > 0 for row in report)
+
+
+def test_the_counts_of_a_request_say_which_of_its_drafts_came_from_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own accumulator, which the scheduler's own method fills and which ends with the request."""
+    scheduler: Any = object.__new__(DraftLengthScheduler)
+    scheduler.controller = SpeculationController(K, 2)
+    counts = {request: RequestSpecDecodeMetrics.new(K) for request in "ab"}
+    scheduler.requests = {request: SimpleNamespace(spec_decode_metrics=of) for request, of in counts.items()}
+
+    def update(_: Any, scheduler_output: Any, sampled: Any) -> None:
+        for request, draft in scheduler_output.scheduled_spec_decode_tokens.items():
+            accepted = len(sampled.sampled_token_ids[sampled.req_id_to_index[request]]) - 1
+            counts[request].observe(len(draft), accepted, detailed=True)
+        scheduler.requests.pop("b", None)  # it has ended
+
+    monkeypatch.setattr(Scheduler, "update_from_output", update)
+    monkeypatch.setattr(Scheduler, "update_draft_token_ids", lambda *_: None)
+    monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda _: True)
+
+    def step(of_history: set[str], asked: str, verified: dict[str, int]) -> None:
+        scheduler.update_draft_token_ids(SimpleNamespace(req_ids=[*asked], cotrain_from_history=of_history))
+        drafts = {request: [5] * number for request, number in verified.items()}
+        scheduled = dict.fromkeys(verified, 1)
+        output = SimpleNamespace(scheduled_spec_decode_tokens=drafts, num_scheduled_tokens=scheduled)
+        output.scheduled_new_reqs, output.num_spec_tokens_to_schedule = [], K
+        names = {request: i for i, request in enumerate(verified)}
+        scheduler.update_from_output(
+            output, SimpleNamespace(req_id_to_index=names, sampled_token_ids=[[1]] * len(names))
+        )
+
+    step({"b"}, "ab", {"a": 3, "b": 2})
+    step({"a"}, "a", {"a": 1})
+    step(set(), "a", {"a": 2})
+    assert counts["a"].per_step_drafted == [3, -1, 2] and counts["b"].per_step_drafted == [-2]
 
 
 def test_a_request_drafts_what_is_worth_more_than_its_price() -> None:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cotrain.process.failures import RunFailure
-from cotrain.records import Rollout, ScoredRollout, Segment, Versions
+from cotrain.records import Rollout, RolloutBatch, ScoredRollout, Segment, Versions
+from cotrain.roles.engines import merge
 from cotrain.rollout.acceptance_stats import counts_by_versions, counts_of_steps, last_segment, total_counts
 from cotrain.stream.ledger import check_lag
 from cotrain.stream.metrics import lag_metrics, rollout_metrics
@@ -87,7 +88,19 @@ def test_verification_steps_are_counted_by_policy_and_drafter() -> None:
     expected[versions[0]] = total_counts([expected[versions[0]], whole.speculation])
     assert found == expected
     assert total_counts(found.values()) == total_counts([mixed.speculation, whole.speculation])
-    row = rollout_metrics([ScoredRollout(r, 0.0, 0.0) for r in (mixed, whole)], None, 1.0, 1, True)
+    row = rollout_metrics([ScoredRollout(r, 0.0, 0.0) for r in (mixed, whole)], None, 1, True)
     assert row["rollout/acceptance_length_serving"] == 2 and row["rollout/acceptance_length_previous"] == 2.5
     assert row["rollout/recomputed_tokens"] == 2 + 7  # the prompt and what was there at the new policy, once
+    assert not {"rollout/tokens_per_s", "rollout/tap_overhead"} & row.keys()
     assert (row["rollout/drafts_k3"], row["rollout/previous_drafts_k3"], row["rollout/num_drafts"]) == (2, 2, 5)
+
+
+def test_the_taps_share_of_the_time_does_not_depend_on_the_number_of_engines() -> None:
+    stats = {"num_rollouts": 1.0, "num_tokens": 50.0, "num_holes": 0.0, "num_bytes": 100.0, "record_seconds": 0.2}
+    one = RolloutBatch([rollout(9, Versions(0, 0))], [], None, 10.0, 40, stats)
+    trained = [ScoredRollout(one.rollouts[0], 0.0, 0.0)]
+    for number in (1, 3):
+        row = rollout_metrics(trained, merge([one] * number), 0, True, number)
+        assert row["rollout/tap_overhead"] == pytest.approx(0.02)
+        assert row["rollout/tokens_per_s"] == pytest.approx(4.0 * number)
+        assert row["rollout/tapped_rollouts"] == number and row["rollout/feature_bytes_per_token"] == 2.0

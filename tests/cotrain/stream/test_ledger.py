@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from cotrain.process.failures import RunFailure
-from cotrain.stream.ledger import Ledger
+from cotrain.stream.ledger import ENGINE_DIED, Ledger
 
 P = 4
 
@@ -127,6 +127,19 @@ def test_states_are_passed_in_order() -> None:
     assert ledger.take() is None
     with pytest.raises(ValueError, match="0 groups are taken, a step has 4"):
         ledger.release()
+
+
+def test_groups_of_engines_that_died_are_no_accident() -> None:
+    """A death loses all groups of an engine, and cluster.min_engines limits deaths. Other reasons still count beside them."""
+    ledger = Ledger(P, 0, 1)
+    ledger.admit()
+    for _ in range(100):
+        ledger.lose(0, ENGINE_DIED)
+    for _ in range(10):
+        ledger.lose(0, "the scorer died")
+    assert ledger.lost == {ENGINE_DIED: 100, "the scorer died": 10}
+    with pytest.raises(RunFailure, match=r"11 of 4 groups were lost \(11 x the scorer died\)"):
+        ledger.lose(0, "the scorer died")
 
 
 def test_a_run_that_loses_many_groups_ends_and_says_why() -> None:

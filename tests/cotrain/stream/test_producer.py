@@ -339,7 +339,7 @@ def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: A
     drawn = [f"p{index}" for step in range(1, lag + 2) for index in order.step(step)]
     for chosen in ("longest_first", "drawn"):
         stream = new(lag=lag, order=chosen)
-        stream.producer._lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}, "errors": [], "inside": []})
+        stream.producer._lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}, "errors": []})
         stream.step()
         begun = [name for _, names in stream.engines.calls for name in names][: len(drawn)]
         steps = [drawn[i : i + P] for i in range(0, len(drawn), P)]
@@ -351,7 +351,7 @@ def test_the_order_of_every_step_is_compared_with_the_one_drawn_and_its_lengths_
     stream = new(lag=lag)
     names = [f"p{index}" for step in (1, 2) for index in PromptOrder(NUM_PROMPTS, P, 0).step(step)]
     logs = {name: [0.0, 0.1, 0.2, 3.0][i % P] for i, name in enumerate(names)}
-    stream.producer._lengths.load({"logs": logs, "errors": [], "inside": []})
+    stream.producer._lengths.load({"logs": logs, "errors": []})
     plain = stream.answer
 
     def answer(reference: Reference) -> None:

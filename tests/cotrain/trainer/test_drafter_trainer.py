@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cotrain.config.schema import RolloutConfig
+from cotrain.publish.acceptance import expected_of
 from cotrain.trainer.buffer import teacher_of
 from drafters.losses import drafter_loss
 from tests.cotrain.trainer.conftest import SAMPLING, VOCAB, make_record, payload_of, weights_of
@@ -320,10 +321,60 @@ def test_fresh_rollouts_score_the_served_drafter_and_the_candidate(new_trainer, 
     serving, candidate = lengths_of(scores)
     assert (scores.updates, [s.accepted.shape for s in scores.candidate]) == (30, [(24, 1), (24, 2), (24, 3)])
     assert candidate > serving + 0.04
+    assert trainer.score_fresh(0, [0], judged=30).candidate is None, "it was judged before"
     assert not scores.serving[-1].accepted.requires_grad
     assert trainer.publish() == 1
     assert trainer.score_fresh(1, [0]).candidate is None, "it is the published drafter itself"
     assert lengths_of(trainer.score_fresh(1, [0]))[0] == pytest.approx(candidate)
+
+
+def test_a_rollout_in_which_nothing_could_be_drafted_or_with_a_hole_is_trained_on_but_not_scored(new_trainer, shard_of):
+    hole = torch.ones(13, dtype=torch.bool)
+    hole[[7, -1]] = False
+    records = [make_record(prompt=p, response_length=9) for p in range(4)]
+    odd = [make_record(prompt=9, response_length=1), replace(records[3], feature_mask=hole)]
+    odd.append(replace(records[2], earlier_tokens=8))  # its last segment has one token
+    trainer = new_trainer()
+    metrics = trainer.add_features([shard_of([*records[:3], *odd])])
+    assert metrics["drafter/buffer_tokens"] == 5 * 13 + 5
+    scores = trainer.score_fresh(0, [0])
+    assert scores.prompts == [record.prompt_key for record in records[:3]] and not scores.suffice
+    assert scores.serving[-1].steps.isfinite().all()
+
+
+def test_a_candidate_waits_for_enough_rollouts_while_training_goes_on(new_trainer, target, shard_of, tmp_path):
+    """Steps of 4 prompts x 2 samples, of which two are enough. A resume in between changes nothing."""
+
+    def step(trainer, number, judged=0):
+        trainer.add_features([shard_of(target.rollouts(4, 2, seed=number, policy_version=0))])
+        scores = trainer.score_fresh(0, [0], judged)
+        trainer.train(number, 3)
+        return scores
+
+    trainer = new_trainer()
+    first = step(trainer, 1)
+    assert first.candidate is None and not first.suffice
+    candidate = weights_of(trainer)
+    second = step(trainer, 2)
+    assert (second.updates, second.gathered.suffice, len(second.prompts)) == (3, False, 8)
+    trainer.save(tmp_path / "saved")
+    resumed = new_trainer()
+    resumed.load(tmp_path / "saved")
+    found = []
+    for one in (trainer, resumed):
+        third = step(one, 3)
+        assert third.updates == 3, "the weights of after step 1, although training has gone on"
+        assert third.gathered.suffice and third.gathered.steps == 2 and len(third.prompts) == 8
+        for old, new, both in zip(second.candidate, third.candidate, third.gathered.candidate, strict=True):
+            assert torch.equal(both.accepted, torch.cat([old.accepted, new.accepted]))
+        found.append([third.gathered.prompts, lengths_of(third.gathered), weights_of(one)["norm.weight"].tolist()])
+    assert found[0] == found[1] and found[0][0] == second.prompts + third.prompts
+    later = step(resumed, 4, judged=3)
+    assert later.updates == 9 and len(later.gathered.prompts) == 8, "it was judged, and the next one has begun"
+    trainer.publish()
+    served = trainer._published[1].state_for_serving()
+    assert all(torch.equal(candidate[name], served[name]) for name in candidate), "what was scored is published"
+    assert trainer.score_fresh(1, [0], 3).updates == 9
 
 
 def test_a_drafter_is_judged_on_last_segments_with_what_came_before_as_their_prompt(new_trainer, target, shard_of):
@@ -342,6 +393,23 @@ def test_a_drafter_is_judged_on_last_segments_with_what_came_before_as_their_pro
             assert sorted(set(scores.prompts)) == sorted({record.prompt_key for record in rollouts})
     assert lengths[1] == pytest.approx(lengths[2]) and steps[1] == pytest.approx(steps[2])
     assert steps[1] < 0.6 * steps[0]
+
+
+def test_beside_a_history_the_serving_drafter_is_also_scored_where_it_drafted(new_trainer, target, shard_of):
+    trainer = new_trainer()
+    rollouts = target.rollouts(8, 2, seed=3, policy_version=0)
+    trainer.add_features([shard_of(rollouts)])
+    alone = trainer.score_fresh(0, [0])
+    assert alone.served is None
+    trainer.add_features(
+        [shard_of([replace(r, drafted=[(0, 3), (7, 2), (9, 3)][: i % 4]) for i, r in enumerate(rollouts)])]
+    )
+    beside = trainer.score_fresh(0, [0])
+    assert lengths_of(beside) == pytest.approx(lengths_of(alone), nan_ok=True)
+    steps = [scored.steps.tolist() for scored in beside.served]
+    assert steps[0] == [0.0] * 16 and steps[1] == [0.0, 0.0, 1.0, 1.0] * 4 and steps[2] == [0.0, 1.0, 1.0, 2.0] * 4
+    everywhere = expected_of(beside.served, beside.prompts)
+    assert everywhere.lengths[1] == 1 and everywhere.lengths[2] > 1 and everywhere.longest > 1
 
 
 def test_what_is_published_is_what_was_scored_however_the_trainer_goes_on(new_trainer, target, shard_of, tmp_path):

@@ -55,6 +55,14 @@ def test_a_head_that_reads_no_aux_layer_passes(tmp_path):
     assert check_features(tapped(tmp_path, layers=(), said=()), Policy().hidden_states, "float32") < 1e-6
 
 
+def test_only_rollouts_of_the_learners_own_policy_are_compared(tmp_path):
+    """After a resume with lag, other policies have generated some rollouts, and the learner no longer has them."""
+    batch = tapped(tmp_path, layers=(2, 4, 5))
+    assert check_features(batch, Policy().hidden_states, "float32", 1) is None
+    with pytest.raises(SelfCheckFailed):
+        check_features(batch, Policy().hidden_states, "float32", 0)
+
+
 def test_holes_are_not_compared(tmp_path):
     assert check_features(tapped(tmp_path, holes=slice(0, 9)), Policy().hidden_states, "float32") < 1e-6
 

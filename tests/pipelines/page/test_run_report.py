@@ -24,7 +24,8 @@ def plots(folder: Path) -> dict[str, Plot]:
 
 @pytest.fixture
 def full(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "full", [row(step) for step in range(1, 13)])
+    drafts = {"rollout__num_drafts": 100.0, "rollout__drafted_tokens": 150.0, "drafter__train_s": 2.0}
+    return write_run(tmp_path / "full", [row(step, **drafts) for step in range(1, 13)])
 
 
 def test_headline_facts(full: Path) -> None:
@@ -33,6 +34,8 @@ def test_headline_facts(full: Path) -> None:
         "reward": "0.25 -> 1.05   (mean of the first and the last third; higher is better)",
         "acceptance": "1.25 -> 2.05   (tokens per verification step; 1 is no gain, 3 the most)",
         "swaps": "12 drafters put into the running engine",
+        "drafter": "does not pay: decoding 1.00 times no speculation, 570 of 900 draft tokens accepted in the last 6 steps   "
+        '(training takes 7% of the time, drafter.train=false freezes it; drafter="none" drops it)',
         "lossless": "not checked in this run, as no check held 100 speculated tokens (cotrain verify checks the engine)",
         "speed": "decoding 0.93 -> 1.00 times no speculation, by step times measured in this run",
     }
@@ -89,6 +92,30 @@ def test_the_order_is_told_where_requests_queue(tmp_path: Path, full: Path) -> N
     assert facts(first)["order"].text.endswith("(by the lengths that came out)")
 
 
+def test_a_drafter_that_pays_or_was_hardly_tried_is_not_advised_against(tmp_path: Path) -> None:
+    faster = {"rollout__speedup_vs_no_speculation": 1.2, "drafter__train_s": 2.0}
+    assert "drafter" not in facts(write_run(tmp_path / "pays", [row(step, **faster) for step in range(1, 13)]))
+    assert "drafter" not in facts(write_run(tmp_path / "short", [row(step) for step in range(1, 9)]))
+    late = [row(step, rollout__speedup_vs_no_speculation=0.9 if step < 6 else 1.4) for step in range(1, 11)]
+    assert "drafter" not in facts(write_run(tmp_path / "late", late)), "it had to learn first"
+    frozen = {"model": {"type": "eagle3"}, "train": False}
+    told = facts(write_run(tmp_path / "frozen", [row(step) for step in range(1, 13)], drafter=frozen))["drafter"].text
+    assert told.endswith('   (drafter="none" drops it)')
+
+
+def test_a_drafter_beside_a_history_is_judged_by_its_own_drafts(tmp_path: Path) -> None:
+    both = {"history__tokens": 9.0, "rollout__speedup_vs_no_speculation": 1.5, "drafter__train_s": 3.0}
+    counts = {"drafter__drafted_tokens": 14.0, "drafter__accepted_tokens": 1 / 3}
+    rows = [row(step, **both, **counts, rollout__acceptance_length_serving=1.03) for step in range(1, 13)]
+    folder = write_run(tmp_path / "bad", rows)
+    told = facts(folder)["drafter"].text
+    what = "does not pay: 0.0% of the tokens come from it, 2 of 84 draft tokens accepted in the last 6 steps"
+    assert told.startswith(what) and "training takes 10% of the time" in told
+    assert "served by the drafter alone: 1.03 first" in plots(folder)["acceptance_length"].alt
+    good = {"drafter__drafted_tokens": 300.0, "drafter__accepted_tokens": 100.0}
+    assert "drafter" not in facts(write_run(tmp_path / "good", [row(step, **both, **good) for step in range(1, 13)]))
+
+
 def test_proposers_are_told_apart(tmp_path: Path) -> None:
     counts = {"history__drafts": 40.0, "history__drafted_tokens": 100.0, "history__accepted_tokens": 30.0}
     rows = [row(step, **counts, drafter__drafted_tokens=50.0, drafter__accepted_tokens=20.0) for step in (1, 2)]
@@ -107,7 +134,7 @@ def test_what_was_checked_and_decided_is_told(tmp_path: Path) -> None:
     rows[6]["drafter/rolled_back"] = 1.0
     run = read_run(write_run(tmp_path / "run", rows))
     told = {fact.label: fact.text for fact in run_facts(run, "k=2 at batch 1 (gain 1.21x)", greedy_identical=True)}
-    assert list(told) == ["reward", "acceptance", "swaps", "lossless", "speculation", "speed"]
+    assert list(told) == ["reward", "acceptance", "swaps", "drafter", "lossless", "speculation", "speed"]
     assert told["swaps"].endswith("engine, 3 kept back by the gate, 1 times back to an earlier one")
     checked = "verified on 16,384 sampled tokens, 12,000 of them speculated (8 checks in this run)"
     assert told["lossless"] == f"{checked}; greedy output identical with and without speculation"

@@ -6,6 +6,7 @@ The runs are planted: what their steps cost and accept is known.
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from cotrain.config.errors import ConfigError
 from cotrain.run.rows import read_rows
 from cotrain.simulation.scenario import answer, generate
+from pipelines.simulate.report import speedup
 from pipelines.simulate.run_base import cells_of, check_run, compared, prefill_rate, recorded, renamed, run_system
 from tests.pipelines.simulate.planted_run import (
     AROUND,
@@ -54,6 +56,16 @@ def test_what_steps_cost_and_accept_is_read_back(runs: dict[str, Path]) -> None:
     assert 0.001 < drafter.error < 0.03 and 0.0005 < (system.cost.error or 0) < 0.02
     assert system.workload.prompt_tokens == PROMPT_TOKENS
     assert "8 steps of" in system.origins["cost.cells"]
+
+
+def test_a_noisy_record_predicts_no_gain_above_the_acceptance_length(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Steps without drafts were few and slow, so that drafts seem to make steps faster."""
+    noisy = copied(runs["spec"], tmp_path / "noisy", slow_without_drafts)
+    rejected = run_system(noisy, ["drafter.accept=[0, 0]"]).build()
+    assert speedup(rejected) <= 1.0 and all(speedup(replace(rejected, k=k)) <= 1.0 for k in (1, 2))
+    assert rejected.adaptive(K).most_drafted == 0
+    for k in (1, 2):  # what was measured often counts for more
+        assert rejected.cost.base(k, np.array([8.0])) == pytest.approx([seconds_of(k, 8)], rel=0.05)
 
 
 def test_seconds_beside_the_engines_are_told_apart(runs: dict[str, Path]) -> None:
@@ -167,6 +179,14 @@ def long_ends(row: dict[str, Any]) -> None:
     if "engines" in row:
         row["engines"] = {e: [*ts, *([k, b, "mixed", n, 0, s] for k, b, kind, n, _, s in ts if kind == "steady")]
                           for e, ts in row["engines"].items()}  # fmt: skip
+
+
+def slow_without_drafts(row: dict[str, Any]) -> None:
+    """Hardly any steps without drafts were measured, while the machine was busy."""
+    for steps in row.get("engines", {}).values():
+        steps[:] = [step if step[0] else [*step[:3], 1, step[1], 3.0 * step[5] / step[3]] for step in steps]
+    for cells in row.get("measured", ()):
+        cells[:] = [cell if cell[0] else [*cell[:2], 3.0 * cell[2], *cell[3:]] for cell in cells]
 
 
 def drafting_alone(row: dict[str, Any]) -> None:
