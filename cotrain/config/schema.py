@@ -131,11 +131,13 @@ class RolloutConfig(Section):
     top_k: NonNegativeInt = 0
     """Sample from the k likeliest tokens; 0 is off."""
     max_prompt_tokens: PositiveInt = 512
-    """Most tokens of a prompt; a longer prompt is an error that names it."""
+    """Most tokens of a prompt. A run checks all prompts before it starts, and lists the longer ones."""
     max_new_tokens: PositiveInt = 512
     """Most tokens of a response."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response, beside the end-of-sequence token."""
+    skip_special_tokens: bool = False
+    """Leave special tokens out of the text that rewards get. By default it is the text as written, without the end of sequence."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of the engine's weights; policy and drafter updates are sent in it."""
     num_engines: PositiveInt = 1
