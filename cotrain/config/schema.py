@@ -200,8 +200,8 @@ class StreamConfig(Section):
     """What happens to running rollouts when new policy weights come. recompute: they go on under the new policy, which computes
     their KV cache anew. finish: they end before the swap. keep_kv: they go on over the KV cache of the old policy."""
     reward_timeout_s: PositiveFloat = 60.0
-    """Seconds for the rewards of one prompt's samples. After that the scoring process is replaced, and the samples are
-    generated again."""
+    """Seconds for the rewards of one prompt's samples, once the scoring process has started. After that it is replaced, and the
+    samples are generated again."""
 
 
 class GateConfig(Section):
@@ -278,8 +278,10 @@ class DatasetTask(DatasetSource):
 
     answer_column: str | None = None
     """Column of the answer when its name is none of those in the three schemas."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be used, and count them. By default they are listed, and nothing starts."""
     reward: str = "math_verify"
-    """exact, numeric, math_verify, or the dotted path of a function (prompt, response, answer) -> float."""
+    """exact, numeric, math_verify, or a function (prompt, response, answer) -> float as package.module:function."""
     system_prompt: str = ""
     """System message before each question. It replaces one in a dataset's row."""
     instruction: str = ""
