@@ -358,10 +358,7 @@ class Controller:
         """Save what is finished, since the producer raises the failure before anything of the step is trained on."""
         if self.step and not self.run_dir.checkpoint(self.step).exists():
             self._save()
-        kept = (
-            f"Everything up to step {self.step} is saved" if self.step else "No step was finished, so nothing is saved"
-        )
-        advice = f"{kept}: mend that, and continue with cotrain train {self.run_dir.resume}"
+        advice = f"{self.step} steps are saved: mend that, and continue with cotrain train {self.run_dir.resume}"
         return TaskFailed(f"step {self.step + 1}: {failure}\n  See {self.run_dir.logs}. {advice}")
 
     def _save(self) -> None:

@@ -55,14 +55,12 @@ def read_messages(cell: Any) -> Messages:
     for number, message in enumerate(cell):
         told = f"message {number} of its prompt"
         fields: dict[str, Any] = message if isinstance(message, dict) else {}
-        role, content = fields.get("role", ""), fields.get("content")
+        role, content = fields.get("role") or None, fields.get("content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        texts: list[Any] = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts
-        ]
+        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
         if not all(isinstance(text, str) for text in (role, *texts)):
             raise ValueError(f"{told} needs role and content, both of text alone, and is {reprlib.repr(message)}")
         if fields.get("tool_calls"):
             raise ValueError(f"{told} has tool calls, which would be lost")
-        messages.append({"role": role, "content": "".join(texts)})
+        messages.append({"role": str(role), "content": "".join(map(str, texts))})
     return messages

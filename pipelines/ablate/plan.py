@@ -225,10 +225,11 @@ def _files(here: Path, fields: Table) -> Table:
 
     Raises ConfigError naming a field with a data file that is in neither folder.
     """
-    given = {path: Path(fields[path]).expanduser() for path in FILES if isinstance(fields.get(path), str)}
-    files = {path: here / file for path, file in given.items()}
-    if missing := [
-        p for p, file in files.items() if file.suffix in DATA_FILES and not (file.exists() or given[p].exists())
-    ]:
-        raise ConfigError([f"{p}: there is no {files[p]}; the path is relative to the study file" for p in missing])
-    return {path: str(file) for path, file in files.items() if file.exists()}
+    found: Table = {}
+    for path in FILES:
+        given = Path(fields.get(path) or "").expanduser()
+        if fields.get(path) and (here / given).exists():
+            found[path] = str(here / given)
+        elif given.suffix in DATA_FILES and not given.exists():
+            raise ConfigError([f"{path}: there is no {here / given}; the path is relative to the study file"])
+    return found

@@ -46,6 +46,8 @@ def test_a_cell_is_read(cell, messages, answer):
         (json.dumps([USER])[:-2] + ",}]", "looks like messages, but is not JSON"),
         (["3 + 4?"], "message 0 of its prompt needs role and content"),
         ([USER, {"from": "user", "value": "a"}], r"message 1 .* and is {'from': 'user', 'value': 'a'}"),
+        ([{"content": "a"}], "message 0 of its prompt needs role and content"),
+        ([{"role": "", "content": "a"}], "message 0 of its prompt needs role and content"),
         ([USER, {"role": "user"}], "message 1 of its prompt needs role and content"),
         ([{"role": None, "content": "a"}], "message 0 of its prompt needs role and content"),
         ([USER, SEVEN | {"content": None}], r"message 1 .* and is {'content': None, 'role': 'assistant'}"),
