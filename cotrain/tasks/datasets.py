@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class DatasetProblems:
 
         task = config if isinstance(config, DatasetTask) else None  # `cotrain init` needs prompts without answers
         rows = load_rows(config)
-        column = find_prompt_column(config, rows.column_names)
+        column = _prompt_column(config, rows.column_names)
         answer_column = task and _answer_column(task, column, rows.column_names)
         if answer_column and getattr(rows.features[answer_column], "dtype", "") == "float32":
             # By its text, 0.1 stays 0.1; Python would make 0.10000000149011612 of it.
@@ -105,14 +105,14 @@ def is_file_or_folder(path: str) -> bool:
     return Path(path).suffix in FILE_TYPES or path.startswith((".", "/", "~")) or Path(path).exists()
 
 
-def find_prompt_column(config: DatasetSource, columns: list[str]) -> str:
-    """Return prompt_column if given, else the first column that a schema names. Raises ValueError listing the columns found."""
+def _prompt_column(config: DatasetSource, columns: list[str]) -> str:
+    """Return prompt_column if given, else the first column that a schema names."""
     if media := {"images", "videos"} & set(columns):
         raise ValueError(
             f"task.path: policies read text only, and there is a column {min(media)}; remove it if it is empty"
         )
-    names = ("prompt", "messages") if "reward_model" in columns else ("messages", "prompt", "question")
-    return find_column("prompt_column", config.prompt_column, names, columns)
+    names = ["prompt", "messages"] if "reward_model" in columns else ["messages", "prompt", "question"]
+    return _find_column("prompt_column", config.prompt_column, names, columns)
 
 
 def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) -> str | None:
@@ -121,18 +121,13 @@ def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) 
     needed = prompt_column != "messages" and config.reward in REWARDS
     if config.answer_column is None and not needed and not set(names) & set(columns):
         return None
-    return find_column("answer_column", config.answer_column, names, columns)
+    return _find_column("answer_column", config.answer_column, names, columns)
 
 
-def find_column(field: str, given: str | None, names: Sequence[str], columns: list[str]) -> str:
-    """Return the column `given` in a field of [task], or else the first of `names` that is there.
-
-    Raises ValueError naming the field and the columns found.
-    """
+def _find_column(field: str, given: str | None, names: list[str], columns: list[str]) -> str:
     wanted = names if given is None else [given]
-    for name in wanted:
-        if name in columns:
-            return name
+    if found := [name for name in wanted if name in columns]:
+        return found[0]
     raise ValueError(f"task.{field}: no column {' or '.join(wanted)}; name one of those found: {', '.join(columns)}")
 
 
