@@ -14,6 +14,7 @@ from typing import Any
 from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.losses import group_advantages
+from cotrain.process.failures import TaskFailed
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.decision import Outcome
 from cotrain.records import GainReport, Prompt, RolloutBatch, ScoredRollout, StepTotal, SwapReport, Versions
@@ -112,7 +113,10 @@ class Controller:
     def run(self) -> bool:
         """Run all remaining steps. Returns False if it was asked to stop early; the run is saved either way."""
         while self.step < self.config.steps and not self.stop_requested():
-            self._one_step(self.step + 1)
+            try:
+                self._one_step(self.step + 1)
+            except TaskFailed as failure:
+                raise self._saved(failure) from None
             self.step += 1
             last = self.step == self.config.steps or self.stop_requested()
             if last or self.step % self.config.checkpoint.every == 0:
@@ -359,6 +363,13 @@ class Controller:
         for event in self._events:
             if event.is_bad_news:
                 console.say(f"  {event.kind}: {event.reason}")
+
+    def _saved(self, failure: TaskFailed) -> TaskFailed:
+        """Save what is finished, since the producer raises the failure before anything of the step is trained on."""
+        if self.step and not self.run_dir.checkpoint(self.step).exists():
+            self._save()
+        advice = f"{self.step} steps are saved: mend that, and continue with cotrain train {self.run_dir.resume}"
+        return TaskFailed(f"step {self.step + 1}: {failure}\n  See {self.run_dir.logs}. {advice}")
 
     def _save(self) -> None:
         publisher, drafter = self.roles.publisher, self.roles.drafter

@@ -10,6 +10,9 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # fields may be dictionaries, which have no hash
+
 
 class ModelSection(Section):
     """Base of the configuration of each kind of drafter."""

@@ -23,7 +23,7 @@ from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.run.provenance import here_and_now, machine
 from cotrain.tasks.base import build_task
-from cotrain.tasks.prompts import apply_template
+from cotrain.tasks.prompts import apply_template, load_tokenizer
 from drafters.base import Drafter, TargetSpec
 from drafters.build import kind_of, load_drafter
 from pipelines.plan import BYTES, GIB
@@ -117,10 +117,8 @@ def prepare_engine(
         vllm = vllm | {"tensor_parallel_size": args.tensor_parallel_size}
     if problems := serving_problems(model, not machine()["gpus"], args.dtype, "--dtype", vllm):
         raise ValueError("; ".join(problems).replace("rollout.vllm.tensor_parallel_size", "--tensor-parallel-size"))
-    from transformers import AutoTokenizer
-
     target = TargetSpec.from_pretrained(model)
-    task, tokenizer = build_task(task_config, args.seed), AutoTokenizer.from_pretrained(model)
+    task, tokenizer = build_task(task_config, args.seed), load_tokenizer(model)
     prompts = [apply_template(tokenizer, task.prompt(index).messages) for index in range(min(num_prompts, len(task)))]
     longest = max(map(len, prompts))
     # Near the last position vLLM stops drafting for the whole batch, hence num_speculative_tokens + 1 spare positions.

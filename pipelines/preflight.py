@@ -17,13 +17,24 @@ from typing import Any
 from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems
-from cotrain.config.schema import MIN_ROLLOUTS, RunConfig
-from cotrain.models.loading import has_linear_attention, native_head, resolve_model, serving_problems
+from cotrain.config.schema import (
+    MIN_ROLLOUTS,
+    DatasetSource,
+    DatasetTask,
+    PolicyRollouts,
+    ReasoningGymTask,
+    RecordedRollouts,
+    RunConfig,
+)
+from cotrain.models.loading import has_linear_attention, has_to_be_fetched, native_head, resolve_model, serving_problems
 from cotrain.process.cluster import engine_device, place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
 from cotrain.run.mlflow_store import check_uri, tracking_uri
 from cotrain.run.provenance import machine
 from cotrain.run.run_dir import resume_arguments
+from cotrain.tasks.base import build_task
+from cotrain.tasks.datasets import is_file_or_folder
+from cotrain.tasks.rewards import load_reward
 from drafters.files import read_config, safetensors_header, weight_files
 from pipelines.plan import BYTES, GIB, plan
 
@@ -77,15 +88,15 @@ def read_command_line(
         problems += _problems(lambda: print(plan(config, *cluster)))
     if problems:
         raise ConfigError(problems)
-    print("# no problem found; model, data and drafter.init are checked when the run starts")
+    print("# no problem found; what has to be downloaded or built, and drafter.init, are checked when the run starts")
     return None
 
 
 def check_run(config: RunConfig, resume: bool = False, command: str = "train") -> Path:
     """Check a run before its folder is made. Returns the model's folder. Raises ConfigError listing all problems.
 
-    A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. Task and disk space are not
-    checked for `cotrain init`, which trains no policy and reads init.source itself.
+    A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. Reward and disk space are not checked
+    for `cotrain init`, which trains no policy.
     """
     if problems := find_problems(config, resume, command):
         raise ConfigError(problems)
@@ -97,8 +108,8 @@ def find_problems(
 ) -> list[str]:
     """What is wrong with a run before it starts, each problem with the field and the fix.
 
-    quick: only what can be checked within seconds, without torch, a download or a conversion (for --dry-run).
-    on_this_machine: the run is to start here, so check that the devices it needs are here too.
+    quick: only what can be checked without a download or a conversion, and without loading weights (for --dry-run).
+    on_this_machine: the run is to start here, so check that the devices and the room it needs are here too.
     """
     problems = []
     if not resume and (config.run_root / config.name).exists():
@@ -110,21 +121,23 @@ def find_problems(
         problems.append(
             'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3", "mtp" or "draft_model"'
         )
-    if config.tracking.uri is not None:  # _check_space covers the default, which is sqlite in the run root
+    if config.tracking.uri is not None:  # _check_run_root covers the default, which is sqlite in the run root
         problems += _problems(check_uri, tracking_uri(config))
-    trains = command == "train" and not quick
-    for check in (_check_vllm, *([_check_device] if on_this_machine else []), *([_check_task] if trains else [])):
+    here: list[Check] = [_check_device, _check_run_root] if on_this_machine else []
+    for check in (_check_vllm, *here, *([_check_reward] if command == "train" else [])):
         problems += _problems(check, config)
-    if quick and not Path(config.policy.model).expanduser().exists():
-        return problems
+    model = None
     try:
-        model = resolve_model(config.policy.model)
+        if not (quick and has_to_be_fetched(config.policy.model)):
+            model = resolve_model(config.policy.model)
     except ValueError as error:
-        return [*problems, str(error)]
-    checks: list[Check] = [] if quick else [_check_model, *([_check_space] if trains else [])]
+        problems.append(str(error))
+    problems += _problems(_check_data, config, model, command, quick)
+    if model is None:
+        return problems
+    checks: list[Check] = [_check_model, *([_check_space] if command == "train" and on_this_machine else [])]
     if config.drafter is not None:
-        first: list[Check] = [] if resume or quick else [_check_drafter_init]
-        checks += [*([] if quick else [_check_drafter_shape]), _check_tap, *first]
+        checks += [_check_drafter_shape, _check_tap, *([] if resume or quick else [_check_drafter_init])]
     return problems + [line for check in checks for line in _problems(check, config, model)]
 
 
@@ -163,10 +176,40 @@ def _check_device(config: RunConfig) -> None:
         place(config, [gpus])
 
 
-def _check_task(config: RunConfig) -> None:
-    from cotrain.tasks.base import build_task
+def _check_reward(config: RunConfig) -> None:
+    if isinstance(config.task, DatasetTask):
+        load_reward(config.task.reward)
 
-    build_task(config.task, config.seed)
+
+def _check_data(config: RunConfig, model: Path | None, command: str, quick: bool) -> None:
+    """The data is there, prompts fill a step and, if the model is there, can be encoded. quick: nothing is fetched."""
+    source, wanted = config.init.source, config.rollout.prompts_per_step
+    data = config.task if command == "train" or isinstance(source, PolicyRollouts) else source
+    fetched = isinstance(data, DatasetSource) and not is_file_or_folder(data.path)
+    if isinstance(data, RecordedRollouts) or (quick and fetched):
+        return
+    task = build_task(data, config.seed, model, config.rollout.max_prompt_tokens)
+    if command == "train" and wanted > len(task):
+        more = "raise task.size" if isinstance(data, ReasoningGymTask) else "add rows to task.path"
+        raise ValueError(
+            f"rollout.prompts_per_step: {wanted} is more than the {len(task)} prompts of the task; lower it, or {more}"
+        )
+
+
+def _check_run_root(config: RunConfig) -> None:
+    root = _run_root(config)
+    try:
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as error:
+        raise ValueError(
+            f"run_root: {root} is no folder that can be written ({error.strerror}); set run_root=..."
+        ) from None
+
+
+def _run_root(config: RunConfig) -> Path:
+    """The run root, or the first folder above it that is there."""
+    wanted = config.run_root.absolute()
+    return next(folder for folder in (wanted, *wanted.parents) if folder.exists())
 
 
 def _check_model(config: RunConfig, model: Path) -> list[str]:
@@ -186,17 +229,13 @@ def _check_model(config: RunConfig, model: Path) -> list[str]:
 
 
 def _check_space(config: RunConfig, model: Path) -> list[str]:
-    """The run root can be written and holds the checkpoints; shared memory holds the policy updates."""
-    wanted = config.run_root.absolute()
-    root = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
-    if not root.is_dir() or not os.access(root, os.W_OK):
-        raise ValueError(f"run_root: {root} is no folder that can be written; set run_root=...")
+    """The run root holds the checkpoints, and shared memory the policy updates."""
     tensors = (tensor for path in weight_files(model) for tensor in safetensors_header(path).values())
     parameters = sum(prod(tensor["shape"]) for tensor in tensors)
     copies = config.checkpoint.keep_last + 1  # the next checkpoint is written before the oldest is deleted
     shared, update = Path("/dev/shm"), POLICY_UPDATES_HELD * parameters * BYTES[config.rollout.dtype]
     problems = []
-    if short := _shortage(root, copies * parameters * TRAINING_BYTES):
+    if short := _shortage(_run_root(config), copies * parameters * TRAINING_BYTES):
         problems.append(
             f"run_root: {copies} checkpoints of {config.policy.model} take {short}; lower checkpoint.keep_last, or set "
             "run_root to a larger disk"

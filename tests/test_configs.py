@@ -10,7 +10,7 @@ import pytest
 from cotrain.config.errors import SectionHelp, help_text, walk_sections
 from cotrain.config.load import ConfigError, load_config, parse_config
 from cotrain.config.schema import RunConfig
-from cotrain.tasks.base import build_task
+from cotrain.tasks.base import build_score, build_task
 from drafters.config import Section
 from pipelines.ablate.plan import ArmConfig, StudyConfig, load_study
 
@@ -19,7 +19,7 @@ FILES = sorted(ROOT.glob("configs/**/*.toml"))
 STUDIES = [path for path in FILES if "config" in tomllib.loads(path.read_text())]
 CONFIGS = [path for path in FILES if path not in STUDIES and path.parent.name != "simulate"]
 SECTIONS = list(walk_sections())
-MOST_FIELDS = 113
+MOST_FIELDS = 114
 
 EXAMPLE: dict[str, Any] = {
     "name": "first",
@@ -52,9 +52,10 @@ def test_the_reward_of_the_study_of_drift_pays_for_different_words(monkeypatch: 
     task = build_task(config.task, seed=0)
     prompt = task.prompt(0)
     assert len(task) >= config.steps * config.rollout.prompts_per_step
-    assert task.score(prompt, "") == 0
-    assert task.score(prompt, "The the THE sum") == 2 / 24
-    assert task.score(prompt, " ".join(map(str, range(40)))) == 1
+    score = build_score(config.task, seed=0)
+    assert score(prompt, "") == 0
+    assert score(prompt, "The the THE sum") == 2 / 24
+    assert score(prompt, " ".join(map(str, range(40)))) == 1
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -132,11 +132,13 @@ class RolloutConfig(Section):
     top_k: NonNegativeInt = 0
     """Sample from the k likeliest tokens; 0 is off."""
     max_prompt_tokens: PositiveInt = 512
-    """Most tokens of a prompt; a longer prompt is an error that names it."""
+    """Most tokens of a prompt. A run checks all prompts before it starts, and lists the longer ones."""
     max_new_tokens: PositiveInt = 512
     """Most tokens of a response."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response, beside the end-of-sequence token."""
+    skip_special_tokens: bool = False
+    """Leave special tokens out of the text that rewards get. By default it is the text as written, without the end of sequence."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of the engine's weights; policy and drafter updates are sent in it."""
     num_engines: PositiveInt = 1
@@ -199,8 +201,8 @@ class StreamConfig(Section):
     """What happens to running rollouts when new policy weights come. recompute: they go on under the new policy, which computes
     their KV cache anew. finish: they end before the swap. keep_kv: they go on over the KV cache of the old policy."""
     reward_timeout_s: PositiveFloat = 60.0
-    """Seconds for the rewards of one prompt's samples. After that the scoring process is replaced, and the samples are
-    generated again."""
+    """Seconds for the rewards of one prompt's samples, once the scoring process has started. After that it is replaced, and the
+    samples are generated again."""
 
 
 class GateConfig(Section):
@@ -277,8 +279,10 @@ class DatasetTask(DatasetSource):
 
     answer_column: str | None = None
     """Column of the answer when its name is none of those in the three schemas."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be used, and count them. By default they are listed, and nothing starts."""
     reward: str = "math_verify"
-    """exact, numeric, math_verify, or the dotted path of a function (prompt, response, answer) -> float."""
+    """exact, numeric, math_verify, or a function (prompt, response, answer) -> float as package.module:function."""
     system_prompt: str = ""
     """System message before each question. It replaces one in a dataset's row."""
     instruction: str = ""

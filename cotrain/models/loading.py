@@ -7,6 +7,7 @@ A name is a local folder, a Hugging Face hub id, bundled:<name> (weights that sh
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,7 @@ BUILT = {BUNDLED_MODEL: "smollm2-135m-instruct", TINY_MODEL: "tiny-llama"}
 CPU_BLOCK_TOKENS = 32
 """vLLM's CPU build takes blocks of the KV cache of a multiple of so many tokens."""
 
+HUB_ID = r"\w[\w.-]*(/[\w.-]+)?"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -66,6 +68,11 @@ def _folder(name: str) -> Path:
         raise ValueError(f"unknown model '{name}'; cotrain brings {BUNDLED_MODEL} and {TINY_MODEL}")
     local = Path(name).expanduser()
     return _without_head(local.resolve() if local.is_dir() else _download(name))
+
+
+def has_to_be_fetched(name: str) -> bool:
+    """Return whether the model called name in policy.model may be one that `resolve_model` downloads or builds."""
+    return not Path(name).expanduser().exists() and (name in BUILT or re.fullmatch(HUB_ID, name) is not None)
 
 
 def config_folder(name: str) -> Path:
@@ -130,7 +137,7 @@ def check_model(folder: Path) -> None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder}: no tokenizer (tokenizer.json); save it there with tokenizer.save_pretrained")
     settings = folder / "tokenizer_config.json"
-    in_settings = settings.is_file() and "chat_template" in json.loads(settings.read_text())
+    in_settings = settings.is_file() and json.loads(settings.read_text()).get("chat_template")
     if not in_settings and not (folder / "chat_template.jinja").is_file():
         raise ValueError(f"{folder}: the tokenizer has no chat template; put one there as chat_template.jinja")
 

@@ -10,3 +10,7 @@ class RunFailure(RuntimeError):
 
 class SelfCheckFailed(RunFailure):
     """The hidden states or tokens that the engine returns are not those that the learners expect."""
+
+
+class TaskFailed(RunFailure):
+    """A step cannot be made because a reward function has raised or a prompt does not fit. What is finished can be saved."""

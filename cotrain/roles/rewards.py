@@ -1,11 +1,14 @@
 """Rewards in a process of their own, beside generation: a scorer that hangs or dies does not take the run with it."""
 
+import traceback
 from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
+from cotrain.process.failures import TaskFailed
 from cotrain.process.threads import openmp_environment
+from cotrain.records import Prompt
 from cotrain.transport.nodes import Nodes
 
 
@@ -13,15 +16,24 @@ class RewardActor(Actor):
     """Scores responses, one call after the other, in the main thread, which math-verify needs."""
 
     def start(self, config: RunConfig) -> None:
-        """Build the task. Every process that builds it from the same config gets the same prompts."""
-        from cotrain.tasks.base import build_task
+        """Load the reward. Prompts come with the responses, so that the data is not read here too."""
+        from cotrain.tasks.base import build_score
 
-        self._task = build_task(config.task, config.seed)
+        self._score = build_score(config.task, config.seed)
 
-    def score(self, index: int, responses: list[str]) -> list[float]:
-        """Return the reward of each response to the prompt at this index."""
-        prompt = self._task.prompt(index)
-        return [self._task.score(prompt, response) for response in responses]
+    def score(self, prompt: Prompt, responses: list[str]) -> list[float] | TaskFailed:
+        """Return the reward of each response to a prompt, or the failure if the reward has raised, which goes into the log too."""
+        from cotrain.tasks.rewards import reward_failure
+
+        rewards: list[float] = []
+        for response in responses:
+            try:
+                rewards.append(self._score(prompt, response))
+            except (Exception, SystemExit) as error:
+                traceback.print_exception(error)
+                print(f"prompt {prompt}\nresponse {response!r}", flush=True)
+                return reward_failure(error, prompt, response)
+        return rewards
 
 
 class Rewards:
@@ -31,20 +43,16 @@ class Rewards:
         self._cluster, self._config = cluster, config
         self._environment = nodes.call(cluster.node_of["rewards"], openmp_environment, 1)
         self._actor: Any = None
-        self._first = [self.restart()]
+        self.starting = self.restart()
+        """Reference of the process's first start."""
 
     def restart(self) -> Any:
-        """Begin to start the process, and kill the previous one. Returns the start's reference; calls wait for the start."""
+        """Kill the process and begin to start another one. Returns the reference of its start, which raises what that raises."""
         if self._actor is not None:
             self._cluster.kill(self._actor)
         self._actor = self._cluster.start(RewardActor, "rewards", self._environment)
         return self._actor.start.remote(self._config)
 
-    def begin(self, index: int, responses: list[str]) -> Any:
-        """Begin to score responses to the prompt at this index. Returns the reference of their rewards.
-
-        The first call waits for the task to be built and raises what that has raised.
-        """
-        self._cluster.get(self._first)
-        self._first = []
-        return self._actor.score.remote(index, responses)
+    def begin(self, prompt: Prompt, responses: list[str]) -> Any:
+        """Begin to score responses to a prompt, once the process has started. Returns the reference of their rewards."""
+        return self._actor.score.remote(prompt, responses)

@@ -285,6 +285,8 @@ class RolloutEngine:
             "max_tokens": self._max_tokens(request, overrides),
             "stop": list(rollout.stop) or None,
             "ignore_eos": rollout.ignore_eos,
+            "skip_special_tokens": rollout.skip_special_tokens,
+            "spaces_between_special_tokens": False,
             "seed": request.seed,
             "logprobs": 0,
         }

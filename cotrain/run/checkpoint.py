@@ -29,10 +29,11 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 9
 FREE_BELOW = (
-    "drafter.on_drafter_failure", "drafter.alarms.", "lossless.", "policy.num_processes", "policy.sharding",
-    "policy.weight_transfer",
+    "drafter.on_drafter_failure", "drafter.alarms.", "lossless.", "policy.micro_batch_tokens", "policy.num_processes",
+    "policy.sharding", "policy.weight_transfer", "rollout.max_prompt_tokens", "stream.reward_timeout_s", "task.skip_bad_rows",
 )  # fmt: skip
-"""A resume may change these besides FREE_FIELDS: they decide when a run stops or where it computes, but not what."""
+"""A resume may change these besides FREE_FIELDS: they decide when a run stops or where it computes, but not what. Which rows
+fit and are left out is part of the task's fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class RunState:
     config: dict[str, Any]
     """The configuration, as model_dump(mode="json") gives it."""
     fingerprints: dict[str, str]
-    """Digests of the policy's and the tokenizer's files, from model_fingerprints()."""
+    """Digests of the policy's and the tokenizer's files, from model_fingerprints(), and of a run's task."""
     seconds: float = 0.0
     """Duration of all steps so far."""
     lossless: dict[str, Any] | None = None
@@ -185,15 +186,16 @@ def check_resume(config: Section, fingerprints: dict[str, str], saved: RunState)
         if old.get(field) != new.get(field) and not f"{field}.".startswith(free)
     ]
     changed += [
-        f"  policy.model: its {kind} changed on disk since the run began"
+        f"  {'task: its prompts or answers' if kind == 'task' else f'policy.model: its {kind}'} changed since the run began"
         for kind, digest in saved.fingerprints.items()
         if fingerprints.get(kind) != digest
     ]
     if changed:
         raise ValueError(
             "--resume: the run was started with other settings:\n" + "\n".join(changed) + "\nOnly steps, "
-            "checkpoint.*, tracking.*, cluster.*, lossless.*, policy.num_processes, policy.sharding, policy.weight_transfer, "
-            "drafter.alarms.* and drafter.on_drafter_failure may change; for anything else start a new run with name=..."
+            "checkpoint.*, tracking.*, cluster.*, lossless.*, policy.micro_batch_tokens, policy.num_processes, "
+            "policy.sharding, policy.weight_transfer, rollout.max_prompt_tokens, stream.reward_timeout_s, task.skip_bad_rows, drafter.alarms.* and "
+            "drafter.on_drafter_failure may change; for anything else start a new run with name=..."
         )
 
 

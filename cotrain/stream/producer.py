@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from cotrain.config.schema import RunConfig
-from cotrain.process.failures import RunFailure
+from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest
 from cotrain.roles.engines import RolloutEngines, derived_seed, merge
 from cotrain.roles.rewards import Rewards
@@ -73,6 +73,8 @@ class Producer:
         self._results: dict[int, GroupResult] = {}
         self._queue: deque[Group] = deque()
         self._scoring: deque[tuple[int, Any]] = deque()  # the scorer works on them one by one
+        self._unscored: list[int] | None = []  # finished while the scorer starts; None once it has started
+        self._failed: dict[int, TaskFailed] = {}
         self._score_began = 0.0
         self._window: list[tuple[int, RolloutBatch]] = []
         self._lost_features = 0
@@ -80,6 +82,7 @@ class Producer:
         reactor.tick, reactor.describe = self._tick, lambda: self.ledger.describe()
         # Dispatch to a restarted engine again once it has started, or give it up if it dies before.
         engines.starts = lambda i, reply: reactor.add(reply, partial(self._came_back, i), partial(engines.give_up, i))
+        reactor.add(rewards.starting, self._scorer_started)
         self.start(0)
 
     def start(self, served: int, saved: dict[str, Any] | None = None) -> None:
@@ -116,8 +119,17 @@ class Producer:
         return group.number // self._config.rollout.prompts_per_step, -expected, group.number
 
     def take(self) -> list[GroupResult] | None:
-        """Take the groups of the next step, in order; None until all of them are scored."""
+        """Take the groups of the next step, in order; None until all of them are scored.
+
+        Raises TaskFailed when those that are not scored have failed.
+        """
         numbers = self.ledger.take()
+        if numbers is None and self._failed:
+            size, groups = self._config.rollout.prompts_per_step, self.ledger.groups
+            first = size * self.ledger.served
+            missing = {n for n in range(first, first + size) if groups[n].state != "scored"}
+            if missing <= self._failed.keys():
+                raise self._failed[min(missing)]
         for number in numbers or ():
             self._event("taken", number)
         return None if numbers is None else [self._results[number] for number in numbers]
@@ -184,9 +196,14 @@ class Producer:
 
     def _dispatch(self) -> None:
         together = self._config.stream.max_policy_lag == 0
-        bundles: dict[int, list[Group]] = defaultdict(list)
+        bundles: dict[int, list[tuple[Group, list[RolloutRequest]]]] = defaultdict(list)
         while self._queue and (engine := self._place()) is not None:
-            bundles[engine].append(self._queue.popleft())
+            group = self._queue.popleft()
+            try:
+                bundles[engine].append((group, self._requests(group)))
+            except ValueError as error:
+                self._failed[group.number] = TaskFailed(str(error))
+                continue
             self._outstanding[engine] += self._config.rollout.samples_per_prompt
         for engine, groups in bundles.items():
             for bundle in [groups] if together else [[group] for group in groups]:
@@ -199,8 +216,8 @@ class Producer:
         full = self._outstanding[engine] >= FILL * self._config.rollout.max_num_seqs
         return None if waits and full else engine
 
-    def _begin(self, engine: int, groups: list[Group]) -> None:
-        requests = [request for group in groups for request in self._requests(group)]
+    def _begin(self, engine: int, bundle: list[tuple[Group, list[RolloutRequest]]]) -> None:
+        groups, requests = [group for group, _ in bundle], [request for _, own in bundle for request in own]
         for group in groups:
             self.ledger.move(group.number, "dispatched")
             self._begun.append(group.number)
@@ -245,8 +262,6 @@ class Producer:
             result.rollouts = batch.rollouts[place * samples : (place + 1) * samples]
             self.ledger.move(number, "finished")
             lengths = [len(rollout.token_ids) for rollout in result.rollouts]
-            cut = [rollout.finish_reason == "length" for rollout in result.rollouts]
-            self._lengths.observe(result.prompt.id, lengths, cut)
             told = {"tokens": sum(lengths), "versions": str(result.rollouts[-1].versions)}
             told["prompt_tokens"] = len(result.rollouts[-1].prompt_token_ids)
             self._event("finished", number, engine=engine, prompt=result.prompt.id, lengths=lengths, **told)
@@ -271,17 +286,33 @@ class Producer:
     # -- rewards ------------------------------------------------------------------------------------------------------
 
     def _score(self, number: int) -> None:
+        if self._unscored is not None:
+            self._unscored.append(number)
+            return
         result = self._results[number]
-        reference = self._rewards.begin(result.index, [rollout.text for rollout in result.rollouts])
+        reference = self._rewards.begin(result.prompt, [rollout.text for rollout in result.rollouts])
         if not self._scoring:
             self._score_began = time.monotonic()
         self._scoring.append((number, reference))
         self._reactor.add(reference, partial(self._scored, number), lambda _: self._score_lost("the scorer died"))
 
-    def _scored(self, number: int, rewards: list[float]) -> None:
+    def _scorer_started(self, _: None) -> None:
+        waiting, self._unscored = self._unscored or [], None
+        for number in waiting:
+            self._score(number)
+
+    def _scored(self, number: int, rewards: list[float] | TaskFailed) -> None:
         self._scoring = deque(item for item in self._scoring if item[0] != number)
         self._score_began = time.monotonic()
-        self._results[number].rewards = rewards
+        if isinstance(rewards, TaskFailed):
+            self._failed[number] = rewards
+            return
+        result = self._results[number]
+        result.rewards = rewards
+        lengths = [len(rollout.token_ids) for rollout in result.rollouts]
+        cut = [rollout.finish_reason == "length" for rollout in result.rollouts]
+        # Not when it finished, since a group that is not scored starts over after a resume.
+        self._lengths.observe(result.prompt.id, lengths, cut)
         self.ledger.move(number, "scored")
         self._event("scored", number, reward=sum(rewards) / len(rewards))
 
@@ -296,11 +327,10 @@ class Producer:
         for _, reference in self._scoring:
             self._reactor.drop(reference)
         self._scoring.clear()
-        self._rewards.restart()
+        self._unscored = [number for number, _ in waiting]
+        self._reactor.add(self._rewards.restart(), self._scorer_started)
         self._queue.appendleft(self.ledger.lose(lost, reason))
         self._event("lost", lost, reason=reason)
-        for number, _ in waiting:
-            self._score(number)
         self._dispatch()
 
     # -- records ------------------------------------------------------------------------------------------------------

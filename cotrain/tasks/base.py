@@ -1,16 +1,51 @@
 """The task that a configuration asks for."""
 
-from cotrain.config.schema import DatasetTask, ReasoningGymTask
+import hashlib
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+from cotrain.config.schema import DatasetSource, DatasetTask, ReasoningGymTask
+from cotrain.records import Prompt
 from cotrain.tasks.datasets import DatasetProblems
-from cotrain.tasks.reasoning import ReasoningGymProblems
+from cotrain.tasks.prompts import load_tokenizer, plain_answer
+from cotrain.tasks.reasoning import NUM_CHECKED, ReasoningGymProblems
+from cotrain.tasks.rewards import load_reward
 
 Task = ReasoningGymProblems | DatasetProblems
-"""A fixed list of prompts, which are the same at every call and in every process, and a score of responses to them."""
+"""A fixed list of prompts, which are the same at every call and in every process."""
 
 
-def build_task(config: ReasoningGymTask | DatasetTask, seed: int) -> Task:
-    """Build the task of the [task] table.
+@lru_cache(maxsize=1)
+def build_task(
+    config: ReasoningGymTask | DatasetSource, seed: int, model: Path | None = None, max_prompt_tokens: int = 0
+) -> Task:
+    """Build the task of the [task] table. It is kept for the next call, so that the check of a run and its start build it once.
 
-    Raises ValueError naming the field when the task, file, column or reward is not there.
+    model: folder of the policy, with whose tokenizer to check that prompts can be encoded, in max_prompt_tokens at most. Raises
+    ValueError naming the field when the task, file, column or reward is not there, or when rows cannot be used.
     """
-    return ReasoningGymProblems(config, seed) if isinstance(config, ReasoningGymTask) else DatasetProblems(config)
+    tokenizer = None if model is None else load_tokenizer(model)
+    if isinstance(config, ReasoningGymTask):
+        return ReasoningGymProblems(config, seed, tokenizer, max_prompt_tokens)
+    try:
+        return DatasetProblems(config, tokenizer, max_prompt_tokens)
+    except ValueError as error:
+        own = "task" if isinstance(config, DatasetTask) else "init.source"
+        raise ValueError(re.sub(r"\btask(?=\.(path|split|prompt_column)\b)", own, str(error))) from error
+
+
+def fingerprint(task: Task) -> str:
+    """Return a digest of all prompts and answers, or for generated problems of the first ones."""
+    count = min(NUM_CHECKED, len(task)) if isinstance(task, ReasoningGymProblems) else len(task)
+    prompts = [(prompt.id, prompt.messages, plain_answer(prompt)) for prompt in map(task.prompt, range(count))]
+    return hashlib.blake2b(repr((len(task), prompts)).encode(), digest_size=16).hexdigest()
+
+
+def build_score(config: ReasoningGymTask | DatasetTask, seed: int) -> Callable[[Prompt, str], float]:
+    """Return the function that scores a response to a prompt of the task. Raises ValueError naming task.reward."""
+    if isinstance(config, ReasoningGymTask):
+        return ReasoningGymProblems(config, seed).score
+    reward = load_reward(config.reward)
+    return lambda prompt, response: reward(prompt.messages, response, prompt.answer)

@@ -1,38 +1,60 @@
 """Prompts from a dataset file, folder or hub id, in any of the three schemas of docs/tasks.md."""
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import DatasetSource, DatasetTask
 from cotrain.records import Prompt
-from cotrain.tasks.prompts import Messages, chat_messages
-from cotrain.tasks.rewards import REWARDS, load_reward
+from cotrain.tasks.messages import chat_messages, split_question
+from cotrain.tasks.prompts import unusable_prompts
+from cotrain.tasks.rewards import REWARDS, check_answer
 
 FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-GSM8K_MARKER = "####"
+GSM8K_ANSWER = re.compile(r"(?<!#)####(?!#)([^\n]*)\s*$")
+"""The end of GSM8K's solutions, in their last line."""
+
+MOST_LISTED = 10
+"""Bad rows that an error lists; it counts the others."""
 
 
 class DatasetProblems:
     """All prompts of a dataset, read and checked at once."""
 
-    def __init__(self, config: DatasetTask) -> None:
-        """Raises ValueError naming the field of [task] and, for a column, the ones that the dataset has."""
-        self._reward = load_reward(config.reward)
+    def __init__(self, config: DatasetSource, tokenizer: Any = None, max_prompt_tokens: int = 0) -> None:
+        """tokenizer: also check that every prompt can be encoded, in max_prompt_tokens at most.
+
+        Raises ValueError naming the field of [task] and, for a column, the ones that the dataset has. All rows that cannot be
+        used are listed together, unless task.skip_bad_rows leaves them out.
+        """
+        from datasets import Value
+
+        task = config if isinstance(config, DatasetTask) else None  # `cotrain init` needs prompts without answers
         rows = load_rows(config)
-        column = find_prompt_column(config, rows.column_names)
-        answer_column = _answer_column(config, column, rows.column_names)
-        self._prompts: list[Prompt] = []
-        for index, row in enumerate(rows):
-            where = f"row {index} of {config.path}"
-            question, last_message = split_question(row[column], column, where)
-            answer = last_message if answer_column is None else _read_answer(row[answer_column])
-            if config.reward in REWARDS and (not isinstance(answer, str) or not answer):
-                raise ValueError(
-                    f"task.answer_column: {where} has the answer {answer!r}; task.reward = '{config.reward}' needs a text"
-                )
-            messages = chat_messages(question, config.instruction, config.system_prompt)
-            self._prompts.append(Prompt(f"{Path(config.path).stem}-{index}", messages, answer))
+        column = _prompt_column(config, rows.column_names)
+        answer_column = task and _answer_column(task, column, rows.column_names)
+        if answer_column and getattr(rows.features[answer_column], "dtype", "") == "float32":
+            # By its text, 0.1 stays 0.1; Python would make 0.10000000149011612 of it.
+            rows = rows.cast_column(answer_column, Value("string")).cast_column(answer_column, Value("float64"))
+        prompts, bad = dict[int, Prompt](), dict[int, str]()
+        for index, row in enumerate(rows.select_columns(list({column, answer_column or column}))):
+            try:
+                messages, answer = split_question(row[column])
+                if answer_column is not None:
+                    answer = _read_answer(row[answer_column])
+                if task is not None:
+                    check_answer(task.reward, answer)
+                    messages = chat_messages(messages, task.instruction, task.system_prompt)
+                prompts[index] = Prompt(f"{Path(config.path).stem}-{index}", messages, answer)
+            except ValueError as error:
+                bad[index] = str(error)
+        if tokenizer is not None:
+            bad |= unusable_prompts(tokenizer, prompts, max_prompt_tokens)
+        skips = task is None or task.skip_bad_rows
+        self.left_out = _bad_rows(config.path, bad, len(rows), skips and len(prompts.keys() - bad) > 0)
+        self._prompts = [prompt for index, prompt in prompts.items() if index not in bad]
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -40,8 +62,16 @@ class DatasetProblems:
     def prompt(self, index: int) -> Prompt:
         return self._prompts[index]
 
-    def score(self, prompt: Prompt, response: str) -> float:
-        return self._reward(prompt.messages, response, prompt.answer)
+
+def _bad_rows(path: str, bad: Mapping[int, str], num_rows: int, skips: bool) -> str:
+    """Say what is left out, "" if no row is bad. Raises ValueError listing them unless they are skipped."""
+    count = f"{len(bad):,} of the {num_rows:,} rows of {path}"
+    listed = [f"row {index}: {bad[index]}" for index in sorted(bad)[:MOST_LISTED]]
+    if not bad or skips:
+        return f"{count}, such as {listed[0]}" if bad else ""
+    more = [f"and {len(bad) - MOST_LISTED:,} more"] if len(bad) > MOST_LISTED else []
+    fix = "mend or remove them, change the field that a line names, or leave them out with task.skip_bad_rows = true"
+    raise ValueError("\n      ".join([f"task.path: {count} cannot be used:", *listed, *more, fix]))
 
 
 def load_rows(config: DatasetSource) -> Any:
@@ -49,8 +79,7 @@ def load_rows(config: DatasetSource) -> Any:
     import datasets
 
     path = Path(config.path).expanduser()
-    is_local = path.suffix in FILE_TYPES or config.path.startswith((".", "/", "~"))
-    if is_local and not path.exists():
+    if is_file_or_folder(config.path) and not path.exists():
         raise ValueError(f"task.path: no file or folder '{config.path}' in {Path.cwd()}")
     if path.is_file() and path.suffix not in FILE_TYPES:
         raise ValueError(f"task.path: {config.path} must end in {', '.join(FILE_TYPES)}")
@@ -71,10 +100,19 @@ def load_rows(config: DatasetSource) -> Any:
         ) from error
 
 
-def find_prompt_column(config: DatasetSource, columns: list[str]) -> str:
-    """Return prompt_column if given, else the first column that a schema names. Raises ValueError listing the columns found."""
-    names = ("prompt", "messages") if "reward_model" in columns else ("messages", "prompt", "question")
-    return find_column("prompt_column", config.prompt_column, names, columns)
+def is_file_or_folder(path: str) -> bool:
+    """Whether task.path is a file or a folder rather than a hub id."""
+    return Path(path).suffix in FILE_TYPES or path.startswith((".", "/", "~")) or Path(path).exists()
+
+
+def _prompt_column(config: DatasetSource, columns: list[str]) -> str:
+    """Return prompt_column if given, else the first column that a schema names."""
+    if media := {"images", "videos"} & set(columns):
+        raise ValueError(
+            f"task.path: policies read text only, and there is a column {min(media)}; remove it if it is empty"
+        )
+    names = ["prompt", "messages"] if "reward_model" in columns else ["messages", "prompt", "question"]
+    return _find_column("prompt_column", config.prompt_column, names, columns)
 
 
 def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) -> str | None:
@@ -83,41 +121,29 @@ def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) 
     needed = prompt_column != "messages" and config.reward in REWARDS
     if config.answer_column is None and not needed and not set(names) & set(columns):
         return None
-    return find_column("answer_column", config.answer_column, names, columns)
+    return _find_column("answer_column", config.answer_column, names, columns)
 
 
-def find_column(field: str, given: str | None, names: Sequence[str], columns: list[str]) -> str:
-    """Return the column `given` in a field of [task], or else the first of `names` that is there.
-
-    Raises ValueError naming the field and the columns found.
-    """
+def _find_column(field: str, given: str | None, names: list[str], columns: list[str]) -> str:
     wanted = names if given is None else [given]
-    for name in wanted:
-        if name in columns:
-            return name
+    if found := [name for name in wanted if name in columns]:
+        return found[0]
     raise ValueError(f"task.{field}: no column {' or '.join(wanted)}; name one of those found: {', '.join(columns)}")
 
 
-def split_question(question: str | Messages, column: str, where: str) -> tuple[str | Messages, str | None]:
-    """Split a prompt's text or messages into the question and the assistant's last message, which is None if there is none.
+def _read_answer(cell: Any) -> Any:
+    """Return the answer in a cell: verl's ground truth, the last line of a solution of GSM8K, or the cell itself.
 
-    Raises ValueError naming `where` for an empty prompt, and for messages without role or content.
+    Raises ValueError for a text that looks like verl's structure and is not JSON.
     """
-    answer = None
-    if isinstance(question, list) and question and question[-1].get("role") == "assistant":
-        question, answer = question[:-1], question[-1]["content"]
-    if not question or not isinstance(question, str | list):
-        raise ValueError(f"task.prompt_column: {where} has no prompt in '{column}'")
-    if isinstance(question, list) and not {"role", "content"} <= question[0].keys():
-        keys = ", ".join(question[0])
-        raise ValueError(f"task.prompt_column: messages need role and content; {where} has {keys}")
-    return question, answer
-
-
-def _read_answer(value: Any) -> Any:
-    """Return the answer in a cell: verl's ground truth, the text after GSM8K's marker, or a number as text."""
-    if isinstance(value, dict) and "ground_truth" in value:
-        value = value["ground_truth"]
-    if isinstance(value, str):
-        return value.rpartition(GSM8K_MARKER)[2].strip()
-    return str(value) if isinstance(value, int | float) else value
+    if isinstance(cell, str) and re.match(r"""\s*\{.*['"]ground_truth['"]\s*:""", cell, re.DOTALL):
+        try:
+            cell = json.loads(cell)
+        except ValueError:
+            raise ValueError("its answer is a text with a ground_truth, but is not JSON") from None
+    if isinstance(cell, Mapping) and "ground_truth" in cell:
+        cell = cell["ground_truth"]
+    if not isinstance(cell, str):
+        return cell
+    solution = GSM8K_ANSWER.search(cell)
+    return (cell if solution is None else solution[1]).strip()

@@ -1,4 +1,4 @@
-"""Turn questions into token ids (chat messages, template, length limit), order the prompts, and write samples to read."""
+"""Prompts as token ids (template, length limit), which of them a step takes, and samples to read."""
 
 import json
 import random
@@ -7,24 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.records import Prompt, ScoredRollout
-
-Messages = list[dict[str, str]]
+from cotrain.tasks.messages import Messages
 
 SAMPLES_PER_STEP = 4
 
-
-def chat_messages(question: str | Messages, instruction: str, system_prompt: str) -> Messages:
-    """Return the question as chat messages, with the instruction on a line below it.
-
-    A text becomes one user message. Messages stay as they are, except that a system prompt replaces their own.
-    """
-    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
-    if instruction:
-        messages[-1]["content"] += f"\n{instruction}"
-    if not system_prompt:
-        return messages
-    return [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
+ENCODED_AT_ONCE = 1000
+"""Prompts of which token ids are held at the same time when all of a data set are counted."""
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, max_prompt_tokens: int) -> list[int]:
@@ -33,9 +21,39 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, max_prompt_tokens: int) -> lis
     if len(token_ids) > max_prompt_tokens:
         raise ValueError(
             f"prompt {prompt.id} has {len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}: raise it, "
-            "or leave such prompts out of the task"
+            "which a resume may do, or leave such prompts out of the task"
         )
     return token_ids
+
+
+def load_tokenizer(model: Path) -> Any:
+    """Load a policy's tokenizer. Raises ValueError naming policy.model."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # whatever the files hold
+        raise ValueError(f"policy.model: the tokenizer in {model} cannot be loaded: {error}") from error
+
+
+def unusable_prompts(tokenizer: Any, prompts: Mapping[int, Prompt], max_prompt_tokens: int) -> dict[int, str]:
+    """Encode many prompts at once. Returns by index what is wrong with those that `encode_prompt` would not encode."""
+    problems, texts = dict[int, str](), dict[int, str]()
+    for index, prompt in prompts.items():
+        try:
+            texts[index] = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program, which may fail in any way
+            problems[index] = f"the chat template raises {type(error).__name__}: {error}"
+    indices = list(texts)
+    for start in range(0, len(indices), ENCODED_AT_ONCE):
+        batch = indices[start : start + ENCODED_AT_ONCE]
+        encoded = tokenizer(
+            [texts[i] for i in batch], add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        for index, token_ids in zip(batch, encoded.input_ids, strict=True):
+            if not 0 < len(token_ids) <= max_prompt_tokens:
+                problems[index] = f"{len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}"
+    return problems
 
 
 def apply_template(tokenizer: Any, messages: Messages) -> list[int]:
@@ -51,11 +69,6 @@ class PromptOrder:
     """
 
     def __init__(self, num_prompts: int, prompts_per_step: int, seed: int) -> None:
-        if prompts_per_step > num_prompts:
-            raise ValueError(
-                f"rollout.prompts_per_step = {prompts_per_step} is more than the {num_prompts} prompts of the task; "
-                "lower it, or raise task.size"
-            )
         self._num_prompts, self._prompts_per_step, self._seed = num_prompts, prompts_per_step, seed
         self._epoch, self._order = -1, list[int]()
 
@@ -74,11 +87,10 @@ def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: Mapping[st
     with path.open("w") as file:
         for scored in rollouts[:SAMPLES_PER_STEP]:
             rollout = scored.rollout
-            answer = prompts[rollout.prompt_id].answer
             row = {
                 "prompt": tokenizer.decode(rollout.prompt_token_ids),
                 "response": rollout.text,
-                "answer": answer.get("answer", answer) if isinstance(answer, dict) else answer,
+                "answer": plain_answer(prompts[rollout.prompt_id]),
                 "reward": scored.reward,
                 "advantage": scored.advantage,
                 "finish_reason": rollout.finish_reason,
@@ -86,3 +98,8 @@ def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: Mapping[st
                 "acceptance_length": rollout.speculation.acceptance_length if rollout.speculation else None,
             }
             file.write(json.dumps(row, default=str) + "\n")
+
+
+def plain_answer(prompt: Prompt) -> Any:
+    """Return a prompt's answer for people to read; of a generated problem, without what only its verifier needs."""
+    return prompt.answer.get("answer", prompt.answer) if isinstance(prompt.answer, dict) else prompt.answer

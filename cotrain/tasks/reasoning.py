@@ -4,20 +4,30 @@ import dataclasses
 import difflib
 import logging
 import random
+from typing import Any
 
 from cotrain.config.schema import ReasoningGymTask
 from cotrain.records import Prompt
-from cotrain.tasks.prompts import chat_messages
-from cotrain.tasks.rewards import NUMBER, extract_answer, extract_number
+from cotrain.tasks.answers import extract_answer, extract_number, number_in
+from cotrain.tasks.messages import chat_messages
+from cotrain.tasks.prompts import unusable_prompts
 
 logger = logging.getLogger(__name__)
+
+NUM_CHECKED = 64
+"""Problems that are checked before a run starts. Some tasks take half a second to generate one, so not all are."""
 
 
 class ReasoningGymProblems:
     """Problems of one reasoning-gym task. A verifier may give partial credit, as some of reasoning-gym's do."""
 
-    def __init__(self, config: ReasoningGymTask, seed: int) -> None:
-        """Raises ValueError naming task.name or task.parameters, with the possible values."""
+    left_out = ""
+
+    def __init__(self, config: ReasoningGymTask, seed: int, tokenizer: Any = None, max_prompt_tokens: int = 0) -> None:
+        """tokenizer: also check that the first prompts can be encoded, in max_prompt_tokens at most.
+
+        Raises ValueError naming task.name or task.parameters, with the possible values.
+        """
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
@@ -39,6 +49,10 @@ class ReasoningGymProblems:
                 "beside them)"
             ) from error
         self.prompt(0)
+        if tokenizer is not None:
+            first = {index: self.prompt(index) for index in range(min(NUM_CHECKED, config.size))}
+            for index, problem in unusable_prompts(tokenizer, first, max_prompt_tokens).items():
+                raise ValueError(f"task.parameters: problem {index} of {config.name} cannot be used: {problem}")
 
     def __len__(self) -> int:
         return self._config.size
@@ -50,10 +64,9 @@ class ReasoningGymProblems:
         return Prompt(id=f"{self._config.name}-{index}", messages=messages, answer=entry)
 
     def score(self, prompt: Prompt, response: str) -> float:
-        """Return the verifier's score of the final answer in the response (cotrain.tasks.rewards has the rule)."""
+        """Return the verifier's score of the final answer in the response (cotrain.tasks.answers has the rule)."""
         expected = prompt.answer["answer"]
-        extract = extract_number if isinstance(expected, str) and NUMBER.fullmatch(expected.strip()) else extract_answer
-        answer = extract(response)
+        answer = (extract_answer if number_in(expected) is None else extract_number)(response)
         try:
             return float(self._dataset.score_answer(answer, prompt.answer))
         except Exception as error:

@@ -1,76 +1,72 @@
-"""Rewards of dataset tasks, and the rule of docs/tasks.md that finds the final answer in a response."""
+"""Rewards of dataset tasks: the built-in ones, and a user's function, whose errors are told in terms of the user's own code."""
 
 import inspect
 import math
 import os
 import pkgutil
-import re
+import reprlib
 import sys
+import traceback
 from collections.abc import Callable
-from decimal import Decimal
 from typing import Any
 
-from cotrain.tasks.prompts import Messages
+from cotrain.process.failures import TaskFailed
+from cotrain.records import Prompt
+from cotrain.tasks.answers import extract_answer, extract_number, number_in
+from cotrain.tasks.messages import Messages
 
 Reward = Callable[[Messages, str, Any], float]
 """(prompt messages, response, answer) -> finite float."""
 
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-ANSWER_PHRASE = re.compile(r"\banswer(?:\s+is\b|\**\s*:)", re.IGNORECASE)
-NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)")
+NOT_THE_USERS = ("cotrain", "pipelines", "drafters", "importlib", "pkgutil")
+"""Packages whose frames are left out of the traceback of a user's function."""
 
-
-def extract_answer(response: str) -> str:
-    """Return the final answer of a response by the rule of docs/tasks.md; "" for an empty response."""
-    marked = _marked_answer(response)
-    return response.strip().rpartition("\n")[2].strip() if marked is None else marked
-
-
-def extract_number(response: str) -> str:
-    """Return the final number of a response by that rule, without thousands separators; "" if there is none."""
-    marked = _marked_answer(response)
-    numbers = NUMBER.findall((response if marked is None else marked).replace("\N{MINUS SIGN}", "-")) or [""]
-    return str(numbers[-1 if marked is None else 0]).replace(",", "")
-
-
-def _marked_answer(response: str) -> str | None:
-    for pattern in (TAGGED, BOXED):
-        if found := pattern.findall(response):
-            return found[-1].strip()
-    phrases = list(ANSWER_PHRASE.finditer(response))
-    if not phrases:
-        return None
-    rest_of_line, _, below = response[phrases[-1].end() :].partition("\n")
-    return rest_of_line.strip(" \t*:") or below.strip()
+shortened = reprlib.Repr()
+shortened.maxstring = shortened.maxother = 400
 
 
 def exact(prompt: Messages, response: str, answer: Any) -> float:
-    """Return 1 if the final answer equals the answer, apart from white space and a final full stop."""
-    found, expected = (" ".join(text.split()).removesuffix(".") for text in (extract_answer(response), str(answer)))
-    return float(found == expected)
+    """Return 1 if the final answer equals the answer: a number by its value, a text apart from white space and a final full stop."""
+    found = _plain(extract_answer(response))
+    return float(found == _plain(answer)) if isinstance(answer, str) else _same_number(found, answer)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).removesuffix(".")
 
 
 def numeric(prompt: Messages, response: str, answer: Any) -> float:
-    """Return 1 when the final number equals the answer as a decimal number."""
-    expected = extract_number(str(answer))
-    if not expected:
-        raise ValueError(f"task.reward: numeric needs answers with a number, got {answer!r}")
-    found = extract_number(response)
-    return float(bool(found) and Decimal(found) == Decimal(expected))
+    """Return 1 when the final number has the value of the answer."""
+    return _same_number(extract_number(response), answer)
+
+
+def _same_number(found: str, answer: Any) -> float:
+    value = number_in(found)
+    return float(value is not None and value == number_in(answer))
 
 
 def math_verify(prompt: Messages, response: str, answer: Any) -> float:
-    """Return 1 when math-verify finds the response's expression equal to the answer.
+    r"""Return 1 when math-verify finds the response's expression equal to the answer.
 
-    Its time limit of five seconds uses a signal, which Python delivers to the main thread only; in other threads it raises.
+    It reads an answer as LaTeX only where that is marked: without \boxed, 2\pi would be 2, and \sqrt{2} nothing. Its time limit
+    of five seconds uses a signal, which Python delivers to the main thread only; in other threads it raises.
     """
     from math_verify import parse, verify
 
-    return float(verify(parse(str(answer)), parse(response)))
+    value = number_in(answer)
+    text = str(answer) if value is None else str(value)
+    return float(verify(parse(text if "$" in text or r"\boxed" in text else rf"\boxed{{{text}}}"), parse(response)))
 
 
 REWARDS: dict[str, Reward] = {"exact": exact, "numeric": numeric, "math_verify": math_verify}
+
+
+def check_answer(reward: str, answer: Any) -> None:
+    """Raise ValueError when the built-in reward of this name could never pay for an answer. Users' own may take anything."""
+    is_text = isinstance(answer, str) and _plain(answer) != ""
+    if reward in REWARDS and number_in(answer) is None and (reward == "numeric" or not is_text):
+        needed = "wholly one number" if reward == "numeric" else "a text or a number"
+        raise ValueError(f"its answer {reprlib.repr(answer)} is not {needed}, as task.reward = '{reward}' needs")
 
 
 def load_reward(name: str) -> Reward:
@@ -88,10 +84,10 @@ def load_reward(name: str) -> Reward:
     try:
         function = pkgutil.resolve_name(name)
         inspect.signature(function).bind([], "", "")
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # the user's module runs here
         raise ValueError(
             f"task.reward: {name} is neither {', '.join(REWARDS)} nor a function (prompt, response, answer) that can "
-            f"be imported as package.module:function ({error})"
+            f"be imported as package.module:function ({type(error).__name__}: {error}){_users_frames(error)}"
         ) from error
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"task.reward: {name} is async; it must return the number itself")
@@ -107,3 +103,21 @@ def load_reward(name: str) -> Reward:
         return number
 
     return reward
+
+
+def reward_failure(error: BaseException, prompt: Prompt, response: str) -> TaskFailed:
+    """Return what a user needs to mend a reward function that has raised: their own lines, the prompt and the response."""
+    return TaskFailed(
+        f"task.reward raised {type(error).__name__}: {error}{_users_frames(error)}\n"
+        f"  prompt {prompt.id}: {shortened.repr(prompt.messages[-1]['content'])}\n  response: {shortened.repr(response)}"
+    )
+
+
+def _users_frames(error: BaseException) -> str:
+    """The frames of a traceback as Python prints them, without ours and those of the import."""
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_USERS
+    ]
+    return "".join(["\n", *traceback.StackSummary.extract(frames).format()]).rstrip()

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
         if problems := find_problems(study.shared, resume=True, quick=True):
             raise ConfigError(problems)
-        print("no problem found; models, data and drafters are checked when the study starts")
+        print("no problem found; what has to be downloaded or built, and drafters, are checked when the study starts")
         return 0
     _check(study)
     study.folder.mkdir(parents=True, exist_ok=True)

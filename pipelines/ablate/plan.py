@@ -60,6 +60,9 @@ class StudyConfig(Section):
 
 
 DATA_FILES = (".json", ".jsonl", ".parquet")
+FILES = ("task.path", "init.source.path", "policy.model", "drafter.init")
+"""Fields that may hold a path."""
+
 Status = Literal["finished", "failed", "missing"]
 
 
@@ -121,10 +124,13 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     if len(set(config.seeds)) < len(config.seeds):
         raise ConfigError([f"seeds: {list(config.seeds)} holds a seed twice"])
     shared, folder = load_config([here / file for file in config.config]), config.folder / config.name
+    table = shared.model_dump(mode="json")
+    for path, file in _files(here, flatten(table)).items():
+        table = merge(table, table_of(path, file))
     own: Table = {"run_root": str(folder / "runs")}
     if shared.tracking.uri is None:  # one store for inits/ and runs/, so that all are nested under one run
         own["tracking"] = {"uri": f"sqlite:///{folder / 'mlflow.db'}"}
-    study = Study(config, here, parse_config(merge(shared.model_dump(mode="json"), own)))
+    study = Study(config, here, parse_config(merge(table, own)))
     inits, arms = dict[str, Run](), list[Run]()
     for name, fields in config.inits.items():
         with _collect(problems, f"inits.{name}"):
@@ -210,12 +216,20 @@ def _init_config(study: Study, name: str, given: Table) -> RunConfig:
     if name == NO_INIT:
         raise ConfigError([f"{NO_INIT!r} means random weights; choose another name"])
     fields = flatten(given)
-    source = fields.get("init.source.path")
-    if isinstance(source, str):  # relative to the study file, or a hub id
-        file = study.here / Path(source).expanduser()
-        if file.exists():
-            fields["init.source.path"] = str(file)
-        elif source.endswith(DATA_FILES):
-            raise ConfigError([f"init.source.path: there is no {file}; the path is relative to the study file"])
-    table = _with_fields(study, fields, NOT_OF_INITS)
+    table = _with_fields(study, fields | _files(study.here, fields), NOT_OF_INITS)
     return parse_config(table | {"name": name, "run_root": str(study.folder / "inits")})
+
+
+def _files(here: Path, fields: Table) -> Table:
+    """Those of FILES that are there, relative to the study file. Others are names, or relative to the working folder.
+
+    Raises ConfigError naming a field with a data file that is in neither folder.
+    """
+    found: Table = {}
+    for path in FILES:
+        given = Path(fields.get(path) or "").expanduser()
+        if fields.get(path) and (here / given).exists():
+            found[path] = str(here / given)
+        elif given.suffix in DATA_FILES and not given.exists():
+            raise ConfigError([f"{path}: there is no {here / given}; the path is relative to the study file"])
+    return found

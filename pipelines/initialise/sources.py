@@ -14,17 +14,14 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from cotrain.config.schema import DatasetRollouts, PolicyRollouts, RunConfig
+from cotrain.config.schema import DatasetRollouts, RecordedRollouts, RunConfig
 from cotrain.records import RolloutRequest
 from cotrain.roles.engines import derived_seed
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.tasks.base import build_task
-from cotrain.tasks.datasets import find_prompt_column, load_rows, split_question
-from cotrain.tasks.prompts import PromptOrder, apply_template, chat_messages, encode_prompt
+from cotrain.tasks.prompts import PromptOrder, encode_prompt, load_tokenizer
 
 FILE = "rollouts.jsonl"
 
@@ -152,25 +149,22 @@ Source = PromptStream | list[StoredRollout]
 
 def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) -> Source:
     """Open and check the source that [init.source] names, and print notes on it. Raises ValueError naming its field."""
-    source = config.init.source
-    if isinstance(source, PolicyRollouts):
-        task = build_task(config.task, config.seed)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-
-        def encode(index: int) -> tuple[str, list[int]]:
-            prompt = task.prompt(index)
-            return prompt.id, encode_prompt(tokenizer, prompt, config.rollout.max_prompt_tokens)
-
-        return PromptStream(len(task), encode, config)
-    try:
-        if isinstance(source, DatasetRollouts):
-            return _from_dataset(source, config, AutoTokenizer.from_pretrained(model))
+    source, limit = config.init.source, config.rollout.max_prompt_tokens
+    if isinstance(source, RecordedRollouts):
         rollouts, about = read_recorded(source.path, fingerprints)
         if about["sampling"] != sampling(config):
             print(f"note: the rollouts were sampled with {about['sampling']}, [rollout] has {sampling(config)}")
         return _fitting(rollouts, config, source.path)
-    except ValueError as error:
-        raise ValueError(str(error).replace("task.", "init.source.")) from error
+    task = build_task(source if isinstance(source, DatasetRollouts) else config.task, config.seed, model, limit)
+    if task.left_out:
+        print(f"note: left out {task.left_out}")
+    tokenizer = load_tokenizer(model)
+
+    def encode(index: int) -> tuple[str, list[int]]:
+        prompt = task.prompt(index)
+        return prompt.id, encode_prompt(tokenizer, prompt, limit)
+
+    return PromptStream(len(task), encode, config)
 
 
 def sampling(config: RunConfig) -> dict[str, float]:
@@ -212,24 +206,12 @@ async def collect(
     return False
 
 
-def _from_dataset(source: DatasetRollouts, config: RunConfig, tokenizer: Any) -> PromptStream:
-    rows = load_rows(source)
-    column = find_prompt_column(source, rows.column_names)
-    found = []
-    for index, row in enumerate(rows):
-        question, _ = split_question(row[column], column, f"row {index} of {source.path}")
-        token_ids = apply_template(tokenizer, chat_messages(question, "", ""))
-        found.append(StoredRollout(f"{Path(source.path).stem}-{index}", 0, token_ids, []))
-    prompts = [(kept.prompt_id, kept.prompt_token_ids) for kept in _fitting(found, config, source.path)]
-    return PromptStream(len(prompts), prompts.__getitem__, config)
-
-
 def _fitting(rollouts: list[StoredRollout], config: RunConfig, path: str) -> list[StoredRollout]:
     """The rollouts within the length limits of [rollout]; prints how many are left out. Raises ValueError if all are."""
     limit, longest = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
     kept = [r for r in rollouts if len(r.prompt_token_ids) <= limit and len(r.token_ids) <= longest]
     if not kept:
-        raise ValueError(f"task.path: {path} has nothing within rollout.max_prompt_tokens and max_new_tokens")
+        raise ValueError(f"init.source.path: {path} has nothing within rollout.max_prompt_tokens and max_new_tokens")
     if left_out := len(rollouts) - len(kept):
         bounds = "rollout.max_prompt_tokens or max_new_tokens"
         print(f"note: {left_out} of {len(rollouts)} are over {bounds} and left out")

@@ -28,7 +28,7 @@ from cotrain.run.mlflow_store import tracking_uri, uri_argument
 from cotrain.run.provenance import write_provenance
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
-from cotrain.tasks.base import build_task
+from cotrain.tasks.base import Task, build_task, fingerprint
 from cotrain.tasks.prompts import PromptOrder, encode_prompt
 from drafters.files import write_json
 
@@ -63,17 +63,19 @@ def train(config: RunConfig, resume: bool) -> int:
         run_dir = RunDir(root, config.name) if resume else RunDir.create(root, config.name)
         stack.enter_context(run_dir)
         model_path = resolve_model(config.policy.model)
-        state = newest_state(run_dir, config, model_fingerprints(model_path))
+        task = build_task(config.task, config.seed, model_path, config.rollout.max_prompt_tokens)
+        state = newest_state(run_dir, config, model_fingerprints(model_path) | {"task": fingerprint(task)})
         if state.step == 0:
             write_config(config, run_dir.config)
         run_dir.start_attempt()
         write_provenance(run_dir)
         files = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
         metrics, decisions, events, steps = (RowFile(file, resumed_step=state.step) for file in files)
+        if task.left_out:
+            events.write(state.step, {"event": "rows left out", "rows": task.left_out})
         with console.phase("start of all roles"):
             cluster, nodes = _start_cluster(config, run_dir, stack)
             ready("Ray")
-            task = build_task(config.task, config.seed)
             order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
             tracking = _start_tracking(config, run_dir, state, console, stack)
             from cotrain.controller import Controller, Records
@@ -90,7 +92,7 @@ def train(config: RunConfig, resume: bool) -> int:
                 steps.write(state.step, {"measured": roles.engines.call("time_draft_lengths", timed)})
         write_json(run_dir.logs / "startup.json", ready_s)
         console.say("ready after: " + ", ".join(f"{part} {seconds:.1f}s" for part, seconds in ready_s.items()))
-        console.say(aligned(banner(config, run_dir, model_path, cluster.gpus, len(task))))
+        console.say(aligned(banner(config, run_dir, model_path, cluster.gpus, task)))
         records = Records(metrics, decisions, events, steps, tracker, console)
         controller = Controller(config, run_dir, roles, Prompts(task, order, tokenizer), records, state)
         controller.stop_requested = stop
@@ -220,9 +222,9 @@ def _write_report(run_dir: RunDir, console: Console) -> Path | None:
 
 
 def banner(
-    config: RunConfig, run_dir: RunDir, model_path: Path, gpus: Mapping[str, float], num_prompts: int
+    config: RunConfig, run_dir: RunDir, model_path: Path, gpus: Mapping[str, float], task: Task
 ) -> dict[str, str]:
-    """What starts, where, and how to watch it, by label. gpus: GPUs of each role; num_prompts: prompts of the task."""
+    """What starts, where, and how to watch it, by label. gpus: GPUs of each role."""
     rollouts = f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples"
     notes = {"run": str(run_dir.path), "policy": config.policy.model, "steps": f"{config.steps} ({rollouts})"}
     if config.drafter is not None:
@@ -231,8 +233,10 @@ def banner(
         notes["drafter"] = f"{model.type} from {first}"
     if history := config.rollout.history:
         notes["history"] = f"finished rollouts are drafted from, up to {history.max_bytes / 2**20:g} MiB in each engine"
-        if config.steps * config.rollout.prompts_per_step <= num_prompts:
-            notes["history"] += f"; none of the {num_prompts:,} prompts comes twice, so only responses to others help"
+        if config.steps * config.rollout.prompts_per_step <= len(task):
+            notes["history"] += f"; none of the {len(task):,} prompts comes twice, so only responses to others help"
+    if task.left_out:
+        notes["left out"] = task.left_out
     notes["devices"] = f"CPU, {num_cores()} threads for each process"
     if gpus:
         notes["devices"] = f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"

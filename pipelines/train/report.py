@@ -121,6 +121,7 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     """
     thirds = "(mean of the first and the last third; higher is better)"
     facts = [] if run.is_sidecar else [Fact("reward", _from_to(run, "policy/reward"), thirds)]
+    facts += [Fact("left out", row["rows"]) for row in run.stream if row["event"] == "rows left out"][-1:]
     speedups = run.column(ORDER).dropna()
     if speedups.size and run.settings.get("rollout.order") != "drawn":
         errors = run.column(LENGTH_ERROR).dropna()

@@ -15,6 +15,7 @@ from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
 from cotrain.stream.reactor import Reactor
+from cotrain.tasks.prompts import load_tokenizer
 from cotrain.transport.nodes import Nodes
 
 
@@ -40,9 +41,7 @@ def start_roles(
     loading = engines.start(serving, versions, state.step, run_dir.drafter(versions.drafter))
     policy = start_policy(cluster, nodes, config)
     engines.receive_from(policy)
-    from transformers import AutoTokenizer  # takes seconds to import, which pass while engines and policy load
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer = load_tokenizer(model_path)
     ready("tokenizer")
     if state.step:
         policy.call("load", run_dir.checkpoint(state.step) / "policy")

@@ -1,6 +1,7 @@
 """Whole steps of the controller with simulated roles: what it writes, when it stops, and that a resume changes nothing."""
 
 import io
+import shutil
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ import pytest
 from cotrain.controller import Controller, Records, Roles
 from cotrain.lossless.emitted import Draws
 from cotrain.models.loading import resolve_model
-from cotrain.process.failures import SelfCheckFailed
+from cotrain.process.failures import SelfCheckFailed, TaskFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.records import (
     GainReport,
@@ -68,10 +69,15 @@ class Engines:
 
 
 class Rewards:
-    """Every response is worth nothing."""
+    """Every response is worth nothing; what `failing` names is a failure."""
 
-    def begin(self, index: int, responses: list[str]) -> list[float]:
-        return [0.0] * len(responses)
+    starting = None
+
+    def __init__(self) -> None:
+        self.failing: set[str] = set()
+
+    def begin(self, prompt: Prompt, responses: list[str]) -> list[float] | TaskFailed:
+        return TaskFailed("task.reward raised KeyError") if prompt.id in self.failing else [0.0] * len(responses)
 
 
 class Reactor:
@@ -328,6 +334,33 @@ def test_an_alarm_ends_the_run_before_anything_of_the_step_is_saved(start: Any) 
     assert [row["kind"] for row in read_rows(controller.records.decisions.path)][-1] == "alarm"
     assert controller.records.tracker.events[-1] == "alarm"
     assert latest_checkpoint(controller.run_dir) == controller.run_dir.checkpoint(3)
+
+
+def test_a_reward_that_fails_ends_the_run_once_what_is_finished_is_saved(start: Any) -> None:
+    """Between two checkpoints; once the function is mended, the run continues as if nothing had happened."""
+    expected = go(start(World(-2.0, learns=0.8), name="straight"), 6)
+    controller = start(World(-2.0, learns=0.8), name="failing")
+    go(controller, 4)
+    controller.roles.rewards.failing = {str(i) for i in range(PROMPTS)}
+    shutil.rmtree(controller.run_dir.checkpoint(4))  # stopping had saved it; a run that goes on saves step 3 and 6
+    with pytest.raises(TaskFailed) as raised:
+        go(controller, 6)
+    told = str(raised.value)
+    assert told.startswith("step 5: task.reward raised KeyError\n")
+    assert "4 steps are saved: mend that, and continue with cotrain train --resume failing run_root=" in told
+    assert latest_checkpoint(controller.run_dir) == controller.run_dir.checkpoint(4)
+    controller.run_dir.close()
+    world = controller.roles.engines.world
+    world.step = 4  # which its engines have generated last, now that they have started anew
+    assert go(start(world, name="failing"), 6) == expected
+
+
+def test_a_reward_that_fails_in_the_first_step_has_nothing_to_save(start: Any) -> None:
+    controller = start(World(GOOD))
+    controller.roles.rewards.failing = {"0"}
+    with pytest.raises(TaskFailed, match=r"step 1: .*\n  See .*/logs/latest\. 0 steps are saved: mend"):
+        go(controller, 1)
+    assert latest_checkpoint(controller.run_dir) is None
 
 
 def test_without_speculation_every_line_says_so_also_after_a_resume(start: Any) -> None:

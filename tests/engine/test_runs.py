@@ -66,6 +66,9 @@ def test_a_run_ends_with_a_summary(straight: str, root: Path) -> None:
     assert [row["step"] for row in decisions if row["kind"] == "published"] == [2, 3, 4, 5, 6]
     assert all(row["rollout/feature_holes"] == 0 for row in rows)
     assert rows[0]["rollout/acceptance_length"] < rows[-1]["rollout/acceptance_length"]
+    samples = [line for file in (root / "straight" / "samples").iterdir() for line in file.read_text().splitlines()]
+    ended = [row["response"] for row in map(json.loads, samples) if row["finish_reason"] == "stop"]
+    assert ended and not any("<|im_end|>" in text for text in ended), "the end of sequence is no part of the text"
 
 
 def test_what_a_run_recorded_is_the_base_of_a_simulation(straight: str, root: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs that are killed or stopped: what they leave behind, and that they go on."""
 
+import json
 import os
 import signal
 import subprocess
@@ -54,12 +55,22 @@ def wait_for_rows(run: Path, num_rows: int, process: subprocess.Popen) -> None:
 
 
 def test_kill_9_in_mid_step_then_resume_then_ctrl_c(tmp_path: Path) -> None:
-    run = tmp_path / "smoke"
-    process = start(tmp_path, "killed-run", "configs/smoke.toml", "steps=500", "checkpoint.every=2")
+    """On a dataset of which a row is left out. The run is not resumed on another one."""
+    run, rows = tmp_path / "smoke", tmp_path / "rows.jsonl"
+    sums = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(32)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [*sums, {"prompt": "what?", "answer": None}]))
+    task = ["task=none", "task.type=dataset", f"task.path={rows}", "task.reward=numeric", "task.skip_bad_rows=true"]
+    process = start(tmp_path, "killed-run", "configs/smoke.toml", "steps=500", "checkpoint.every=2", *task)
     wait_for_rows(run, 3, process)
     process.kill()
     process.wait()
     assert_nothing_left("COTRAIN_TEST_MARKER=killed-run")
+
+    good = rows.read_text()
+    rows.write_text(good.replace("31 + 1", "31 + 2"))
+    refused = subprocess.run(command(tmp_path, "--resume", "smoke"), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert refused.returncode == 2 and "task: its prompts or answers changed since the run began" in refused.stderr
+    rows.write_text(good)
 
     before = len(metrics_of(tmp_path, "smoke"))
     process = start(tmp_path, "stopped-run", "--resume", "smoke", "checkpoint.every=1000")
@@ -68,6 +79,7 @@ def test_kill_9_in_mid_step_then_resume_then_ctrl_c(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "stopping after this step" in output and f"--resume smoke run_root={tmp_path}" in output
+    assert output.count(f"1 of the 33 rows of {rows}, such as row 32: its answer None is not wholly one number") == 2
     assert_nothing_left("COTRAIN_TEST_MARKER=stopped-run")
     steps = [row["step"] for row in metrics_of(tmp_path, "smoke")]
     assert steps == list(range(1, steps[-1] + 1))

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from cotrain.config.errors import ConfigError
 from cotrain.config.load import load_config
 from cotrain.config.schema import RunConfig
+from cotrain.models.tiny import byte_tokenizer
 from pipelines import preflight
 from pipelines.preflight import check_run, find_problems
 
@@ -37,8 +38,7 @@ def write_model(folder: Path, **changes: Any) -> Path:
     """What is read of a model before it loads: config, tokenizer, template, and the header of the weights."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(TARGET | changes))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    byte_tokenizer().save_pretrained(folder)
     save_file({"model.embed_tokens.weight": np.zeros((64, 32), np.float32)}, folder / "model.safetensors")
     return folder
 
@@ -55,7 +55,7 @@ def build(tmp_path: Path, model: Path):
     def config(*overrides: str) -> RunConfig:
         lengths = ["rollout.max_prompt_tokens=128", "rollout.max_new_tokens=124"]  # and 4 spare ones for drafts
         drafter = ["drafter.model.type=eagle3", "drafter.model.draft_vocab_size=32"]
-        task = ["task.type=reasoning_gym", "task.name=chain_sum", "task.size=4"]
+        task = ["task.type=reasoning_gym", "task.name=chain_sum", "task.size=8"]
         names = ["name=first", "steps=2", f"run_root={tmp_path / 'runs'}", f"policy.model={model}"]
         return load_config([], [*names, *lengths, *drafter, *task, *overrides])
 
@@ -102,6 +102,11 @@ def test_used_name_is_refused_unless_resumed(build, tmp_path: Path) -> None:
 def test_missing_model_is_refused(build, tmp_path: Path) -> None:
     [line] = problems(build(f"policy.model={tmp_path}/nothing"))
     assert line.startswith("policy.model: there is no local folder")
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": None}))
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    [line] = problems(build())
+    assert line.startswith("policy.model:") and "the tokenizer has no chat template" in line
     (tmp_path / "model" / "model.safetensors").unlink()
     [line] = problems(build())
     assert line.startswith("policy.model:") and "no model.safetensors" in line
@@ -114,6 +119,57 @@ def test_dataset_without_the_column_lists_the_columns(build, tmp_path: Path) -> 
     assert line.startswith("task.prompt_column: no column") and "name one of those found: ask, answer" in line
     [line] = problems(build("task=none", "task.type=dataset", f"task.path={tmp_path}/none.jsonl"))
     assert line.startswith("task.path: no file")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A dataset of eight good rows."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i} + 1?", "answer": i + 1}) + "\n" for i in range(8)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["task.path={folder}/none.jsonl"], "task.path: no file or folder"),
+        (["task.prompt_column=text"], "task.prompt_column: no column text; name one of those found: prompt, answer"),
+        (["task.reward=no_such_module:score"], "task.reward: no_such_module:score is neither"),
+        (["task.path=some/dataset", "task.reward=no_such_module:score"], "task.reward: no_such_module:score is neither"),
+        (["rollout.max_prompt_tokens=5"], "task.path: 8 of the 8 rows of {folder}/rows.jsonl cannot be used:"),
+        (["task.split=train[:2]"], "rollout.prompts_per_step: 8 is more than the 2 prompts of the task; lower it, or add rows"),
+        (["policy.model={folder}/nothing"], "policy.model: there is no local folder"),
+        (["policy.model=tiny:nothing"], "policy.model: unknown model 'tiny:nothing'"),
+        (["policy.model=runs/my/model"], "policy.model: there is no local folder"),
+        (["run_root={folder}/rows.jsonl"], "run_root: {folder}/rows.jsonl is no folder that can be written"),
+        (["rollout.max_new_tokens=125"], "rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 253"),
+        (["drafter.model.draft_vocab_size=65"], "drafter.model.draft_vocab_size: 65 is above"),
+    ],
+    ids=lambda value: " ".join(value).replace("{folder}/", "") if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_dry_run_finds_what_needs_no_model(
+    build, tmp_path: Path, rows: Path, changes: list[str], message: str
+) -> None:
+    config = build("task=none", "task.type=dataset", f"task.path={rows}", "task.reward=numeric",
+                   *(change.format(folder=tmp_path) for change in changes))  # fmt: skip
+    [line] = quick_problems(config)
+    assert line.startswith(message.format(folder=tmp_path))
+
+
+def test_a_dry_run_fetches_nothing(build, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "resolve_model", lambda name: pytest.fail(f"fetched {name}"))
+    monkeypatch.setattr("cotrain.tasks.datasets.load_rows", lambda source: pytest.fail(f"fetched {source.path}"))
+    for model in ("tiny:llama", "Qwen/Qwen3-0.6B", "gpt2"):
+        dataset = ("task=none", "task.type=dataset", "task.path=openai/gsm8k/main")
+        assert quick_problems(build(f"policy.model={model}", *dataset)) == []
+
+
+def test_problems_of_an_initialisation_name_its_source(build, tmp_path: Path, rows: Path) -> None:
+    source = ("init.source.type=dataset", f"init.source.path={rows}")
+    assert find_problems(build(*source), command="init", quick=True) == []
+    for wrong, message in ((f"{tmp_path}/none.jsonl", "init.source.path: no file"), ("some/dataset", None)):
+        found = find_problems(build(source[0], f"init.source.path={wrong}"), command="init", quick=True)
+        assert [line[: len(message or "")] for line in found] == ([message] if message else [])
 
 
 @pytest.mark.parametrize(
@@ -292,5 +348,7 @@ def test_shared_memory_must_hold_two_policies(build, monkeypatch: pytest.MonkeyP
 
 def test_run_root_that_cannot_be_written_is_refused(build, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    line, *_ = problems(build("run_root=/proc/runs"))
+    assert line.startswith("run_root: /proc is no folder that can be written")
     [line] = problems(build(f"run_root={tmp_path / 'file'}"))
     assert line.startswith(f"run_root: {tmp_path / 'file'} is no folder that can be written")

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 PRIVATE = """
@@ -30,7 +32,7 @@ class Greeter:
     def greet(self): return "hello"
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-task = {"type": "reasoning_gym", "name": "chain_sum"}
+task = {"type": "dataset", "path": "is read by nobody here", "reward": "my_reward:score"}
 config = RunConfig(name="private", steps=1, policy={"model": "tiny:llama"}, task=task)
 cluster = Cluster(config, Path.cwd())
 import ray
@@ -45,6 +47,21 @@ for name, environment in clients.items():
     done = subprocess.run([sys.executable, "-c", CLIENT, address], env=without | environment | {"RAY_NUM_REDIS_GET_RETRIES": "1"},
                           capture_output=True, text=True, timeout=60)
     found[name] = done.stdout or done.stderr
+
+from types import SimpleNamespace
+from cotrain.records import Prompt
+from cotrain.roles.rewards import Rewards
+reward, prompt = Path("my_reward.py"), Prompt("p", [{"role": "user", "content": "3 + 4?"}], 7)
+reward.write_text("def score(prompt, response, answer):\\n    return 1 / (len(response) - answer)\\n")
+rewards = Rewards(cluster, SimpleNamespace(call=lambda node, function, *args: function(*args)), config)
+cluster.get([rewards.starting])
+paid, failed = cluster.get([rewards.begin(prompt, ["a" * 8, "a" * 9]), rewards.begin(prompt, ["a" * 7])])
+found |= {"paid": paid, "failed": [type(failed).__name__, str(failed)]}
+reward.write_text("broken =\\n")
+try:
+    cluster.get([rewards.restart()])
+except ValueError as error:
+    found["restart"] = str(error)
 cluster.stop()
 print(json.dumps(found))
 """
@@ -62,13 +79,32 @@ def run(script: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_client_without_the_token_is_refused_by_a_private_cluster(tmp_path: Path) -> None:
-    found = run(PRIVATE, tmp_path)
+@pytest.fixture(scope="module")
+def private(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """What PRIVATE has found, and the folder in which it ran."""
+    folder = tmp_path_factory.mktemp("private")
+    return run(PRIVATE, folder), folder
+
+
+def test_a_client_without_the_token_is_refused_by_a_private_cluster(private: tuple[dict[str, Any], Path]) -> None:
+    found, folder = private
     assert found["actor"] == "hello"
     assert found["handler is ours"]  # SIGTERM still means: finish the step and save
     assert found["right"] == "connected 64.0\n"
     assert found["none"].startswith("refused") and found["wrong"].startswith("refused"), found
-    assert not (tmp_path / ".ray").exists()  # the token is the run's own
+    assert not (folder / ".ray").exists()  # the token is the run's own
+
+
+def test_the_scoring_process_returns_what_a_reward_raises_and_its_restart_raises_its_own_error(
+    private: tuple[dict[str, Any], Path],
+) -> None:
+    found, folder = private
+    assert found["paid"] == [1.0, 0.5]
+    kind, failure = found["failed"]
+    assert kind == "TaskFailed" and failure.startswith("task.reward raised ZeroDivisionError: division by zero\n")
+    assert f'File "{folder}/my_reward.py", line 2, in score' in failure and "response: 'aaaaaaa'" in failure
+    assert "ZeroDivisionError" in (folder / "rewards.log").read_text()
+    assert found["restart"].startswith("task.reward: my_reward:score is neither") and "SyntaxError" in found["restart"]
 
 
 TOO_MANY = """

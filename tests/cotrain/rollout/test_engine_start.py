@@ -213,3 +213,32 @@ def test_the_owner_reaches_the_controller_in_vllms_engine_core(tmp_path: Path) -
     assert report["steps"] == [[1, 2, "mixed", 1, 2, 0.5]] and GainReport(**report["gain"]) == GainReport()
     assert asyncio.run(engine._speculation("new_drafter", [0.5, 0.3])) is None
     assert asyncio.run(engine._speculation("begin", False)) is None
+
+
+WRITTEN = "I think <answer>4</answer><note>so</note> it is"
+
+
+def text_for_rewards(folder: Path, ends: bool, **rollout: object) -> str:
+    """What vLLM makes of WRITTEN, in which tags are special tokens, with the sampling parameters of an engine.
+
+    ends: the policy has also written its end-of-sequence token.
+    """
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    from cotrain.models.tiny import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>", "<note>", "</note>"]})
+    params = RolloutEngine(spec_of(folder, None, **rollout))._sampling(RolloutRequest("p", 0, [60], None), {})
+    prompt = {"prompt_token_ids": [60], "prompt_embeds": None}
+    request = SimpleNamespace(sampling_params=params, request_id="r", external_req_id="r", **prompt)
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    detokenizer.update(tokenizer(WRITTEN).input_ids + [tokenizer.eos_token_id] * ends, ends)
+    return detokenizer.output_text
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["cut off", "ends"])
+def test_rewards_get_the_text_as_written_without_the_end_of_sequence(tmp_path: Path, ends: bool) -> None:
+    assert text_for_rewards(tmp_path, ends) == WRITTEN
+    assert text_for_rewards(tmp_path, ends, skip_special_tokens=True) == "I think 4so it is"
+    assert text_for_rewards(tmp_path, ends, stop=["</answer>"]) == "I think <answer>4"

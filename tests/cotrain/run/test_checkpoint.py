@@ -217,6 +217,23 @@ def test_a_resume_may_change_what_an_alarm_does(run_config):
         check_resume(run_config(drafter=drafter | {"gate": {"publish_when": "always"}}), {}, saved_by(run_config()))
 
 
+def test_a_resume_may_change_what_only_decides_whether_the_task_can_go_on(run_config, tmp_path):
+    task = {"type": "dataset", "path": "rows.jsonl"}
+    saved = saved_by(run_config(task=task), {"task": "of the prompts and answers"})
+    raised = run_config(
+        task=task | {"skip_bad_rows": True},
+        rollout={"max_prompt_tokens": 1024},
+        policy={"model": run_config().policy.model, "micro_batch_tokens": 8192},
+        stream={"reward_timeout_s": 600.0},
+    )
+    check_resume(raised, {"task": "of the prompts and answers"}, saved)
+    with pytest.raises(ValueError, match="task: its prompts or answers changed since the run began"):
+        check_resume(raised, {"task": "of others"}, saved)
+    check_resume(
+        raised, {"task": "of others"}, saved_by(run_config(task=task))
+    )  # of a version without this fingerprint
+
+
 def test_every_other_change_is_listed(run_config):
     drafter = {"model": {"type": "eagle3", "draft_vocab_size": 4096}}
     changed = run_config(seed=7, drafter=drafter, policy={"model": "other"})
@@ -241,10 +258,10 @@ def test_another_model_under_the_same_name_is_refused(run_config, tmp_path):
     saved = saved_by(run_config(), model_fingerprints(folder))
     check_resume(run_config(), model_fingerprints(shutil.copytree(folder, tmp_path / "copy")), saved)
     (folder / "tokenizer.json").write_text("{ }")
-    with pytest.raises(ValueError, match="its tokenizer changed on disk"):
+    with pytest.raises(ValueError, match="its tokenizer changed since the run began"):
         check_resume(run_config(), model_fingerprints(folder), saved)
     (folder / "tokenizer.json").write_text("{}")
     weights["a"][-1] = 1
     save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="its model changed on disk"):
+    with pytest.raises(ValueError, match="its model changed since the run began"):
         check_resume(run_config(), model_fingerprints(folder), saved)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from cotrain.process.failures import RunFailure
+from cotrain.process.failures import RunFailure, TaskFailed
 
 
 class Reference:
@@ -25,7 +25,9 @@ class Cluster:
 
     def get(self, references: list[Reference]) -> list[Any]:
         for reference in references:
-            if isinstance(reference.result, Exception):
+            if isinstance(reference.result, Exception) and not isinstance(
+                reference.result, TaskFailed
+            ):  # that is returned
                 raise reference.result
         return [reference.result for reference in references]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.process.failures import RunFailure
+from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, SpeculationCounts, Versions
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.stream.producer import Producer, Prompts
@@ -55,13 +55,15 @@ class Engines:
 class Rewards:
     def __init__(self) -> None:
         self.restarts, self.begun = 0, deque[Reference]()
+        self.starting = Reference(("scorer starts", None))
 
-    def begin(self, index: int, responses: list[str]) -> Reference:
+    def begin(self, prompt: Prompt, responses: list[str]) -> Reference:
         self.begun.append(Reference(("score", responses)))
         return self.begun[-1]
 
-    def restart(self) -> None:
+    def restart(self) -> Reference:
         self.restarts += 1
+        return Reference(("scorer starts", None))
 
 
 class Task:
@@ -96,7 +98,7 @@ class Stream:
 
     def answer(self, reference: Reference) -> None:
         kind, given = reference.what
-        if kind == "start":
+        if kind in ("start", "scorer starts"):
             reference.result = "started"
             return
         reference.result = batch_of(given) if kind == "generate" else [float(len(text)) for text in given]
@@ -246,6 +248,93 @@ def test_groups_of_an_engine_that_dies_are_generated_elsewhere_until_it_is_back(
     assert {engine for engine, _ in stream.engines.calls[-4:]} == {0, 1}
 
 
+def test_the_time_of_a_scorer_counts_from_when_it_has_started(new: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first scorer hangs once, and each start takes longer than a reward may."""
+    stream, now = new(timeout=60), 0.0
+    monkeypatch.setattr("cotrain.stream.producer.time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    born, ready = dict[int, float](), list[Reference]()
+
+    def answer(reference: Reference) -> None:
+        kind, _ = reference.what
+        age = now - born.setdefault(id(reference), now)
+        if kind == "scorer starts" and age > 200:
+            ready.append(reference)
+        waits = {"scorer starts": age <= 200, "score": len(ready) < 2}  # for the second scorer, as the first one hangs
+        if not waits.get(kind):
+            Stream.answer(stream, reference)
+
+    def happens(references: list[Reference]) -> None:
+        nonlocal now
+        now += 10
+        stream._answer_all(references)
+
+    stream.answer, stream.cluster.happens = answer, happens
+    assert len(stream.step()) == P
+    assert stream.producer.ledger.lost == {"the scorer did not answer": 1}
+    assert 200 + 60 + 200 < now < 200 + 60 + 200 + 100
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_scorer_that_cannot_start_ends_the_run_with_its_own_error(new: Any, restarts: int) -> None:
+    stream = new()
+
+    def answer(reference: Reference) -> None:
+        kind, _ = reference.what
+        Stream.answer(stream, reference)
+        if kind == "score":
+            reference.result = RunFailure("rewards: its process has died")
+        elif kind == "scorer starts" and stream.rewards.restarts == restarts:
+            reference.result = ValueError("task.reward: my.reward cannot be imported")
+
+    stream.answer = answer
+    with pytest.raises(ValueError, match=r"task\.reward: my\.reward cannot be imported"):
+        stream.step()
+    assert stream.rewards.restarts == restarts
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_group_that_failed_ends_the_run_between_steps_when_all_else_is_scored(new: Any, lag: int) -> None:
+    """So a step that is under way is finished, and a checkpoint can hold what is scored."""
+    stream = new(lag=lag)
+    second = [f"p{i}" for i in PromptOrder(NUM_PROMPTS, P, 0).step(2)]
+
+    def answer(reference: Reference) -> None:
+        Stream.answer(stream, reference)
+        number = next((n for n, begun in stream.producer._scoring if begun is reference), None)
+        if number is not None and stream.producer._results[number].prompt.id in second[1:3]:
+            reference.result = TaskFailed(f"task.reward raised KeyError in group {number}")
+
+    stream.answer = answer
+    stream.step()
+    if lag:  # the groups of the next step are there already, and the step under way does not mind
+        stream.reactor.until(lambda: len(stream.producer._failed) == 2)
+    stream.producer.release()
+    with pytest.raises(TaskFailed, match="in group 5"):
+        stream.step()
+    saved = json.loads(json.dumps(stream.producer.state()))
+    assert {row["number"] for row in saved["groups"]} >= {4, 7} and not {5, 6} & {
+        row["number"] for row in saved["groups"]
+    }
+    mended = new(lag=lag, served=1, saved=saved)
+    assert [group.prompt.id for group in mended.step()] == second
+    begun = [name for _, names in mended.engines.calls for name in names]
+    assert set(second) & set(begun) == set(second[1:3])
+
+
+def test_a_prompt_that_does_not_fit_fails_when_it_is_drawn(new: Any) -> None:
+    stream = new()
+    third = PromptOrder(NUM_PROMPTS, P, 0).step(1)[2]
+    stream.producer._prompts.tokenizer.apply_chat_template = lambda messages, **_: [1] * (600 if messages else 2)
+    plain = stream.producer._prompts.task.prompt
+    long = [{"role": "user", "content": "long"}]
+    stream.producer._prompts.task.prompt = lambda i: replace(plain(i), messages=long) if i == third else plain(i)
+    with pytest.raises(
+        TaskFailed, match=rf"prompt p{third} has 600 tokens, rollout\.max_prompt_tokens is 512: raise it"
+    ):
+        stream.step()
+    assert stream.producer.ledger.count("scored") == P - 1
+
+
 def test_what_a_scorer_raises_ends_the_run(new: Any) -> None:
     stream = new()
 
@@ -295,10 +384,11 @@ def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> N
 def test_a_run_in_which_nothing_happens_any_more_ends_and_says_what_is_under_way(new: Any) -> None:
     stream = new()
     stream.reactor._stalled_after_s = 0.05
-    stream.answer = lambda reference: None
+    stream.answer = lambda reference: reference.what[0] == "scorer starts" and Stream.answer(stream, reference)
     with pytest.raises(RunFailure, match=r"1 do not answer; groups: 4 dispatched; oldest 0, admitted 4"):
         stream.step()
     idle = new()
+    idle.reactor.until(lambda: idle.producer._unscored is None)
     with pytest.raises(RunFailure, match="nothing is under way"):
         idle.reactor.until(lambda: False)
 

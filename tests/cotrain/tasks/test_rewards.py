@@ -1,57 +1,17 @@
-"""The final-answer rule, the built-in rewards, and loading a user's reward by dotted path."""
+"""The built-in rewards, a user's reward by its dotted path, and what is told when that raises."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from cotrain.tasks.rewards import (
-    exact,
-    extract_answer,
-    extract_number,
-    load_reward,
-    math_verify,
-    numeric,
-)
+from cotrain.config.schema import DatasetTask
+from cotrain.process.failures import TaskFailed
+from cotrain.records import Prompt
+from cotrain.roles.rewards import RewardActor
+from cotrain.tasks.rewards import exact, load_reward, math_verify, numeric
 
 PROMPT = [{"role": "user", "content": "What is 3 + 4?"}]
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("I think <answer>12</answer> or rather <answer> 7 </answer>, final answer: 9", "7"),
-        (r"So \boxed{3} and then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        ("Answer: 5\nNo wait.\nAnswer: 7", "7"),
-        ("**Answer:** Paris", "Paris"),
-        ("The answer is Paris.\nIt lies on the Seine.", "Paris."),
-        ("Answer:\n1 2\n3 4", "1 2\n3 4"),
-        ("First line\n  blue whale \n\n", "blue whale"),
-        ("Answers vary.\nmaybe", "maybe"),
-        ("", ""),
-    ],
-)
-def test_final_answer(response, answer):
-    assert extract_answer(response) == answer
-
-
-@pytest.mark.parametrize(
-    ("response", "number"),
-    [
-        ("3 + 4 = 7", "7"),
-        ("7 is what 3 + 4 gives, Answer: 7, because 3 + 4", "7"),
-        ("10-3", "3"),
-        ("1 - 4 = -3", "-3"),
-        ("1 - 4 = \N{MINUS SIGN}3", "-3"),
-        ("It costs $1,234,567.50.", "1234567.50"),
-        ("1,2,3", "3"),
-        ("x = -.5", "-.5"),
-        ("12345 in total.", "12345"),
-        ("no number", ""),
-        ("The answer is: none of 3 and 4? <answer>unknown</answer>", ""),
-    ],
-)
-def test_final_number(response, number):
-    assert extract_number(response) == number
 
 
 def test_exact_compares_the_final_answer_only():
@@ -66,9 +26,10 @@ def test_numeric_compares_values_and_counts_one_number_only():
     assert numeric(PROMPT, "seven", "7") == 0.0
 
 
-def test_numeric_refuses_an_answer_without_a_number():
-    with pytest.raises(ValueError, match=r"task\.reward: numeric needs answers with a number, got 'seven'"):
-        numeric(PROMPT, "7", "seven")
+@pytest.mark.parametrize("reward", [exact, numeric])
+@pytest.mark.parametrize("answer", [None, True, float("nan")])
+def test_nothing_is_paid_where_neither_side_is_a_number(reward, answer):
+    assert reward(PROMPT, "no number at all", answer) == 0.0
 
 
 def test_math_verify_knows_equal_expressions():
@@ -87,7 +48,12 @@ def rewards_module(tmp_path, monkeypatch, request):
         "def text(prompt, response, answer): return 'good'\n"
         "def infinite(prompt, response, answer): return float('inf')\n"
         "async def later(prompt, response, answer): return 1.0\n"
+        "def helper(table, key):\n    return table[key]\n"
+        "def raising(prompt, response, answer):\n    return helper({}, answer)\n"
+        "def leaving(prompt, response, answer): raise SystemExit(3)\n"
     )
+    for error in ("raise KeyError('no table')", "import sys; sys.exit(3)", "x = (", "import no_such_package"):
+        (tmp_path / f"{name}_{len(list(tmp_path.iterdir()))}.py").write_text(f"y = 1\n{error}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [folder for folder in sys.path if folder])
     return name
@@ -113,6 +79,10 @@ def test_users_function_gets_prompt_response_and_answer(rewards_module, separato
         ("{module}:answer_length", r"task\.reward: .*:answer_length is neither .*not a callable"),
         ("{module}.two", r"task\.reward: .*\.two is neither .*too many positional arguments"),
         ("{module}:later", r"task\.reward: .*:later is async"),
+        ("{module}_1:score", r"KeyError: 'no table'\)\n  File \".*_1\.py\", line 2, in <module>\n    raise KeyError"),
+        ("{module}_2:score", r"SystemExit: 3\)\n  File \".*_2\.py\", line 2"),
+        ("{module}_3:score", r"SyntaxError: .*_3\.py, line 2\)\)$"),
+        ("{module}_4:score", r"No module named 'no_such_package'\)\n  File \".*_4\.py\", line 2"),
     ],
 )
 def test_unusable_function_is_refused_at_load(rewards_module, name, message):
@@ -128,3 +98,41 @@ def test_result_must_be_a_finite_number(rewards_module, function, message):
     reward = load_reward(f"{rewards_module}:{function}")
     with pytest.raises(ValueError, match=rf"task\.reward: .*:{message}"):
         reward(PROMPT, "hi", "7")
+
+
+@pytest.fixture
+def scorer(monkeypatch):
+    """The scoring process's object in this process, for a reward by its name."""
+
+    def build(reward: str) -> RewardActor:
+        actor = RewardActor.__new__(RewardActor)  # whose constructor would take over the output of this process
+        task = DatasetTask(type="dataset", path="rows.jsonl", reward=reward)
+        actor.start(SimpleNamespace(task=task, seed=0))
+        return actor
+
+    return build
+
+
+def test_what_a_users_function_raises_is_told_by_its_own_lines_and_logged(rewards_module, scorer, capsys):
+    answer, long = Prompt("sums-12", PROMPT, "7"), "x" * 1000
+    failure = scorer(f"{rewards_module}:raising").score(answer, [long])
+    assert isinstance(failure, TaskFailed)
+    head, *lines, prompt, response = str(failure).splitlines()
+    assert head == "task.reward raised KeyError: '7'"
+    frames = [line.strip() for line in lines if line.strip().startswith("File")]
+    assert [frame.partition("line ")[2] for frame in frames] == ["10, in raising", "8, in helper"]
+    assert all(f"{rewards_module}.py" in frame for frame in frames)
+    assert prompt == "  prompt sums-12: 'What is 3 + 4?'"
+    assert response.startswith("  response: 'xxx") and "..." in response and len(response) < 450
+    log = "".join(capsys.readouterr())
+    assert "KeyError: '7'" in log and long in log and str(answer) in log
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("text", "must return a finite number, got 'good' for 'hi'"), ("leaving", "SystemExit: 3\n  File")],
+)
+def test_whatever_a_users_function_does_is_a_failure_of_the_task(rewards_module, scorer, function, message):
+    failure = scorer(f"{rewards_module}:{function}").score(Prompt("p", PROMPT, "7"), ["hi"])
+    assert isinstance(failure, TaskFailed) and message in str(failure)
+    assert scorer(f"{rewards_module}:length").score(Prompt("p", PROMPT, "7"), ["hi", "four"]) == [23.0, 25.0]

@@ -2,13 +2,19 @@
 
 import json
 import pickle
+from fractions import Fraction
+from types import SimpleNamespace
 
+import numpy as np
+import pandas as pd
 import pytest
 from datasets import Dataset
 
 from cotrain.config.schema import DatasetTask, ReasoningGymTask
-from cotrain.tasks.base import build_task
-from cotrain.tasks.prompts import PromptOrder
+from cotrain.models.tiny import byte_tokenizer
+from cotrain.tasks.answers import number_in
+from cotrain.tasks.base import build_score, build_task, fingerprint
+from cotrain.tasks.prompts import PromptOrder, encode_prompt, load_tokenizer, unusable_prompts
 
 ONE_DIGIT_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -115,8 +121,8 @@ def test_verl_schema(tmp_path):
     prompt = task.prompt(0)
     assert (len(task), prompt.id, prompt.answer) == (2, "dapo-0", "7")
     assert prompt.messages == [{"role": "user", "content": "3 + 4?"}]
-    assert task.score(prompt, r"\boxed{7}") == 1.0
-    assert task.score(prompt, r"\boxed{4}") == 0.0
+    as_json = verl_row("3 + 4?", "7") | {"prompt": json.dumps(prompt.messages), "reward_model": '{"ground_truth": "7"}'}
+    assert dataset_task(write_jsonl(tmp_path / "json.jsonl", [as_json])).prompt(0).answer == "7"
 
 
 def test_messages_schema_takes_the_last_assistant_message_as_answer(tmp_path):
@@ -145,8 +151,10 @@ def test_prompt_answer_schemas(tmp_path):
     gsm8k = write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "?", "answer": "3+4=<<3+4=7>>7\n#### 1,007"}])
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"prompt": "3 + 4?", "answer": 7}])
     assert dataset_task(gsm8k, reward="numeric").prompt(0).answer == "1,007"
+    headings = write_jsonl(tmp_path / "text.jsonl", [{"question": "?", "answer": "#### One\n##### Two #\nthree"}])
+    assert dataset_task(headings, reward="exact").prompt(0).answer == "#### One\n##### Two #\nthree"
     prompt = dataset_task(plain, reward="numeric").prompt(0)
-    assert prompt.answer == "7"
+    assert prompt.answer == 7
     assert prompt.messages == [{"role": "user", "content": "3 + 4?"}]
 
 
@@ -171,12 +179,21 @@ def test_json_parquet_and_folders_read_alike(tmp_path):
     assert len(dataset_task(tmp_path / "rows.json", split="train[:3]")) == 3
 
 
+def test_a_float_of_32_bits_keeps_its_value(tmp_path):
+    Dataset.from_pandas(pd.DataFrame({"prompt": ["?"] * 3, "answer": np.array([0.1, 4, 1e-7], np.float32)})).to_parquet(
+        tmp_path / "rows.parquet"
+    )
+    task = dataset_task(tmp_path / "rows.parquet", reward="numeric")
+    assert [number_in(task.prompt(i).answer) for i in range(3)] == [Fraction(1, 10), 4, Fraction(1, 10**7)]
+
+
 def test_users_reward_may_do_without_answers(tmp_path, monkeypatch):
     (tmp_path / "brevity.py").write_text("def score(prompt, response, answer): return -len(response)\n")
     monkeypatch.chdir(tmp_path)
     task = dataset_task(write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Hi"}]), reward="brevity:score")
     assert task.prompt(0).answer is None
-    assert task.score(task.prompt(0), "four") == -4.0
+    config = DatasetTask(type="dataset", path=str(tmp_path / "prompts.jsonl"), reward="brevity:score")
+    assert build_score(config, seed=0)(task.prompt(0), "four") == -4.0
 
 
 @pytest.mark.parametrize(
@@ -194,21 +211,145 @@ def test_users_reward_may_do_without_answers(tmp_path, monkeypatch):
         ),
         ([{"prompt": "a"}], {"prompt_column": "x"}, r"task\.prompt_column: no column x; .* found: prompt"),
         ([{"prompt": "a"}], {"answer_column": "x"}, r"task\.answer_column: no column x; .* found: prompt"),
-        ([{"prompt": "a", "answer": None}], {}, r"task\.answer_column: row 0 of .* has the answer None"),
-        ([{"prompt": "", "answer": "b"}], {}, r"task\.prompt_column: row 0 of .* has no prompt in 'prompt'"),
-        ([{"messages": [{"role": "user", "content": "a"}]}], {}, r"task\.answer_column: row 0 of .* the answer None"),
+        ([{"prompt": "a", "answer": None}], {}, r"row 0: its answer None is not a text or a number"),
+        ([{"prompt": "", "answer": "b"}], {}, "row 0: it has no prompt"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], {}, "row 0: its answer None"),
+        (
+            [{"prompt": "a", "reward_model": "{'ground_truth': '7'}"}],
+            {},
+            "row 0: its answer is a text with a ground_truth",
+        ),
+        (
+            [{"prompt": "<image> a", "answer": "b", "images": ["x"]}],
+            {},
+            r"task\.path: policies read text only, .* images",
+        ),
         (
             [{"messages": [{"from": "user", "value": "a"}]}],
             {},
-            r"task\.prompt_column: .* role and content; .*from, value",
+            r"row 0: message 0 of its prompt needs role and content, .*'from': 'user', 'value': 'a'",
         ),
-        ([{"prompt": "a", "answer": "b"}], {"reward": "wrong"}, r"task\.reward: wrong is neither exact"),
     ],
 )
 def test_rows_that_do_not_fit(tmp_path, rows, fields, message):
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(ValueError, match=message):
         dataset_task(path, **fields)
+
+
+SIZE = 20
+LONG, EMPTY, WORD = 3, 7, 11
+
+
+@pytest.fixture
+def model(tmp_path):
+    """What a check of prompts needs of a policy: a tokenizer of bytes, whose template refuses the role `tool`."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """A dataset of which some rows are bad, each in a way of its own: the path."""
+    rows = [{"prompt": [{"role": "user", "content": f"{i} + 1?"}], "answer": str(i + 1)} for i in range(SIZE)]
+    rows[LONG]["prompt"][0]["content"] = "9" * 41
+    rows[EMPTY]["prompt"] = []
+    rows[WORD]["answer"] = "twelve"
+    rows[SIZE - 1]["prompt"][0]["role"] = "tool"
+    return write_jsonl(tmp_path / "mixed.jsonl", rows)
+
+
+def checked(path, model, limit=40, **fields):
+    return build_task(DatasetTask(type="dataset", path=str(path), reward="numeric", **fields), 0, model, limit)
+
+
+def test_all_bad_rows_are_listed_at_once_whatever_is_wrong_with_them(mixed, model):
+    with pytest.raises(ValueError) as raised:
+        checked(mixed, model)
+    head, *rows, fix = str(raised.value).splitlines()
+    assert head == f"task.path: 4 of the 20 rows of {mixed} cannot be used:"
+    assert [row.strip() for row in rows] == [
+        "row 3: 41 tokens, rollout.max_prompt_tokens is 40",
+        "row 7: it has no prompt",
+        "row 11: its answer 'twelve' is not wholly one number, as task.reward = 'numeric' needs",
+        "row 19: the chat template raises TemplateError: no tools",
+    ]
+    assert "task.skip_bad_rows = true" in fix
+    with pytest.raises(ValueError, match=r"\n +row 9: .*\n +and 10 more\n"):
+        checked(mixed, model, limit=0)
+
+
+def test_bad_rows_are_left_out_on_request_and_counted(mixed, model):
+    task = checked(mixed, model, skip_bad_rows=True)
+    assert len(task) == SIZE - 4
+    assert [task.prompt(i).id for i in (2, 3, 15)] == ["mixed-2", "mixed-4", "mixed-18"]
+    assert task.left_out.startswith(f"4 of the 20 rows of {mixed}, such as row 3: 41 tokens")
+    assert checked(mixed, model, limit=41, skip_bad_rows=True).left_out.startswith("3 of the 20 rows")
+    with pytest.raises(ValueError, match="20 of the 20 rows"):
+        checked(mixed, model, limit=0, skip_bad_rows=True)
+
+
+def test_the_limit_counts_what_the_run_encodes(mixed, model):
+    prompt = checked(mixed, model, limit=41, skip_bad_rows=True).prompt(LONG)
+    assert len(encode_prompt(load_tokenizer(model), prompt, 41)) == 41
+
+
+def test_generated_problems_are_checked_too(model):
+    config = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
+    longest = max(len(build_task(config, 0).prompt(i).messages[0]["content"]) for i in range(64))
+    build_task(config, 0, model, longest)
+    with pytest.raises(ValueError, match=rf"problem \d+ of chain_sum cannot be used: {longest} tokens"):
+        build_task(config, 0, model, longest - 1)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_refused(mixed, model):
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"policy\.model: the tokenizer in {model} cannot be loaded"):
+        checked(mixed, model)
+
+
+def test_the_fingerprint_tells_prompts_and_answers_from_others(tmp_path, mixed, model):
+    task, again = checked(mixed, model, skip_bad_rows=True), checked(mixed, None, skip_bad_rows=True)
+    assert fingerprint(task) != fingerprint(again)  # the one too long for the other is in it
+    found = set()
+    for rows in (
+        [("a", 1), ("b", 2)],
+        [("a", 1), ("b", 3)],
+        [("a", 1), ("c", 2)],
+        [("b", 2), ("a", 1)],
+        [("a", 1)],
+        [("a", "1"), ("b", "2")],
+    ):
+        path = tmp_path / f"{len(found)}" / "rows.jsonl"
+        path.parent.mkdir()
+        write_jsonl(path, [{"prompt": prompt, "answer": answer} for prompt, answer in rows])
+        found.add(fingerprint(dataset_task(path, reward="numeric")))
+        assert fingerprint(dataset_task(path, reward="exact")) in found
+    assert len(found) == 6
+    assert (
+        fingerprint(reasoning_task(seed=0))
+        == fingerprint(reasoning_task(seed=0))
+        != fingerprint(reasoning_task(seed=1))
+    )
+
+
+def test_a_large_dataset_is_read_once_and_encoded_in_batches(mixed, model):
+    task = checked(mixed, model, skip_bad_rows=True)
+    assert checked(mixed, model, skip_bad_rows=True) is task
+    batches = []
+
+    class Tokenizer:
+        def apply_chat_template(self, messages, **options):
+            return messages[0]["content"]
+
+        def __call__(self, texts, **options):
+            batches.append(len(texts))
+            return SimpleNamespace(input_ids=[[1]] * len(texts))
+
+    assert unusable_prompts(Tokenizer(), dict.fromkeys(range(2500), task.prompt(0)), 40) == {}
+    assert batches == [1000, 1000, 500]
 
 
 @pytest.mark.parametrize(
@@ -267,8 +408,3 @@ def test_the_order_depends_on_seed_and_step_only():
     steps = [one.step(step) for step in range(1, 31)]
     assert steps == [again.step(step) for step in range(30, 0, -1)][::-1]
     assert steps != [other.step(step) for step in range(1, 31)]
-
-
-def test_more_prompts_a_step_than_there_are_is_refused():
-    with pytest.raises(ValueError, match=r"rollout\.prompts_per_step = 9 .* 8 prompts .* task\.size"):
-        PromptOrder(num_prompts=8, prompts_per_step=9, seed=0)

@@ -54,6 +54,32 @@ def test_an_initialisation_overrides_the_shared_configuration(study_file):
     assert (init.name, init.run_root.name) == ("generic", "inits")
 
 
+def test_paths_of_the_shared_configuration_are_relative_to_the_study_file_too(study_file, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+
+    def paths(task: str) -> list[tuple[str, str]]:
+        lines = ["[task]", "type = 'dataset'", f"path = '{task}'", "[policy]", "model = 'model'"]
+        (study_file.parent / "data.toml").write_text("\n".join(lines))
+        study = load_study(study_file, ["config=['base.toml', 'data.toml']"])
+        return [(run.config.task.path, run.config.policy.model) for run in study.runs]
+
+    with pytest.raises(
+        ConfigError, match=r"task\.path: there is no .*/rows\.jsonl; the path is relative to the study file"
+    ):
+        paths("rows.jsonl")
+    (elsewhere / "rows.jsonl").touch()
+    assert set(paths("rows.jsonl")) == {("rows.jsonl", "model")}, (
+        "relative to the working folder, where it is there alone"
+    )
+    (study_file.parent / "rows.jsonl").touch()
+    (study_file.parent / "model").mkdir()
+    beside = (str(study_file.parent / "rows.jsonl"), str(study_file.parent / "model"))
+    assert set(paths("rows.jsonl")) == {beside}
+    assert {task for task, _ in paths("openai/gsm8k")} == {"openai/gsm8k"}
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [

@@ -61,9 +61,8 @@ def test_what_is_too_long_is_left_out_and_said(open_with, dataset, capsys):
     path = dataset([{"prompt": "short", "reply": "x"}, {"prompt": "long " * 100, "reply": "x"}])
     source = open_with({"type": "dataset", "path": path}, max_prompt_tokens=200)
     assert source.num_prompts == 1
-    note = "note: 1 of 2 are over rollout.max_prompt_tokens or max_new_tokens and left out"
-    assert note in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"init\.source\.path: .*has nothing within"):
+    assert f"note: left out 1 of the 2 rows of {path}, such as row 1: 519 tokens" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"init\.source\.path: 2 of the 2 rows .*cannot be used"):
         open_with({"type": "dataset", "path": path}, max_prompt_tokens=8)
 
 
@@ -72,7 +71,7 @@ def test_what_is_too_long_is_left_out_and_said(open_with, dataset, capsys):
     [
         ({}, r"init\.source\.prompt_column: no column messages or prompt or question; .* found: body, title"),
         ({"prompt_column": "text"}, r"init\.source\.prompt_column: no column text; .* found: body, title"),
-        ({"prompt_column": "body"}, r"init\.source\.prompt_column: row 0 .* has no prompt"),
+        ({"prompt_column": "body"}, r"init\.source\.path: 1 of the 1 rows .*\n +row 0: its prompt is neither"),
     ],
 )
 def test_a_wrong_schema_is_named_with_the_columns_found(open_with, dataset, source, message):

@@ -280,6 +280,7 @@ def test_the_stream_is_drawn_from_its_events(tmp_path: Path) -> None:
         (2, 110.0, "dispatched", {"group": 2, "engine": 0}),
     ]  # fmt: skip
     lines = [{"step": step, "time": time, "event": event} | fields for step, time, event, fields in events]
+    lines += [{"step": 0, "event": "rows left out", "rows": text} for text in ("1 of the 9 rows", "2 of the 9 rows")]
     (folder / "stream.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = plots(folder)
     timeline = found["timeline"].figure
@@ -291,6 +292,7 @@ def test_the_stream_is_drawn_from_its_events(tmp_path: Path) -> None:
         [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in c.get_paths()] for c in (engine, learner)
     ]
     assert bars == [[(0.0, 4.0), (1.0, 9.0)], [(5.0, 7.0)]]
+    assert facts(folder)["left out"].value == "2 of the 9 rows"
     assert [path.vertices[0, 0] for path in swaps.get_paths()] == [7.5]
     lag = found["lag"].figure
     assert lag is not None

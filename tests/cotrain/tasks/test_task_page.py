@@ -1,0 +1,60 @@
+"""docs/tasks.md holds what it says: each cell of its table of answers, and the example of a reward function."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from cotrain.config.schema import DatasetTask
+from cotrain.tasks.base import build_score, build_task
+
+PAGE = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
+REWARDS = ("exact", "numeric", "math_verify")
+
+
+def table_of_answers() -> list[tuple[str, str, str, str]]:
+    """(kind, answer, reward, what it does) of each cell."""
+    section = PAGE.partition("## Which answers the built-in rewards take")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    assert rows[0] == ["kind", "the answer", *(f"`{reward}`" for reward in REWARDS)]
+    return [(row[0], row[1].strip("`"), *cell) for row in rows[2:] for cell in zip(REWARDS, row[2:], strict=True)]
+
+
+CELLS = table_of_answers()
+
+
+def test_the_table_has_every_kind() -> None:
+    assert len(CELLS) == 20 * len(REWARDS)
+    assert {json.loads(answer) for _, answer, *_ in CELLS[:1]} == {7}
+
+
+@pytest.mark.parametrize(("kind", "answer", "reward", "does"), CELLS, ids=lambda value: value[:40])
+def test_a_cell_of_the_table_of_answers(tmp_path: Path, kind: str, answer: str, reward: str, does: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f'{{"prompt": "?", "answer": {answer}}}\n')
+    config = DatasetTask(type="dataset", path=str(rows), reward=reward)
+    if does == "refused":
+        with pytest.raises(ValueError, match=rf"1 of the 1 rows .*\n +row 0: its answer .* '{reward}' needs"):
+            build_task(config, seed=0)
+        return
+    prompt, score = build_task(config, seed=0).prompt(0), build_score(config, seed=0)
+    right, wrong = (re.findall(r"`([^`]+)`", part) for part in does.split("; not "))
+    assert right and wrong, does
+    assert {text: score(prompt, f"Answer: {text}") for text in right} == dict.fromkeys(right, 1.0)
+    assert {text: score(prompt, f"Answer: {text}") for text in wrong} == dict.fromkeys(wrong, 0.0)
+
+
+def test_the_example_of_a_reward_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, calls = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert calls.count("assert ") == 3
+    (tmp_path / "my_rewards.py").write_text(function)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 3 + 4? Use at most 5 words.", "answer": 7}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(calls, {})
+    config = DatasetTask(type="dataset", path="rows.jsonl", reward=re.search(r'task.reward = "(.*)"', function)[1])
+    score = build_score(config, seed=0)
+    assert score(build_task(config, seed=0).prompt(0), "3 + 4 = 7, as everybody knows") == 0.5
+    del sys.modules["my_rewards"]
