@@ -5,13 +5,14 @@ Exit status: 0 done, 1 the run's own check failed or a part of it died, 2 an err
 
 import argparse
 import importlib
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from cotrain.process.failures import RunFailure
-from cotrain.run.mlflow_store import DEFAULT_URI, absolute_uri, sqlite_file
+from cotrain.run.mlflow_store import absolute_uri, default_uri, sqlite_file
 
 COMMANDS = {
     "train": ("pipelines.cli:train", "train a policy and its drafter"),
@@ -125,7 +126,7 @@ def report(arguments: Sequence[str]) -> int:
         description="Write the report of a run or a study into its report/ folder: report.html, which needs no other "
         "file, and its figures as PNGs; for a study also its table as Markdown and CSV.",
     )
-    parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name below runs/")
+    parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name in the run root")
     options = parser.parse_args(arguments)
     from pipelines.page.folders import STUDY, find
 
@@ -146,12 +147,12 @@ def drafters(arguments: Sequence[str]) -> int:
     pull.add_argument("name", metavar="NAME[@alias|/version]", help="NAME alone means NAME@serving")
     pull.add_argument("folder", metavar="DIR", type=Path, help="a new folder")
     for action in (listing, pull):
-        action.add_argument("--uri", default=DEFAULT_URI, help="MLflow tracking URI (default %(default)s)")
+        action.add_argument("--uri", default=default_uri(), help="MLflow tracking URI (default %(default)s)")
     parsed = parser.parse_args(arguments)
     from cotrain.run.registry import drafter_table, list_drafters, pull_drafter
 
     if parsed.action == "list":
-        print(drafter_table(list_drafters(absolute_uri(parsed.uri))))
+        print(drafter_table(list_drafters(absolute_uri(parsed.uri)), absolute_uri(parsed.uri)))
         return 0
     row = pull_drafter(absolute_uri(parsed.uri), parsed.name, parsed.folder)
     versions = f"p{row.tags['policy_version']}-d{row.tags['drafter_version']} of {row.tags['run_name']}"
@@ -162,7 +163,7 @@ def drafters(arguments: Sequence[str]) -> int:
 def ui(arguments: Sequence[str]) -> int:
     """`cotrain ui`: print the page of a server, or the command that serves an sqlite file and the page to open then."""
     parser = argparse.ArgumentParser(prog="cotrain ui")
-    parser.add_argument("--uri", default=DEFAULT_URI, help="MLflow tracking URI (default %(default)s)")
+    parser.add_argument("--uri", default=default_uri(), help="MLflow tracking URI (default %(default)s)")
     uri = parser.parse_args(arguments).uri
     # Without workflowType MLflow opens in its GenAI view, which shows neither charts nor registered models.
     page = "#/experiments?workflowType=machine_learning"
@@ -172,7 +173,7 @@ def ui(arguments: Sequence[str]) -> int:
     uri = absolute_uri(uri)
     if (database := sqlite_file(uri)) and not database.exists():
         raise ValueError(f"--uri: {database} does not exist yet; a run writes it, or give the URI of another store")
-    print(f"mlflow server --backend-store-uri {uri} --workers 1 --port {UI_PORT}")
+    print(f"mlflow server --backend-store-uri {shlex.quote(uri)} --workers 1 --port {UI_PORT}")
     print(f"then open http://127.0.0.1:{UI_PORT}/{page}")
     return 0
 

@@ -21,7 +21,7 @@ from cotrain.config.schema import MIN_ROLLOUTS, RunConfig
 from cotrain.models.loading import has_linear_attention, native_head, resolve_model, serving_problems
 from cotrain.process.cluster import engine_device, place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
-from cotrain.run.mlflow_store import check_uri, tracking_uri
+from cotrain.run.mlflow_store import URI_VARIABLE, check_uri, tracking_uri
 from cotrain.run.provenance import machine
 from cotrain.run.run_dir import resume_arguments
 from drafters.files import read_config, safetensors_header, weight_files
@@ -110,7 +110,7 @@ def find_problems(
         problems.append(
             'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3", "mtp" or "draft_model"'
         )
-    if config.tracking.uri is not None:  # _check_space covers the default, which is sqlite in the run root
+    if config.tracking.uri or os.environ.get(URI_VARIABLE):  # _check_space covers the default, sqlite in the run root
         problems += _problems(check_uri, tracking_uri(config))
     trains = command == "train" and not quick
     for check in (_check_vllm, *([_check_device] if on_this_machine else []), *([_check_task] if trains else [])):

@@ -15,11 +15,18 @@ from mlflow.entities.model_registry import ModelVersion
 
 from cotrain.models.loading import native_head
 from cotrain.run.checkpoint import file_digest
-from cotrain.run.mlflow_store import absolute_uri, connect, first_line, sqlite_file
+from cotrain.run.mlflow_store import absolute_uri, all_pages, connect, first_line, sqlite_file
 
 FILES = ("config.json", "model.safetensors")
 DIGEST_TAG = "blake2b."
-SHOWN_TAGS = ("policy_version", "drafter_version", "acceptance_length", "num_speculative_tokens", "run_name")
+SHOWN_TAGS = (
+    "policy_version",
+    "drafter_version",
+    "acceptance_length",
+    "num_speculative_tokens",
+    "num_drafts",
+    "run_name",
+)
 NATIVE = "native"
 """What a user calls the MTP head that came with a policy."""
 
@@ -30,17 +37,19 @@ def list_drafters(uri: str) -> list[ModelVersion]:
     if database and not database.exists():
         return []
     client = connect(uri)
-    rows = client.search_model_versions("tags.drafter_version LIKE '%'", order_by=["creation_timestamp DESC"])
+    of_drafters, newest_first = "tags.drafter_version LIKE '%'", ["creation_timestamp DESC"]
+    rows: list[ModelVersion] = all_pages(client.search_model_versions, filter_string=of_drafters, order_by=newest_first)
     # The rows that a search returns have no aliases.
-    aliases = {model.name: model.aliases for model in client.search_registered_models(max_results=1000)}
+    aliases = {model.name: model.aliases for model in all_pages(client.search_registered_models, max_results=1000)}
     for row in rows:
-        row.aliases = sorted(a for a, version in aliases[row.name].items() if str(version) == str(row.version))
-    return list(rows)
+        row.aliases = sorted(a for a, version in aliases.get(row.name, {}).items() if str(version) == str(row.version))
+    return rows
 
 
-def drafter_table(rows: list[ModelVersion]) -> str:
+def drafter_table(rows: list[ModelVersion], uri: str) -> str:
+    """Return the rows of list_drafters as a table, or a line that says at which tracking URI there are none."""
     if not rows:
-        return "No drafters yet: a run with [drafter] registers each one that it publishes."
+        return f"No drafters yet at {uri}: a run with [drafter] registers each one that it publishes."
     table = [
         {"name": row.name, "version": row.version, "aliases": " ".join(row.aliases)}
         | {tag: row.tags.get(tag, "-") for tag in SHOWN_TAGS}

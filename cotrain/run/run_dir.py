@@ -7,7 +7,7 @@ from typing import Self
 
 from filelock import FileLock, Timeout
 
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import default_run_root
 
 
 class RunDir(AbstractContextManager["RunDir"]):
@@ -71,5 +71,4 @@ class RunDir(AbstractContextManager["RunDir"]):
 
 def resume_arguments(root: Path, name: str) -> str:
     """The arguments that continue a run: its name, and the run root where that is not the default."""
-    default = RunConfig.model_fields["run_root"].default
-    return f"--resume {name}" if root == default else f"--resume {name} run_root={shlex.quote(str(root))}"
+    return f"--resume {name}" if root == default_run_root() else f"--resume {name} run_root={shlex.quote(str(root))}"

@@ -16,6 +16,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from cotrain.config.schema import default_run_root
 from cotrain.models.loading import cache_folder
 from cotrain.process import threads
 from cotrain.rollout.vllm.interface import KNOWN_VERSION, moved
@@ -110,7 +111,7 @@ def shared_memory() -> str:
 def disk() -> str:
     """The disks of runs and of the model cache have room for a small run."""
     free = {}
-    for what, folder in {"runs": Path("runs").absolute(), "cache": cache_folder()}.items():
+    for what, folder in {"runs": default_run_root().absolute(), "cache": cache_folder()}.items():
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free[what] = shutil.disk_usage(there).free / GIB
     text = ", ".join(f"{gib:.1f} GiB free for {what}" for what, gib in free.items())

@@ -49,13 +49,14 @@ def test_list(uri):
         (2, ["serving"], "12"),
         (1, ["best"], "11"),
     ]
-    head, *lines = drafter_table(rows).splitlines()
+    head, *lines = drafter_table(rows, uri).splitlines()
     line = next(line for line in lines if "best" in line)
-    assert line.split()[:8] == [NAME, "1", "best", "11", "1", "2.0", "2", "first"], head
+    assert line.split()[:9] == [NAME, "1", "best", "11", "1", "2.0", "2", "100", "first"], head
 
 
 def test_an_sqlite_file_that_is_not_there_holds_none_and_is_not_made(tmp_path):
-    assert "No drafters yet" in drafter_table(list_drafters(f"sqlite:///{tmp_path}/mlflow.db"))
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    assert f"No drafters yet at {uri}" in drafter_table(list_drafters(uri), uri)
     assert list(tmp_path.iterdir()) == []
 
 
