@@ -5,6 +5,7 @@ Exit status: 0 done, 1 the run's own check failed or a part of it died, 2 an err
 
 import argparse
 import importlib
+import os
 import shlex
 import sys
 import traceback
@@ -61,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, (_, text) in COMMANDS.items():
                 commands.add_parser(name, help=text)
             parser.parse_args(arguments)  # prints help, or what is wrong, and exits
+        if os.path.expanduser("~") == "~":  # MLflow and others could not even be imported
+            raise ValueError(
+                "HOME: it is not set, and this user has no home folder; set HOME to a folder that can be written"
+            )
         module, _, function = COMMANDS[arguments[0]][0].partition(":")
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except RunFailure as failure:
@@ -155,7 +160,8 @@ def drafters(arguments: Sequence[str]) -> int:
         print(drafter_table(list_drafters(absolute_uri(parsed.uri)), absolute_uri(parsed.uri)))
         return 0
     row = pull_drafter(absolute_uri(parsed.uri), parsed.name, parsed.folder)
-    versions = f"p{row.tags['policy_version']}-d{row.tags['drafter_version']} of {row.tags['run_name']}"
+    versions = "p{policy_version}-d{drafter_version} of {run_name}".format(**row.tags)
+    versions += f" for {row.tags['policy']}" if "policy" in row.tags else ""
     print(f"{row.name}/{row.version} ({versions}) is in {parsed.folder}")
     return 0
 

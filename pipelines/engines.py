@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, SpeculationConfig, default_run_root
+from cotrain.config.surroundings import cache_problems, socket_problems
 from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
@@ -72,6 +73,8 @@ def prepared_command(
     out = args.out or default_run_root() / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} is not empty; give a new folder")
+    if problems := [*cache_problems(), *socket_problems()]:
+        raise ValueError("; ".join(problems))
     with tempfile.TemporaryDirectory() as pulled:
         prepared = prepare(args, Path(pulled) / "drafter")
         out.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.config.schema import MIN_ROLLOUTS, RunConfig
+from cotrain.config.surroundings import cache_problems, socket_problems
 from cotrain.models.loading import has_linear_attention, native_head, resolve_model, serving_problems
 from cotrain.process.cluster import engine_device, place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
@@ -100,6 +101,9 @@ def find_problems(
     quick: only what can be checked within seconds, without torch, a download or a conversion (for --dry-run).
     on_this_machine: the run is to start here, so check that the devices it needs are here too.
     """
+    private_ray = command == "train" and config.cluster.address is None
+    if on_this_machine and (problems := [*cache_problems(), *socket_problems(private_ray)]):
+        return problems
     problems = []
     if not resume and (config.run_root / config.name).exists():
         problems.append(
