@@ -12,7 +12,7 @@ import pytest
 
 from cotrain.controller import Controller, Records, Roles
 from cotrain.lossless.emitted import Draws
-from cotrain.process.failures import SelfCheckFailed
+from cotrain.process.failures import RunFailure, SelfCheckFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.records import (
     GainReport,
@@ -92,6 +92,7 @@ class Learner:
     """Calls by name, on the object itself."""
 
     last_call, node = (0.0, 1.0), "here"
+    unsaveable = ""
 
     def begin(self, method: str, *args: Any) -> Any:
         return self.call(method, *args)
@@ -102,8 +103,10 @@ class Learner:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, weights: bool = True) -> None:
         folder.mkdir()
+        if self.unsaveable:
+            raise ValueError(self.unsaveable)
 
 
 class Policy(Learner):
@@ -356,6 +359,24 @@ def test_steps_without_drafts_are_no_passed_check(start: Any) -> None:
     found = go(controller, 3)[-1]
     assert (found["lossless/check"], found["lossless/passed"]) == (1.0, 1.0)
     assert 100 <= found["lossless/speculated_tokens"] < found["lossless/tokens"]
+
+
+def test_what_cannot_be_saved_ends_the_run_before_its_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the first checkpoint, hours later and with nothing to go on from."""
+    controller = start(World(GOOD), steps=2)
+    monkeypatch.setattr(Policy, "unsaveable", "generation_config.json contradicts itself")
+    with pytest.raises(RunFailure, match=r"cannot be saved.*: generation_config\.json contradicts itself"):
+        go(controller, 2)
+    assert controller.step == 0 and read_rows(controller.run_dir.metrics) == []
+    monkeypatch.undo()
+    monkeypatch.setattr(controller.monitor, "state", lambda: {"tokens": object()})
+    with pytest.raises(RunFailure, match=r"cannot be saved.*: .*object is not JSON serializable"):
+        go(controller, 2)
+    monkeypatch.undo()
+    assert list(controller.run_dir.checkpoints.iterdir()) == []
+    controller.stop_requested = lambda: True
+    controller.run()
+    assert list(controller.run_dir.checkpoints.iterdir()) == [], "what was tried is no checkpoint"
 
 
 def test_log_probs_of_other_tokens_stop_the_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
