@@ -17,6 +17,7 @@ from urllib.request import urlopen
 
 from cotrain.config.schema import RunConfig, default_run_root
 from cotrain.config.sidecar import SidecarConfig
+from cotrain.config.surroundings import can_write
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -65,8 +66,7 @@ def check_uri(uri: str) -> None:
     """Raise ValueError naming tracking.uri or the variable unless it is a writable database, or a server that answers."""
     field = _named_by(uri)
     if database := sqlite_file(uri):
-        nearest = next(path for path in (database, *database.parents) if path.exists())
-        if not os.access(nearest, os.W_OK):
+        if not can_write(database):
             raise ValueError(f"{field}: {database} cannot be written; set tracking.uri or run_root elsewhere")
     elif uri.startswith(("http://", "https://")):
         try:
@@ -109,8 +109,9 @@ def connect(uri: str) -> "MlflowClient":
     try:
         client.search_experiments(max_results=1)
     except mlflow.MlflowException as error:
-        raise ValueError(f"{_named_by(uri)}: {uri} cannot be used: {first_line(error)}{remedy(error)}") from error
-    if database and "%" in uri:  # MLflow also makes an empty folder, of the path as it is written in the URI
+        raise ValueError(f"{_named_by(uri)}: {uri} cannot be used: {in_short(error)}") from error
+    if database and "%" in uri:  # opening its two stores, MLflow makes an empty folder of the path as the URI writes it
+        client.search_registered_models(max_results=1)
         with suppress(OSError):
             os.removedirs(Path(uri.removeprefix(SQLITE)).parent)
     return client
@@ -142,16 +143,12 @@ def experiment_id(client: "MlflowClient", uri: str) -> str:
     return experiment.experiment_id
 
 
-def first_line(error: Exception) -> str:
-    """Return the start of an error's first line, because MLflow's texts run to pages."""
-    return shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200, placeholder=" ...")
-
-
-def remedy(error: Exception) -> str:
-    """Return what a user can do about an error of MLflow, to be put behind it; empty when that is not known."""
+def in_short(error: Exception) -> str:
+    """Return what an error of MLflow says, whose texts run to pages, and what a user can do about it where that is known."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = shorten(line.rpartition("(Caused by ")[2], 200, placeholder=" ...")
     status = error.get_http_status_code() if hasattr(error, "get_http_status_code") else None
     if status in (401, 403):
-        return "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-    if status == 404:
-        return "; restore it in MLflow"
-    return f"; see to {error.filename}" if getattr(error, "filename", None) else ""
+        return f"{text}; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    place = getattr(error, "filename", None)
+    return f"{text}; restore it in MLflow" if status == 404 else f"{text}; see to {place}" if place else text

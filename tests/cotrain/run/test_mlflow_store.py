@@ -72,8 +72,8 @@ def test_a_run_root_with_signs_that_mean_something_in_a_uri(run_config, empty_ml
     with sqlite3.connect(root / "mlflow.db") as database:
         assert database.execute("SELECT value FROM metrics WHERE key = 'a'").fetchall() == [(0.5,)]
     assert len(list((root / "mlartifacts").rglob("model.safetensors"))) == 1
-    pull_drafter(uri, tracker.registered_model, tmp_path / "pulled")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["drafter", name, "pulled"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["drafter", name]), "and nothing beside it"
+    assert int(pull_drafter(uri, tracker.registered_model, tmp_path / "pulled").version) == 1
 
 
 def test_drafters_are_found_among_1005_registered_models(run_config, mlflow_database, tmp_path):
