@@ -14,7 +14,7 @@ from typing import Any
 from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.losses import group_advantages
-from cotrain.process.failures import TaskFailed
+from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.decision import Outcome
 from cotrain.records import GainReport, Prompt, RolloutBatch, ScoredRollout, StepTotal, SwapReport, Versions
@@ -111,7 +111,16 @@ class Controller:
         self._engine_steps: dict[int, list[StepTotal]] = {}
 
     def run(self) -> bool:
-        """Run all remaining steps. Returns False if it was asked to stop early; the run is saved either way."""
+        """Run all remaining steps. Returns False if it was asked to stop early; the run is saved either way.
+
+        Raises RunFailure before the first step when a checkpoint without its tensors cannot be saved.
+        """
+        try:
+            self._save(trial=True)
+        except Exception as error:
+            raise RunFailure(
+                f"checkpoints of this run cannot be saved in {self.run_dir.checkpoints}: {error}"
+            ) from error
         while self.step < self.config.steps and not self.stop_requested():
             try:
                 self._one_step(self.step + 1)
@@ -371,7 +380,7 @@ class Controller:
         advice = f"{self.step} steps are saved: mend that, and continue with cotrain train {self.run_dir.resume}"
         return TaskFailed(f"step {self.step + 1}: {failure}\n  See {self.run_dir.logs}. {advice}")
 
-    def _save(self) -> None:
+    def _save(self, trial: bool = False) -> None:
         publisher, drafter = self.roles.publisher, self.roles.drafter
         state = replace(
             self._first_state,
@@ -383,9 +392,9 @@ class Controller:
             drafting=None if publisher is None else publisher.state(),
             stream=self.producer.state(),
         )
-        with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last) as folder:
-            self.roles.policy.call("save", folder / "policy")
-            if drafter is not None:
+        with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last, trial) as folder:
+            self.roles.policy.call("save", folder / "policy", not trial)
+            if drafter is not None and not trial:  # the first drafter has been saved into the run folder
                 drafter.call("save", folder / "drafter")
             if self.config.rollout.history is not None:
                 self.roles.engines.save_history(folder / HISTORY)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.files import CONFIG, WEIGHTS, flush, write_json
+from drafters.files import CONFIG, WEIGHTS, flush, open_to_readers, write_json
 from drafters.target import Experts as Experts
 from drafters.target import TargetSpec as TargetSpec
 from drafters.unroll import ZeroCentredRMSNorm
@@ -160,7 +160,7 @@ class Drafter(nn.Module, ABC):
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{WEIGHTS}.partial"
         try:
-            save_file(state, partial, metadata={"format": "pt"})
+            save_tensors(state, partial)
             flush(partial)
             (folder / CONFIG).unlink(missing_ok=True)
             os.replace(partial, folder / WEIGHTS)
@@ -193,6 +193,12 @@ class Drafter(nn.Module, ABC):
         ]
         if problems:
             raise ValueError(f"{source} does not fit this drafter: " + "; ".join(problems))
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file of PyTorch tensors, which others may read as far as the umask says."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    open_to_readers(path)
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -75,6 +77,12 @@ def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
             return {name: {"shape": part.get_shape(), "dtype": part.get_dtype()} for name, part in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or no safetensors file, perhaps a git-lfs pointer: {error}") from error
+
+
+def open_to_readers(path: Path) -> None:
+    """Give a file the mode that the umask says. Those that safetensors writes can only be read by their owner."""
+    umask = re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    path.chmod(0o666 & ~int(umask[1] if umask else "077", 8))
 
 
 def flush(path: Path) -> None:

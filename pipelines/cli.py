@@ -5,13 +5,15 @@ Exit status: 0 done, 1 the run's own check failed or a part of it died, 2 an err
 
 import argparse
 import importlib
+import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from cotrain.process.failures import RunFailure
-from cotrain.run.mlflow_store import DEFAULT_URI, absolute_uri, sqlite_file
+from cotrain.run.mlflow_store import absolute_uri, default_uri, sqlite_file
 
 COMMANDS = {
     "train": ("pipelines.cli:train", "train a policy and its drafter"),
@@ -60,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, (_, text) in COMMANDS.items():
                 commands.add_parser(name, help=text)
             parser.parse_args(arguments)  # prints help, or what is wrong, and exits
+        if os.path.expanduser("~") == "~":  # MLflow and others could not even be imported
+            raise ValueError(
+                "HOME: it is not set, and this user has no home folder; set HOME to a folder that can be written"
+            )
         module, _, function = COMMANDS[arguments[0]][0].partition(":")
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except RunFailure as failure:
@@ -125,7 +131,7 @@ def report(arguments: Sequence[str]) -> int:
         description="Write the report of a run or a study into its report/ folder: report.html, which needs no other "
         "file, and its figures as PNGs; for a study also its table as Markdown and CSV.",
     )
-    parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name below runs/")
+    parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name in the run root")
     options = parser.parse_args(arguments)
     from pipelines.page.folders import STUDY, find
 
@@ -146,15 +152,16 @@ def drafters(arguments: Sequence[str]) -> int:
     pull.add_argument("name", metavar="NAME[@alias|/version]", help="NAME alone means NAME@serving")
     pull.add_argument("folder", metavar="DIR", type=Path, help="a new folder")
     for action in (listing, pull):
-        action.add_argument("--uri", default=DEFAULT_URI, help="MLflow tracking URI (default %(default)s)")
+        action.add_argument("--uri", default=default_uri(), help="MLflow tracking URI (default %(default)s)")
     parsed = parser.parse_args(arguments)
     from cotrain.run.registry import drafter_table, list_drafters, pull_drafter
 
     if parsed.action == "list":
-        print(drafter_table(list_drafters(absolute_uri(parsed.uri))))
+        print(drafter_table(list_drafters(absolute_uri(parsed.uri)), absolute_uri(parsed.uri)))
         return 0
     row = pull_drafter(absolute_uri(parsed.uri), parsed.name, parsed.folder)
-    versions = f"p{row.tags['policy_version']}-d{row.tags['drafter_version']} of {row.tags['run_name']}"
+    versions = "p{policy_version}-d{drafter_version} of {run_name}".format(**row.tags)
+    versions += f" for {row.tags['policy']}" if "policy" in row.tags else ""
     print(f"{row.name}/{row.version} ({versions}) is in {parsed.folder}")
     return 0
 
@@ -162,7 +169,7 @@ def drafters(arguments: Sequence[str]) -> int:
 def ui(arguments: Sequence[str]) -> int:
     """`cotrain ui`: print the page of a server, or the command that serves an sqlite file and the page to open then."""
     parser = argparse.ArgumentParser(prog="cotrain ui")
-    parser.add_argument("--uri", default=DEFAULT_URI, help="MLflow tracking URI (default %(default)s)")
+    parser.add_argument("--uri", default=default_uri(), help="MLflow tracking URI (default %(default)s)")
     uri = parser.parse_args(arguments).uri
     # Without workflowType MLflow opens in its GenAI view, which shows neither charts nor registered models.
     page = "#/experiments?workflowType=machine_learning"
@@ -172,7 +179,7 @@ def ui(arguments: Sequence[str]) -> int:
     uri = absolute_uri(uri)
     if (database := sqlite_file(uri)) and not database.exists():
         raise ValueError(f"--uri: {database} does not exist yet; a run writes it, or give the URI of another store")
-    print(f"mlflow server --backend-store-uri {uri} --workers 1 --port {UI_PORT}")
+    print(f"mlflow server --backend-store-uri {shlex.quote(uri)} --workers 1 --port {UI_PORT}")
     print(f"then open http://127.0.0.1:{UI_PORT}/{page}")
     return 0
 

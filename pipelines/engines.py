@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.rules import depth_problems
-from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, SpeculationConfig
+from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, SpeculationConfig, default_run_root
+from cotrain.config.surroundings import cache_problems, socket_problems
 from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
@@ -21,6 +22,7 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.records import WeightPayload
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
+from cotrain.run.mlflow_store import default_uri
 from cotrain.run.provenance import here_and_now, machine
 from cotrain.tasks.base import build_task
 from cotrain.tasks.prompts import apply_template, load_tokenizer
@@ -37,13 +39,15 @@ def add_engine_options(parser: argparse.ArgumentParser, command: str, tokens: in
     """Options that mean the same in every command; tokens is the default length of a response."""
     parser.add_argument("--model", help="folder, hub id, or bundled:smollm2-135m-instruct")
     parser.add_argument("--drafter", help="checkpoint folder, models:/NAME@serving or native")
-    parser.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="MLflow of models:/... (default %(default)s)")
+    parser.add_argument("--uri", default=default_uri(), help="MLflow of models:/... (default %(default)s)")
     parser.add_argument("--dtype", choices=sorted(BYTES), help="of the engine (default bfloat16)")
     parser.add_argument("--tokens", type=at_least(2), default=tokens, help="of each response (default %(default)s)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of prompts and sampling (default %(default)s)")
     parser.add_argument("--tensor-parallel-size", type=at_least(1), help="ranks of an engine (1, or --config's)")
     parser.add_argument("--threads", type=at_least(1), default=threads.num_cores(), help="OpenMP threads (all cores)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"a new folder (default runs/{command}-<date>)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"a new folder (default {command}-<date> in the run root)"
+    )
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -67,9 +71,11 @@ def prepared_command(
     `prepare` gets the options, and a path for a drafter copied from the registry. The folder is made once it has returned;
     from then on all other output goes to engine.log. Raises ValueError when the folder is not empty.
     """
-    out = args.out or Path("runs") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
+    out = args.out or default_run_root() / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} is not empty; give a new folder")
+    if problems := [*cache_problems(), *socket_problems()]:
+        raise ValueError("; ".join(problems))
     with tempfile.TemporaryDirectory() as pulled:
         prepared = prepare(args, Path(pulled) / "drafter")
         out.mkdir(parents=True, exist_ok=True)

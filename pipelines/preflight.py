@@ -26,10 +26,11 @@ from cotrain.config.schema import (
     RecordedRollouts,
     RunConfig,
 )
+from cotrain.config.surroundings import cache_problems, socket_problems
 from cotrain.models.loading import has_linear_attention, has_to_be_fetched, native_head, resolve_model, serving_problems
 from cotrain.process.cluster import engine_device, place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
-from cotrain.run.mlflow_store import check_uri, tracking_uri
+from cotrain.run.mlflow_store import URI_VARIABLE, check_uri, tracking_uri
 from cotrain.run.provenance import machine
 from cotrain.run.run_dir import resume_arguments
 from cotrain.tasks.base import build_task
@@ -111,6 +112,9 @@ def find_problems(
     quick: only what can be checked without a download or a conversion, and without loading weights (for --dry-run).
     on_this_machine: the run is to start here, so check that the devices and the room it needs are here too.
     """
+    private_ray = command == "train" and config.cluster.address is None
+    if on_this_machine and (problems := [*cache_problems(), *socket_problems(private_ray)]):
+        return problems
     problems = []
     if not resume and (config.run_root / config.name).exists():
         problems.append(
@@ -121,7 +125,7 @@ def find_problems(
         problems.append(
             'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3", "mtp" or "draft_model"'
         )
-    if config.tracking.uri is not None:  # _check_run_root covers the default, which is sqlite in the run root
+    if config.tracking.uri or os.environ.get(URI_VARIABLE):  # _check_run_root covers the default in the run root
         problems += _problems(check_uri, tracking_uri(config))
     here: list[Check] = [_check_device, _check_run_root] if on_this_machine else []
     for check in (_check_vllm, *here, *([_check_reward] if command == "train" else [])):

@@ -13,7 +13,7 @@ from typing import Any
 
 from cotrain.config.errors import AnySection, ConfigError, did_you_mean, validated
 from cotrain.config.rules import broken_rules
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import RunConfig, default_run_root
 from drafters.config import Section
 from drafters.files import read_object, write_json
 
@@ -39,7 +39,7 @@ def load(
     """Load any schema as `load_config` does. `rules` returns a line for each broken rule between its fields."""
     tables = read_tables(files, overrides)
     if resume is not None:
-        run_root = reduce(merge, tables, Table()).get("run_root", root.model_fields["run_root"].default)
+        run_root = reduce(merge, tables, Table()).get("run_root", default_run_root())
         tables = [_saved_table(Path(run_root), resume), *tables, {"name": resume}]
     return _parse(root, rules, reduce(merge, tables, Table()))
 

@@ -1,5 +1,6 @@
 """RunConfig: every field of a run, with its help text under it. Imports no torch, vLLM or Ray."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,11 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, and of its folder
 MIN_PROMPTS = 4
 """Fewest prompts that noise is estimated from. With two or three, the degrees of freedom of Student's t are themselves a
 guess, and the far tail that alarms use is reached 6 to 50 times too often."""
+
+
+def default_run_root() -> Path:
+    """Return where runs are kept unless a field or an option says otherwise: in COTRAIN_RUN_ROOT, or else in ./runs."""
+    return Path(os.environ.get("COTRAIN_RUN_ROOT") or "runs")
 
 
 class OptimizerConfig(Section):
@@ -357,7 +363,7 @@ class TrackingConfig(Section):
     """Where metrics and drafter checkpoints are recorded."""
 
     uri: str | None = None
-    """MLflow tracking URI. Default: sqlite in the run root."""
+    """MLflow tracking URI. Default: the environment variable MLFLOW_TRACKING_URI, or sqlite in the run root."""
     log_drafters: bool = True
     """Store each published drafter in MLflow as a registered version."""
 
@@ -394,8 +400,8 @@ class RunConfig(Section):
     """Steps of the run; one step is one batch of rollouts and one policy update."""
     seed: NonNegativeInt = 0
     """Seed of everything random."""
-    run_root: Path = Path("runs")
-    """Folder of all runs."""
+    run_root: Path = Field(default_factory=default_run_root, json_schema_extra={"default": "runs"})
+    """Folder of all runs. Default: the environment variable COTRAIN_RUN_ROOT, or runs."""
     policy: PolicyConfig
     """The policy and its learner."""
     task: Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]

@@ -16,6 +16,7 @@ from cotrain.config.schema import (
     DrafterConfig,
     FeatureTapConfig,
     TrackingConfig,
+    default_run_root,
 )
 from drafters.config import Section
 
@@ -58,8 +59,8 @@ class SidecarConfig(Section):
     features: FeatureTapConfig = FeatureTapConfig()
     spool: Path | None = None
     """Folder through which engines and trainer exchange files. Default: cotrain-NAME in /dev/shm, which is memory."""
-    run_root: Path = Path("runs")
-    """Folder of all runs."""
+    run_root: Path = Field(default_factory=default_run_root, json_schema_extra={"default": "runs"})
+    """Folder of all runs. Default: the environment variable COTRAIN_RUN_ROOT, or runs."""
     seed: NonNegativeInt = 0
     """Seed of everything random."""
     device: Literal["cpu", "cuda"] = "cpu"

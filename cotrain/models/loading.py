@@ -19,8 +19,9 @@ from typing import Any
 
 from filelock import FileLock
 
+from cotrain.config.surroundings import can_write, user_cache
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
-from drafters.files import CONFIG, read_config, safetensors_header, weight_files
+from drafters.files import CONFIG, open_to_readers, read_config, safetensors_header, weight_files
 from drafters.target import served_otherwise
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next")
@@ -176,7 +177,7 @@ def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arg
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("COTRAIN_CACHE") or "~/.cache/cotrain").expanduser()
+    return Path(os.environ.get("COTRAIN_CACHE") or user_cache() / "cotrain").expanduser()
 
 
 def build_once(name: str, build: Callable[[Path], None], notice: str) -> Path:
@@ -186,6 +187,10 @@ def build_once(name: str, build: Callable[[Path], None], notice: str) -> Path:
     name only when everything is written. A folder must never change under its name; a changed build needs a new name.
     """
     folder = cache_folder() / name
+    if folder.is_dir():
+        return folder
+    if not can_write(folder.parent):
+        raise ValueError(f"{folder.parent} cannot be written; set COTRAIN_CACHE to a folder that can be")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f"{name}.lock")):
         if folder.is_dir():
@@ -197,6 +202,8 @@ def build_once(name: str, build: Callable[[Path], None], notice: str) -> Path:
             target = Path(parent) / name
             target.mkdir()
             build(target)
+            for file in target.rglob("*.safetensors"):
+                open_to_readers(file)
             os.replace(target, folder)
     return folder
 

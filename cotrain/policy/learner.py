@@ -8,6 +8,7 @@ Nothing here draws a random number: there is no dropout and no shuffling.
 
 import contextlib
 import math
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from cotrain.policy.log_probs import ResponseLogProbs
 from cotrain.policy.losses import by_lag, kl_estimate, loss_denominator, policy_loss, step_metrics
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from drafters.base import SamplingParams
-from drafters.files import WEIGHTS
+from drafters.files import CONFIG, GENERATION_CONFIG, WEIGHTS
 
 LEARNER_STATE = "learner.pt"
 """File of the learning-rate schedule and the policy version, beside the weights in a checkpoint folder."""
@@ -59,8 +60,7 @@ class PolicyLearner:
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is 'cuda', but torch sees no GPU; look at CUDA_VISIBLE_DEVICES")
-        self._config = config
-        self._rollout = rollout
+        self._config, self._rollout, self._model_path = config, rollout, Path(model_path)
         self.policy_version = 0  # number of update() calls that led to the current weights
         self._sender: Any = None  # vLLM's sender, once engines are connected
         self._sharded, cpu = config.sharding is not None, device == "cpu"
@@ -265,14 +265,22 @@ class PolicyLearner:
         """Whether this rank must take part in a forward pass whose result only rank 0 needs."""
         return self._sharded or self._accelerator.is_main_process
 
-    def save(self, folder: str | Path) -> None:
-        """Write weights (a Hugging Face folder, float32) and everything an exact resume needs into one folder."""
+    def save(self, folder: str | Path, weights: bool = True) -> None:
+        """Write weights (a Hugging Face folder, float32) and everything an exact resume needs into one folder.
+
+        weights: False writes all but the tensors. The model's own small files are copied, since transformers refuses to save
+        some that it reads.
+        """
         folder, model = Path(folder), self._policy.model
         if self._accelerator.is_main_process:
-            model.config.save_pretrained(folder)
-            model.generation_config.save_pretrained(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in (self._model_path / name for name in (CONFIG, GENERATION_CONFIG)):
+                if file.is_file():
+                    shutil.copyfile(file, folder / file.name)
             state = {"policy_version": self.policy_version, "scheduler": self._scheduler.state_dict()}
             torch.save(state, folder / LEARNER_STATE)
+        if not weights:
+            return
         sharding.write_weights(model, folder / WEIGHTS, torch.float32)
         # Only after the weights: reading those reshards what FSDP leaves unsharded after a forward pass without gradients.
         sharding.save_optimizer(model, self._optimizer, folder)

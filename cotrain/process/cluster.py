@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RunConfig
+from cotrain.config.surroundings import socket_problems
 from cotrain.process.failures import RunFailure
 from cotrain.process.placement import reserve, roles_of
 
@@ -194,16 +195,20 @@ class Cluster:
 def start_ray(address: str | None) -> Any:
     """Join the cluster at this address, or start a private Ray. Returns the module.
 
-    Raises RunFailure when no cluster answers there.
+    Raises RunFailure when no cluster answers there, or when the sockets of a private Ray would have too long paths.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     private: dict[str, Any] = {}
     if not address:
+        if problems := socket_problems(private_ray=True):
+            raise RunFailure(*problems)
         # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        private = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        private |= {"object_store_memory": OBJECT_STORE_BYTES, "num_cpus": 64}  # the roles take turns on the cores
+        # Where Ray offers no clusters, its processes listen on loopback; _node_ip_address="127.0.0.1" would not do that.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        private = {"include_dashboard": False, "num_cpus": 64}  # the roles take turns on the cores
+        private |= {"object_store_memory": OBJECT_STORE_BYTES}
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token

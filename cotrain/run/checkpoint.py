@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from cotrain.records import Versions
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
 from drafters.config import Section
-from drafters.files import flush, write_json
+from drafters.files import CONFIG, GENERATION_CONFIG, INDEX, flush, write_json
 
 log = logging.getLogger(__name__)
 
 SCHEMA = 9
+MIB, FINGERPRINT_MIB = 2**20, 1024
 FREE_BELOW = (
     "drafter.on_drafter_failure", "drafter.alarms.", "lossless.", "policy.micro_batch_tokens", "policy.num_processes",
     "policy.sharding", "policy.weight_transfer", "rollout.max_prompt_tokens", "stream.reward_timeout_s", "task.skip_bad_rows",
@@ -59,10 +61,11 @@ class RunState:
 
 
 @contextmanager
-def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator[Path]:
+def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int, trial: bool = False) -> Iterator[Path]:
     """Yield the folder for the learners to save into; on leaving, make it the newest checkpoint and delete old ones.
 
-    On any error the temporary folder is removed. Raises OSError naming the fix when the disk is full.
+    trial: delete the folder instead, once it has been written and its state read back. On any error the temporary folder is
+    removed. Raises OSError naming the fix when the disk is full.
     """
     final = run_dir.checkpoint(state.step)
     folder = run_dir.checkpoints / f".tmp_{final.name}"
@@ -77,6 +80,10 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int) -> Iterator
         files = {path.relative_to(folder).as_posix(): file_digest(path) for path in paths if path.is_file()}
         write_json(folder / "COMPLETE", {"schema": SCHEMA, "files": files})
         flush(folder)
+        if trial:
+            load_state(folder)
+            shutil.rmtree(folder)
+            return
         os.replace(folder, final)
         flush(run_dir.checkpoints)
     except BaseException as error:
@@ -140,6 +147,8 @@ def newest_state(run_dir: RunDir, config: Section, fingerprints: dict[str, str])
     folder = latest_checkpoint(run_dir)
     first = RunState(0, Versions(0, 0), None, config.model_dump(mode="json"), fingerprints)
     state = load_state(folder) if folder else first
+    if folder is None and run_dir.resumed:
+        log.warning("%s has no checkpoint that can be used: it begins again with its first step", run_dir.path)
     check_resume(config, fingerprints, state)
     discard_newer(run_dir, state.step, state.versions.drafter)
     return state
@@ -160,20 +169,26 @@ def discard_newer(run_dir: RunDir, step: int, drafter_version: int) -> None:
 
 
 def model_fingerprints(model_folder: Path) -> dict[str, str]:
-    """Return digests that tell one policy from another: {"model": ..., "tokenizer": ...}.
+    """Return digests that tell one policy from another: {"model": ..., "tokenizer": ...}. A copy of a folder has the same.
 
-    Only the size and the first and last MiB of each weight file are hashed, so a large model takes milliseconds.
+    Names, sizes and contents are hashed. Of weights with more than FINGERPRINT_MIB, every n-th MiB of each file is read, so
+    that this takes a second for the largest policy. Training moves nearly every number, so two policies differ in those too.
     """
-    weights, tokenizer = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
-    for path in sorted(model_folder.iterdir()):
-        if path.suffix == ".safetensors" or path.name == "config.json":
+    model, tokenizer = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+    files = sorted(path for path in model_folder.iterdir() if path.is_file())
+    weights = [path for path in files if path.suffix == ".safetensors"]
+    stride = ceil(sum(path.stat().st_size for path in weights) / (FINGERPRINT_MIB * MIB)) or 1
+    for path in files:
+        if path in weights or path.name in (CONFIG, GENERATION_CONFIG, INDEX):
+            size = path.stat().st_size
+            model.update(f"{path.name} {size}".encode())
             with path.open("rb") as file:
-                weights.update(f"{path.name} {path.stat().st_size}".encode() + file.read(2**20))
-                file.seek(-min(2**20, path.stat().st_size), os.SEEK_END)
-                weights.update(file.read())
+                for start in range(0, size, stride * MIB if path in weights else MIB):
+                    file.seek(start)
+                    model.update(file.read(MIB))
         elif path.name.startswith(("token", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")):
             tokenizer.update(path.name.encode() + path.read_bytes())
-    return {"model": weights.hexdigest(), "tokenizer": tokenizer.hexdigest()}
+    return {"model": model.hexdigest(), "tokenizer": tokenizer.hexdigest()}
 
 
 def check_resume(config: Section, fingerprints: dict[str, str], saved: RunState) -> None:

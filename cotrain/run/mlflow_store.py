@@ -7,19 +7,24 @@ import logging
 import os
 import re
 import shlex
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 from urllib.request import urlopen
 
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import RunConfig, default_run_root
 from cotrain.config.sidecar import SidecarConfig
+from cotrain.config.surroundings import can_write
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 SQLITE = "sqlite:///"
-DEFAULT_URI = f"{SQLITE}{RunConfig.model_fields['run_root'].default / 'mlflow.db'}"
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+"""Environment variable with the store of runs and commands that name none."""
 PARENT_RUN_VARIABLE = "COTRAIN_PARENT_RUN"
 """Environment variable with the MLflow run under which a run is nested; `cotrain ablate` sets it for its runs."""
 HEALTH_TIMEOUT_S = 5.0
@@ -27,31 +32,42 @@ DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
 def tracking_uri(config: RunConfig | SidecarConfig) -> str:
-    """Return tracking.uri, or by default that of an sqlite file in the run root."""
-    return absolute_uri(config.tracking.uri or f"{SQLITE}{config.run_root / 'mlflow.db'}")
+    """Return tracking.uri, or else MLFLOW_TRACKING_URI, or else that of an sqlite file in the run root."""
+    return absolute_uri(config.tracking.uri or default_uri(config.run_root))
+
+
+def default_uri(run_root: Path | None = None) -> str:
+    """Return the URI of the store when none is named. run_root: None for commands that have no configuration."""
+    return os.environ.get(URI_VARIABLE) or sqlite_uri((run_root or default_run_root()) / "mlflow.db")
 
 
 def absolute_uri(uri: str) -> str:
     """Return the URI such that it finds the same store from any working directory."""
-    return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).resolve()}" if uri.startswith(SQLITE) else uri
+    database, (_, mark, options) = sqlite_file(uri), uri.partition("?")
+    return uri if database is None else sqlite_uri(database.resolve()) + mark + options
+
+
+def sqlite_uri(database: Path) -> str:
+    """Return the URI of an sqlite file. SQLAlchemy takes what follows a question mark as options, and decodes percent signs."""
+    return SQLITE + str(database).replace("%", "%25").replace("?", "%3F")
 
 
 def sqlite_file(uri: str) -> Path | None:
     """The database file of a sqlite URI; None for a server."""
-    return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) else None
+    return Path(unquote(uri.removeprefix(SQLITE).partition("?")[0])) if uri.startswith(SQLITE) else None
 
 
 def uri_argument(uri: str) -> str:
     """The option that points `cotrain ui` and `cotrain drafters` at this store; empty for the default one."""
-    return "" if uri == absolute_uri(DEFAULT_URI) else f" --uri {shlex.quote(uri)}"
+    return "" if uri == absolute_uri(default_uri()) else f" --uri {shlex.quote(uri)}"
 
 
 def check_uri(uri: str) -> None:
-    """Raise ValueError naming tracking.uri unless it is a writable database, or a server that answers."""
+    """Raise ValueError naming tracking.uri or the variable unless it is a writable database, or a server that answers."""
+    field = _named_by(uri)
     if database := sqlite_file(uri):
-        nearest = next(path for path in (database, *database.parents) if path.exists())
-        if not os.access(nearest, os.W_OK):
-            raise ValueError(f"tracking.uri: {database} cannot be written; set tracking.uri or run_root elsewhere")
+        if not can_write(database):
+            raise ValueError(f"{field}: {database} cannot be written; set tracking.uri or run_root elsewhere")
     elif uri.startswith(("http://", "https://")):
         try:
             urlopen(f"{uri.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_S).close()
@@ -59,16 +75,23 @@ def check_uri(uri: str) -> None:
             # A proxy that wants a login has answered; MLflow itself reads MLFLOW_TRACKING_USERNAME and _TOKEN.
             if getattr(error, "code", None) not in (401, 403):
                 raise ValueError(
-                    f"tracking.uri: no answer from {uri} ({error}); start that server, or leave tracking.uri out to "
-                    "record into sqlite in the run root"
+                    f"{field}: no answer from {uri} ({error}); start that server, or leave {field} out to record into "
+                    "sqlite in the run root"
                 ) from None
     elif urlsplit(uri).scheme.partition("+")[0] not in DATABASES:
-        raise ValueError(f"tracking.uri: {uri!r} is neither http(s):// nor a database such as sqlite:///PATH.db")
+        raise ValueError(f"{field}: {uri!r} is neither http(s):// nor a database such as sqlite:///PATH.db")
+
+
+def _named_by(uri: str) -> str:
+    """Say what a user has to change if this store cannot be used."""
+    variable = os.environ.get(URI_VARIABLE)
+    return URI_VARIABLE if variable and absolute_uri(variable) == uri else "tracking.uri"
 
 
 def connect(uri: str) -> "MlflowClient":
-    """Return a client of a store that answers. Creating an sqlite file takes seconds. Raises ValueError naming tracking.uri."""
+    """Return a client of a store that answers. Creating an sqlite file takes seconds. Raises ValueError as check_uri does."""
     check_uri(uri)
+    given = os.environ.get(URI_VARIABLE)
     if database := sqlite_file(uri):
         database.parent.mkdir(parents=True, exist_ok=True)
     import mlflow
@@ -79,12 +102,28 @@ def connect(uri: str) -> "MlflowClient":
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     # Registering a logged model looks it up in the store of the process, not in that of the client.
     mlflow.set_tracking_uri(uri)
+    # MLflow has changed the variable too, but processes that this one starts may have other stores.
+    os.environ.pop(URI_VARIABLE, None)
+    os.environ.update({URI_VARIABLE: given} if given else {})
     client = mlflow.MlflowClient(uri, uri)
     try:
         client.search_experiments(max_results=1)
     except mlflow.MlflowException as error:
-        raise ValueError(f"tracking.uri: {uri} cannot be used: {first_line(error)}") from error
+        raise ValueError(f"{_named_by(uri)}: {uri} cannot be used: {in_short(error)}") from error
+    if database and "%" in uri:  # opening its two stores, MLflow makes an empty folder of the path as the URI writes it
+        client.search_registered_models(max_results=1)
+        with suppress(OSError):
+            os.removedirs(Path(uri.removeprefix(SQLITE)).parent)
     return client
+
+
+def all_pages(search: Callable[..., Any], **criteria: Any) -> list[Any]:
+    """Return all rows of an MLflow search, which gives them page by page."""
+    rows, token = list[Any](), None
+    while token != "":
+        page = search(page_token=token, **criteria)
+        rows, token = [*rows, *page], page.token or ""
+    return rows
 
 
 def experiment_id(client: "MlflowClient", uri: str) -> str:
@@ -104,6 +143,12 @@ def experiment_id(client: "MlflowClient", uri: str) -> str:
     return experiment.experiment_id
 
 
-def first_line(error: Exception) -> str:
-    """Return the start of an error's first line, because MLflow's texts run to pages."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+def in_short(error: Exception) -> str:
+    """Return what an error of MLflow says, whose texts run to pages, and what a user can do about it where that is known."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = shorten(line.rpartition("(Caused by ")[2], 200, placeholder=" ...")
+    status = error.get_http_status_code() if hasattr(error, "get_http_status_code") else None
+    if status in (401, 403):
+        return f"{text}; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    place = getattr(error, "filename", None)
+    return f"{text}; restore it in MLflow" if status == 404 else f"{text}; see to {place}" if place else text

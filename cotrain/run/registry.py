@@ -14,12 +14,14 @@ from mlflow.artifacts import download_artifacts
 from mlflow.entities.model_registry import ModelVersion
 
 from cotrain.models.loading import native_head
-from cotrain.run.checkpoint import file_digest
-from cotrain.run.mlflow_store import absolute_uri, connect, first_line, sqlite_file
+from cotrain.run.checkpoint import file_digest, model_fingerprints
+from cotrain.run.mlflow_store import absolute_uri, all_pages, connect, in_short, sqlite_file
 
 FILES = ("config.json", "model.safetensors")
-DIGEST_TAG = "blake2b."
-SHOWN_TAGS = ("policy_version", "drafter_version", "acceptance_length", "num_speculative_tokens", "run_name")
+DIGEST_TAG, POLICY_TAG = "blake2b.", "policy_fingerprint"
+SHOWN_TAGS = (
+    "policy_version", "drafter_version", "acceptance_length", "num_speculative_tokens", "num_drafts", "run_name"
+)  # fmt: skip
 NATIVE = "native"
 """What a user calls the MTP head that came with a policy."""
 
@@ -30,17 +32,19 @@ def list_drafters(uri: str) -> list[ModelVersion]:
     if database and not database.exists():
         return []
     client = connect(uri)
-    rows = client.search_model_versions("tags.drafter_version LIKE '%'", order_by=["creation_timestamp DESC"])
+    of_drafters, newest_first = "tags.drafter_version LIKE '%'", ["creation_timestamp DESC"]
+    rows: list[ModelVersion] = all_pages(client.search_model_versions, filter_string=of_drafters, order_by=newest_first)
     # The rows that a search returns have no aliases.
-    aliases = {model.name: model.aliases for model in client.search_registered_models(max_results=1000)}
+    aliases = {model.name: model.aliases for model in all_pages(client.search_registered_models, max_results=1000)}
     for row in rows:
-        row.aliases = sorted(a for a, version in aliases[row.name].items() if str(version) == str(row.version))
-    return list(rows)
+        row.aliases = sorted(a for a, version in aliases.get(row.name, {}).items() if str(version) == str(row.version))
+    return rows
 
 
-def drafter_table(rows: list[ModelVersion]) -> str:
+def drafter_table(rows: list[ModelVersion], uri: str) -> str:
+    """Return the rows of list_drafters as a table, or a line that says at which tracking URI there are none."""
     if not rows:
-        return "No drafters yet: a run with [drafter] registers each one that it publishes."
+        return f"No drafters yet at {uri}: a run with [drafter] registers each one that it publishes."
     table = [
         {"name": row.name, "version": row.version, "aliases": " ".join(row.aliases)}
         | {tag: row.tags.get(tag, "-") for tag in SHOWN_TAGS}
@@ -50,22 +54,28 @@ def drafter_table(rows: list[ModelVersion]) -> str:
     return pd.DataFrame(table).to_string(index=False)
 
 
-def pull_drafter(uri: str, spec: str, folder: Path) -> ModelVersion:
+def pull_drafter(uri: str, spec: str, folder: Path, model: Path | None = None) -> ModelVersion:
     """Copy config.json and model.safetensors of NAME, NAME@alias or NAME/version into `folder`, whole or not at all.
 
-    NAME alone means NAME@serving. Raises ValueError when the folder is not empty, when there is no such drafter, or
-    when a file is not the one that was registered.
+    NAME alone means NAME@serving. Raises ValueError when the folder is not empty, when there is no such drafter, when a file
+    is not the one that was registered, or when an alias names a drafter of another policy than `model`.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty; give a new folder")
     row = _find(uri, spec)
+    other = model is not None and row.tags.get(POLICY_TAG) not in (None, model_fingerprints(model)["model"])
+    if other and "/" not in spec.removeprefix("models:/"):
+        raise ValueError(
+            f"{spec} is a drafter of another policy, {row.tags['policy']} (run {row.tags['run_name']}); if that is meant, "
+            f"give its version: models:/{row.name}/{row.version}"
+        )
     source_uri = f"models:/{row.name}/{row.version}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as partial:
         try:
             source = Path(download_artifacts(artifact_uri=source_uri, dst_path=f"{partial}/drafter", tracking_uri=uri))
         except MlflowException as error:
-            raise ValueError(f"cannot download {source_uri}: {first_line(error)}") from error
+            raise ValueError(f"cannot download {source_uri}: {in_short(error)}") from error
         for name in FILES:
             if not (source / name).is_file() or file_digest(source / name) != row.tags[DIGEST_TAG + name]:
                 raise ValueError(f"{name} of {source_uri} is missing or differs from its record; pull another version")
@@ -94,7 +104,7 @@ def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
         return head
     if spec.startswith("models:/"):
         if not folder.exists():  # a resumed run has pulled it
-            pull_drafter(absolute_uri(uri), spec, folder)
+            pull_drafter(absolute_uri(uri), spec, folder, model)
         return folder
     if missing := [name for name in FILES if not (Path(spec) / name).is_file()]:
         raise ValueError(f"{spec} has no {' and no '.join(missing)}; give a drafter checkpoint folder")

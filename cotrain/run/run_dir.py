@@ -7,15 +7,15 @@ from typing import Self
 
 from filelock import FileLock, Timeout
 
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import default_run_root
 
 
 class RunDir(AbstractContextManager["RunDir"]):
     """Paths of one run. Holds the run's lock from creation to close(); usable as a context manager."""
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(self, root: Path, name: str, resumed: bool = True) -> None:
         """Open a folder that exists. Raises ValueError when another process runs it."""
-        self.path = root / name
+        self.path, self.resumed = root / name, resumed
         self.config, self.provenance = self.path / "config.json", self.path / "provenance.json"
         self.metrics, self.decisions = self.path / "metrics.jsonl", self.path / "decisions.jsonl"
         self.stream, self.steps = self.path / "stream.jsonl", self.path / "steps.jsonl"
@@ -39,7 +39,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             (root / name).mkdir(parents=True)
         except OSError as error:
             raise ValueError(f"run_root: cannot make {root / name} ({error.strerror}); set run_root or name") from None
-        return cls(root, name)
+        return cls(root, name, resumed=False)
 
     def close(self) -> None:
         self._lock.release()
@@ -71,5 +71,4 @@ class RunDir(AbstractContextManager["RunDir"]):
 
 def resume_arguments(root: Path, name: str) -> str:
     """The arguments that continue a run: its name, and the run root where that is not the default."""
-    default = RunConfig.model_fields["run_root"].default
-    return f"--resume {name}" if root == default else f"--resume {name} run_root={shlex.quote(str(root))}"
+    return f"--resume {name}" if root == default_run_root() else f"--resume {name} run_root={shlex.quote(str(root))}"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from cotrain.config.errors import ConfigError
 from cotrain.config.load import write_config
 from cotrain.config.sidecar import SidecarConfig
+from cotrain.config.surroundings import cache_problems
 from cotrain.models.loading import resolve_model
 from cotrain.run.checkpoint import RunState, model_fingerprints, newest_state
 from cotrain.run.mlflow_store import check_uri, tracking_uri
@@ -87,7 +88,7 @@ def _trainer(config: SidecarConfig, model: Path, run_dir: RunDir) -> DrafterTrai
 
 def _checked_model(config: SidecarConfig, resume: bool) -> Path:
     """The model's folder. Raises ConfigError listing all problems."""
-    problems: list[str] = []
+    problems = cache_problems()
 
     def checked(check: Callable[..., Any], *arguments: Any) -> Any:
         try:

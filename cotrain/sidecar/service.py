@@ -44,7 +44,8 @@ def serve(config: SidecarConfig, resume: bool, stop: Callable[[], bool]) -> list
         prepared = prepare(config, resume, stack)
         run_dir = prepared.run_dir
         console.say(f"sidecar {run_dir.path} for {config.model}, found by COTRAIN_SIDECAR={prepared.spool.folder}")
-        tracker = Tracker(config, history=read_rows(run_dir.metrics), say=console.say)
+        history, policy = read_rows(run_dir.metrics) if resume else None, prepared.state.fingerprints["model"]
+        tracker = Tracker(config, policy=policy, history=history, say=console.say)
         DrafterService(prepared, stack.enter_context(tracker), console).run(stop)
         return prepared.spool.verdicts()
 

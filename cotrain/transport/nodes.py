@@ -95,7 +95,7 @@ class Nodes:
 
         marker: a file in the run's folder. Raises RunFailure naming the nodes and what to do.
         """
-        self.model_path, fingerprints = _model(model)
+        self.model_path, fingerprints = _model(model) if self._agents else (resolve_model(model), {})
         versions = {self._cluster.node_name(node): self.call(node, package_versions) for node in self.scratch}
         problems = [f"{line}; install the same version on each" for line in differing_versions(versions)]
         for node in self._agents:

@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from drafters.base import read_tensors
+from drafters.base import read_tensors, save_tensors
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
 from drafters.files import CONFIG, INDEX, WEIGHTS, read_config, safetensors_header, weight_files, write_json
 from drafters.mtp.formats import NATIVE_ARCHITECTURES, NUM_HEADS
@@ -42,14 +42,14 @@ def split(folder: Path, policy: Path, head: Path) -> None:
         tensors = load_file(file)
         head_tensors |= {name: tensors.pop(name) for name in list(tensors) if name.startswith(known.tensors)}
         if tensors:
-            save_file(tensors, policy / file.name, metadata={"format": "pt"})
+            save_tensors(tensors, policy / file.name)
             weight_map |= dict.fromkeys(tensors, file.name)
     if (folder / INDEX).is_file():
         write_json(policy / INDEX, {"metadata": {}, "weight_map": weight_map})
     plain = {name: value for name, value in config.items() if name not in (NUM_HEADS, "auto_map")}
     without_head = NATIVE_HEAD_ARCHITECTURES[config["architectures"][0]]
     write_json(policy / CONFIG, plain | {"architectures": [without_head], "model_type": known.model_type})
-    save_file(head_tensors, head / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(head_tensors, head / WEIGHTS)
     write_json(head / CONFIG, config | {"architectures": [known.architecture], "model_type": known.model_type})
     write_json(head / WHOLE_CONFIG, config)
 
@@ -72,7 +72,7 @@ def stitch(policy: Path, head: Path, split_head: Path, out: Path) -> None:
     with safe_open(out / next(iter(weight_map.values())), framework="pt") as whole:
         dtype = whole.get_tensor(next(iter(weight_map))).dtype
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    save_file(tensors, out / HEAD_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, out / HEAD_FILE)
     write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map | dict.fromkeys(tensors, HEAD_FILE)})
     config.pop("dtype", None)
     write_json(out / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})

@@ -155,12 +155,12 @@ def _close_mlflow_run(client: Any, run_id: str, study: Study) -> None:
     """Store study.json and the report, and set the status. The files stay in the study's folder if that fails."""
     from mlflow.exceptions import MlflowException
 
-    from cotrain.run.mlflow_store import first_line
+    from cotrain.run.mlflow_store import in_short
 
     finished = all(run.status == "finished" for run in study.trainings)
     try:
+        client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
         for file in (STUDY, "report/table.md", "report/report.html"):
             client.log_artifact(run_id, str(study.folder / file))
-        client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
     except (MlflowException, OSError) as error:
-        print(f"MLflow did not take the table ({first_line(error)}); it is in {study.folder}/report")
+        print(f"MLflow did not take the table ({in_short(error)}); it is in {study.folder}/report")

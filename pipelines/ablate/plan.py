@@ -4,6 +4,7 @@ Imports no torch. An arm sets fields of the run configuration, but none that mak
 """
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ from pydantic import Field, NonNegativeInt
 
 from cotrain.config.errors import ConfigError, did_you_mean, validated
 from cotrain.config.load import Table, load_config, merge, parse_config, read_tables, table_of
-from cotrain.config.schema import NAME, RunConfig
+from cotrain.config.schema import NAME, RunConfig, default_run_root
+from cotrain.run.mlflow_store import URI_VARIABLE, sqlite_uri
 from cotrain.run.provenance import flatten
 from drafters.config import Section
 
@@ -51,8 +53,8 @@ class StudyConfig(Section):
     """Every arm runs once with each seed."""
     keep_checkpoints: bool = False
     """Keep the checkpoints of finished runs, to export or measure their policies."""
-    folder: Path = Path("runs")
-    """Parent of the study's folder, relative to the working directory."""
+    folder: Path = Field(default_factory=default_run_root)
+    """Parent of the study's folder, relative to the working directory. Default: COTRAIN_RUN_ROOT, or runs."""
     inits: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Drafters made once by `cotrain init` before the arms: name, and what differs from the shared configuration."""
     arms: list[dict[str, Any]] = Field(default_factory=list)
@@ -128,8 +130,8 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     for path, file in _files(here, flatten(table)).items():
         table = merge(table, table_of(path, file))
     own: Table = {"run_root": str(folder / "runs")}
-    if shared.tracking.uri is None:  # one store for inits/ and runs/, so that all are nested under one run
-        own["tracking"] = {"uri": f"sqlite:///{folder / 'mlflow.db'}"}
+    if not (shared.tracking.uri or os.environ.get(URI_VARIABLE)):  # one store, so that all are nested under one run
+        own["tracking"] = {"uri": sqlite_uri(folder / "mlflow.db")}
     study = Study(config, here, parse_config(merge(table, own)))
     inits, arms = dict[str, Run](), list[Run]()
     for name, fields in config.inits.items():

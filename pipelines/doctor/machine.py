@@ -16,6 +16,8 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from cotrain.config.schema import default_run_root
+from cotrain.config.surroundings import cache_problems
 from cotrain.models.loading import cache_folder
 from cotrain.process import threads
 from cotrain.rollout.vllm.interface import KNOWN_VERSION, moved
@@ -108,9 +110,11 @@ def shared_memory() -> str:
 
 
 def disk() -> str:
-    """The disks of runs and of the model cache have room for a small run."""
+    """The disks of runs and of the model cache have room for a small run, and the caches can be written."""
+    if problems := cache_problems():
+        raise Problem("; ".join(problems))
     free = {}
-    for what, folder in {"runs": Path("runs").absolute(), "cache": cache_folder()}.items():
+    for what, folder in {"runs": default_run_root().absolute(), "cache": cache_folder()}.items():
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free[what] = shutil.disk_usage(there).free / GIB
     text = ", ".join(f"{gib:.1f} GiB free for {what}" for what, gib in free.items())

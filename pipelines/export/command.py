@@ -21,7 +21,7 @@ served then into DIR/drafter. A policy that came with an MTP head gets the train
 def main(arguments: Sequence[str]) -> int:
     """Write the folders and print how to serve them. Raises ValueError if there is no checkpoint, or if DIR exists."""
     parser = argparse.ArgumentParser(prog="cotrain export", description=DESCRIPTION)
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or its name in the run root")
     parser.add_argument("out", metavar="DIR", type=Path, help="a new folder")
     options = parser.parse_args(arguments)
     out: Path = options.out

@@ -127,8 +127,9 @@ class Initialisation:
         state = newest_state(self.run_dir, self.config, self.corpus.about["fingerprints"])
         metrics = RowFile(self.run_dir.metrics, resumed_step=state.step)
         with self.console.phase("MLflow"):
-            history = read_rows(self.run_dir.metrics)
-            tracker = Tracker(self.config, history=history, say=self.console.say)
+            history = read_rows(self.run_dir.metrics) if self.run_dir.resumed else None
+            policy = state.fingerprints["model"]
+            tracker = Tracker(self.config, policy=policy, history=history, say=self.console.say)
         stack.enter_context(tracker)
 
         def log(update: int, row: Mapping[str, float]) -> None:

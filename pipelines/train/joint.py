@@ -4,6 +4,7 @@ Modules that import torch, MLflow or transformers are imported in functions, whi
 """
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -84,6 +85,7 @@ def train(config: RunConfig, resume: bool) -> int:
 
             tokenizer, roles = start_roles(config, cluster, nodes, run_dir, state, ready)
             tracker = tracking.result()
+            tracker.log_dataset(config.task)
             ready("MLflow")
         if config.speculates and config.rollout.speculation.adaptive:
             with console.phase("timing of draft lengths"):
@@ -124,9 +126,9 @@ def _start_tracking(
     """Connect to MLflow in a thread, because creating a new database takes seconds. Leaving the stack ends the MLflow run."""
     from cotrain.run.tracking import Tracker
 
-    history = read_rows(run_dir.metrics)
+    history, policy = read_rows(run_dir.metrics) if run_dir.resumed else None, state.fingerprints.get("model", "")
     thread = stack.enter_context(ThreadPoolExecutor(1))
-    future = thread.submit(Tracker, config, history=history, say=console.say)
+    future = thread.submit(Tracker, config, policy=policy, history=history, say=console.say)
     stack.push(lambda *exc_info: None if future.exception() else future.result().__exit__(*exc_info))
     return future
 
@@ -241,4 +243,5 @@ def banner(
     if gpus:
         notes["devices"] = f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"
     notes["mlflow"] = f"cotrain ui{uri_argument(tracking_uri(config))}"
-    return notes | {"log": f"tail -f {run_dir.logs}/*.log", "metrics": f"tail -f {run_dir.metrics}"}
+    logs, metrics = shlex.quote(str(run_dir.logs)), shlex.quote(str(run_dir.metrics))
+    return notes | {"log": f"tail -f {logs}/*.log", "metrics": f"tail -f {metrics}"}

@@ -16,7 +16,7 @@ import pytest
 from cotrain.controller import Controller, Records, Roles
 from cotrain.lossless.emitted import Draws
 from cotrain.models.loading import resolve_model
-from cotrain.process.failures import SelfCheckFailed, TaskFailed
+from cotrain.process.failures import RunFailure, SelfCheckFailed, TaskFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.records import (
     GainReport,
@@ -101,6 +101,7 @@ class Learner:
     """Calls by name, on the object itself."""
 
     last_call, node = (0.0, 1.0), "here"
+    unsaveable = ""
 
     def begin(self, method: str, *args: Any) -> Any:
         return self.call(method, *args)
@@ -111,8 +112,10 @@ class Learner:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, weights: bool = True) -> None:
         folder.mkdir()
+        if self.unsaveable:
+            raise ValueError(self.unsaveable)
 
 
 class Policy(Learner):
@@ -491,6 +494,24 @@ def test_a_step_without_ended_groups_still_reads_the_weights_back_and_trains(
     with pytest.raises(DrafterAlarm, match="weights_differ") if lost else nullcontext():
         go(controller, 4)
     assert world.calls == ["take_in", *([] if lost else ["train"])]
+
+
+def test_what_cannot_be_saved_ends_the_run_before_its_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the first checkpoint, hours later and with nothing to go on from."""
+    controller = start(World(GOOD), steps=2)
+    monkeypatch.setattr(Policy, "unsaveable", "generation_config.json contradicts itself")
+    with pytest.raises(RunFailure, match=r"cannot be saved.*: generation_config\.json contradicts itself"):
+        go(controller, 2)
+    assert controller.step == 0 and read_rows(controller.run_dir.metrics) == []
+    monkeypatch.undo()
+    monkeypatch.setattr(controller.monitor, "state", lambda: {"tokens": object()})
+    with pytest.raises(RunFailure, match=r"cannot be saved.*: .*object is not JSON serializable"):
+        go(controller, 2)
+    monkeypatch.undo()
+    assert list(controller.run_dir.checkpoints.iterdir()) == []
+    controller.stop_requested = lambda: True
+    controller.run()
+    assert list(controller.run_dir.checkpoints.iterdir()) == [], "what was tried is no checkpoint"
 
 
 def test_log_probs_of_other_tokens_stop_the_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

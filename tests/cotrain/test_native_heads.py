@@ -61,6 +61,8 @@ def test_split_and_stitched_is_what_it_was(whole: Path, tmp_path: Path) -> None:
     of_original, of_stitched = (json.loads((folder / "config.json").read_text()) for folder in (whole, out))
     assert of_stitched.pop("torch_dtype") == of_original.pop("dtype") == "float32"
     assert of_stitched == of_original
+    (tmp_path / "any").touch()
+    assert {path.stat().st_mode for path in out.iterdir()} == {(tmp_path / "any").stat().st_mode}, "others may read it"
 
 
 def test_a_sharded_checkpoint_is_split_shard_by_shard(whole: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -69,6 +70,17 @@ def test_roundtrip(kind, dtype, as_configured, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == str(dtype).removeprefix("torch.")
     assert_same_state(loaded, drafter.to(dtype).float())
     assert all(parameter.requires_grad for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_others_may_read_the_files_as_far_as_the_umask_says(drafter, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        drafter.save(tmp_path / "drafter", torch.float32)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "drafter").iterdir()}
+    assert modes == dict.fromkeys(("config.json", "model.safetensors"), oct(0o666 & ~umask))
 
 
 def test_loading_into_a_drafter(kind, drafter, folder):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cotrain.models.loading import SUPPORTED_ARCHITECTURES, build_once, check_model, resolve_model, serving_problems
@@ -147,10 +147,12 @@ def test_cache_builds_once_and_says_so(cache, capsys):
     def build(folder):
         builds.append(folder)
         write_weights(folder)
+        save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
 
     folder = build_once("model", build, "building model once")
     assert build_once("model", build, "building model once") == folder == cache / "model"
     assert len(builds) == 1
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "others may read the weights as well"
     assert capsys.readouterr().out == "building model once\n"
 
 

@@ -1,4 +1,5 @@
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,24 @@ def test_three_updates_a_resume_and_three_more_equal_six(tiny_model: str, tmp_pa
     assert metrics == expected
     one, other = served_state(straight), served_state(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_small_files_are_saved_as_they_came_and_without_weights_on_trial(tiny_model: str, tmp_path: Path) -> None:
+    """Many published policies come with a generation_config.json that transformers reads and refuses to save."""
+    policy = Path(shutil.copytree(tiny_model, tmp_path / "policy"))
+    (policy / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6, "eos_token_id": [1, 2]}')
+    learner, rollouts = make_learner(str(policy)), make_rollouts(str(policy))
+    learner.save(tmp_path / "trial", weights=False)
+    assert {path.name for path in (tmp_path / "trial").iterdir()} == {
+        "config.json", "generation_config.json", "learner.pt",
+    }  # fmt: skip
+    learner.update(rollouts)
+    learner.save(tmp_path / "saved")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "saved" / name).read_bytes() == (policy / name).read_bytes()
+    resumed = make_learner(str(policy))
+    resumed.load(tmp_path / "saved")
+    assert resumed.update(rollouts) == learner.update(rollouts)
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "untied_model"])

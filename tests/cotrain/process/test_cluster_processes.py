@@ -36,6 +36,7 @@ task = {"type": "dataset", "path": "is read by nobody here", "reward": "my_rewar
 config = RunConfig(name="private", steps=1, policy={"model": "tiny:llama"}, task=task)
 cluster = Cluster(config, Path.cwd())
 import ray
+import psutil
 actor = cluster.start(Greeter, "rewards", environment={"GREETING": "1"})
 found = {"actor": cluster.get([actor.greet.remote()])[0]}
 found["handler is ours"] = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
@@ -43,6 +44,10 @@ without = {name: value for name, value in os.environ.items() if not name.startsw
 token = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
 clients = {"none": {}, "wrong": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}, "right": token}
 address = ray.get_runtime_context().gcs_address
+processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+sockets = [socket for process in processes for socket in process.net_connections("inet") if socket.status == "LISTEN"]
+found["listening at"] = sorted({socket.laddr.ip.removeprefix("::ffff:") for socket in sockets})
+found["listeners"] = len(sockets)
 for name, environment in clients.items():
     done = subprocess.run([sys.executable, "-c", CLIENT, address], env=without | environment | {"RAY_NUM_REDIS_GET_RETRIES": "1"},
                           capture_output=True, text=True, timeout=60)
@@ -86,8 +91,11 @@ def private(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     return run(PRIVATE, folder), folder
 
 
-def test_a_client_without_the_token_is_refused_by_a_private_cluster(private: tuple[dict[str, Any], Path]) -> None:
+def test_a_private_cluster_listens_on_loopback_alone_and_refuses_a_client_without_the_token(
+    private: tuple[dict[str, Any], Path],
+) -> None:
     found, folder = private
+    assert found["listening at"] == ["127.0.0.1"] and found["listeners"] >= 6
     assert found["actor"] == "hello"
     assert found["handler is ours"]  # SIGTERM still means: finish the step and save
     assert found["right"] == "connected 64.0\n"

@@ -6,6 +6,7 @@ import pytest
 
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
+from cotrain.run.checkpoint import model_fingerprints
 from cotrain.run.metrics import metrics_of
 from cotrain.run.registry import drafter_folder, drafter_table, first_drafter, list_drafters, pull_drafter
 from cotrain.run.tracking import Tracker
@@ -49,13 +50,14 @@ def test_list(uri):
         (2, ["serving"], "12"),
         (1, ["best"], "11"),
     ]
-    head, *lines = drafter_table(rows).splitlines()
+    head, *lines = drafter_table(rows, uri).splitlines()
     line = next(line for line in lines if "best" in line)
-    assert line.split()[:8] == [NAME, "1", "best", "11", "1", "2.0", "2", "first"], head
+    assert line.split()[:9] == [NAME, "1", "best", "11", "1", "2.0", "2", "100", "first"], head
 
 
 def test_an_sqlite_file_that_is_not_there_holds_none_and_is_not_made(tmp_path):
-    assert "No drafters yet" in drafter_table(list_drafters(f"sqlite:///{tmp_path}/mlflow.db"))
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    assert f"No drafters yet at {uri}" in drafter_table(list_drafters(uri), uri)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,11 +85,12 @@ def test_a_folder_with_something_in_it_is_refused(uri, store):
         pull_drafter(uri, NAME, store / "v1")
 
 
-def test_a_file_that_changed_in_the_store_is_refused(uri, store, tmp_path):
-    files = {path: path.read_bytes() for path in (store / "mlartifacts").rglob("model.safetensors")}
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_changed_in_the_store_is_refused(uri, store, tmp_path, name):
+    files = {path: path.read_bytes() for path in (store / "mlartifacts").rglob(name)}
     for path in files:
         path.write_bytes(b"other")
-    with pytest.raises(ValueError, match=r"model\.safetensors of .* differs from its record"):
+    with pytest.raises(ValueError, match=rf"{name} of .* differs from its record"):
         pull_drafter(uri, NAME, tmp_path / "out")
     assert len(files) == 2 and not (tmp_path / "out").exists()
     for path, content in files.items():
@@ -108,3 +111,45 @@ def test_drafter_init_errors_name_the_field(uri, tmp_path):
         first_drafter(uri, str(tmp_path), tmp_path, tmp_path / "init")
     with pytest.raises(ValueError, match="came with no MTP head"):
         drafter_folder(uri, "native", tmp_path, tmp_path / "init")
+
+
+@pytest.fixture
+def policies(tmp_path):
+    """Two policies whose folders have the same last name, and a drafter."""
+    folders = [tmp_path / name / "hf" for name in ("maths", "chat")]
+    for folder in (*folders, tmp_path / "drafter"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(str(folder).encode())
+    return folders
+
+
+def test_policies_of_one_name_have_registered_models_of_their_own(policies, tmp_path, run_config, mlflow_database):
+    said, uri = list[str](), f"sqlite:///{mlflow_database}"
+
+    def publish(name, policy):
+        """Returns the registered model, and the version that now serves."""
+        fingerprint = model_fingerprints(policy)["model"]
+        config = run_config(name=name, policy={"model": str(policy)})
+        with Tracker(config, policy=fingerprint, say=said.append) as tracker:
+            tracker.log_drafter(tmp_path / "drafter", Versions(1, 1), 1, {}, {"init": "random"}).result(60)
+        return tracker.registered_model
+
+    maths, chat = policies
+    assert publish("maths", maths) == "hf-drafter" and said == []
+    own = f"hf-{model_fingerprints(chat)['model'][:8]}-drafter"
+    assert publish("chat", chat) == own
+    assert said == [f"MLflow has drafters of another policy as hf-drafter; those of this run become {own}"]
+    assert publish("again", chat) == own and publish("more", maths) == "hf-drafter"
+    serving = {row.name: row.tags["run_name"] for row in list_drafters(uri) if "serving" in row.aliases}
+    assert serving == {"hf-drafter": "more", own: "again"}
+    # An alias moves, so it is not taken for another policy; a version is what a user has looked up.
+    assert first_drafter(uri, "models:/hf-drafter@serving", maths, tmp_path / "a").is_dir()
+    assert first_drafter(uri, "models:/hf-drafter/1", chat, tmp_path / "b").is_dir()
+    for spec in ("models:/hf-drafter", "models:/hf-drafter@serving"):
+        with pytest.raises(
+            ValueError, match=rf"^drafter\.init: {spec} is a drafter of another policy, {maths} \(run more"
+        ) as no:
+            first_drafter(uri, spec, chat, tmp_path / "c")
+        assert str(no.value).endswith("if that is meant, give its version: models:/hf-drafter/2")
+    assert not (tmp_path / "c").exists()

@@ -1,22 +1,31 @@
-"""Real MLflow on sqlite; only the outage is planted."""
+"""The MLflow run of a training run, in a real MLflow on sqlite."""
 
+import io
+import json
 import shlex
 import socket
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient, MlflowException
+from mlflow import MlflowClient
 
 from cotrain.records import Versions
-from cotrain.run import mlflow_store
+from cotrain.run import mlflow_store, tracking
+from cotrain.run.checkpoint import RunState
+from cotrain.run.console import Console
 from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import check_uri, tracking_uri, uri_argument
+from cotrain.run.provenance import git_state
 from cotrain.run.rows import DrafterEvent, RowFile, read_rows
+from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker, model_id_of, registered_name
+from pipelines.train.joint import _start_tracking
 from tests.speculation_counts import counts
 
+POLICY = "bundled:smollm2-135m-instruct"
 TAGS = {"init": "random", "data_fingerprint": "abc"}
 
 
@@ -62,6 +71,19 @@ def test_a_run_has_its_parameters_metrics_and_status(run_config, client):
     assert run.info.artifact_uri.startswith((config.run_root / "mlartifacts" / "cotrain").as_uri())
 
 
+def test_a_run_says_who_ran_which_code_on_which_data(run_config, client, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOGNAME", "ada")
+    config = run_config()
+    commit, _ = git_state(Path(tracking.__file__).parent)
+    with Tracker(config) as tracker:
+        tracker.log_dataset(config.task)
+    run = client.get_run(tracker.run_id)
+    assert run.data.tags["mlflow.user"] == "ada"
+    assert run.data.tags.get("mlflow.source.git.commit") == (commit and commit["commit"])
+    (data,) = [used.dataset for used in run.inputs.dataset_inputs]
+    assert data.name == "chain_sum" and json.loads(data.source)["size"] == 1000
+
+
 def test_a_run_of_a_study_is_nested_under_it(run_config, client, monkeypatch):
     monkeypatch.setenv("COTRAIN_PARENT_RUN", "0123")
     with Tracker(run_config()) as tracker:
@@ -103,6 +125,25 @@ def test_a_resume_goes_on_without_recording_a_step_twice(run_config, client):
     assert run.info.status == "FINISHED"
 
 
+def test_a_resume_before_the_first_checkpoint_is_not_a_second_run(run_config, client):
+    """By the pipeline itself: it begins again, and what MLflow has of its steps already stays."""
+
+    def start(config, open_folder, steps):
+        with ExitStack() as stack:
+            run_dir = stack.enter_context(open_folder(config.run_root, config.name))
+            tracker = _start_tracking(
+                config, run_dir, RunState(0, Versions(0, 0), None, {}, {}), Console(io.StringIO()), stack
+            )
+            for step in range(1, steps + 1):
+                tracker.result().log_step(step, {"a": step + 0.0})
+        return tracker.result().run_id
+
+    first = start(run_config(), RunDir.create, 2)
+    assert start(run_config(steps=9), RunDir, 3) == first
+    assert steps_of(client, first) == [(1, 1), (2, 2), (3, 3)] and client.get_run(first).info.status == "FINISHED"
+    assert start(run_config(seed=7), RunDir, 1) != first, "parameters of a run in MLflow cannot change"
+
+
 def test_a_resume_at_another_store_sends_the_whole_history(run_config, client):
     said = []
     history = [{"step": step, "a": step, "b": None} for step in range(1, 4)]
@@ -110,49 +151,6 @@ def test_a_resume_at_another_store_sends_the_whole_history(run_config, client):
         pass
     assert "has no run of this folder" in said[0]
     assert steps_of(client, tracker.run_id) == [(1, 1), (2, 2), (3, 3)]
-
-
-def wait_until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def test_an_outage_is_said_once_and_made_up_for(run_config, client, drafter_folder, monkeypatch):
-    said = []
-    with Tracker(run_config(), say=said.append) as tracker:
-        tracker.log_step(1, {"a": 1})
-        wait_until(lambda: steps_of(client, tracker.run_id) == [(1, 1)])
-
-        def refuse(*args, **kwargs):
-            raise MlflowException("connection refused\nand a page of detail")
-
-        monkeypatch.setattr(tracker._client, "log_batch", refuse)
-        for step in (2, 3):
-            tracker.log_step(step, {"a": step})
-        registered = tracker.log_drafter(drafter_folder(), Versions(2, 1), 2, {}, TAGS)
-        wait_until(lambda: tracker.behind == "mlflow 2 behind")
-        tracker.log_step(4, {"a": 4})
-        wait_until(lambda: tracker.behind == "mlflow 3 behind")
-        monkeypatch.undo()
-        tracker.log_step(5, {"a": 5})
-        assert registered.result(timeout=60) == 1
-        wait_until(lambda: tracker.behind == "")
-    assert steps_of(client, tracker.run_id) == [(step, step) for step in range(1, 6)]
-    assert said == [
-        "MLflow takes no metrics (connection refused); the run goes on, each step tries again",
-        "MLflow takes metrics again, and gets those that it has missed",
-    ]
-
-
-def test_what_was_never_sent_is_said_at_the_end(run_config, mlflow_database, monkeypatch):
-    said = []
-    tracker = Tracker(run_config(), say=said.append)
-    monkeypatch.setattr(tracker._client, "log_batch", lambda *args, **kwargs: 1 / 0)
-    tracker.log_step(1, {"a": 1})
-    tracker.finish()
-    assert "did not take everything after step 0" in said[-1] and "--resume first" in said[-1]
 
 
 def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, client, drafter_folder):
@@ -166,7 +164,10 @@ def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, 
     tags = client.get_model_version(name, "2").tags
     expected = TAGS | {"policy_version": "5", "drafter_version": "2", "parent_version": "1", "run_name": "first"}
     assert tags.items() >= expected.items() and len(tags["config_hash"]) == 12
-    assert client.get_model_version(name, "1").tags["parent_version"] == "none"
+    first_version = client.get_model_version(name, "1")
+    assert first_version.tags["parent_version"] == "none"
+    assert first_version.description == f"Drafter 1 of run first, for {POLICY} after 3 updates. "
+    assert client.get_registered_model(name).description == f"Drafters for the policy {POLICY}, by cotrain."
     assert int(client.get_model_version_by_alias(name, "serving").version) == 2
     assert int(client.get_model_version_by_alias(name, "best").version) == 1
     model = client.get_logged_model(model_id_of(client.get_model_version(name, "1")))
@@ -178,6 +179,20 @@ def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, 
     }
     outputs = client.get_run(tracker.run_id).outputs.model_outputs
     assert sorted(output.step for output in outputs) == [3, 5]
+    by_acceptance = [{"field_name": "metrics.acceptance_length", "ascending": False}]
+    ranked = client.search_logged_models([client.get_run(tracker.run_id).info.experiment_id], order_by=by_acceptance)
+    assert [model.name for model in ranked] == ["drafter-d1", "drafter-d2"]
+
+
+def test_the_parent_of_a_drafter_is_the_one_before_it_that_was_registered(run_config, client, drafter_folder):
+    """Version 2 was refused by an engine, so nobody has ever served it."""
+    with Tracker(run_config()) as tracker:
+        for number in (1, 3):
+            folder, reason = drafter_folder(bytes([number])), {"decision": f"gain {number}"}
+            assert tracker.log_drafter(folder, Versions(number, number), number, {}, TAGS | reason).result(60)
+    last = client.get_model_version("smollm2-135m-instruct-drafter", "2")
+    assert (last.tags["drafter_version"], last.tags["parent_version"]) == ("3", "1")
+    assert last.description.endswith("after 3 updates. gain 3")
 
 
 def test_best_is_the_best_of_one_run_at_one_draft_length(run_config, client, drafter_folder):
@@ -221,14 +236,6 @@ def test_a_resumed_run_registers_an_equal_drafter_once_and_another_anew(run_conf
         assert resumed.log_drafter(drafter_folder(b"new"), Versions(2, 2), 2, {}, TAGS).result(60) == 3
         resumed.log_step(3, served(2, metrics_of(counts(100, 1, (50,)))))
     assert int(client.get_model_version_by_alias(resumed.registered_model, "best").version) == 3
-
-
-def test_a_deleted_drafter_does_not_hold_up_the_rest(run_config, client, drafter_folder, tmp_path):
-    said = []
-    with Tracker(run_config(), say=said.append) as tracker:
-        lost = tracker.log_drafter(tmp_path / "gone", Versions(1, 1), 1, {}, TAGS)
-        assert tracker.log_drafter(drafter_folder(), Versions(2, 2), 2, {}, TAGS).result(60) == 1
-    assert lost.result() is None and "deleted before" in said[0]
 
 
 def test_decisions_are_an_artifact_and_the_last_one_a_tag(run_config, client, tmp_path):

@@ -104,6 +104,18 @@ def test_a_failed_initialisation_fails_its_arms_alone(study_file, calls, store, 
     assert state["arms"][0]["runs"][0]["error"].startswith(error)
 
 
+def test_a_study_whose_files_mlflow_does_not_take_ends_all_the_same(
+    study_file, calls, store, no_page, tmp_path, capsys
+):
+    (tmp_path / "studies/first").mkdir(exist_ok=True)
+    (tmp_path / "studies/first/mlartifacts").touch()  # in place of the folder of artifacts
+    assert main([str(study_file), "seeds=[0]"]) == 0
+    assert "MLflow did not take the table (" in capsys.readouterr().out
+    client = MlflowClient(store, store)
+    (parent,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert parent.info.status == "FINISHED"
+
+
 def test_a_dry_run_writes_nothing(study_file, calls, tmp_path, capsys):
     assert main([str(study_file), "--dry-run"]) == 0
     assert calls() == [] and not (tmp_path / "studies").exists()
