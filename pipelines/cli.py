@@ -5,12 +5,15 @@ Exit status: 0 done, 1 the run's own check failed or a part of it died, 2 an err
 
 import argparse
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from cotrain.process.failures import RunFailure
+from cotrain.process.scratch import remove_scratch_folders
+from cotrain.process.stopping import INTERRUPTED
 from cotrain.run.mlflow_store import DEFAULT_URI, absolute_uri, sqlite_file
 
 COMMANDS = {
@@ -71,7 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cotrain: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        if argv is None:  # this is the process of the command
+            sys.stdout.flush()
+            remove_scratch_folders()
+            os._exit(INTERRUPTED)  # without waiting for threads, which may import something or set up MLflow
+        return INTERRUPTED
 
 
 def _is_message_to_the_user(error: Exception) -> bool:

@@ -16,7 +16,9 @@ from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, 
 from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
+from cotrain.process.cluster import temporary_files
 from cotrain.process.scratch import scratch_folder
+from cotrain.process.stopping import descendants, remove_files_of, stop_at_once
 from cotrain.records import WeightPayload
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
@@ -67,9 +69,9 @@ def prepared_command(
     from then on all other output goes to engine.log. Raises ValueError when the folder is not empty.
     """
     out = args.out or Path("runs") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or {file.name for file in out.iterdir()} - {"engine.log"}):
         raise ValueError(f"--out: {out} is not empty; give a new folder")
-    with tempfile.TemporaryDirectory() as pulled:
+    with stop_at_once(), tempfile.TemporaryDirectory() as pulled:
         prepared = prepare(args, Path(pulled) / "drafter")
         out.mkdir(parents=True, exist_ok=True)
         with engine_output_to(out / "engine.log") as console:
@@ -174,7 +176,9 @@ async def one_engine(
     ngram: draft tokens are looked up in the request's own text; the setup then has no drafter.
     """
     os.environ.update(threads.engine_environment(num_threads, setup.rollout.tensor_parallel_size))
+    others = set(descendants())
     with scratch_folder("engine") as scratch:
+        os.environ.update(temporary_files(scratch))
         spec = EngineSpec(
             rollout=setup.rollout,
             model_path=str(setup.model),
@@ -189,7 +193,9 @@ async def one_engine(
             await engine.start()
             yield engine
         finally:
+            started = set(descendants()) - others
             await engine.shutdown()
+            remove_files_of(started)
 
 
 async def send(engine: RolloutEngine, payload: WeightPayload, draft: bool = True) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from urllib.request import urlopen
 
 from cotrain.config.schema import RunConfig
 from cotrain.config.sidecar import SidecarConfig
+from cotrain.process.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -79,12 +81,28 @@ def connect(uri: str) -> "MlflowClient":
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     # Registering a logged model looks it up in the store of the process, not in that of the client.
     mlflow.set_tracking_uri(uri)
-    client = mlflow.MlflowClient(uri, uri)
     try:
+        if database and not database.exists():
+            _create(database)
+        client = mlflow.MlflowClient(uri, uri)
         client.search_experiments(max_results=1)
     except mlflow.MlflowException as error:
         raise ValueError(f"tracking.uri: {uri} cannot be used: {first_line(error)}") from error
     return client
+
+
+def _create(database: Path) -> None:
+    """Create an sqlite file elsewhere and then give it its name: MLflow can never open one that was killed in its creation."""
+    import mlflow
+
+    with scratch_folder("mlflow", database.parent) as folder:
+        uri = f"{SQLITE}{folder / database.name}"
+        mlflow.MlflowClient(uri, uri).search_experiments(max_results=1)
+        with suppress(FileExistsError):  # another run has created it meanwhile
+            try:
+                os.link(folder / database.name, database)
+            except PermissionError:  # a file system without links
+                os.rename(folder / database.name, database)
 
 
 def experiment_id(client: "MlflowClient", uri: str) -> str:

@@ -44,8 +44,10 @@ class RunDir(AbstractContextManager["RunDir"]):
     def close(self) -> None:
         self._lock.release()
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self.close()
+        if kind in (KeyboardInterrupt, SystemExit):
+            print(f"stopped at once; what was saved is whole: go on with {self.resume}", flush=True)
 
     def checkpoint(self, step: int) -> Path:
         """Checkpoint saved after `step`."""
