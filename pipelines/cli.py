@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from cotrain import __version__
 from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import remove_scratch_folders
 from cotrain.process.stopping import INTERRUPTED
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 prog="cotrain",
                 description="Joint policy-drafter training: RL rollouts whose speculation keeps up with the policy.",
             )
+            parser.add_argument("--version", action="version", version=f"cotrain {__version__}")
             commands = parser.add_subparsers(required=True, metavar="COMMAND")
             for name, (_, text) in COMMANDS.items():
                 commands.add_parser(name, help=text)

@@ -214,7 +214,7 @@ def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None
         commands["test that it changes no output"] = f"cotrain verify {drafter}"
     commands["look at the curves"] = f"cotrain ui{store}"
     head = f"{'Done' if finished else 'Stopped'}: {progress(run, config.steps)}"
-    console.say("\n".join(["", head, aligned(lines), "", "Next:", aligned(commands)]))
+    console.say("\n".join(["", head, aligned(lines, wraps=True), "", "Next:", aligned(commands)]))
 
 
 def _write_report(run_dir: RunDir, console: Console) -> Path | None:

@@ -13,7 +13,7 @@ from pipelines.page.figures import timeline_figure
 from pipelines.page.page import Fact, Page, Plot, Section, line_plot, write_page
 from pipelines.page.record import RunRecord, drafter_marks, read_run
 
-MOST_DECISIONS = 50
+MOST_DECISIONS = 12
 LEAST_SHARE = 0.005
 """Share of the run's time below which a stage is left out of the figure, because nobody could see it there."""
 
@@ -69,7 +69,9 @@ def run_page(run: RunRecord) -> Page:
     if run.decisions:
         table = pd.DataFrame(run.decisions[-MOST_DECISIONS:])[["step", "kind", "version", "reason"]]
         table.columns = ["step", "decision", "drafter that serves next", "why"]
-        sections.append(Section("What was decided about the drafter", table=table))
+        earlier = len(run.decisions) - len(table)
+        more = [f"{earlier} earlier decisions are in decisions.jsonl."] if earlier else []
+        sections.append(Section("What was decided about the drafter", more, table))
     if not run.is_sidecar:  # a sidecar sees neither rewards nor what else its host does
         # Not measured in a run whose prompts never came twice and whose requests all ran at once.
         order = [_curve(run, name) for name in ("order_speedup", "length_error") if run.column(CURVES[name][1]).any()]
@@ -86,6 +88,7 @@ def run_page(run: RunRecord) -> Page:
         subtitle=_subtitle(run),
         facts=run_facts(run),
         sections=[*sections, Section("Configuration", table=_table(run.settings), folded=True)],
+        warning=run.warning,
     )
 
 
@@ -117,12 +120,6 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     """
     thirds = "(mean of the first and the last third; higher is better)"
     facts = [] if run.is_sidecar else [Fact("reward", _from_to(run, "policy/reward"), thirds)]
-    speedups = run.column(ORDER).dropna()
-    if speedups.size and run.settings.get("rollout.order") != "drawn":
-        errors = run.column(LENGTH_ERROR).dropna()
-        factor = f"; half of the lengths were within a factor of {np.exp(errors.iloc[-1]):.2f}" if errors.size else ""
-        value = f"makespan {speedups.mean():.2f} times shorter than in the order drawn"
-        facts.append(Fact("order", value, f"(by the lengths that came out{factor})"))
     if not run.speculates:
         return facts
     # Weighted, because a step with a dozen verification steps says little.
@@ -137,7 +134,7 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     swaps = f"{run.column('drafter/published').sum():.0f} drafters put into the running engine"
     kept_back, taken_back = (run.column("gate/publish") == 0).sum(), run.column("drafter/rolled_back").sum()
     undone = [f"{kept_back} kept back by the gate"] if kept_back else []
-    undone += [f"{taken_back:.0f} times back to an earlier one"] if taken_back else []
+    undone += [f"rolled back {'once' if taken_back == 1 else f'{taken_back:.0f} times'}"] if taken_back else []
     facts += [Fact("swaps", swaps, ", ".join(undone))] if DRAFTER in run.settings else []
     facts.append(_lossless(run, greedy_identical))
     if speculation:
@@ -235,13 +232,14 @@ def _stream(run: RunRecord) -> Section:
     lag_columns = sorted(name for name in metrics.columns if name.startswith("stream/lag_tokens_"))
     tokens = metrics[lag_columns].fillna(0)
     shares = tokens.div(tokens.sum(axis="columns"), axis="index")
+    lag = line_plot(
+        "lag", "Policy lag of the tokens trained on",
+        {f"lag {name.rpartition('_')[2]}": shares[name] for name in lag_columns}, "share of the tokens",
+        "Policy versions between the one that generated a token and the one that trained on it.",
+    )  # fmt: skip
     plots = [
         _timeline(run.stream),
-        line_plot(
-            "lag", "Policy lag of the tokens trained on",
-            {f"lag {name.rpartition('_')[2]}": shares[name] for name in lag_columns}, "share of the tokens",
-            "Policy versions between the one that generated a token and the one that trained on it.",
-        ),
+        *([lag] if run.settings.get("stream.max_policy_lag") else []),  # a synchronous run has none
         line_plot(
             "idle", "Idle time by role",
             {name.removeprefix(IDLE): metrics[name] for name in metrics.columns if name.startswith(IDLE)},
