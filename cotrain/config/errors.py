@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -109,6 +109,26 @@ class ConfigError(ValueError):
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  {line}" for line in self.problems)]))
+
+
+class Attempts:
+    """Makes several calls and keeps their problems, so that all are told at once."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def make(self, part: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `part` returns; None if it raises ValueError."""
+        try:
+            return part(*arguments)
+        except ValueError as error:
+            self.problems += error.problems if isinstance(error, ConfigError) else [str(error)]
+            return None
+
+    def end(self) -> None:
+        """Raise ConfigError listing all problems, if there were any."""
+        if self.problems:
+            raise ConfigError(list(dict.fromkeys(self.problems)))
 
 
 def validated(root: type[AnySection], fields: dict[str, Any]) -> AnySection:

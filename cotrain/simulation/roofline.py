@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from cotrain.simulation.step_time import Array, Origin
+from drafters.files import read_object
 
 Precision = Literal["bf16", "fp8"]
 BYTES: dict[Precision, float] = {"bf16": 2.0, "fp8": 1.0}
@@ -189,8 +190,49 @@ def hardware(name: str) -> Hardware:
 
 
 def model(name: str) -> Model:
-    """Return the model of this name. Raises ValueError that names the known models."""
-    return Model(**_entry("models", "model", name))
+    """Return the model of this name or hub id, or that of a config.json. Raises ValueError that names the known models."""
+    hub_ids = {entry["source"].split()[0]: known for known, entry in tables("models").items()}
+    known, path = hub_ids.get(name, name), Path(name).expanduser()
+    if known not in tables("models") and path.exists():
+        return _described(read_object(path / "config.json" if path.is_dir() else path, "a Hugging Face model"), name)
+    try:
+        return Model(**_entry("models", "model", known))
+    except ValueError as error:
+        how = "for another model, give the path of its config.json, as from `hf download ORG/NAME config.json`"
+        raise ValueError(f"{error}; {how}") from None
+
+
+NOT_MODELLED = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "linear_num_key_heads")
+"""Fields of a config.json with other attention, or with experts that every token is sent to."""
+
+
+def _described(config: dict[str, Any], name: str) -> Model:
+    """Return the model of a Hugging Face config.json. Raises ValueError for attention or experts that are not modelled."""
+    config = config.get("text_config") or config
+    if other := [field for field in NOT_MODELLED if config.get(field)]:
+        raise ValueError(
+            f"cost.model: {name} has {', '.join(other)}, which is not modelled; give measured cells instead"
+        )
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return Model(
+            name=name,
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            intermediate=config.get("moe_intermediate_size" if experts else "") or config["intermediate_size"],
+            vocabulary=config["vocab_size"],
+            parameters=0.0,
+            source=name,
+            experts=experts,
+            experts_per_token=config.get("num_experts_per_tok") or 0,
+            tied_embeddings=config.get("tie_word_embeddings", True),
+        )
+    except KeyError as error:
+        raise ValueError(f"cost.model: {name} lacks {error}, as no config.json of a decoder does") from None
 
 
 def experts_read(tokens: Array, experts: int, per_token: int) -> Array:

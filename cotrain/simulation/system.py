@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cotrain.config.errors import validated
+from cotrain.config.errors import Attempts, validated
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.run.provenance import flatten
 from cotrain.simulation.acceptance import Acceptance
@@ -19,9 +19,9 @@ from cotrain.simulation.scenario import Engines, Scenario
 from cotrain.simulation.step_time import Array, FittedLaw, MeasuredCells, StepTime
 from drafters.config import Section
 
-STEP_TIME_ERRORS = {"measured": 0.03, "fitted": 0.1, "roofline": 0.1, "envelope": 0.35}
+STEP_TIME_ERRORS = {"measured": 0.03, "fitted": 0.1, "roofline": 0.1}
 """Default relative error of the step-time ratio, by the origin of the step times: about what docs/simulator.md finds on held-out
-measurements. "envelope" is a roofline that was not adjusted to a measured step with drafts that long."""
+measurements."""
 
 OF_A_SYSTEM = {"cost.gpu": None, "cost.model": None, "cost.tensor_parallel": 1, "cost.drafter": "eagle3"}
 """Fields, with defaults, that a step measured with drafts depends on. If one of them changes, the measurement no longer holds."""
@@ -58,7 +58,7 @@ class RooflineCost(Section):
     gpu: str
     """GPU, by its name in cotrain/simulation/data/hardware.toml."""
     model: str
-    """Policy, by its name in cotrain/simulation/data/models.toml."""
+    """Policy: its name or hub id in cotrain/simulation/data/models.toml, or the path of any model's config.json."""
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""
     drafter: Literal["eagle3", "mtp", "history"] = "eagle3"
@@ -74,9 +74,9 @@ class RooflineCost(Section):
     """Least time of each layer of the policy in a step without a captured graph."""
     drafted_k: tuple[PositiveInt, ...] = ()
     """Draft lengths of steps measured on this very system, to which these constants were adjusted. Longer drafts give only an
-    envelope: without a measured step, predicted speed-ups of known systems were 35 to 60 % too high."""
-    error: NonNegativeFloat | None = None
-    """Relative standard error of the step-time ratio. Default: 0.1 up to the largest of drafted_k, 0.35 beyond."""
+    envelope: without a measured step, predicted speed-ups of known systems were 30 to 200 % too high."""
+    error: NonNegativeFloat = STEP_TIME_ERRORS["roofline"]
+    """Relative standard error of the step-time ratio. The interval of an envelope also has how much too high it may be."""
 
 
 class CellsCost(Section):
@@ -221,14 +221,19 @@ class System(Section):
         return found
 
     def build(self) -> Scenario:
-        """Build the scenario. Raises ValueError for unknown names, fields that contradict each other, and what does not fit."""
-        acceptance = self.drafter.acceptance() if self.drafter else None
+        """Build the scenario. Raises ConfigError listing unknown names, fields that contradict each other, and what does not fit."""
+        attempts = Attempts()
+        acceptance = attempts.make(self.drafter.acceptance) if self.drafter else None
         training = self.cotraining if acceptance else None
         if acceptance and training and training.gain > (most := acceptance.length() - 1):
-            raise ValueError(f"cotraining.gain: {training.gain:g} is more than drafts bring; give at most {most:.3g}")
-        lengths = self.workload.lengths()
-        sequences = np.concatenate(lengths).astype(float) + self.workload.prompt_tokens
-        cost, room = self._cost(int(sequences.max()))
+            problem = f"cotraining.gain: {training.gain:g} is more than drafts bring; give at most {most:.3g}"
+            attempts.problems.append(problem)
+        lengths = attempts.make(self.workload.lengths)
+        sequences = np.concatenate(lengths or [[1]]).astype(float) + self.workload.prompt_tokens
+        found = attempts.make(self._cost, int(sequences.max()))
+        learner_seconds = attempts.make(self._learner_seconds, sequences)
+        attempts.end()
+        cost, room = found
         scenario = Scenario(
             cost=cost,
             engines=Engines(self.system.engines, self.system.max_num_seqs, room),
@@ -238,7 +243,7 @@ class System(Section):
             k=self.drafter.k if self.drafter else 0,
             steps=self.workload.steps,
             acceptance_error=self.drafter.error if self.drafter else 0.0,
-            learner_seconds=self._learner_seconds(sequences),
+            learner_seconds=learner_seconds,
             generation_overhead=self.system.overhead_seconds,
             lag=self.learner.lag,
             drafter_seconds=training.seconds_per_step if training and training.exposed else 0.0,
@@ -246,7 +251,7 @@ class System(Section):
         )
         if self.drafter and self.drafter.adaptive:
             scenario = scenario.adaptive(self.drafter.k)
-        usual_error = STEP_TIME_ERRORS["envelope" if scenario.envelope else cost.origin]
+        usual_error = STEP_TIME_ERRORS[cost.origin]
         return replace(scenario, step_time_error=usual_error if self.cost.error is None else self.cost.error)
 
     def _cost(self, longest: int) -> tuple[StepTime, int | None]:
@@ -259,7 +264,9 @@ class System(Section):
                 raise ValueError("cost.prefill_tokens_per_s: the law costs prompts too; set it to none")
             cells = {(k, n): median(ms for *at, ms in cost.cells if at == [k, n]) / 1e3 for k, n, _ in cost.cells}
             return FittedLaw.fit(cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
-        gpu, policy = hardware(cost.gpu), model(cost.model)
+        attempts = Attempts()
+        gpu, policy = attempts.make(hardware, cost.gpu), attempts.make(model, cost.model)
+        attempts.end()
         times = {"step_s": cost.host_step_ms, "draft_s": cost.host_draft_ms, "eager_layer_s": cost.eager_layer_ms}
         given: dict[str, Any] = {name: ms / 1e3 for name, ms in times.items() if ms is not None}
         host = replace(gpu.host, graph_tokens=cost.graph_tokens, non_uniform=cost.drafter == "history", **given)

@@ -11,7 +11,7 @@ from benchmarks.simulator_validation import fitted_law_errors, prediction
 from cotrain.config.errors import ConfigError
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.roofline import Roofline, hardware
-from cotrain.simulation.scenario import Engines, Scenario, answer, generate
+from cotrain.simulation.scenario import TOO_HIGH, Engines, Scenario, answer, generate
 from cotrain.simulation.step_time import MeasuredCells
 from cotrain.simulation.system import STEP_TIME_ERRORS, System, load_system, parse_system
 
@@ -34,9 +34,9 @@ def described(*overrides: str) -> System:
 
 
 def problem(*overrides: str) -> str:
-    with pytest.raises(ValueError, match=": ") as caught:
+    with pytest.raises(ConfigError) as caught:
         described(*overrides).build()
-    return str(caught.value)
+    return caught.value.problems[0]
 
 
 @pytest.mark.parametrize("k", [0, [0] * 17])
@@ -161,7 +161,27 @@ def test_acceptance_is_given_in_one_way() -> None:
 def test_a_roofline_is_an_envelope_beyond_the_drafts_it_was_adjusted_to(overrides: list[str], envelope: bool) -> None:
     found = described(*overrides).build()
     assert found.envelope == envelope
-    assert found.step_time_error == STEP_TIME_ERRORS["envelope" if envelope else "roofline"]
+    assert found.step_time_error == STEP_TIME_ERRORS["roofline"]
+
+
+def test_the_interval_of_an_envelope_lies_below_it_by_as_much_as_others_were_too_high() -> None:
+    """Eight in ten of the systems that were measured afterwards lie within it."""
+    found = answer(load_system(CONFIGS / "h100_node.toml", ["cost.error=0.001", "drafter.error=0.001"]).build())
+    for gain in (found.generation_speedup, found.step_speedup):
+        assert gain.low < gain.high < gain.value
+    value, low, high = found.generation_speedup
+    least, most = TOO_HIGH
+    assert np.log(value / high) == pytest.approx(0.9 * np.log(least) + 0.1 * np.log(most), abs=0.03)
+    assert np.log(value / low) == pytest.approx(0.1 * np.log(least) + 0.9 * np.log(most), abs=0.03)
+
+
+def test_all_that_is_wrong_with_a_system_is_told_at_once() -> None:
+    changes = ["cost.gpu=gb20", "cost.model=Qwen3-8", "drafter.accept=[0.5, 0.6]", "workload.mean_length=none"]
+    with pytest.raises(ConfigError) as caught:
+        described(*changes, "learner.gpus=2").build()
+    assert [line.split(":")[0] for line in caught.value.problems] == [
+        "drafter.accept [0.5, 0.6]", "workload.mean_length", "cost.gpu", "cost.model"
+    ]  # fmt: skip
 
 
 def test_another_system_leaves_out_what_was_fitted_to_this_one() -> None:
@@ -210,7 +230,7 @@ def test_every_constant_has_an_origin() -> None:
 def test_constants_that_were_not_given_are_told_as_they_came_out() -> None:
     system = load_system(CONFIGS / "h100_node.toml")
     constants = system.constants(system.build())
-    assert constants["cost.error"] == {"value": STEP_TIME_ERRORS["envelope"], "origin": "default"}
+    assert constants["cost.error"] == {"value": STEP_TIME_ERRORS["roofline"], "origin": "default"}
     assert 300_000 < constants["system.kv_tokens"]["value"] < 500_000
     assert (
         constants["hardware"]["host"]["draft_s"] == hardware("h100-sxm").host.draft_s

@@ -197,6 +197,21 @@ def test_drafts_that_never_pay_are_said_not_to(capsys: pytest.CaptureFixture[str
     assert "acceptance " not in text and "how sure?" not in text
 
 
+@pytest.mark.parametrize("changes", [[], ["drafter.acceptance_length=3.9", "cost.host_draft_ms=0"]])
+def test_what_no_measured_step_supports_is_an_upper_bound(
+    changes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where all of the interval is above 1."""
+    text = " ".join(said(capsys, H100, *changes).split())
+    value, low, high = map(float, re.search(r"at most (\S+) \((\S+) to (\S+)\)", text).groups())  # type: ignore[union-attr]
+    assert low < high < value and (low > 1) == bool(changes)
+    assert "worth it? not certain for generation, not certain for whole steps" in text
+    assert f"within {low} to {high}, by errors of" in text and "30 to 200 % too high: measure one" in text
+    assert "it may pay" in text and "it pays" not in text
+    said_of_measured = " ".join(said(capsys, PAPER).split())
+    assert "at most" not in said_of_measured and "worth it? yes for generation, yes" in said_of_measured
+
+
 def test_draft_lengths_that_were_not_measured_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     which = said(capsys, PAPER).partition("which k?")[2].partition(")")[0]
     assert re.findall(r"(\d) \S+x extrapolated", " ".join(which.split())) == ["6", "7"]
@@ -296,10 +311,15 @@ def test_a_study_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ([PAPER, "workload.limit=9000000", "workload.mean_length=9000000"], "does not fit"),
         (
             [CPU, "--sweep", "drafter.q=1..2"],
-            "--sweep drafter.q=1: 1 problem in the configuration:\n  drafter.q: unknown field",
+            "1 problem in the configuration:\n  --sweep drafter.q=1: drafter.q: unknown field",
         ),
         ([CPU, "--sweep", "drafter.k=3..1"], "--sweep drafter.k=3..1: write key=values"),
         ([CPU, "--sweep", "drafter.k"], "--sweep drafter.k: write key=values"),
+        ([CPU, "--sweep", "drafter.k", "--sweep", "system.engines=3..1"], "2 problems in the configuration"),
+        (
+            [PAPER, "--sweep", "cost.gpu=b200,a", "--sweep", "cost.model=b,c"],
+            "\n  --sweep cost.gpu=a cost.model=b: cost.gpu",
+        ),
         (["--fit", CPU], "give lines like"),
         (["--fit", "nowhere.jsonl"], "--fit nowhere.jsonl: [Errno 2] No such file"),
         (["--fit", CPU, "drafter.k=2"], "--fit: it reads its file alone"),
