@@ -71,8 +71,8 @@ def prepared_command(
     out = args.out or Path("runs") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and (not out.is_dir() or {file.name for file in out.iterdir()} - {"engine.log"}):
         raise ValueError(f"--out: {out} is not empty; give a new folder")
-    with stop_at_once(), tempfile.TemporaryDirectory() as pulled:
-        prepared = prepare(args, Path(pulled) / "drafter")
+    with stop_at_once(), scratch_folder(command, Path(tempfile.gettempdir())) as pulled:
+        prepared = prepare(args, pulled / "drafter")
         out.mkdir(parents=True, exist_ok=True)
         with engine_output_to(out / "engine.log") as console:
             yield out, prepared, partial(print, file=console)

@@ -111,24 +111,17 @@ class ConfigError(ValueError):
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  {line}" for line in self.problems)]))
 
 
-class Attempts:
-    """Makes several calls and keeps their problems, so that all are told at once."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-
-    def make(self, part: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what `part` returns; None if it raises ValueError."""
+def together(*parts: Callable[[], Any]) -> list[Any]:
+    """Call all parts and return their results. Raises ConfigError listing the problems of every part that raised ValueError."""
+    results, problems = [], list[str]()
+    for part in parts:
         try:
-            return part(*arguments)
+            results.append(part())
         except ValueError as error:
-            self.problems += error.problems if isinstance(error, ConfigError) else [str(error)]
-            return None
-
-    def end(self) -> None:
-        """Raise ConfigError listing all problems, if there were any."""
-        if self.problems:
-            raise ConfigError(list(dict.fromkeys(self.problems)))
+            problems += error.problems if isinstance(error, ConfigError) else [str(error)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return results
 
 
 def validated(root: type[AnySection], fields: dict[str, Any]) -> AnySection:

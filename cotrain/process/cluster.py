@@ -35,9 +35,6 @@ OBJECT_STORE_BYTES = 256 * 2**20
 CONNECT_SECONDS = 10.0
 """How long to try cluster.address before reporting that no cluster answers."""
 
-MOST_OF_RAYS_FOLDER = 13
-"""Characters of the temporary folder that leave Ray room for the paths of its sockets, which may have 107."""
-
 STARTING_FACTOR = 4
 """A role's first answer may take this many times cluster.hang_after_s, because the role loads a model first."""
 
@@ -234,8 +231,7 @@ def start_ray(address: str | None, stack: ExitStack) -> Any:
     if not address:
         # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        base = tempfile.gettempdir()
-        base = base if len(base) <= MOST_OF_RAYS_FOLDER else "/tmp"
+        base = tempfile.gettempdir() if len(tempfile.gettempdir()) < 14 else "/tmp"  # paths of sockets have 107 bytes
         private = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         private["_temp_dir"] = str(stack.enter_context(scratch_folder("ray", Path(base))))
         private |= {"object_store_memory": OBJECT_STORE_BYTES, "num_cpus": 64}  # the roles take turns on the cores

@@ -28,7 +28,8 @@ def stop_at_once() -> Iterator[None]:
     asyncio would only cancel its task, which waits for calls that do not await anything, such as the start of an engine; and
     vLLM drops a KeyboardInterrupt in that start, so the body gets a SystemExit.
     """
-    ended, others, started = threading.Event(), set(descendants()), set[int]()
+    asked, ended = threading.Event(), threading.Event()
+    others, started = set(descendants()), set[int]()
 
     def leave_unless_ended() -> None:
         if not ended.wait(POLITE_SECONDS):
@@ -37,6 +38,7 @@ def stop_at_once() -> Iterator[None]:
             os._exit(INTERRUPTED)
 
     def handle(signum: int, frame: object) -> None:
+        asked.set()
         started.update(descendants())
         threading.Thread(target=leave_unless_ended, daemon=True).start()
         raise SystemExit(INTERRUPTED)
@@ -44,11 +46,11 @@ def stop_at_once() -> Iterator[None]:
     with handling(handle):
         try:
             yield
-        except SystemExit as error:
-            if error.code != INTERRUPTED:
+        except BaseException:
+            if not asked.is_set():
                 raise
             end(started.union(descendants()) - others)
-            raise KeyboardInterrupt from None
+            raise KeyboardInterrupt from None  # Ray makes another SystemExit of it, and a call may fail for what has ended
         finally:
             ended.set()
 

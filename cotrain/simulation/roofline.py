@@ -30,6 +30,9 @@ SAMPLER_PASSES, MOST_ROWS = 6, 2048
 DRAFT_VOCABULARY = 32_000
 """Tokens that EAGLE-3 can draft."""
 
+NOT_MODELLED = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "linear_num_key_heads")
+"""Fields of a config.json with other attention, or with experts that every token is sent to."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -176,9 +179,9 @@ def tables(name: str) -> dict[str, Any]:
     return tomllib.loads((Path(__file__).parent / "data" / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def _entry(file: str, kind: str, name: str) -> dict[str, Any]:
+def _entry(file: str, kind: str, name: str, other: str = "") -> dict[str, Any]:
     if name not in tables(file):
-        known = f"cotrain/simulation/data/{file}.toml has {', '.join(tables(file))}"
+        known = f"cotrain/simulation/data/{file}.toml has {', '.join(tables(file))}{other}"
         raise ValueError(f"cost.{kind.lower()}: no {kind} {name!r}; {known}")
     return {"name": name} | tables(file)[name]
 
@@ -195,15 +198,7 @@ def model(name: str) -> Model:
     known, path = hub_ids.get(name, name), Path(name).expanduser()
     if known not in tables("models") and path.exists():
         return _described(read_object(path / "config.json" if path.is_dir() else path, "a Hugging Face model"), name)
-    try:
-        return Model(**_entry("models", "model", known))
-    except ValueError as error:
-        how = "for another model, give the path of its config.json, as from `hf download ORG/NAME config.json`"
-        raise ValueError(f"{error}; {how}") from None
-
-
-NOT_MODELLED = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "linear_num_key_heads")
-"""Fields of a config.json with other attention, or with experts that every token is sent to."""
+    return Model(**_entry("models", "model", known, "; or give the path of another model's config.json"))
 
 
 def _described(config: dict[str, Any], name: str) -> Model:
@@ -214,25 +209,15 @@ def _described(config: dict[str, Any], name: str) -> Model:
             f"cost.model: {name} has {', '.join(other)}, which is not modelled; give measured cells instead"
         )
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        return Model(
-            name=name,
-            layers=config["num_hidden_layers"],
-            hidden=hidden,
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            intermediate=config.get("moe_intermediate_size" if experts else "") or config["intermediate_size"],
-            vocabulary=config["vocab_size"],
-            parameters=0.0,
-            source=name,
-            experts=experts,
-            experts_per_token=config.get("num_experts_per_tok") or 0,
-            tied_embeddings=config.get("tie_word_embeddings", True),
-        )
-    except KeyError as error:
-        raise ValueError(f"cost.model: {name} lacks {error}, as no config.json of a decoder does") from None
+    names = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
+    names |= {"vocabulary": "vocab_size", "intermediate": "moe_intermediate_size" if experts else "intermediate_size"}
+    if missing := [field for field in names.values() if field not in config]:
+        raise ValueError(f"cost.model: {name} lacks {', '.join(missing)}; give the config.json of a decoder")
+    shape = {field: config[theirs] for field, theirs in names.items()}
+    shape["kv_heads"] = config.get("num_key_value_heads") or shape["heads"]
+    shape["head_dim"] = config.get("head_dim") or shape["hidden"] // shape["heads"]
+    shape |= {"experts": experts, "experts_per_token": config.get("num_experts_per_tok") or 0}
+    return Model(name, **shape, tied_embeddings=config.get("tie_word_embeddings", True), parameters=0.0, source=name)
 
 
 def experts_read(tokens: Array, experts: int, per_token: int) -> Array:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cotrain.config.errors import Attempts, validated
+from cotrain.config.errors import together, validated
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.run.provenance import flatten
 from cotrain.simulation.acceptance import Acceptance
@@ -222,18 +222,16 @@ class System(Section):
 
     def build(self) -> Scenario:
         """Build the scenario. Raises ConfigError listing unknown names, fields that contradict each other, and what does not fit."""
-        attempts = Attempts()
-        acceptance = attempts.make(self.drafter.acceptance) if self.drafter else None
+        acceptance, lengths, *_ = together(
+            lambda: self.drafter.acceptance() if self.drafter else None, self.workload.lengths, lambda: self._cost(1)
+        )
         training = self.cotraining if acceptance else None
         if acceptance and training and training.gain > (most := acceptance.length() - 1):
-            problem = f"cotraining.gain: {training.gain:g} is more than drafts bring; give at most {most:.3g}"
-            attempts.problems.append(problem)
-        lengths = attempts.make(self.workload.lengths)
-        sequences = np.concatenate(lengths or [[1]]).astype(float) + self.workload.prompt_tokens
-        found = attempts.make(self._cost, int(sequences.max()))
-        learner_seconds = attempts.make(self._learner_seconds, sequences)
-        attempts.end()
-        cost, room = found
+            raise ValueError(f"cotraining.gain: {training.gain:g} is more than drafts bring; give at most {most:.3g}")
+        sequences = np.concatenate(lengths).astype(float) + self.workload.prompt_tokens
+        (cost, room), learner_seconds = together(
+            lambda: self._cost(int(sequences.max())), lambda: self._learner_seconds(sequences)
+        )
         scenario = Scenario(
             cost=cost,
             engines=Engines(self.system.engines, self.system.max_num_seqs, room),
@@ -264,9 +262,7 @@ class System(Section):
                 raise ValueError("cost.prefill_tokens_per_s: the law costs prompts too; set it to none")
             cells = {(k, n): median(ms for *at, ms in cost.cells if at == [k, n]) / 1e3 for k, n, _ in cost.cells}
             return FittedLaw.fit(cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
-        attempts = Attempts()
-        gpu, policy = attempts.make(hardware, cost.gpu), attempts.make(model, cost.model)
-        attempts.end()
+        gpu, policy = together(lambda: hardware(cost.gpu), lambda: model(cost.model))
         times = {"step_s": cost.host_step_ms, "draft_s": cost.host_draft_ms, "eager_layer_s": cost.eager_layer_ms}
         given: dict[str, Any] = {name: ms / 1e3 for name, ms in times.items() if ms is not None}
         host = replace(gpu.host, graph_tokens=cost.graph_tokens, non_uniform=cost.drafter == "history", **given)

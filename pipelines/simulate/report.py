@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from cotrain.config.errors import Attempts, ConfigError
+from cotrain.config.errors import ConfigError, together
 from cotrain.simulation.roofline import Roofline
 from cotrain.simulation.scenario import TOO_HIGH, Answer, Scenario, generate
 from cotrain.simulation.system import LEFT_OUT, System, parse_system
@@ -131,10 +132,8 @@ def sweep(system: System, asked: Sequence[str]) -> list[dict[str, Any]]:
 
     Raises ConfigError listing every problem, each with the first cell that has it.
     """
-    rows, attempts, cells = [], Attempts(), dict[str, str]()
-    values = [attempts.make(_overrides, text) for text in asked]
-    attempts.end()
-    for overrides in itertools.product(*values):
+    rows, cells = [], dict[str, str]()
+    for overrides in itertools.product(*together(*(partial(_overrides, text) for text in asked))):
         try:
             scenario = parse_system(system.given, overrides).build()
         except ConfigError as error:

@@ -32,6 +32,7 @@ from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import build_task
 from cotrain.tasks.prompts import PromptOrder, encode_prompt
 from drafters.files import write_json
+from pipelines.plan import GIB
 
 if TYPE_CHECKING:
     from cotrain.controller import Controller
@@ -199,7 +200,11 @@ def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None
     choices = controller.roles.engines.call("describe_speculation") if config.speculates else []
     speculation = controller.mode or "; ".join(dict.fromkeys(choices))
     lines = {fact.label: fact.text for fact in run_facts(run, speculation, check.passed if check else None)}
-    lines |= {"": "", "run folder": str(run_dir.path)}
+    total, saved = (
+        sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / GIB
+        for folder in (run_dir.path, run_dir.checkpoints)
+    )
+    lines |= {"": "", "run folder": f"{run_dir.path} ({total:.1f} GiB, of them {saved:.1f} of checkpoints)"}
     if page := _write_report(run_dir, console):
         lines["report"] = str(page)
     store, commands = uri_argument(tracker.uri), {}

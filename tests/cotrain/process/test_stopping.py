@@ -15,6 +15,7 @@ from tests.cotrain.process.test_children import is_alive
 BODIES = {
     "a call that awaits nothing": "asyncio.run(blocks())",
     "a library that drops KeyboardInterrupt": "drops_it()",
+    "a library that raises something else": "makes_another_of_it()",
     "a library that drops whatever it gets": "drops_everything()",
 }
 SCRIPT = """
@@ -34,6 +35,13 @@ def drops_it():
         time.sleep(60)
     except KeyboardInterrupt:
         time.sleep(60)
+
+def makes_another_of_it():
+    try:
+        say()
+        time.sleep(60)
+    except SystemExit:
+        raise SystemExit(1)
 
 def drops_everything():
     while True:

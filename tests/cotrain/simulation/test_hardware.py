@@ -104,7 +104,7 @@ def test_a_hub_id_is_the_model_of_its_card() -> None:
         ({"kv_lora_rank": 512, "n_shared_experts": 1}, "has kv_lora_rank, n_shared_experts, which is not modelled"),
         (
             {"hidden_size": 8, "num_attention_heads": 2},
-            "lacks 'num_hidden_layers', as no config.json of a decoder does",
+            "lacks num_hidden_layers, vocab_size, intermediate_size; give the config.json of a decoder",
         ),
     ],
 )
@@ -112,5 +112,5 @@ def test_a_model_that_cannot_be_described_is_refused(config: dict[str, int], lin
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=rf"^cost\.model: .* {line}"):
         model(str(tmp_path))
-    with pytest.raises(ValueError, match=r"no model 'org/other'.*the path of its config\.json"):
+    with pytest.raises(ValueError, match=r"no model 'org/other'.*the path of another model's config\.json"):
         model("org/other")
