@@ -31,7 +31,6 @@ PROPOSERS = {"history": "from history", "drafter": "from the drafter"}
 
 SERVED, EXPECTED = "rollout/acceptance_length", "rollout/expected_acceptance_length"
 SPEEDUP = "rollout/speedup_vs_no_speculation"
-ORDER, LENGTH_ERROR = "rollout/order_speedup", "rollout/length_error"
 CURVES = {
     "reward": ("Reward", "policy/reward", "mean reward", "Mean reward of each step's rollouts."),
     "response_length": ("Response length", "rollout/response_length", "tokens", "Mean length of a step's responses."),
@@ -43,15 +42,6 @@ CURVES = {
         "Speed against no speculation", SPEEDUP, "times as fast",
         "How many times faster the step's tokens were decoded than without speculation, by the measured times of "
         "engine steps. Prefilling of prompts is left out.",
-    ),
-    "order_speedup": (
-        "Makespan in the order drawn, over that with the longest first", ORDER, "times as fast",
-        "By the lengths that came out, as if all steps of an engine took the same time and a step's groups had the "
-        "engines for themselves. Missing where all requests of a step run at once.",
-    ),
-    "length_error": (
-        "Error of the expected response length", LENGTH_ERROR, "median absolute log error",
-        "For responses to prompts seen before, against the prompt's moving average. 0.69 is a factor of 2.",
     ),
     "drafter_loss": ("Drafter loss", "drafter/loss", "loss", "Mean training loss of each step."),
 }  # fmt: skip
@@ -73,10 +63,8 @@ def run_page(run: RunRecord) -> Page:
         more = [f"{earlier} earlier decisions are in decisions.jsonl."] if earlier else []
         sections.append(Section("What was decided about the drafter", more, table))
     if not run.is_sidecar:  # a sidecar sees neither rewards nor what else its host does
-        # Not measured in a run whose prompts never came twice and whose requests all ran at once.
-        order = [_curve(run, name) for name in ("order_speedup", "length_error") if run.column(CURVES[name][1]).any()]
         sections.append(Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]))
-        sections.append(Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s"), *order]))
+        sections.append(Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s")]))
         if run.stream:
             sections.append(_stream(run))
     if run.attempts:

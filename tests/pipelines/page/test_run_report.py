@@ -5,7 +5,6 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cotrain.run.run_dir import RunDir
@@ -71,16 +70,6 @@ def test_a_speed_that_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rows)
     assert facts(folder)["speed"].text == "not measured in this run, `cotrain bench` measures it"
     assert plots(folder)["speedup"].figure is None
-
-
-def test_the_order_is_drawn_where_requests_queue_and_is_no_headline(tmp_path: Path, full: Path) -> None:
-    found = [(1.0, None), (1.2, 0.3), (None, np.log(2)), (1.4, np.log(1.5))]
-    rows = [row(i, rollout__order_speedup=a, rollout__length_error=b) for i, (a, b) in enumerate(found, 1)]
-    folder = write_run(tmp_path / "run", rows, drafter=None)
-    drawn = plots(folder)["order_speedup"].figure
-    assert drawn is not None and list(drawn.axes[0].lines[0].get_ydata())[1] == 1.2
-    assert plots(folder)["length_error"].figure is not None
-    assert list(facts(folder)) == ["reward"] and not {"order_speedup", "length_error"} & plots(full).keys()
 
 
 def test_proposers_are_told_apart(tmp_path: Path) -> None:
