@@ -17,7 +17,7 @@ from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
 from cotrain.process.cluster import temporary_files
-from cotrain.process.scratch import scratch_folder
+from cotrain.process.scratch import environment, scratch_folder
 from cotrain.process.stopping import descendants, remove_files_of, stop_at_once
 from cotrain.records import WeightPayload
 from cotrain.rollout.engine import RolloutEngine
@@ -177,8 +177,7 @@ async def one_engine(
     """
     os.environ.update(threads.engine_environment(num_threads, setup.rollout.tensor_parallel_size))
     others = set(descendants())
-    with scratch_folder("engine") as scratch:
-        os.environ.update(temporary_files(scratch))
+    with scratch_folder("engine") as scratch, environment(temporary_files(scratch)):
         spec = EngineSpec(
             rollout=setup.rollout,
             model_path=str(setup.model),

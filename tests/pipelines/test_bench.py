@@ -145,6 +145,9 @@ def test_the_whole_batch_is_prefilled_in_one_step(tmp_path: Path) -> None:
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "engine.log").touch()
+    with pytest.raises(ValueError, match="--model: give a folder"):  # which is looked at next
+        main(["--out", str(tmp_path)])  # of a command that was stopped in its start
     (tmp_path / "bench.json").write_text("{}")
     with pytest.raises(ValueError, match=r"--out: .* is not empty"):
         main(["--model", "tiny:llama", "--out", str(tmp_path)])
