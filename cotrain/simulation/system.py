@@ -16,10 +16,10 @@ from cotrain.run.provenance import flatten
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.roofline import Roofline, hardware, model
 from cotrain.simulation.scenario import Engines, Scenario
-from cotrain.simulation.step_time import Array, FittedLaw, MeasuredCells, StepTime
+from cotrain.simulation.step_time import Array, MeasuredCells, StepTime
 from drafters.config import Section
 
-STEP_TIME_ERRORS = {"measured": 0.03, "fitted": 0.1, "roofline": 0.1}
+STEP_TIME_ERRORS = {"measured": 0.03, "roofline": 0.1}
 """Default relative error of the step-time ratio, by the origin of the step times: about what docs/simulator.md finds on held-out
 measurements."""
 
@@ -86,12 +86,10 @@ class CellsCost(Section):
     """Where step times come from."""
     cells: tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...]
     """[draft length, batch size, milliseconds of a decode step] of each measurement; repeated ones count as their median."""
-    law: bool = False
-    """Fit a law of five constants to the cells instead of interpolating between them. It also gives the time of prompts."""
     prefill_tokens_per_s: PositiveFloat | None = None
-    """Prompt tokens computed per second, unless `law` is true. Default: prompts take no time."""
+    """Prompt tokens computed per second. Default: prompts take no time."""
     error: NonNegativeFloat | None = None
-    """Relative standard error of the step-time ratio. Default: 0.03 for cells, 0.1 for a law."""
+    """Relative standard error of the step-time ratio. Default: 0.03."""
 
 
 class WorkloadConfig(Section):
@@ -258,10 +256,8 @@ class System(Section):
         if (room := self.system.kv_tokens) and room < longest:
             raise ValueError(f"system.kv_tokens: {room} hold no request of {longest} tokens; lower workload.limit")
         if isinstance(cost, CellsCost):
-            if cost.law and cost.prefill_tokens_per_s is not None:
-                raise ValueError("cost.prefill_tokens_per_s: the law costs prompts too; set it to none")
             cells = {(k, n): median(ms for *at, ms in cost.cells if at == [k, n]) / 1e3 for k, n, _ in cost.cells}
-            return FittedLaw.fit(cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
+            return MeasuredCells(cells, cost.prefill_tokens_per_s), room
         gpu, policy = together(lambda: hardware(cost.gpu), lambda: model(cost.model))
         times = {"step_s": cost.host_step_ms, "draft_s": cost.host_draft_ms, "eager_layer_s": cost.eager_layer_ms}
         given: dict[str, Any] = {name: ms / 1e3 for name, ms in times.items() if ms is not None}

@@ -59,7 +59,6 @@ def test_help_explains_fields_and_examples(capsys: pytest.CaptureFixture[str]) -
         '[cost]  type = "cells"',
         "[drafter]",
         "drafted_k",
-        "--fit FILE",
     ):
         assert part in text
     assert "[policy]" not in text
@@ -253,43 +252,6 @@ def test_a_run_is_a_system_by_its_own_names(tmp_path: Path, capsys: pytest.Captu
         assert "--check: it predicts a run as it was" in said(capsys, "--run", run, "--check", *beside, status=2)
 
 
-def timings(path: Path, rows: list[dict[str, float]]) -> str:
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return str(path)
-
-
-def test_a_law_is_fitted_to_a_file_of_timings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cells = [(k, batch) for k in (0, 1, 3) for batch in (1, 4, 16)]
-    rows = [
-        {"k": k, "batch": b, "seconds": (0.02**3 + (0.001 * b * (k + 1)) ** 3) ** (1 / 3) + 0.002 * k} for k, b in cells
-    ]
-    text = said(capsys, "--fit", timings(tmp_path / "t.jsonl", [*rows, rows[0]]))
-    assert re.search(r"m = 0\.02\n +f = 0\.001\n +p = 3\n +d0 = 0\.002\n", text)
-    assert len(re.findall(r"  k=\d batch", text)) == 9
-    assert "needs a section for the workload as well" in text
-    system = tmp_path / "s.toml"
-    system.write_text(text[text.index("[cost]") :] + "[workload]\ngroups = [[30, 40], [20, 60]]\n")
-    assert load_system(system).build().cost.origin == "fitted"
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"k": 1.5, "batch": 1, "seconds": 0.1}], "cannot be interpreted as an integer"),
-        ([{"batch": 1, "seconds": 0.1}], "'k'; give lines like"),
-        (
-            [{"k": k, "batch": n, "seconds": 0.1} for k, n in [(0, 1), (0, 2), (1, 1), (1, 2), (1, 3)]],
-            "of six cells or more",
-        ),
-    ],
-    ids=["half a token", "without k", "five cells"],
-)
-def test_timings_that_give_no_law_are_told(
-    rows: list[dict[str, float]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in said(capsys, "--fit", timings(tmp_path / "t.jsonl", rows), status=2)
-
-
 def test_a_study_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "study.json").write_text("{}")
     assert "it is a study; name one of its runs" in said(capsys, "--run", str(tmp_path), status=2)
@@ -320,9 +282,6 @@ def test_a_study_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             [PAPER, "--sweep", "cost.gpu=b200,a", "--sweep", "cost.model=b,c"],
             "\n  --sweep cost.gpu=a cost.model=b: cost.gpu",
         ),
-        (["--fit", CPU], "give lines like"),
-        (["--fit", "nowhere.jsonl"], "--fit nowhere.jsonl: [Errno 2] No such file"),
-        (["--fit", CPU, "drafter.k=2"], "--fit: it reads its file alone"),
         ([CPU, "--out", CPU], "File exists; name a folder"),
         (["--run", "nowhere"], "nowhere"),
     ],
