@@ -16,7 +16,6 @@ from benchmarks.simulator_validation import (
     amdahl,
     asynchronous,
     drains,
-    fitted_law_errors,
     law_of_projection,
     long_drafts,
     own_projection,
@@ -121,9 +120,6 @@ def other_table() -> str:
         result = ", ".join(f"{d.predicted:.2f} ({d.measured:.2f} +- {d.standard_error:.2f})" for d in cells)
         bound = "5 % or two standard errors" + ("" if all(d.is_close for d in cells) else ": **missed**")
         lines.append(line(f"CPU, batch of 16 to 1, k = 1, 2, 3, {drafter} drafter, {session} session", result, bound))
-    mean, largest = size(fitted_law_errors().values())
-    result = f"mean {mean:.1%}, largest {largest:.0%}"
-    lines.append(line("CPU, law of five constants: each cell from the others", result, "10 %"))
     return table(("what", "predicted", "bound"), lines)
 
 

@@ -16,7 +16,7 @@ from benchmarks.simulator_calibration import fit_host, solve
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.roofline import Roofline, hardware, model, tables
 from cotrain.simulation.scenario import Engines, Scenario, generate, schedule
-from cotrain.simulation.step_time import FittedLaw, MeasuredCells, StepTime
+from cotrain.simulation.step_time import MeasuredCells, StepTime
 from cotrain.simulation.system import WorkloadConfig
 
 FITTED_TO, LEFT_GRAPHS = ("zero", 0), ("zero", 4)
@@ -311,15 +311,6 @@ def drains() -> list[Drain]:
                 predicted = generate(batch.without_speculation()).seconds / generate(batch).seconds
                 found.append(Drain(session, drafter, k, predicted, speed, error))
     return found
-
-
-def fitted_law_errors() -> dict[tuple[int, int], float]:
-    """Relative errors of cells of the CPU machine, up to 16 requests, each by a law fitted to the others.
-
-    A cell is the geometric mean of what the two drafters' speeds mean.
-    """
-    good, bad = (cpu_cells("earlier", drafter) for drafter in ("good", "bad"))
-    return FittedLaw.leave_one_out({cell: (good[cell] * bad[cell]) ** 0.5 for cell in good if cell[1] <= 16})
 
 
 def size(errors: Iterable[float]) -> tuple[float, float]:

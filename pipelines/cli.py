@@ -12,7 +12,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from cotrain import __version__
 from cotrain.process.failures import RunFailure
+from cotrain.process.scratch import remove_scratch_folders
+from cotrain.process.stopping import INTERRUPTED
 from cotrain.run.mlflow_store import absolute_uri, default_uri, sqlite_file
 
 COMMANDS = {
@@ -58,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 prog="cotrain",
                 description="Joint policy-drafter training: RL rollouts whose speculation keeps up with the policy.",
             )
+            parser.add_argument("--version", action="version", version=f"cotrain {__version__}")
             commands = parser.add_subparsers(required=True, metavar="COMMAND")
             for name, (_, text) in COMMANDS.items():
                 commands.add_parser(name, help=text)
@@ -77,7 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cotrain: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        if argv is None:  # this is the process of the command
+            sys.stdout.flush()
+            remove_scratch_folders()
+            os._exit(INTERRUPTED)  # without waiting for threads, which may import something or set up MLflow
+        return INTERRUPTED
 
 
 def _is_message_to_the_user(error: Exception) -> bool:

@@ -14,11 +14,13 @@ from typing import Any
 
 from cotrain.config.rules import depth_problems
 from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, SpeculationConfig, default_run_root
-from cotrain.config.surroundings import cache_problems, socket_problems
+from cotrain.config.surroundings import cache_problems
 from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
-from cotrain.process.scratch import scratch_folder
+from cotrain.process.cluster import temporary_files
+from cotrain.process.scratch import environment, scratch_folder
+from cotrain.process.stopping import descendants, remove_files_of, stop_at_once
 from cotrain.records import WeightPayload
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
@@ -72,12 +74,12 @@ def prepared_command(
     from then on all other output goes to engine.log. Raises ValueError when the folder is not empty.
     """
     out = args.out or default_run_root() / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or {file.name for file in out.iterdir()} - {"engine.log"}):
         raise ValueError(f"--out: {out} is not empty; give a new folder")
-    if problems := [*cache_problems(), *socket_problems()]:
+    if problems := cache_problems():
         raise ValueError("; ".join(problems))
-    with tempfile.TemporaryDirectory() as pulled:
-        prepared = prepare(args, Path(pulled) / "drafter")
+    with stop_at_once(), scratch_folder(command, Path(tempfile.gettempdir())) as pulled:
+        prepared = prepare(args, pulled / "drafter")
         out.mkdir(parents=True, exist_ok=True)
         with engine_output_to(out / "engine.log") as console:
             yield out, prepared, partial(print, file=console)
@@ -170,7 +172,8 @@ async def one_engine(
     ngram: draft tokens are looked up in the request's own text; the setup then has no drafter.
     """
     os.environ.update(threads.engine_environment(num_threads, setup.rollout.tensor_parallel_size))
-    with scratch_folder("engine") as scratch:
+    others = set(descendants())
+    with scratch_folder("engine") as scratch, environment(temporary_files(scratch)):
         spec = EngineSpec(
             rollout=setup.rollout,
             model_path=str(setup.model),
@@ -185,7 +188,9 @@ async def one_engine(
             await engine.start()
             yield engine
         finally:
+            started = set(descendants()) - others
             await engine.shutdown()
+            remove_files_of(started)
 
 
 async def send(engine: RolloutEngine, payload: WeightPayload, draft: bool = True) -> None:

@@ -26,7 +26,7 @@ from cotrain.config.schema import (
     RecordedRollouts,
     RunConfig,
 )
-from cotrain.config.surroundings import cache_problems, socket_problems
+from cotrain.config.surroundings import cache_problems
 from cotrain.models.loading import has_linear_attention, has_to_be_fetched, native_head, resolve_model, serving_problems
 from cotrain.process.cluster import engine_device, place
 from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
@@ -112,8 +112,7 @@ def find_problems(
     quick: only what can be checked without a download or a conversion, and without loading weights (for --dry-run).
     on_this_machine: the run is to start here, so check that the devices and the room it needs are here too.
     """
-    private_ray = command == "train" and config.cluster.address is None
-    if on_this_machine and (problems := [*cache_problems(), *socket_problems(private_ray)]):
+    if on_this_machine and (problems := cache_problems()):
         return problems
     problems = []
     if not resume and (config.run_root / config.name).exists():

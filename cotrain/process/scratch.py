@@ -8,21 +8,28 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK_NAME = ".owner"
 PREFIX = "cotrain-"
+SHARED_MEMORY = Path("/dev/shm")
+MOST_NAME = 24
+"""Characters of a name in that of a folder, because the path of a socket may have 107 bytes."""
+
+_own: set[Path] = set()
+"""Folders of this process."""
 
 
 @contextmanager
-def scratch_folder(name: str) -> Iterator[Path]:
-    """A fresh folder in shared memory, removed at the end. Leftovers of processes that are gone are removed first.
+def scratch_folder(name: str, base: Path | None = None) -> Iterator[Path]:
+    """A fresh folder in `base`, removed at the end. Leftovers of processes that are gone are removed first.
 
-    Raises OSError when neither /dev/shm nor the temporary folder can be written.
+    base: by default shared memory. Raises OSError when neither that nor the temporary folder can be written.
     """
-    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    if base is None:
+        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for lock_file in base.glob(f"{PREFIX}*/{LOCK_NAME}"):
         with suppress(OSError), lock_file.open("r+") as lock:  # gone, locked, or another user's
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -30,8 +37,29 @@ def scratch_folder(name: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))  # hidden from the clean-up above until it is locked
     with (folder / LOCK_NAME).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        folder = folder.rename(base / f"{PREFIX}{name}-{os.getpid()}-{folder.name.removeprefix('.' + PREFIX)}")
+        own = f"{PREFIX}{name[:MOST_NAME]}-{os.getpid()}-{folder.name.removeprefix('.' + PREFIX)}"
+        folder = folder.rename(base / own)
+        _own.add(folder)
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            _own.discard(folder)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables until the end."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def remove_scratch_folders() -> None:
+    """Remove the folders of this process, which is about to end."""
+    for folder in list(_own):
+        shutil.rmtree(folder, ignore_errors=True)

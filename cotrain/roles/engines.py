@@ -9,7 +9,7 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.children import Actor
-from cotrain.process.cluster import Cluster, free_port
+from cotrain.process.cluster import Cluster, free_port, temporary_files
 from cotrain.process.failures import RunFailure
 from cotrain.process.threads import engine_environment
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload, Window
@@ -125,6 +125,7 @@ class RolloutEngines:
         environment = self._nodes.call(
             self.node_of[engine], engine_environment, None, self._config.rollout.tensor_parallel_size
         )
+        environment |= temporary_files(self._nodes.scratch[self.node_of[engine]])
         if self._transfer == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # workers get GPU memory handles as pickles
         actor = self._cluster.start(EngineActor, self._roles[engine], environment, max_concurrency=MOST_CALLS)

@@ -176,6 +176,6 @@ def _expected_metrics(expected: ExpectedAcceptance | None, counts: SpeculationCo
     metrics = {"rollout/expected_acceptance_length_longest": expected.longest}
     if counts is not None and expected.covers(counts.steps):
         metrics["rollout/expected_acceptance_length"] = expected.length_at(counts.steps)
-        rates = expected.rates_at(counts.steps).tolist()
-        metrics |= {f"rollout/expected_rate_pos_{k}": rate for k, rate in enumerate(rates, start=1)}
+        rates = enumerate(expected.rates_at(counts.steps).tolist(), start=1)
+        metrics |= {f"rollout/expected_rate_pos_{k}": rate for k, rate in rates if any(counts.steps[k - 1 :])}
     return metrics

@@ -7,13 +7,17 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TextIO
+from textwrap import fill
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 
 from cotrain.records import Versions
 
 Metrics = Mapping[str, float | None]
+
+WIDTH = 120
+"""Characters of a line of the console, apart from single words that are longer."""
 
 ETA_WINDOW = 10
 """Number of recent steps from which the time left is estimated; the first ones are slower."""
@@ -22,7 +26,6 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("time/step_s", "{:.1f}s"),
     ("policy/reward", "reward {:.2f}"),
     ("lag", "lag {:.1f}"),
-    ("time/wait_for_rollouts_s", "wait {:.1f}s"),
     ("rollout/response_length", "len {:.0f}"),
     ("rollout/acceptance_length", "accept {:.2f}"),
     ("drafter_alone", "drafter {:.2f}"),
@@ -60,14 +63,18 @@ class Console:
     def step(
         self, step: int, steps: int | None, metrics: Metrics, versions: Versions, notes: Sequence[str] = ()
     ) -> None:
-        """Print the step line. steps: None for rounds without a planned end. notes: texts to append; empty ones are left out."""
+        """Print the step line. steps: None for rounds without a planned end. notes: texts to append, or to put below where they
+        make the line longer than WIDTH; empty ones are left out."""
         if (seconds := metrics.get("time/step_s")) is not None:
             self._step_seconds.append(seconds)
-        line = [step_line(step, steps, metrics, versions)]
+        lines, eta = [step_line(step, steps, metrics, versions)], ""
         if steps is not None and self._step_seconds and step < steps:
             left = (steps - step) * sum(self._step_seconds) / len(self._step_seconds)
-            line.append(f"eta {duration(left, decimals=0)}")
-        self.say("  ".join([*line, *filter(None, notes)]))
+            eta = f"eta {duration(left, decimals=0)}"
+        for note in filter(None, [eta, idle_shares(metrics), *notes]):
+            fits = len(lines[-1]) + len(note) + 2 <= WIDTH
+            lines[-1:] = [f"{lines[-1]}  {note}"] if fits else [lines[-1], f"  {note}"]
+        self.say("\n".join(lines))
 
 
 def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions) -> str:
@@ -81,19 +88,31 @@ def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions
         shown["drafter_alone"] = metrics.get("rollout/acceptance_length_serving")
     if "time/wait_for_rollouts_s" in metrics:  # generation runs ahead of learning
         shown["lag"] = metrics.get("stream/lag_mean")
+    if not round(metrics.get("policy/kl") or 0, 3):
+        shown["policy/kl"] = None  # the engines' policy is the learner's, but for rounding
     parts = [text.format(shown[name]) for name, text in COLUMNS if shown.get(name) is not None]
-    if "lag" in shown:
-        idle = {role.removeprefix("idle/"): share for role, share in metrics.items() if role.startswith("idle/")}
-        shares = [f"{role[0]}{share:.0%}" for role, share in sorted(idle.items()) if share is not None]
-        parts.append(f"idle {' '.join(shares)}")
     position = f"round {step}" if steps is None else f"step {step}/{steps}"
     return "  ".join([position, *parts, f"p{versions.policy} d{versions.drafter}"]).replace("  (", " (")
 
 
-def aligned(lines: Mapping[str, str]) -> str:
-    """Return one line per label, with the texts aligned. An empty label with an empty text gives a blank line."""
+def idle_shares(metrics: Metrics) -> str:
+    """Return which share of the step each role was idle, where generation runs ahead of learning."""
+    if "time/wait_for_rollouts_s" not in metrics:
+        return ""
+    idle = {role.removeprefix("idle/"): share for role, share in metrics.items() if role.startswith("idle/")}
+    shares = [f"{role[0]}{share:.0%}" for role, share in sorted(idle.items()) if share is not None]
+    return f"idle {' '.join(shares)}"
+
+
+def aligned(lines: Mapping[str, str], wraps: bool = False) -> str:
+    """Return one line per label, with the texts aligned. An empty label with an empty text gives a blank line.
+
+    wraps: break texts at WIDTH. Commands stay whole, so that they can be copied.
+    """
     width = max(map(len, lines))
-    return "\n".join(f"  {label:<{width}}  {text}".rstrip() for label, text in lines.items())
+    rows = (f"  {label:<{width}}  {text}".rstrip() for label, text in lines.items())
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(fill(row, WIDTH, subsequent_indent=" " * (width + 4), **whole) if wraps else row for row in rows)
 
 
 def duration(seconds: float, decimals: int = 1) -> str:

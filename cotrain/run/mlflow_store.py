@@ -18,6 +18,7 @@ from urllib.request import urlopen
 from cotrain.config.schema import RunConfig, default_run_root
 from cotrain.config.sidecar import SidecarConfig
 from cotrain.config.surroundings import can_write
+from cotrain.process.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -105,8 +106,10 @@ def connect(uri: str) -> "MlflowClient":
     # MLflow has changed the variable too, but processes that this one starts may have other stores.
     os.environ.pop(URI_VARIABLE, None)
     os.environ.update({URI_VARIABLE: given} if given else {})
-    client = mlflow.MlflowClient(uri, uri)
     try:
+        if database and not database.exists():
+            _create(database)
+        client = mlflow.MlflowClient(uri, uri)
         client.search_experiments(max_results=1)
     except mlflow.MlflowException as error:
         raise ValueError(f"{_named_by(uri)}: {uri} cannot be used: {in_short(error)}") from error
@@ -124,6 +127,20 @@ def all_pages(search: Callable[..., Any], **criteria: Any) -> list[Any]:
         page = search(page_token=token, **criteria)
         rows, token = [*rows, *page], page.token or ""
     return rows
+
+
+def _create(database: Path) -> None:
+    """Create an sqlite file elsewhere and then give it its name: MLflow can never open one that was killed in its creation."""
+    import mlflow
+
+    with scratch_folder("mlflow", database.parent) as folder:
+        uri = sqlite_uri(folder / database.name)
+        mlflow.MlflowClient(uri, uri).search_experiments(max_results=1)
+        with suppress(FileExistsError):  # another run has created it meanwhile
+            try:
+                os.link(folder / database.name, database)
+            except PermissionError:  # a file system without links
+                os.rename(folder / database.name, database)
 
 
 def experiment_id(client: "MlflowClient", uri: str) -> str:

@@ -1,13 +1,16 @@
 """The folder of one run: all paths in it (docs/running.md), and a lock that keeps other processes out of the run."""
 
 import shlex
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Self
 
 from filelock import FileLock, Timeout
 
 from cotrain.config.schema import default_run_root
+
+FAILURE = "failure.txt"
+"""File beside the logs of an attempt that failed, with the reason."""
 
 
 class RunDir(AbstractContextManager["RunDir"]):
@@ -44,8 +47,13 @@ class RunDir(AbstractContextManager["RunDir"]):
     def close(self) -> None:
         self._lock.release()
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self.close()
+        if kind in (KeyboardInterrupt, SystemExit):
+            print(f"stopped at once; what was saved is whole: go on with {self.resume}", flush=True)
+        elif error is not None:
+            with suppress(OSError):  # a full disk, or a failure before there was an attempt
+                (self.logs / FAILURE).write_text(str(error))
 
     def checkpoint(self, step: int) -> Path:
         """Checkpoint saved after `step`."""

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from cotrain.simulation.step_time import Array, Origin
+from drafters.files import read_object
 
 Precision = Literal["bf16", "fp8"]
 BYTES: dict[Precision, float] = {"bf16": 2.0, "fp8": 1.0}
@@ -28,6 +29,9 @@ SAMPLER_PASSES, MOST_ROWS = 6, 2048
 
 DRAFT_VOCABULARY = 32_000
 """Tokens that EAGLE-3 can draft."""
+
+NOT_MODELLED = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "linear_num_key_heads")
+"""Fields of a config.json with other attention, or with experts that every token is sent to."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +179,9 @@ def tables(name: str) -> dict[str, Any]:
     return tomllib.loads((Path(__file__).parent / "data" / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def _entry(file: str, kind: str, name: str) -> dict[str, Any]:
+def _entry(file: str, kind: str, name: str, other: str = "") -> dict[str, Any]:
     if name not in tables(file):
-        known = f"cotrain/simulation/data/{file}.toml has {', '.join(tables(file))}"
+        known = f"cotrain/simulation/data/{file}.toml has {', '.join(tables(file))}{other}"
         raise ValueError(f"cost.{kind.lower()}: no {kind} {name!r}; {known}")
     return {"name": name} | tables(file)[name]
 
@@ -189,8 +193,31 @@ def hardware(name: str) -> Hardware:
 
 
 def model(name: str) -> Model:
-    """Return the model of this name. Raises ValueError that names the known models."""
-    return Model(**_entry("models", "model", name))
+    """Return the model of this name or hub id, or that of a config.json. Raises ValueError that names the known models."""
+    hub_ids = {entry["source"].split()[0]: known for known, entry in tables("models").items()}
+    known, path = hub_ids.get(name, name), Path(name).expanduser()
+    if known not in tables("models") and path.exists():
+        return _described(read_object(path / "config.json" if path.is_dir() else path, "a Hugging Face model"), name)
+    return Model(**_entry("models", "model", known, "; or give the path of another model's config.json"))
+
+
+def _described(config: dict[str, Any], name: str) -> Model:
+    """Return the model of a Hugging Face config.json. Raises ValueError for attention or experts that are not modelled."""
+    config = config.get("text_config") or config
+    if other := [field for field in NOT_MODELLED if config.get(field)]:
+        raise ValueError(
+            f"cost.model: {name} has {', '.join(other)}, which is not modelled; give measured cells instead"
+        )
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    names = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
+    names |= {"vocabulary": "vocab_size", "intermediate": "moe_intermediate_size" if experts else "intermediate_size"}
+    if missing := [field for field in names.values() if field not in config]:
+        raise ValueError(f"cost.model: {name} lacks {', '.join(missing)}; give the config.json of a decoder")
+    shape = {field: config[theirs] for field, theirs in names.items()}
+    shape["kv_heads"] = config.get("num_key_value_heads") or shape["heads"]
+    shape["head_dim"] = config.get("head_dim") or shape["hidden"] // shape["heads"]
+    shape |= {"experts": experts, "experts_per_token": config.get("num_experts_per_tok") or 0}
+    return Model(name, **shape, tied_embeddings=config.get("tie_word_embeddings", True), parameters=0.0, source=name)
 
 
 def experts_read(tokens: Array, experts: int, per_token: int) -> Array:

@@ -1,8 +1,7 @@
-"""Seconds of an engine step by draft length and batch size: interpolated between measured cells, or a law fitted to them."""
+"""Seconds of an engine step by draft length and batch size, interpolated between measured cells."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ Cells = Mapping[tuple[int, int], float]
 FAR = 1.5
 """Ratio of batch sizes from which on a difference of their step times is more than noise."""
 
-Origin = Literal["measured", "fitted", "roofline"]
+Origin = Literal["measured", "roofline"]
 
 
 class StepTime(Protocol):
@@ -80,63 +79,6 @@ class MeasuredCells(StepTime):
     def covers(self, k: int, batch: int) -> bool:
         around = [n for n in self._cells if n <= k][-1:] + [n for n in self._cells if n >= k][:1]
         return len(around) == 2 and all(min(self._cells[n]) <= batch <= max(self._cells[n]) for n in around)
-
-
-@dataclass(frozen=True)
-class FittedLaw(StepTime):
-    """(m^p + (f T)^p)^(1/p) + k (d0 + d1 B) seconds of a step of B requests, which computes T = B (k + 1) rows.
-
-    That is a roofline with a rounded ridge, m seconds for the weights and f for a row, and k draft passes that cost alike.
-    """
-
-    m: float
-    f: float
-    p: float
-    d0: float
-    d1: float
-    fitted: tuple[int, int, int]
-    """Largest k, least and largest batch size of the cells that it was fitted to."""
-    origin: ClassVar[Origin] = "fitted"
-
-    @classmethod
-    def fit(cls, cells: Cells) -> "FittedLaw":
-        """Least squares of relative errors. Raises ValueError with fewer than five cells, one batch size or one k."""
-        from scipy.optimize import least_squares
-
-        _check(cells)
-        if len(cells) < 5 or any(len(set(axis)) < 2 for axis in zip(*cells, strict=True)):
-            raise ValueError("a law of five constants needs five cells, two batch sizes and two draft lengths at least")
-        (k, batch), seconds = np.array(list(cells), float).T, np.array(list(cells.values()))
-        unit = np.array([seconds.min(), seconds.min(), 1.0, seconds.min(), seconds.min()])
-        fitted = int(k.max()), int(batch.min()), int(batch.max())
-
-        def law(logs: Array) -> FittedLaw:
-            m, f, p, d0, d1 = (np.exp(logs) * unit).tolist()
-            return cls(m, f, p, d0, d1, fitted)
-
-        def errors(logs: Array) -> Array:
-            return np.log(law(logs).base(k, batch) / seconds)
-
-        starts = [(0.9, 0.05, 2.0, 0.1, 0.01), (0.9, 0.02, 1.3, 0.2, 0.001), (0.5, 0.1, 3.0, 0.01, 0.02)]
-        bounds = ([-40, -40, 0, -40, -40], [40, 40, 4, 40, 40])
-        fits = (least_squares(errors, np.log(x), bounds=bounds) for x in starts)
-        return law(min(fits, key=lambda fit: fit.cost).x)
-
-    @classmethod
-    def leave_one_out(cls, cells: Cells) -> dict[tuple[int, int], float]:
-        """Relative error of each cell when a law fitted to the others predicts it."""
-        laws = {cell: cls.fit({other: cells[other] for other in cells if other != cell}) for cell in cells}
-        return {(k, n): law.base(k, np.array([n])).item() / cells[k, n] - 1 for (k, n), law in laws.items()}
-
-    def base(self, k: int | Array, batch: Array) -> Array:
-        weights, rows = self.p * np.log(self.m), self.p * np.log(self.f * batch * (k + 1))
-        return np.exp(np.logaddexp(weights, rows) / self.p) + k * (self.d0 + self.d1 * batch)
-
-    def prefill(self, num_tokens: float) -> float:
-        return self.base(0, np.array([num_tokens])).item() if num_tokens else 0.0
-
-    def covers(self, k: int, batch: int) -> bool:
-        return k <= self.fitted[0] and self.fitted[1] <= batch <= self.fitted[2]
 
 
 def _check(cells: Cells) -> None:

@@ -10,18 +10,18 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cotrain.config.errors import validated
+from cotrain.config.errors import together, validated
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.run.provenance import flatten
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.roofline import Roofline, hardware, model
 from cotrain.simulation.scenario import Engines, Scenario
-from cotrain.simulation.step_time import Array, FittedLaw, MeasuredCells, StepTime
+from cotrain.simulation.step_time import Array, MeasuredCells, StepTime
 from drafters.config import Section
 
-STEP_TIME_ERRORS = {"measured": 0.03, "fitted": 0.1, "roofline": 0.1, "envelope": 0.35}
+STEP_TIME_ERRORS = {"measured": 0.03, "roofline": 0.1}
 """Default relative error of the step-time ratio, by the origin of the step times: about what docs/simulator.md finds on held-out
-measurements. "envelope" is a roofline that was not adjusted to a measured step with drafts that long."""
+measurements."""
 
 OF_A_SYSTEM = {"cost.gpu": None, "cost.model": None, "cost.tensor_parallel": 1, "cost.drafter": "eagle3"}
 """Fields, with defaults, that a step measured with drafts depends on. If one of them changes, the measurement no longer holds."""
@@ -58,7 +58,7 @@ class RooflineCost(Section):
     gpu: str
     """GPU, by its name in cotrain/simulation/data/hardware.toml."""
     model: str
-    """Policy, by its name in cotrain/simulation/data/models.toml."""
+    """Policy: its name or hub id in cotrain/simulation/data/models.toml, or the path of any model's config.json."""
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""
     drafter: Literal["eagle3", "mtp", "history"] = "eagle3"
@@ -74,9 +74,9 @@ class RooflineCost(Section):
     """Least time of each layer of the policy in a step without a captured graph."""
     drafted_k: tuple[PositiveInt, ...] = ()
     """Draft lengths of steps measured on this very system, to which these constants were adjusted. Longer drafts give only an
-    envelope: without a measured step, predicted speed-ups of known systems were 35 to 60 % too high."""
-    error: NonNegativeFloat | None = None
-    """Relative standard error of the step-time ratio. Default: 0.1 up to the largest of drafted_k, 0.35 beyond."""
+    envelope: without a measured step, predicted speed-ups of known systems were 30 to 200 % too high."""
+    error: NonNegativeFloat = STEP_TIME_ERRORS["roofline"]
+    """Relative standard error of the step-time ratio. The interval of an envelope also has how much too high it may be."""
 
 
 class CellsCost(Section):
@@ -86,12 +86,10 @@ class CellsCost(Section):
     """Where step times come from."""
     cells: tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...]
     """[draft length, batch size, milliseconds of a decode step] of each measurement; repeated ones count as their median."""
-    law: bool = False
-    """Fit a law of five constants to the cells instead of interpolating between them. It also gives the time of prompts."""
     prefill_tokens_per_s: PositiveFloat | None = None
-    """Prompt tokens computed per second, unless `law` is true. Default: prompts take no time."""
+    """Prompt tokens computed per second. Default: prompts take no time."""
     error: NonNegativeFloat | None = None
-    """Relative standard error of the step-time ratio. Default: 0.03 for cells, 0.1 for a law."""
+    """Relative standard error of the step-time ratio. Default: 0.03."""
 
 
 class WorkloadConfig(Section):
@@ -221,14 +219,17 @@ class System(Section):
         return found
 
     def build(self) -> Scenario:
-        """Build the scenario. Raises ValueError for unknown names, fields that contradict each other, and what does not fit."""
-        acceptance = self.drafter.acceptance() if self.drafter else None
+        """Build the scenario. Raises ConfigError listing unknown names, fields that contradict each other, and what does not fit."""
+        acceptance, lengths, *_ = together(
+            lambda: self.drafter.acceptance() if self.drafter else None, self.workload.lengths, lambda: self._cost(1)
+        )
         training = self.cotraining if acceptance else None
         if acceptance and training and training.gain > (most := acceptance.length() - 1):
             raise ValueError(f"cotraining.gain: {training.gain:g} is more than drafts bring; give at most {most:.3g}")
-        lengths = self.workload.lengths()
         sequences = np.concatenate(lengths).astype(float) + self.workload.prompt_tokens
-        cost, room = self._cost(int(sequences.max()))
+        (cost, room), learner_seconds = together(
+            lambda: self._cost(int(sequences.max())), lambda: self._learner_seconds(sequences)
+        )
         scenario = Scenario(
             cost=cost,
             engines=Engines(self.system.engines, self.system.max_num_seqs, room),
@@ -238,7 +239,7 @@ class System(Section):
             k=self.drafter.k if self.drafter else 0,
             steps=self.workload.steps,
             acceptance_error=self.drafter.error if self.drafter else 0.0,
-            learner_seconds=self._learner_seconds(sequences),
+            learner_seconds=learner_seconds,
             generation_overhead=self.system.overhead_seconds,
             lag=self.learner.lag,
             drafter_seconds=training.seconds_per_step if training and training.exposed else 0.0,
@@ -246,7 +247,7 @@ class System(Section):
         )
         if self.drafter and self.drafter.adaptive:
             scenario = scenario.adaptive(self.drafter.k)
-        usual_error = STEP_TIME_ERRORS["envelope" if scenario.envelope else cost.origin]
+        usual_error = STEP_TIME_ERRORS[cost.origin]
         return replace(scenario, step_time_error=usual_error if self.cost.error is None else self.cost.error)
 
     def _cost(self, longest: int) -> tuple[StepTime, int | None]:
@@ -255,11 +256,9 @@ class System(Section):
         if (room := self.system.kv_tokens) and room < longest:
             raise ValueError(f"system.kv_tokens: {room} hold no request of {longest} tokens; lower workload.limit")
         if isinstance(cost, CellsCost):
-            if cost.law and cost.prefill_tokens_per_s is not None:
-                raise ValueError("cost.prefill_tokens_per_s: the law costs prompts too; set it to none")
             cells = {(k, n): median(ms for *at, ms in cost.cells if at == [k, n]) / 1e3 for k, n, _ in cost.cells}
-            return FittedLaw.fit(cells) if cost.law else MeasuredCells(cells, cost.prefill_tokens_per_s), room
-        gpu, policy = hardware(cost.gpu), model(cost.model)
+            return MeasuredCells(cells, cost.prefill_tokens_per_s), room
+        gpu, policy = together(lambda: hardware(cost.gpu), lambda: model(cost.model))
         times = {"step_s": cost.host_step_ms, "draft_s": cost.host_draft_ms, "eager_layer_s": cost.eager_layer_ms}
         given: dict[str, Any] = {name: ms / 1e3 for name, ms in times.items() if ms is not None}
         host = replace(gpu.host, graph_tokens=cost.graph_tokens, non_uniform=cost.drafter == "history", **given)

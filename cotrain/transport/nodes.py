@@ -73,13 +73,12 @@ class Nodes:
     """The nodes that the roles of a run were placed on, by Ray's node id."""
 
     def __init__(self, cluster: Cluster, run: str):
-        """Start an agent on every node. The one of the controller's own node is in this process."""
+        """Start an agent on every other node. The folder of the controller's own node is that of the cluster."""
         self._cluster, self.local = cluster, cluster.local_node
-        self._here = NodeAgent(run)
         others = set(cluster.node_of.values()) - {self.local}
         self._agents = {node: cluster.start_agent(NodeAgent, node, run) for node in others}
         folders = cluster.get([agent.folder.remote() for agent in self._agents.values()])
-        self.scratch: dict[str, Path] = {self.local: self._here.scratch} | dict(zip(self._agents, folders, strict=True))
+        self.scratch: dict[str, Path] = {self.local: cluster.scratch} | dict(zip(self._agents, folders, strict=True))
         self.model_path = Path()
         """Folder of the policy's model, the same on all nodes; `check` sets it."""
 
@@ -133,8 +132,7 @@ class Nodes:
             self.call(self._node_of(path), Path.unlink, Path(path), True)
 
     def close(self) -> None:
-        """Remove the folders of all nodes that are still there."""
-        self._here.close()
+        """Remove the folders of all other nodes that are still there."""
         for agent in self._agents.values():
             with suppress(RunFailure):
                 self._cluster.get([agent.close.remote()])

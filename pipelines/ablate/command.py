@@ -111,6 +111,7 @@ def _run_all(study: Study, stopped: Callable[[], bool], parent: str) -> None:
     for number, run in enumerate(waiting, 1):
         if stopped():
             return
+        print(f"[{number}/{len(waiting)}] {run.title} begins; its output is {run.log}", flush=True)
         run.status, run.error = _ended(run, study.config.keep_checkpoints, stopped, parent)
         save_state(study)
         text = {"finished": "finished", "failed": f"FAILED: {run.error}", "missing": "stopped"}[run.status]

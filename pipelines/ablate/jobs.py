@@ -27,6 +27,8 @@ from pipelines.page.folders import STUDY
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
 POLL_S = 0.05
+REPORT_S = 30.0
+"""How often the newest line of a run's output is shown."""
 
 Action = Literal["finished", "resume", "start", "start over"]
 
@@ -110,9 +112,12 @@ def execute(run: Run, stopped: Callable[[], bool], parent: str) -> int:
             start_new_session=True,
             preexec_fn=follow_parent,
         )
-    told = False
+    told, shown = False, time.monotonic()
     try:
         while process.poll() is None:
+            if time.monotonic() - shown > REPORT_S:
+                shown = time.monotonic()
+                print("  " + (run.log.read_text(errors="replace").rstrip().splitlines() or ["..."])[-1], flush=True)
             if stopped() and not told:
                 process.send_signal(signal.SIGINT)
                 told = True

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import os
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -171,13 +172,19 @@ async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Calla
     ValueError when an arm has no token to decode in a round.
     """
     turns: list[Turn] = []
-    rounds, groups, started = bench.options.rounds, bench.options.groups, time.monotonic()
+    rounds, groups, batches = bench.options.rounds, bench.options.groups, sorted(set(bench.options.batch))
+    seconds, passes = (
+        defaultdict[int, float](float),
+        Counter[int](),
+    )  # by batch size, of a batch that every arm runs once
+    say(f"warm-up, then {rounds} rounds of {groups} x {len(batches)} batches, each by {len(bench.arms)} arms")
     for round_ in range(-1, rounds):  # round -1 warms up: kernels, allocator and caches of every batch size
         for name in FROM_HISTORY:
             if round_ == 0 and name in running:
                 await running[name].history("index.forget")
-        for batch in sorted(set(bench.options.batch)):
+        for batch in batches:
             of_round: list[Turn] = []
+            began = time.monotonic()
             for group in range(groups if round_ >= 0 else 1):
                 shift = (max(round_, 0) * groups + group) % len(bench.arms)
                 for arm in bench.arms[shift:] + bench.arms[:shift]:
@@ -186,8 +193,11 @@ async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Calla
                 turns += of_round
                 if {turn.arm for turn in of_round if turn.num_tokens} != {turn.arm for turn in of_round}:
                     raise ValueError("--groups: every response of a round ended with its first token; give more")
-        left = (time.monotonic() - started) / (1 + (round_ + 1) * groups) * (rounds - 1 - round_) * groups
-        say(f"{f'round {round_ + 1}/{rounds}' if round_ >= 0 else 'warm-up'}: about {duration(left, 0)} left")
+            seconds[batch] += time.monotonic() - began
+            passes[batch] += groups if round_ >= 0 else 1
+            left = sum(seconds[size] / passes[size] * (1 + rounds * groups - passes[size]) for size in seconds)
+            text = f"about {duration(left, 0)} left" if len(seconds) == len(batches) else "done"
+            say(f"{f'round {round_ + 1}/{rounds}' if round_ >= 0 else 'warm-up'}, batch size {batch}: {text}")
     return turns
 
 

@@ -23,6 +23,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from cotrain.process.children import engine_output_to
+from cotrain.process.stopping import stop_at_once
 from cotrain.run.console import Console, duration
 from cotrain.run.provenance import here_and_now
 from pipelines.doctor import machine
@@ -81,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="cotrain-doctor-"))
     with os.fdopen(os.dup(2 if options.json == "-" else 1), "w", buffering=1) as stream:
-        with engine_output_to(folder / "engine.log"):  # libraries print to standard output, which has to stay clean
+        # Libraries print to standard output, which has to stay clean.
+        with stop_at_once(), engine_output_to(folder / "engine.log"):
             doctor = Doctor(options.only, stream)
             asyncio.run(doctor.make_all(options.address))
         failed = [check.name for check in doctor.checks if check.status == "fail"]

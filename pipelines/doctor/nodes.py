@@ -3,7 +3,7 @@
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from cotrain.process.cluster import start_ray
@@ -75,18 +75,18 @@ class Nodes:
 
     def _answer(self, name: str, reference: Any) -> Any:
         """Return the agent's answer. Raises Problem naming the node when it does not answer."""
+        from cotrain.process.deaths import in_words
+
         try:
             return self._ray.get(reference, timeout=ANSWER_SECONDS)
         except self._ray.exceptions.RayError as error:
-            raise Problem(f"{name} does not answer: {str(error).strip().rpartition(chr(10))[-1]}") from error
+            raise Problem(f"{name} does not answer: {in_words(error)}") from error
 
 
 @asynccontextmanager
 async def ray_nodes(address: str | None) -> AsyncIterator[Nodes]:
     """The nodes of the cluster at this address, or of a private Ray that is started on this machine."""
-    ray = start_ray(address)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    try:
+    with ExitStack() as stack:
+        ray = start_ray(address, stack)
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         yield Nodes()
-    finally:
-        ray.shutdown()

@@ -22,6 +22,7 @@ from cotrain.models.loading import native_head
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to, two_stage_stop
 from cotrain.process.cluster import engine_device
+from cotrain.process.stopping import stop_at_once
 from cotrain.records import RolloutRequest, SpeculationCounts, Versions
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state
@@ -91,10 +92,10 @@ class Initialisation:
         async with AsyncExitStack() as stack:
             # Without a drafter the engine would tap no hidden states, and could not be sent a drafter later.
             untrained = Path(stack.enter_context(TemporaryDirectory())) / "untrained"
-            trainer = self._trainer(total_updates=1)
-            trainer.drafter.save(untrained, trainer.serving_dtype)
-            setup = EngineSetup(self.model, [], self.config.rollout, trainer.drafter, untrained)
-            with self.console.phase("rollout engine"):
+            with self.console.phase("rollout engine"), stop_at_once():
+                trainer = self._trainer(total_updates=1)
+                trainer.drafter.save(untrained, trainer.serving_dtype)
+                setup = EngineSetup(self.model, [], self.config.rollout, trainer.drafter, untrained)
                 engine = await stack.enter_async_context(one_engine(setup, self.config.seed, threads.num_cores()))
             await engine.set_num_speculative_tokens(0)
             say, stop_requested = self.console.say, self.stop_requested
@@ -126,7 +127,7 @@ class Initialisation:
         """Open MLflow, and metrics.jsonl as of the newest checkpoint; the RunRecord says where training continues."""
         state = newest_state(self.run_dir, self.config, self.corpus.about["fingerprints"])
         metrics = RowFile(self.run_dir.metrics, resumed_step=state.step)
-        with self.console.phase("MLflow"):
+        with self.console.phase("MLflow"), stop_at_once():
             history = read_rows(self.run_dir.metrics) if self.run_dir.resumed else None
             policy = state.fingerprints["model"]
             tracker = Tracker(self.config, policy=policy, history=history, say=self.console.say)

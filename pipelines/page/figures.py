@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-WIDTH = 6.6
-"""Inches. At this width, text of the font size below can still be read when a phone shrinks the figure."""
+WIDTH = 4.6
+"""Inches. At this width, text of the font size below still has 11 pixels when a phone shrinks the figure to 370."""
 
 INK, MUTED, GRID = "#1c2129", "#5b6470", "#d9dee5"
 COLOURS = ("#0b62a8", "#c2410c", "#0f7b55", "#8a3ea8", "#8a6200", "#b0215c", "#46606e")
@@ -55,7 +55,7 @@ def line_figure(
     bands: lowest and highest values around the line of this label. marks: by label, true where the first line gets the
     mark. floor: label of a dotted line at 1, if there is to be one.
     """
-    with _styled_axes(3.2 + 0.1 * len(lines)) as (figure, axes):
+    with _styled_axes(2.8 + 0.2 * len(lines)) as (figure, axes):
         for label, values in lines.items():
             [line] = axes.plot(values.index, values, label=label, linewidth=1.8, markersize=3.5)
             if bands and label in bands:
@@ -68,10 +68,10 @@ def line_figure(
         if floor is not None:
             axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (2, 3)), label=floor)
         axes.set(xlabel=xlabel, ylabel=ylabel)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         handles, labels = axes.get_legend_handles_labels()
         if len(labels) > 1:
-            columns = 3 if max(map(len, labels)) <= 18 else 2
+            columns = 2 if max(map(len, labels)) <= 20 else 1
             figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     return figure
 
@@ -86,7 +86,7 @@ def range_figure(ranges: pd.DataFrame, xlabel: str, digits: int = 2) -> Figure:
         for row, mean in zip(rows, ranges["mean"], strict=True):
             at = (mean, row), (0, 7)
             axes.annotate(f"{mean:.{digits}f}", *at, textcoords="offset points", ha="center", fontsize=9)
-        axes.set_yticks(rows, [textwrap.fill(label, 34) for label in ranges.index], fontsize=9)
+        axes.set_yticks(rows, [textwrap.fill(label, 24) for label in ranges.index], fontsize=9)
         axes.set(xlabel=xlabel, ylim=(len(ranges) - 0.5, -0.7))
         axes.margins(x=0.12)
     return figure

@@ -66,6 +66,8 @@ class Page:
     subtitle: str
     facts: Sequence[Fact]
     sections: Sequence[Section]
+    warning: str = ""
+    """Shown at the head."""
 
 
 def line_plot(name: str, title: str, lines: Mapping[str, pd.Series], ylabel: str, text: str, **options: Any) -> Plot:

@@ -8,6 +8,7 @@ import pandas as pd
 
 from cotrain.run.provenance import flatten
 from cotrain.run.rows import read_rows
+from cotrain.run.run_dir import FAILURE
 from drafters.files import read_object
 
 SIDECAR_FIELDS = {
@@ -32,6 +33,17 @@ class RunRecord:
     """Events of the drafter, see cotrain/run/rows.py."""
     stream: list[dict[str, Any]]
     """Events of groups and learners, see cotrain/stream/producer.py."""
+    failure: str | None = None
+    """Why the last attempt failed; None if it did not, or was killed."""
+
+    @property
+    def warning(self) -> str:
+        """What a reader must know before anything else: that the run ended early. Empty if it did not."""
+        last, planned = int(self.metrics.index[-1]), self.settings.get("steps", 0)
+        if self.failure:
+            return f"This run failed after step {last}, and all below is about the steps before. {self.failure}"
+        early = f"This run has made {last} of its {planned} steps: it was stopped or killed, or still runs."
+        return early if last < planned else ""
 
     @property
     def is_sidecar(self) -> bool:
@@ -61,8 +73,9 @@ def read_run(folder: Path) -> RunRecord:
     provenance = folder / "provenance.json"
     attempts = read_object(provenance)["attempts"] if provenance.is_file() else []
     table = pd.DataFrame(rows).set_index("step").sort_index().astype(float)
-    events = (read_rows(folder / file) for file in ("decisions.jsonl", "stream.jsonl"))
-    return RunRecord(settings, table, attempts, *events)
+    decisions, stream = (read_rows(folder / file) for file in ("decisions.jsonl", "stream.jsonl"))
+    failure = folder / "logs" / "latest" / FAILURE
+    return RunRecord(settings, table, attempts, decisions, stream, failure.read_text() if failure.is_file() else None)
 
 
 def drafter_marks(run: RunRecord) -> dict[str, pd.Series]:

@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from cotrain.config.errors import ConfigError
+from cotrain.config.errors import ConfigError, together
 from cotrain.simulation.roofline import Roofline
-from cotrain.simulation.scenario import Answer, Scenario, generate
+from cotrain.simulation.scenario import TOO_HIGH, Answer, Scenario, generate
 from cotrain.simulation.system import LEFT_OUT, System, parse_system
 
 
@@ -28,7 +29,7 @@ def report(system: System, s: Scenario, found: Answer) -> str:
         lines[0] += f"; {s.generation_overhead:.3g} s more of generation, in which no engine works"
     rows = [{k: rounded(x, s) if isinstance(x, float) else x for k, x in row.items()} for row in arms(s, found)]
     for name, gain in (("generation x", found.generation_speedup), ("step x", found.step_speedup)):
-        rows[1][name] = "{} ({} to {})".format(*(ratio(number, s) for number in gain))
+        rows[1][name] = "at most " * s.envelope + "{} ({} to {})".format(*(ratio(number, s) for number in gain))
     lines.append(tabulate(rows, headers="keys", floatfmt=".4g") + "\n")
     answers = _speculation(system, s, found) if s.speculates else ()
     for question, said in (*answers, *_step(s, found)):
@@ -62,7 +63,7 @@ def _speculation(system: System, s: Scenario, found: Answer) -> Iterator[tuple[s
     at = ", ".join(f"{ratio(price, s)} at batch {size:.0f}" for price, size in prices)
     even = f"{ratio(length / gain.value, s)} ({at})" if isinstance(s.k, int) else f"with k={k} {at}"
     both = [(round(x.low, 6), round(x.high, 6)) for x in (gain, found.step_speedup)]
-    verdicts = ["yes" if low > 1 else "no" if high <= 1 else "not certain" for low, high in both]
+    verdicts = ["no" if high <= 1 else "yes" if low > 1 and not s.envelope else "not certain" for low, high in both]
     said = f"{verdicts[0]} for generation, {verdicts[1]} for whole steps: acceptance length of drafts {length:.2f}, break-even {even}"
     yield "worth it?", said if k else "no: no draft length pays at any batch size"
     fixed_ones = {k: replace(s, k=k) for k in s.draft_lengths}
@@ -84,6 +85,12 @@ def _speculation(system: System, s: Scenario, found: Answer) -> Iterator[tuple[s
     decisive = [f"{name}: {ratio(a, s)}, {ratio(b, s)}" for name, (a, b) in tornado(s).items()]
     yield "what decides", "; ".join(decisive[:4])
     errors = f"step times {s.step_time_error:.0%}, acceptance {s.acceptance_error:.0%}, and other prompts' lengths"
+    if s.envelope:
+        less, most = (f"{100 * (times - 1):.0f}" for times in TOO_HIGH)
+        errors += f"; {ratio(gain.value, s)} is an upper bound, since where no step with such drafts was measured, "
+        errors += (
+            f"predictions were {less} to {most} % too high: measure one, and give cost.host_draft_ms and cost.drafted_k"
+        )
     yield "how sure?", f"80 % of cases within {ratio(gain.low, s)} to {ratio(gain.high, s)}, by errors of {errors}"
 
 
@@ -96,7 +103,7 @@ def _acceptance(system: System, s: Scenario) -> str:
         before = generate(s.longer(1 - training.gain / s.acceptance.length())).seconds
         saved = round(untrained.scheduled(before).step_seconds - own, 6)
         spent = f"{training.seconds_per_step:.2g} s {'the step waits for' if training.exposed else 'are hidden'}"
-        change = "shorter: it pays" if saved > 0 else "longer: it does not pay"
+        change = f"shorter: it {'may pay' if s.envelope else 'pays'}" if saved > 0 else "longer: it does not pay"
         said += f"; co-training, whose {spent}, makes a step {abs(saved):.2g} s {change}"
     return said
 
@@ -121,13 +128,18 @@ def _step(s: Scenario, found: Answer) -> Iterator[tuple[str, str]]:
 
 
 def sweep(system: System, asked: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row per combination of the values in `key=0..7` or `key=1,2,4`. Raises ValueError naming the cell."""
-    rows = []
-    for overrides in itertools.product(*map(_overrides, asked)):
+    """Return a row per combination of the values in `key=0..7` or `key=1,2,4`.
+
+    Raises ConfigError listing every problem, each with the first cell that has it.
+    """
+    rows, cells = [], dict[str, str]()
+    for overrides in itertools.product(*together(*(partial(_overrides, text) for text in asked))):
         try:
             scenario = parse_system(system.given, overrides).build()
-        except ValueError as error:
-            raise ValueError(f"--sweep {' '.join(overrides)}: {error}") from None
+        except ConfigError as error:
+            for problem in error.problems:
+                cells.setdefault(problem, f"--sweep {' '.join(overrides)}: {problem}")
+            continue
         arms = (scenario.without_speculation(), scenario)
         generation = [generate(arm).seconds for arm in arms]
         steps = [arm.scheduled(seconds).step_seconds for arm, seconds in zip(arms, generation, strict=True)]
@@ -136,6 +148,8 @@ def sweep(system: System, asked: Sequence[str]) -> list[dict[str, Any]]:
         row: dict[str, Any] = dict(override.split("=", 1) for override in overrides)
         row |= {name: rounded(number, scenario) for name, number in numbers.items()}
         rows.append(row | {"step times": how_known(scenario)})
+    if cells:
+        raise ConfigError(list(cells.values()))
     return rows
 
 

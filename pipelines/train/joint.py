@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
@@ -21,6 +21,7 @@ from cotrain.models.loading import native_head, resolve_model
 from cotrain.process.children import two_stage_stop
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
+from cotrain.process.stopping import stop_at_once
 from cotrain.process.threads import num_cores
 from cotrain.records import Rollout, RolloutRequest
 from cotrain.run.checkpoint import RunState, is_disk_full, model_fingerprints, newest_state
@@ -32,6 +33,7 @@ from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import Task, build_task, fingerprint
 from cotrain.tasks.prompts import PromptOrder, encode_prompt
 from drafters.files import write_json
+from pipelines.plan import GIB
 
 if TYPE_CHECKING:
     from cotrain.controller import Controller
@@ -58,14 +60,15 @@ def train(config: RunConfig, resume: bool) -> int:
         ready_s[part] = seconds_since_start()  # parts of the start overlap
 
     with ExitStack() as stack:
-        stop = stack.enter_context(two_stage_stop(console.say, "step"))
+        stack.enter_context(stop_at_once())
         # Roles on other nodes start in other working folders, so they need an absolute path.
         root = config.run_root.absolute() if config.cluster.address else config.run_root
-        run_dir = RunDir(root, config.name) if resume else RunDir.create(root, config.name)
-        stack.enter_context(run_dir)
         model_path = resolve_model(config.policy.model)
         task = build_task(config.task, config.seed, model_path, config.rollout.max_prompt_tokens)
-        state = newest_state(run_dir, config, model_fingerprints(model_path) | {"task": fingerprint(task)})
+        fingerprints = model_fingerprints(model_path) | {"task": fingerprint(task)}
+        run_dir = RunDir(root, config.name) if resume else RunDir.create(root, config.name)
+        stack.enter_context(run_dir)
+        state = newest_state(run_dir, config, fingerprints)
         if state.step == 0:
             write_config(config, run_dir.config)
         run_dir.start_attempt()
@@ -97,7 +100,7 @@ def train(config: RunConfig, resume: bool) -> int:
         console.say(aligned(banner(config, run_dir, model_path, cluster.gpus, task)))
         records = Records(metrics, decisions, events, steps, tracker, console)
         controller = Controller(config, run_dir, roles, Prompts(task, order, tokenizer), records, state)
-        controller.stop_requested = stop
+        controller.stop_requested = stack.enter_context(two_stage_stop(console.say, "step"))
         finished = _run(controller, run_dir)
         check = _final_check(controller) if finished else None
         _finish(controller, finished, check)
@@ -107,7 +110,7 @@ def train(config: RunConfig, resume: bool) -> int:
 def _start_cluster(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> "tuple[Cluster, Nodes]":
     """Start or join Ray and check its nodes. Meanwhile another thread imports modules that take seconds."""
     # Ray is the one that starts in this thread, because its processes are killed when the thread that started them ends.
-    importing = Thread(target=import_module, args=("pipelines.train.roles",))
+    importing = Thread(target=import_module, args=("pipelines.train.roles",), daemon=True)
     importing.start()
     cluster = Cluster(config, run_dir.logs, run_dir.resume)
     stack.callback(cluster.stop)
@@ -127,9 +130,15 @@ def _start_tracking(
     from cotrain.run.tracking import Tracker
 
     history, policy = read_rows(run_dir.metrics) if run_dir.resumed else None, state.fingerprints.get("model", "")
-    thread = stack.enter_context(ThreadPoolExecutor(1))
+    thread = ThreadPoolExecutor(1)
     future = thread.submit(Tracker, config, policy=policy, history=history, say=console.say)
-    stack.push(lambda *exc_info: None if future.exception() else future.result().__exit__(*exc_info))
+
+    def end(*exc_info: Any) -> None:
+        stopped = isinstance(exc_info[1], KeyboardInterrupt | SystemExit)  # which does not wait for a connection
+        if (future.done() or not stopped) and not future.exception():
+            future.result().__exit__(*exc_info)
+
+    stack.push(end)
     return future
 
 
@@ -195,7 +204,11 @@ def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None
     choices = controller.roles.engines.call("describe_speculation") if config.speculates else []
     speculation = controller.mode or "; ".join(dict.fromkeys(choices))
     lines = {fact.label: fact.text for fact in run_facts(run, speculation, check.passed if check else None)}
-    lines |= {"": "", "run folder": str(run_dir.path)}
+    total, saved = (
+        sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / GIB
+        for folder in (run_dir.path, run_dir.checkpoints)
+    )
+    lines |= {"": "", "run folder": f"{run_dir.path} ({total:.1f} GiB, of them {saved:.1f} of checkpoints)"}
     if page := _write_report(run_dir, console):
         lines["report"] = str(page)
     store, commands = uri_argument(tracker.uri), {}
@@ -210,7 +223,7 @@ def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None
         commands["test that it changes no output"] = f"cotrain verify {drafter}"
     commands["look at the curves"] = f"cotrain ui{store}"
     head = f"{'Done' if finished else 'Stopped'}: {progress(run, config.steps)}"
-    console.say("\n".join(["", head, aligned(lines), "", "Next:", aligned(commands)]))
+    console.say("\n".join(["", head, aligned(lines, wraps=True), "", "Next:", aligned(commands)]))
 
 
 def _write_report(run_dir: RunDir, console: Console) -> Path | None:

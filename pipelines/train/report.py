@@ -13,7 +13,7 @@ from pipelines.page.figures import timeline_figure
 from pipelines.page.page import Fact, Page, Plot, Section, line_plot, write_page
 from pipelines.page.record import RunRecord, drafter_marks, read_run
 
-MOST_DECISIONS = 50
+MOST_DECISIONS = 12
 LEAST_SHARE = 0.005
 """Share of the run's time below which a stage is left out of the figure, because nobody could see it there."""
 
@@ -35,7 +35,6 @@ LEAST_GAIN, LEAST_STEPS = 0.02, 5
 """A drafter does not pay if the second half of a run, of LEAST_STEPS steps or more, gains a smaller share than this by it."""
 
 SPEEDUP = "rollout/speedup_vs_no_speculation"
-ORDER, LENGTH_ERROR = "rollout/order_speedup", "rollout/length_error"
 CURVES = {
     "reward": ("Reward", "policy/reward", "mean reward", "Mean reward of each step's rollouts."),
     "response_length": ("Response length", "rollout/response_length", "tokens", "Mean length of a step's responses."),
@@ -47,15 +46,6 @@ CURVES = {
         "Speed against no speculation", SPEEDUP, "times as fast",
         "How many times faster the step's tokens were decoded than without speculation, by the measured times of "
         "engine steps. Prefilling of prompts is left out.",
-    ),
-    "order_speedup": (
-        "Makespan in the order drawn, over that with the longest first", ORDER, "times as fast",
-        "By the lengths that came out, as if all steps of an engine took the same time and a step's groups had the "
-        "engines for themselves. Missing where all requests of a step run at once.",
-    ),
-    "length_error": (
-        "Error of the expected response length", LENGTH_ERROR, "median absolute log error",
-        "For responses to prompts seen before, against the prompt's moving average. 0.69 is a factor of 2.",
     ),
     "drafter_loss": ("Drafter loss", "drafter/loss", "loss", "Mean training loss of each step."),
 }  # fmt: skip
@@ -73,12 +63,12 @@ def run_page(run: RunRecord) -> Page:
     if run.decisions:
         table = pd.DataFrame(run.decisions[-MOST_DECISIONS:])[["step", "kind", "version", "reason"]]
         table.columns = ["step", "decision", "drafter that serves next", "why"]
-        sections.append(Section("What was decided about the drafter", table=table))
+        earlier = len(run.decisions) - len(table)
+        more = [f"{earlier} earlier decisions are in decisions.jsonl."] if earlier else []
+        sections.append(Section("What was decided about the drafter", more, table))
     if not run.is_sidecar:  # a sidecar sees neither rewards nor what else its host does
-        # Not measured in a run whose prompts never came twice and whose requests all ran at once.
-        order = [_curve(run, name) for name in ("order_speedup", "length_error") if run.column(CURVES[name][1]).any()]
         sections.append(Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]))
-        sections.append(Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s"), *order]))
+        sections.append(Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s")]))
         if run.stream:
             sections.append(_stream(run))
     if run.attempts:
@@ -90,6 +80,7 @@ def run_page(run: RunRecord) -> Page:
         subtitle=_subtitle(run),
         facts=run_facts(run),
         sections=[*sections, Section("Configuration", table=_table(run.settings), folded=True)],
+        warning=run.warning,
     )
 
 
@@ -122,12 +113,6 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     thirds = "(mean of the first and the last third; higher is better)"
     facts = [] if run.is_sidecar else [Fact("reward", _from_to(run, "policy/reward"), thirds)]
     facts += [Fact("left out", row["rows"]) for row in run.stream if row["event"] == "rows left out"][-1:]
-    speedups = run.column(ORDER).dropna()
-    if speedups.size and run.settings.get("rollout.order") != "drawn":
-        errors = run.column(LENGTH_ERROR).dropna()
-        factor = f"; half of the lengths were within a factor of {np.exp(errors.iloc[-1]):.2f}" if errors.size else ""
-        value = f"makespan {speedups.mean():.2f} times shorter than in the order drawn"
-        facts.append(Fact("order", value, f"(by the lengths that came out{factor})"))
     if not run.speculates:
         return facts
     # Weighted, because a step with a dozen verification steps says little.
@@ -142,7 +127,7 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     swaps = f"{run.column('drafter/published').sum():.0f} drafters put into the running engine"
     kept_back, taken_back = (run.column("gate/publish") == 0).sum(), run.column("drafter/rolled_back").sum()
     undone = [f"{kept_back} kept back by the gate"] if kept_back else []
-    undone += [f"{taken_back:.0f} times back to an earlier one"] if taken_back else []
+    undone += [f"rolled back {'once' if taken_back == 1 else f'{taken_back:.0f} times'}"] if taken_back else []
     facts += [Fact("swaps", swaps, ", ".join(undone)), *_unpaid(run)] if DRAFTER in run.settings else []
     facts.append(_lossless(run, greedy_identical))
     if speculation:
@@ -262,13 +247,14 @@ def _stream(run: RunRecord) -> Section:
     lag_columns = sorted(name for name in metrics.columns if name.startswith("stream/lag_tokens_"))
     tokens = metrics[lag_columns].fillna(0)
     shares = tokens.div(tokens.sum(axis="columns"), axis="index")
+    lag = line_plot(
+        "lag", "Policy lag of the tokens trained on",
+        {f"lag {name.rpartition('_')[2]}": shares[name] for name in lag_columns}, "share of the tokens",
+        "Policy versions between the one that generated a token and the one that trained on it.",
+    )  # fmt: skip
     plots = [
         _timeline(run.stream),
-        line_plot(
-            "lag", "Policy lag of the tokens trained on",
-            {f"lag {name.rpartition('_')[2]}": shares[name] for name in lag_columns}, "share of the tokens",
-            "Policy versions between the one that generated a token and the one that trained on it.",
-        ),
+        *([lag] if run.settings.get("stream.max_policy_lag") else []),  # a synchronous run has none
         line_plot(
             "idle", "Idle time by role",
             {name.removeprefix(IDLE): metrics[name] for name in metrics.columns if name.startswith(IDLE)},

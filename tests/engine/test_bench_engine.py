@@ -27,7 +27,7 @@ def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
     ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stderr
-    assert f"round {ROUNDS}/{ROUNDS}: about 0s left" in run.stdout
+    assert f"round {ROUNDS}/{ROUNDS}, batch size 3: about 0s left" in run.stdout
     assert (out / "bench.md").read_text() in run.stdout
     assert (out / "bench.png").stat().st_size > 5000
 

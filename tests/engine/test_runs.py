@@ -5,12 +5,16 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cotrain.process.stopping import descendants
 from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters, pull_drafter
 from cotrain.simulation.scenario import answer
@@ -43,8 +47,26 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(root: Path) -> str:
-    """Six steps in one go; its output."""
-    return train(root, "configs/smoke.toml", "name=straight", "steps=6", "checkpoint.every=2")
+    """Six steps in one go; its output. Of its processes, no file is left in shared memory or among temporary files."""
+    others, started = set(descendants()), set[int]()
+    with tempfile.TemporaryDirectory(prefix="cotrain-test-") as temporary:
+        process = subprocess.Popen(
+            command(root, "configs/smoke.toml", "name=straight", "steps=6", "checkpoint.every=2"),
+            env=os.environ | {"TMPDIR": temporary}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        with ThreadPoolExecutor(1) as reader:
+            output = reader.submit(process.communicate, timeout=TIMEOUT_S)
+            while not output.done():
+                started |= set(descendants()) - others
+                time.sleep(0.05)
+        [text, _] = output.result()
+        assert process.returncode == 0, text
+        assert len(started) > 5
+        left = [*Path("/dev/shm").iterdir(), *Path("/tmp").glob("cotrain-*")]
+        assert not [file for file in left if started.intersection(map(int, re.findall(r"\d+", file.name)))]
+        # torch makes its cache, which all programs share, when it is imported.
+        assert not [file for file in Path(temporary).iterdir() if not file.name.startswith("torchinductor_")]
+    return text
 
 
 def test_a_run_ends_with_a_summary(straight: str, root: Path) -> None:

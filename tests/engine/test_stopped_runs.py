@@ -43,6 +43,13 @@ def start(root: Path, marker: str, *arguments: str) -> subprocess.Popen:
     )
 
 
+def wait_for(file: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not file.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def wait_for_rows(run: Path, num_rows: int, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
@@ -54,13 +61,24 @@ def wait_for_rows(run: Path, num_rows: int, process: subprocess.Popen) -> None:
     raise AssertionError(f"no {num_rows} steps in {TIMEOUT_S} s")
 
 
-def test_kill_9_in_mid_step_then_resume_then_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c_in_the_start_then_kill_9_in_mid_step_then_ctrl_c_in_a_step(tmp_path: Path) -> None:
     """On a dataset of which a row is left out. The run is not resumed on another one."""
     run, rows = tmp_path / "smoke", tmp_path / "rows.jsonl"
     sums = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(32)]
     rows.write_text("".join(json.dumps(row) + "\n" for row in [*sums, {"prompt": "what?", "answer": None}]))
     task = ["task=none", "task.type=dataset", f"task.path={rows}", "task.reward=numeric", "task.skip_bad_rows=true"]
-    process = start(tmp_path, "killed-run", "configs/smoke.toml", "steps=500", "checkpoint.every=2", *task)
+    process = start(tmp_path, "stopped-start", "configs/smoke.toml", "steps=500", "checkpoint.every=2", *task)
+    wait_for(
+        run / "logs/latest/policy.log", process
+    )  # a role that loads; engine and drafter do so too, or have done it
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and f"go on with --resume smoke run_root={tmp_path}" in output
+    assert "ready after" not in output and "Traceback" not in output
+    assert_nothing_left("COTRAIN_TEST_MARKER=stopped-start")
+    assert not [*Path("/dev/shm").glob(f"cotrain-*-{process.pid}-*"), *Path("/tmp").glob(f"cotrain-*-{process.pid}-*")]
+
+    process = start(tmp_path, "killed-run", "--resume", "smoke")
     wait_for_rows(run, 3, process)
     process.kill()
     process.wait()

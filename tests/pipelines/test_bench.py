@@ -152,6 +152,9 @@ def test_the_whole_batch_is_prefilled_in_one_step(tmp_path: Path) -> None:
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "engine.log").touch()
+    with pytest.raises(ValueError, match="--model: give a folder"):  # which is looked at next
+        main(["--out", str(tmp_path)])  # of a command that was stopped in its start
     (tmp_path / "bench.json").write_text("{}")
     with pytest.raises(ValueError, match=r"--out: .* is not empty"):
         main(["--model", "tiny:llama", "--out", str(tmp_path)])
@@ -224,7 +227,31 @@ def test_every_round_runs_all_arms_on_the_same_prompts_and_starts_with_another()
     assert {tuple(entry[3]) for entry in asked[8:12]} == {(2, 3)}
     assert [(t.round, t.num_tokens) for t in turns] == [(r, 8) for r in (0, 1, 2) for _ in range(4)]
     assert [t.accepted_per_position for t in turns[:4]] == [(), (), (2, 1), (2, 1)]
-    assert "warm-up: about" in printed and "round 3/3: about 0s left" in printed
+    assert "warm-up, batch size 2: about" in printed and "round 3/3, batch size 2: about 0s left" in printed
+
+
+def test_the_time_left_is_told_by_batch_size_from_the_warm_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch takes as many seconds as it has requests; a large one does not make small ones look slow."""
+    now, lines = 0.0, list[str]()
+    monkeypatch.setattr("pipelines.bench.command.time.monotonic", lambda: now)
+
+    class Slow(RecordingEngine):
+        async def generate(self, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
+            nonlocal now
+            now += len(requests)
+            return await super().generate(requests, tap)
+
+    bench = small_bench([NO_SPECULATION, GREEDY], "--batch", "2", "6", "--rounds", "2", "--groups", "3")
+    asyncio.run(take_turns(bench, {name: Slow(name, []) for name in ("stock", "drafter")}, lines.append))  # type: ignore[misc]
+    assert lines == [
+        "warm-up, then 2 rounds of 3 x 2 batches, each by 2 arms",
+        "warm-up, batch size 2: done",
+        "warm-up, batch size 6: about 2m left",
+        "round 1/2, batch size 2: about 1m left",
+        "round 1/2, batch size 6: about 48s left",
+        "round 2/2, batch size 2: about 36s left",
+        "round 2/2, batch size 6: about 0s left",
+    ]
 
 
 def test_the_adaptive_arm_gives_the_choice_to_the_engine() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cotrain import __version__
 from cotrain.config.load import load_config, parse_config
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,14 @@ def test_help_names_the_commands_without_torch() -> None:
 def test_the_bare_command_prints_its_help() -> None:
     bare, asked = cotrain(without_torch=True), cotrain("--help", without_torch=True)
     assert (bare.returncode, bare.stdout, bare.stderr) == (asked.returncode, asked.stdout, "")
+
+
+def test_the_package_is_the_command_and_names_its_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "cotrain", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"cotrain {__version__}\n")
+    assert done.stdout == cotrain("--version", without_torch=True).stdout
+    wrong = subprocess.run([sys.executable, "-m", "cotrain", "tarin"], cwd=ROOT, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "cotrain: error: argument COMMAND: invalid choice: 'tarin'" in wrong.stderr
 
 
 def test_train_help_explains_every_section_in_an_instant() -> None:

@@ -68,6 +68,7 @@ def test_an_engine_serves_the_drafter_and_stops_whatever_happens(
     async def fail() -> None:
         async with one_engine(setup, seed=3, num_threads=2) as engine:
             engines.append(engine)
+            assert os.environ["TMPDIR"] == os.environ["VLLM_RPC_BASE_PATH"] == engine.spec.scratch
             assert engine.running and Path(engine.spec.scratch).is_dir()
             raise RuntimeError("in the middle")
 
@@ -77,6 +78,7 @@ def test_an_engine_serves_the_drafter_and_stops_whatever_happens(
     assert engines[0].spec.drafter_folder == str(setup.drafter_folder)
     assert (engines[0].spec.seed, engines[0].spec.speculation) == (3, "drafter")
     assert environment["OMP_NUM_THREADS"] == "2"
+    assert "VLLM_RPC_BASE_PATH" not in os.environ and os.environ.get("TMPDIR") != engines[0].spec.scratch
 
 
 @pytest.mark.parametrize("ngram", [True, False])

@@ -1,6 +1,7 @@
 """Placement on GPUs, and what a user reads when a role fails. Actors on a real Ray are part of the end-to-end tests."""
 
 import importlib
+import re
 import socket
 import sys
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from ray import exceptions
 
+from cotrain.config.errors import walk_sections
 from cotrain.process.cluster import STARTING_FACTOR, Cluster, engine_device, free_port, place
 from cotrain.process.failures import RunFailure, SelfCheckFailed
 from cotrain.process.placement import bundles_of, nodes_for, places_of
@@ -129,6 +131,10 @@ def test_a_free_port_can_be_bound():
         listener.bind(("127.0.0.1", free_port()))
 
 
+def descendants(kind):
+    return [kind, *(below for child in kind.__subclasses__() for below in descendants(child))]
+
+
 class Reference:
     """What an actor will answer: a value, an exception, or None for silence."""
 
@@ -206,6 +212,47 @@ def test_a_failure_in_an_actor_is_told_where_to_look(cluster):
         cluster.get([Reference("a", task_error(SelfCheckFailed("loss nan")))])
 
 
-def test_an_actor_that_never_began_raises_what_ray_knows(cluster):
-    with pytest.raises(exceptions.RayActorError):
-        cluster.get([Reference("a", exceptions.RayActorError("a", "no such module", actor_init_failed=True))])
+def test_an_actor_that_never_began_says_why(cluster):
+    text = "The actor died in its creation task\n  File x.py\nImportError: no such module"
+    with pytest.raises(RunFailure, match=r"^drafter: its process could not start: ImportError: no such module\. See"):
+        cluster.get([Reference("a", exceptions.RayActorError("a", text, actor_init_failed=True))])
+
+
+REPORTED = {value for value in vars(exceptions).values() if isinstance(value, type)}
+DEATHS = REPORTED & set(descendants(exceptions.RayError)) - {exceptions.RayTaskError, exceptions.GetTimeoutError}
+
+
+def made(kind):
+    """An exception of this class, as Ray fills it where what it says counts."""
+    if kind is exceptions.OutOfMemoryError:
+        return kind("1 worker was killed. Memory on the node was 23.1GB used / 23.5GB limit (0.98)\nTop 10 users:\n...")
+    if kind is exceptions.ActorUnavailableError:
+        return kind("RpcError: connection reset", None)
+    error = kind.__new__(kind)
+    Exception.__init__(error, "line one\nline two")
+    error.__dict__.update(message="line one\nline two", error_message="gone", error_msg="gone", client_exc="gone")
+    error.__dict__.update(
+        traceback_str="", object_ref_hex="ff", call_site="", owner_address=None, reason_message="lost"
+    )
+    error.__dict__.update(
+        reason=None, task_id=None, _original_stack_trace="gone", actor_id=None, _actor_init_failed=False
+    )
+    return error
+
+
+@pytest.mark.parametrize("kind", sorted(DEATHS, key=lambda kind: kind.__name__))
+@pytest.mark.parametrize("inside", [False, True])
+def test_whatever_ray_reports_is_one_line_that_names_the_role(cluster, kind, inside):
+    """Also where another role has waited for it, inside a call."""
+    error = task_error(made(kind)) if inside else made(kind)
+    with pytest.raises(RunFailure, match=r"^drafter: .*\. See /logs/drafter\.log\. .*--resume mine$") as caught:
+        cluster.get([Reference("a", error)])
+    assert len(str(caught.value)) < 420
+
+
+def test_a_role_that_ran_out_of_memory_says_so_and_what_to_lower(cluster):
+    with pytest.raises(RunFailure, match=r"ran out of memory \(23\.1GB used / 23\.5GB\): lower ") as caught:
+        cluster.get([Reference("a", made(exceptions.OutOfMemoryError))])
+    fields = re.findall(r"(?:policy|rollout)\.[\w.]+\w", str(caught.value))
+    known = {f"{block.path}.{name}" for block in walk_sections() for name in block.fields}
+    assert fields and {name for name in fields if not name.startswith("rollout.vllm.")} <= known

@@ -80,7 +80,7 @@ def run(script: str, folder: Path) -> dict[str, Any]:
         [sys.executable, "script.py"], cwd=folder, env=own, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Token authentication" not in done.stderr
+    assert "Token authentication" not in done.stderr and "(raylet)" not in done.stdout
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -240,3 +240,84 @@ cluster.stop()
 def test_a_control_call_does_not_wait_behind_rollouts(tmp_path: Path) -> None:
     found = run(OUTSTANDING, tmp_path)
     assert found["under way"] == 12 and found["seconds"] < 0.5
+
+
+DEATHS = """
+import json, os, time
+from pathlib import Path
+from cotrain.process.cluster import RAY_ENVIRONMENT, Cluster
+quick = {"initial_delay_ms": 300, "period_ms": 300, "timeout_ms": 300, "failure_threshold": 2}
+os.environ |= RAY_ENVIRONMENT | {f"RAY_health_check_{name}": str(value) for name, value in quick.items()}
+import numpy as np
+from ray.cluster_utils import Cluster as Nodes
+from cotrain.config.schema import RunConfig
+from cotrain.process.failures import RunFailure
+from cotrain.roles.learners import Learner
+
+nodes, size = Nodes(), {"num_cpus": 4, "object_store_memory": 100 * 2**20}
+here = nodes.add_node(**size, include_dashboard=False)
+os.environ |= {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
+poor = nodes.add_node(**size)
+del os.environ["RAY_memory_usage_threshold"]
+lost = nodes.add_node(**size)
+task = {"type": "reasoning_gym", "name": "chain_sum"}
+fields = {"name": "deaths", "steps": 1, "policy": {"model": "tiny:llama"}, "task": task, "cluster": {"address": nodes.address}}
+cluster = Cluster(RunConfig(**fields), Path.cwd(), "--resume deaths")
+
+class Role:
+    def __init__(self, *args): self.other = args[0] if args else None
+    def pid(self): return os.getpid()
+    def end(self): os._exit(1)
+    def sleep(self): time.sleep(60)
+    def answer(self): return np.zeros(2**21)
+    def wait_for_other(self):
+        import ray
+        ray.get(self.other.sleep.remote())
+
+class Broken:
+    def __init__(self): raise ImportError("no module of that name")
+    def pid(self): pass
+
+def failure(*references):
+    try:
+        return cluster.get(list(references), 20)
+    except RunFailure as failure:
+        return str(failure)
+
+found, agent = {}, cluster.start_agent
+alive = agent(Role, here.node_id)
+found["ended"] = failure(alive.pid.remote(), agent(Role, here.node_id).end.remote())
+found["never began"] = failure(agent(Broken, here.node_id).pid.remote())
+found["memory"] = failure(agent(Role, poor.node_id).sleep.remote())
+away = agent(Role, lost.node_id)
+failure(away.pid.remote())
+answer, under_way = away.answer.remote(), away.sleep.remote()
+waits = agent(Role, here.node_id, away).wait_for_other.remote()
+cluster._ray.wait([answer], fetch_local=False)
+nodes.remove_node(lost, allow_graceful=False)
+found["node"], found["answer"], found["waits for it"] = failure(under_way), failure(answer), failure(waits)
+found["on a lost node"] = failure(agent(Role, lost.node_id).pid.remote())
+found["alive"] = failure(alive.pid.remote())
+cluster.stop()
+nodes.shutdown()
+print(json.dumps(found))
+"""
+
+
+def test_each_way_in_which_ray_reports_a_death_is_one_line_with_its_cause(tmp_path: Path) -> None:
+    """A role that ends, that Ray's memory monitor kills, that is on a node which is lost, that waits for such a one."""
+    found = run(DEATHS, tmp_path)
+    assert isinstance(found.pop("alive")[0], int)
+    assert "has been marked dead" in (tmp_path / "ray.log").read_text()
+    causes = {
+        "ended": "its process has died: killed from outside, or out of memory",
+        "never began": "its process could not start: ImportError: no module of that name",
+        "memory": r"Ray ended its process because its node ran out of memory \(\S+ used / \S+\): lower .*",
+        "node": "its node is gone: .*",
+        "answer": "its answer is lost, .*",
+        "waits for it": "its node is gone: .*",
+        "on a lost node": "its node is gone: .*",
+    }
+    for name, cause in causes.items():
+        line = rf"Ray's logs of [^:]+: {cause}\. See Ray's logs of .*\. What was saved is whole: go on with --resume deaths"
+        assert re.fullmatch(line, found[name]), (name, found[name])

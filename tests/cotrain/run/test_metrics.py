@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from cotrain.records import SpeculationCounts
 from cotrain.run.metrics import ServedDrafts, metrics_of, speculation_metrics
 from cotrain.run.rows import RowFile, read_rows
 from tests.speculation_counts import counts
@@ -66,6 +67,13 @@ def test_no_acceptance_is_claimed_where_nothing_was_drafted():
         "rollout/drafted_tokens": 0,
         "rollout/num_drafts": 0,
     }
+
+
+def test_no_rate_is_claimed_of_a_position_that_no_draft_was_long_enough_for():
+    """Drafted and rejected is 0; never drafted is nothing."""
+    metrics = speculation_metrics(SpeculationCounts((6, 4, 0), ((3, 0, 0), (4, 0, 0), (0, 0, 0))))
+    rates = {name[-1]: rate for name, rate in metrics.items() if "rate_pos" in name}
+    assert rates == {"1": 0.7, "2": 0.0}
 
 
 def test_each_version_is_credited_with_its_own_drafts():

@@ -3,7 +3,10 @@
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from cotrain.run.tracking import Tracker
 from pipelines.ablate.plan import load_study
 from pipelines.preflight import find_problems
 
+CREATE = "import sys; from cotrain.run.mlflow_store import connect; connect(f'sqlite:///{sys.argv[1]}')"
 TAGS = {"init": "random", "data_fingerprint": "abc"}
 
 
@@ -122,3 +126,16 @@ def test_a_server_that_wants_a_login_says_which_variables_give_it(locked_server)
     text, _, fix = str(raised.value).rpartition("; ")
     assert fix == "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     assert "error code 401" in text and text.endswith(" ...") and not text.endswith("authen ...")
+
+
+def test_a_database_whose_creation_was_killed_is_created_again(tmp_path: Path) -> None:
+    database = tmp_path / "mlflow.db"
+    process = subprocess.Popen([sys.executable, "-c", CREATE, str(database)])
+    deadline = time.monotonic() + 60
+    while not any(file.stat().st_size > 2**15 for file in tmp_path.rglob("mlflow.db")) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    assert not database.exists()  # MLflow opens one that was cut off in the wrong moment never again
+    connect(f"sqlite:///{database}").search_experiments()
+    assert [file.name for file in tmp_path.iterdir()] == ["mlflow.db"]

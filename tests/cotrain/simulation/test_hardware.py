@@ -1,6 +1,9 @@
 """Data of GPUs and models: where each number comes from, and shapes against what their cards state."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +72,45 @@ def test_an_unknown_name_is_answered_with_the_known_ones(load: Any, known: dict[
     with pytest.raises(ValueError, match=r"no \w+ 'h-100'") as error:
         load("h-100")
     assert all(name in str(error.value) for name in known)
+
+
+SHARED = {"num_attention_heads": 32, "vocab_size": 151936, "head_dim": 128, "tie_word_embeddings": False}
+CONFIGS = {
+    "Qwen3-8B": SHARED
+    | {"hidden_size": 4096, "num_hidden_layers": 36, "num_key_value_heads": 8, "intermediate_size": 12288},
+    "Qwen3-30B-A3B": SHARED
+    | {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4, "intermediate_size": 6144}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_model_that_is_not_listed_is_described_by_its_config(name: str, nested: bool, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"text_config": CONFIGS[name]} if nested else CONFIGS[name]))
+    changes = {"name": name, "source": "", "parameters": 0.0}
+    for path in (file, tmp_path):
+        assert replace(model(str(path)), **changes) == replace(model(name), **changes)
+
+
+def test_a_hub_id_is_the_model_of_its_card() -> None:
+    assert model("Qwen/Qwen3-8B") == model("Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"kv_lora_rank": 512, "n_shared_experts": 1}, "has kv_lora_rank, n_shared_experts, which is not modelled"),
+        (
+            {"hidden_size": 8, "num_attention_heads": 2},
+            "lacks num_hidden_layers, vocab_size, intermediate_size; give the config.json of a decoder",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_described_is_refused(config: dict[str, int], line: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"^cost\.model: .* {line}"):
+        model(str(tmp_path))
+    with pytest.raises(ValueError, match=r"no model 'org/other'.*the path of another model's config\.json"):
+        model("org/other")

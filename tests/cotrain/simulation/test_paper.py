@@ -16,6 +16,7 @@ from benchmarks.simulator_validation import (
     workloads,
 )
 from cotrain.simulation.roofline import hardware, tables
+from cotrain.simulation.scenario import TOO_HIGH
 
 
 def test_the_page_holds_the_table() -> None:
@@ -38,6 +39,13 @@ def test_a_row_without_speculation_says_nothing_of_speculation() -> None:
     assert all(error > 0.38 for error in prediction().errors(0, short_drafts()).values())
     assert all(0.30 < found.errors(0)[FITTED_TO] < 0.57 for _, found in workloads())
     assert all(0.10 < error < 0.25 for _, found in workloads() for error in found.steps[0])
+
+
+def test_envelopes_are_as_much_too_high_as_the_interval_of_another_says() -> None:
+    found = [error for level in (short_drafts(), long_drafts()) for error in prediction().errors(0, level).values()]
+    found += [error for _, of_other in workloads() for error in of_other.errors(0, short_drafts()).values()]
+    least, most = TOO_HIGH
+    assert least == pytest.approx(1 + min(found), abs=0.03) and most == pytest.approx(1 + max(found), abs=0.03)
 
 
 def test_one_drafted_row_tells_the_others_of_its_length_and_the_step() -> None:

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from cotrain.rollout.speculation.step_costs import StepCosts
-from cotrain.simulation.step_time import FittedLaw, MeasuredCells
-from tests.cotrain.simulation.cpu_cells import ACCEPTANCE_LENGTH, PLAIN, SPEED, step_seconds
+from cotrain.simulation.step_time import MeasuredCells
+from tests.cotrain.simulation.cpu_cells import step_seconds
 
 
-def seconds(cost: MeasuredCells | FittedLaw, k: int, batch: float) -> float:
+def seconds(cost: MeasuredCells, k: int, batch: float) -> float:
     return cost.base(k, np.array([batch])).item()
 
 
@@ -65,48 +65,3 @@ def test_a_draft_length_that_the_cells_do_not_tell_is_refused(lengths: tuple[int
     cost = MeasuredCells({(k, 1): 1.0 for k in lengths})
     with pytest.raises(ValueError, match="cells of its own"):
         cost.base(2 if lengths == (0,) else 0, np.ones(1))
-
-
-LAW = FittedLaw(m=0.02, f=0.0013, p=2.5, d0=0.002, d1=0.0003, fitted=(3, 1, 16))
-
-
-def test_a_law_is_found_again_from_its_own_cells_and_tells_others() -> None:
-    cells = {(k, batch): seconds(LAW, k, batch) for k in range(4) for batch in (1, 4, 16)}
-    fitted = FittedLaw.fit(cells)
-    assert fitted.fitted == LAW.fitted
-    for k, batch in ((0, 2), (2, 8), (3, 64), (6, 16)):
-        assert seconds(fitted, k, batch) == pytest.approx(seconds(LAW, k, batch), rel=1e-3)
-    assert seconds(LAW, 0, 1e-9) == pytest.approx(LAW.m) and LAW.prefill(0) == 0
-    assert LAW.prefill(10_000) == pytest.approx(13, rel=1e-3), "all rows of a long prompt are computed at full speed"
-
-
-def test_a_cell_that_is_left_out_does_not_take_part_in_its_own_prediction() -> None:
-    cells = {(k, batch): seconds(LAW, k, batch) for k in range(3) for batch in (1, 4, 16)}
-    cells[1, 4] *= 3
-    assert FittedLaw.leave_one_out(cells)[1, 4] == pytest.approx(1 / 3 - 1, abs=1e-3)
-
-
-def test_a_law_needs_as_many_cells_as_it_has_constants() -> None:
-    four = {(k, batch): 1.0 for k in (0, 1) for batch in (1, 2)}
-    for cells in (four, {(0, n): 1.0 for n in range(1, 9)}, {(k, 1): 1.0 for k in range(8)}):
-        with pytest.raises(ValueError, match="five cells"):
-            FittedLaw.fit(cells)
-
-
-def test_the_law_of_the_cpu_machine_is_within_its_stated_errors() -> None:
-    """Cells as mean over both drafters, since a step does not depend on what is drafted."""
-    means = {
-        (k, batch): float(np.exp(np.mean([np.log(step_seconds(drafter, k, batch)) for drafter in SPEED])))
-        for k in range(4)
-        for batch in PLAIN
-    }
-    cells = {cell: value for cell, value in means.items() if cell[1] <= 16}
-    errors = FittedLaw.leave_one_out(cells)
-    assert errors.keys() == cells.keys()
-    assert 0.02 < np.mean(np.abs(list(errors.values()))) < 0.10
-    law = FittedLaw.fit(cells)
-    assert law.covers(3, 16) and not law.covers(3, 32) and not law.covers(4, 16)
-    for drafter, speeds in SPEED.items():
-        for k in (1, 2, 3):
-            predicted = ACCEPTANCE_LENGTH[drafter][k] * seconds(law, 0, 32) / seconds(law, k, 32)
-            assert predicted == pytest.approx(speeds[k][32], rel=0.20)

@@ -53,6 +53,7 @@ def train(config: dict, folder: Path) -> int:
             row |= {"rollout/acceptance_length": 1.0 + step / 10, "versions/drafter": step, "rollout/num_drafts": 5}
         with metrics.open("a") as rows:
             rows.write(json.dumps(row) + "\n")
+        print(f"step {step}/{config['steps']}", flush=True)
         while os.environ.get("SLOW") == config["name"] and left > 0:
             time.sleep(0.01)
         if left <= 0:

@@ -58,6 +58,7 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, t
         ],
     }  # fmt: skip
     output = capsys.readouterr().out
+    assert f"[2/7] generic, frozen, seed 0 begins; its output is {folder}/logs/" in output
     assert "[2/7] generic, frozen, seed 0: finished, eta" in output
     assert "| no speculation" in output
     assert "report.html" in output
@@ -144,10 +145,12 @@ def interrupt(tmp_path, monkeypatch):
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(
     study_file, calls, store, no_page, tmp_path, capsys, monkeypatch, interrupt
 ):
+    monkeypatch.setattr("pipelines.ablate.jobs.REPORT_S", 0.1)
     interrupt.start()
     assert main([str(study_file), "seeds=[0]"]) == 130
     interrupt.join()
     output = capsys.readouterr().out
+    assert "\n  step 1/3\n" in output, "what the run that takes long has printed last"
     assert "random, co-trained, seed 0: stopped" in output and "the same command goes on:\n  cotrain ablate" in output
     assert list(statuses(tmp_path).values()) == ["finished", "missing", "missing"]
     calls()

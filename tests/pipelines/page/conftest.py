@@ -85,7 +85,7 @@ def write_study(folder: Path, arms: Sequence[dict[str, Any]], lengths: dict[str,
 
 def words(page: Page) -> str:
     """All text of a page."""
-    found = [page.subtitle, *(f"{fact.label} {fact.value} {fact.note}" for fact in page.facts)]
+    found = [page.subtitle, page.warning, *(f"{fact.label} {fact.value} {fact.note}" for fact in page.facts)]
     for section in page.sections:
         found += [section.title, *section.paragraphs]
         if section.table is not None:

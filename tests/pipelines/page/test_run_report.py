@@ -2,11 +2,12 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from cotrain.run.run_dir import RunDir
 from drafters.files import write_json
 from pipelines.page.page import Fact, Plot
 from pipelines.page.record import read_run
@@ -74,24 +75,6 @@ def test_a_speed_that_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
     assert plots(folder)["speedup"].figure is None
 
 
-def test_the_order_is_told_where_requests_queue(tmp_path: Path, full: Path) -> None:
-    found = [(1.0, None), (1.2, 0.3), (None, np.log(2)), (1.4, np.log(1.5))]
-    rows = [row(i, rollout__order_speedup=a, rollout__length_error=b) for i, (a, b) in enumerate(found, 1)]
-    folder = write_run(tmp_path / "run", rows, drafter=None)
-    told = (
-        "makespan 1.20 times shorter than in the order drawn   (by the lengths that came out; half of the lengths were "
-    )
-    assert facts(folder)["order"].text == told + "within a factor of 1.50)"
-    drawn = plots(folder)["order_speedup"].figure
-    assert drawn is not None and list(drawn.axes[0].lines[0].get_ydata())[1] == 1.2
-    assert plots(folder)["length_error"].figure is not None
-    assert "order" not in facts(full) and not {"order_speedup", "length_error"} & plots(full).keys()
-    drawn_order = write_run(tmp_path / "drawn", rows, rollout={"num_speculative_tokens": 2, "order": "drawn"})
-    assert "order" not in facts(drawn_order)
-    first = write_run(tmp_path / "first", [row(1, rollout__order_speedup=1.0)])
-    assert facts(first)["order"].text.endswith("(by the lengths that came out)")
-
-
 def test_a_drafter_that_pays_or_was_hardly_tried_is_not_advised_against(tmp_path: Path) -> None:
     faster = {"rollout__speedup_vs_no_speculation": 1.2, "drafter__train_s": 2.0}
     assert "drafter" not in facts(write_run(tmp_path / "pays", [row(step, **faster) for step in range(1, 13)]))
@@ -135,7 +118,7 @@ def test_what_was_checked_and_decided_is_told(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", rows))
     told = {fact.label: fact.text for fact in run_facts(run, "k=2 at batch 1 (gain 1.21x)", greedy_identical=True)}
     assert list(told) == ["reward", "acceptance", "swaps", "drafter", "lossless", "speculation", "speed"]
-    assert told["swaps"].endswith("engine, 3 kept back by the gate, 1 times back to an earlier one")
+    assert told["swaps"].endswith("engine, 3 kept back by the gate, rolled back once")
     checked = "verified on 16,384 sampled tokens, 12,000 of them speculated (8 checks in this run)"
     assert told["lossless"] == f"{checked}; greedy output identical with and without speculation"
     assert told["speculation"] == "k=2 at batch 1 (gain 1.21x)"
@@ -176,6 +159,43 @@ def test_the_page_is_whole_and_needs_no_other_file(full: Path) -> None:
     assert "served: 1.10 first, 2.20 last" in images(page)[0][0]
     for label in ("served", "expected on unseen rollouts", "first step of a new drafter"):
         assert f">{label}<" in images(page)[0][1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "failure", "warning"),
+    [
+        (12, None, ""),
+        (20, None, "This run has made 12 of its 20 steps: it was stopped or killed, or still runs."),
+        (
+            20,
+            "drafter: no <b>",
+            "This run failed after step 12, and all below is about the steps before. drafter: no <b>",
+        ),
+        (12, "the page", "This run failed after step 12, and all below is about the steps before. the page"),
+    ],
+)
+def test_a_run_that_ended_early_says_so_before_all_else(
+    tmp_path: Path, steps: int, failure: str | None, warning: str
+) -> None:
+    folder = write_run(tmp_path / "run", [row(step) for step in range(1, 13)], steps=steps)
+    (folder / "run.lock").touch()
+    with pytest.raises(RuntimeError) if failure else nullcontext(), RunDir(tmp_path, "run") as run_dir:
+        run_dir.start_attempt()
+        if failure:
+            raise RuntimeError(failure)
+    assert run_page(read_run(folder)).warning == warning
+    text = write_run_report(folder).read_text()
+    assert ('<p class="warning">' in text) == bool(warning) and "<b>" not in text
+    assert not warning or text.index('<p class="warning">') < text.index("<dl")
+
+
+def test_many_decisions_are_told_of_and_not_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [row(step) for step in range(1, 41)])
+    lines = [{"step": step, "kind": "kept back", "version": 1, "reason": f"reason {step}."} for step in range(1, 41)]
+    (folder / "decisions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = words(run_page(read_run(folder)))
+    assert "28 earlier decisions are in decisions.jsonl." in text
+    assert "reason 29." in text and "reason 28." not in text
 
 
 def test_configured_text_cannot_become_markup(tmp_path: Path) -> None:
@@ -271,7 +291,8 @@ def test_the_stream_is_drawn_from_its_events(tmp_path: Path) -> None:
     lags = {"stream__lag_tokens_0": 30.0, "stream__lag_tokens_1": 70.0}
     rows = [row(1, stream__lag_tokens_0=100.0), row(2, **lags)]
     shares = {"idle/rollout_0": 0.0, "idle/policy": 0.6}
-    folder = write_run(tmp_path / "run", [one | shares | {"stream/groups_running": 2.0} for one in rows])
+    rows = [one | shares | {"stream/groups_running": 2.0} for one in rows]
+    folder = write_run(tmp_path / "run", rows, stream={"max_policy_lag": 1})
     events = [
         (1, 100.0, "dispatched", {"group": 0, "engine": 0}), (2, 101.0, "dispatched", {"group": 1, "engine": 0}),
         (1, 104.0, "finished", {"group": 0}), (1, 104.5, "taken", {"group": 0}),
@@ -299,6 +320,9 @@ def test_the_stream_is_drawn_from_its_events(tmp_path: Path) -> None:
     drawn = {str(line.get_label()): list(line.get_ydata()) for line in lag.axes[0].lines}
     assert drawn == {"lag 0": [1.0, 0.3], "lag 1": [0.0, 0.7]}
     assert {str(line.get_label()) for line in found["idle"].figure.axes[0].lines} == {"rollout_0", "policy"}
+    synchronous = write_run(tmp_path / "synchronous", rows)
+    (synchronous / "stream.jsonl").write_text((folder / "stream.jsonl").read_text())
+    assert found.keys() - plots(synchronous).keys() == {"lag"}
 
 
 def test_a_run_that_recorded_no_stream_has_no_such_section(full: Path) -> None:

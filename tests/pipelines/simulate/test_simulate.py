@@ -59,7 +59,6 @@ def test_help_explains_fields_and_examples(capsys: pytest.CaptureFixture[str]) -
         '[cost]  type = "cells"',
         "[drafter]",
         "drafted_k",
-        "--fit FILE",
     ):
         assert part in text
     assert "[policy]" not in text
@@ -197,6 +196,21 @@ def test_drafts_that_never_pay_are_said_not_to(capsys: pytest.CaptureFixture[str
     assert "acceptance " not in text and "how sure?" not in text
 
 
+@pytest.mark.parametrize("changes", [[], ["drafter.acceptance_length=3.9", "cost.host_draft_ms=0"]])
+def test_what_no_measured_step_supports_is_an_upper_bound(
+    changes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where all of the interval is above 1."""
+    text = " ".join(said(capsys, H100, *changes).split())
+    value, low, high = map(float, re.search(r"at most (\S+) \((\S+) to (\S+)\)", text).groups())  # type: ignore[union-attr]
+    assert low < high < value and (low > 1) == bool(changes)
+    assert "worth it? not certain for generation, not certain for whole steps" in text
+    assert f"within {low} to {high}, by errors of" in text and "30 to 200 % too high: measure one" in text
+    assert "it may pay" in text and "it pays" not in text
+    said_of_measured = " ".join(said(capsys, PAPER).split())
+    assert "at most" not in said_of_measured and "worth it? yes for generation, yes" in said_of_measured
+
+
 def test_draft_lengths_that_were_not_measured_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     which = said(capsys, PAPER).partition("which k?")[2].partition(")")[0]
     assert re.findall(r"(\d) \S+x extrapolated", " ".join(which.split())) == ["6", "7"]
@@ -238,43 +252,6 @@ def test_a_run_is_a_system_by_its_own_names(tmp_path: Path, capsys: pytest.Captu
         assert "--check: it predicts a run as it was" in said(capsys, "--run", run, "--check", *beside, status=2)
 
 
-def timings(path: Path, rows: list[dict[str, float]]) -> str:
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return str(path)
-
-
-def test_a_law_is_fitted_to_a_file_of_timings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cells = [(k, batch) for k in (0, 1, 3) for batch in (1, 4, 16)]
-    rows = [
-        {"k": k, "batch": b, "seconds": (0.02**3 + (0.001 * b * (k + 1)) ** 3) ** (1 / 3) + 0.002 * k} for k, b in cells
-    ]
-    text = said(capsys, "--fit", timings(tmp_path / "t.jsonl", [*rows, rows[0]]))
-    assert re.search(r"m = 0\.02\n +f = 0\.001\n +p = 3\n +d0 = 0\.002\n", text)
-    assert len(re.findall(r"  k=\d batch", text)) == 9
-    assert "needs a section for the workload as well" in text
-    system = tmp_path / "s.toml"
-    system.write_text(text[text.index("[cost]") :] + "[workload]\ngroups = [[30, 40], [20, 60]]\n")
-    assert load_system(system).build().cost.origin == "fitted"
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"k": 1.5, "batch": 1, "seconds": 0.1}], "cannot be interpreted as an integer"),
-        ([{"batch": 1, "seconds": 0.1}], "'k'; give lines like"),
-        (
-            [{"k": k, "batch": n, "seconds": 0.1} for k, n in [(0, 1), (0, 2), (1, 1), (1, 2), (1, 3)]],
-            "of six cells or more",
-        ),
-    ],
-    ids=["half a token", "without k", "five cells"],
-)
-def test_timings_that_give_no_law_are_told(
-    rows: list[dict[str, float]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in said(capsys, "--fit", timings(tmp_path / "t.jsonl", rows), status=2)
-
-
 def test_a_study_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "study.json").write_text("{}")
     assert "it is a study; name one of its runs" in said(capsys, "--run", str(tmp_path), status=2)
@@ -296,13 +273,15 @@ def test_a_study_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ([PAPER, "workload.limit=9000000", "workload.mean_length=9000000"], "does not fit"),
         (
             [CPU, "--sweep", "drafter.q=1..2"],
-            "--sweep drafter.q=1: 1 problem in the configuration:\n  drafter.q: unknown field",
+            "1 problem in the configuration:\n  --sweep drafter.q=1: drafter.q: unknown field",
         ),
         ([CPU, "--sweep", "drafter.k=3..1"], "--sweep drafter.k=3..1: write key=values"),
         ([CPU, "--sweep", "drafter.k"], "--sweep drafter.k: write key=values"),
-        (["--fit", CPU], "give lines like"),
-        (["--fit", "nowhere.jsonl"], "--fit nowhere.jsonl: [Errno 2] No such file"),
-        (["--fit", CPU, "drafter.k=2"], "--fit: it reads its file alone"),
+        ([CPU, "--sweep", "drafter.k", "--sweep", "system.engines=3..1"], "2 problems in the configuration"),
+        (
+            [PAPER, "--sweep", "cost.gpu=b200,a", "--sweep", "cost.model=b,c"],
+            "\n  --sweep cost.gpu=a cost.model=b: cost.gpu",
+        ),
         ([CPU, "--out", CPU], "File exists; name a folder"),
         (["--run", "nowhere"], "nowhere"),
     ],
