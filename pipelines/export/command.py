@@ -10,6 +10,7 @@ from cotrain.config.load import read_config
 from cotrain.models.loading import TOKENIZER_FILES, TOKENIZER_SETTINGS, native_head, resolve_model
 from cotrain.run.checkpoint import find_defect
 from pipelines.page.folders import find
+from pipelines.plan import serve_command
 
 DESCRIPTION = """\
 Write the policy of a run's newest checkpoint into DIR, with its tokenizer, and the drafter that the engines served then
@@ -76,5 +77,5 @@ def _serving(model: Path, drafter: Path | None, num_speculative_tokens: int) -> 
         serving = load_drafter(drafter, TargetSpec.from_pretrained(model)).serving
         overrides = serving.target_overrides
         speculation |= {"method": serving.method, "model": str(drafter)}
-    text = f"vllm serve {model} --speculative-config '{json.dumps(speculation)}'"
+    text = f"{serve_command(model)} --speculative-config '{json.dumps(speculation)}'"
     return text + (f" --hf-overrides '{json.dumps(dict(overrides))}'" if overrides else "")

@@ -276,3 +276,11 @@ def test_an_alarm_of_another_check_stops_the_step(new_publisher: Any) -> None:
     outcome = publisher.evaluate(2, world.generate(2), Versions(1, 0), [alarm])
     assert "not_lossless: rollouts have another law" in str(outcome.failure)
     assert "publish" not in world.calls and outcome.swap is None
+
+
+def test_versions_that_are_said_to_be_all_replace_the_earlier_ones(new_publisher: Any) -> None:
+    publisher = new_publisher(World(GOOD))
+    for drafter in range(100):
+        publisher.serves(Versions(0, drafter))
+    publisher.serves_only([Versions(0, 100)])
+    assert publisher._known == {Versions(0, 100)}
