@@ -80,7 +80,7 @@ def check_arguments(args: Any, spool: Spool) -> Settings:
     try:
         settings = spool.settings()
     except ValueError as error:
-        raise NotAdopted(f"{error}; start the trainer first, and of this version of cotrain") from error
+        raise NotAdopted(str(error)) from error
     if args.model != settings.model and os.path.realpath(args.model) != os.path.realpath(settings.model_path):
         raise NotAdopted(f"the trainer's drafter is for {settings.model}")
     if not spool.is_alive():

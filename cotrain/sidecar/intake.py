@@ -13,7 +13,7 @@ import xxhash
 
 from cotrain.records import GainReport, Rollout, RolloutBatch, Segment, SwapReport, Versions, WeightPayload
 from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
-from cotrain.sidecar.spool import EngineFolder, Spool, fields, read_json, write_json
+from cotrain.sidecar.spool import EngineFolder, Spool, read_json, write_json
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, read_shard
 
@@ -59,9 +59,9 @@ class Intake:
         for folder in self._spool.engines():
             name, lives = folder.folder.name, folder.is_held  # checked first: the last shards are then complete
             try:
-                if facts := fields(folder.facts, FACTS):
-                    self.engines[name] = Engine(facts, fields(folder.state, STATE))
-            except ValueError as error:
+                if facts := read_json(folder.facts, FACTS):
+                    self.engines[name] = Engine(facts, read_json(folder.state, STATE) or {})
+            except UNREADABLE as error:
                 self.problems.append(f"engine {name} is left out: {error}")
             for shard in folder.shards():
                 self._take(name, folder, shard)

@@ -46,21 +46,16 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(partial, path)
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a file, or None if there is no such file. Raises ValueError if it is not JSON."""
+def read_json(path: Path, example: dict[str, Any] | None = None) -> Any:
+    """Return the content of a file, or None if there is no such file.
+
+    Raises ValueError if it is not JSON, or not an object with all fields of the example, with values of the same types.
+    """
     with suppress(FileNotFoundError):
-        return json.loads(path.read_text())
-
-
-def fields(path: Path, example: dict[str, Any]) -> dict[str, Any]:
-    """Return the object in a file, {} if there is none. Raises ValueError unless it has the example's fields, of the same types."""
-    value = read_json(path)
-    try:
-        if value is None or all(isinstance(value[name], type(one)) for name, one in example.items()):
-            return dict(value or {})
-    except (TypeError, KeyError):
-        pass
-    raise ValueError(f"{path} is not what cotrain writes")
+        value = json.loads(path.read_text())
+        if all(isinstance(dict(value).get(name), type(one)) for name, one in (example or {}).items()):
+            return value
+        raise ValueError(f"{path} is not what cotrain writes")
 
 
 def locked(path: Path, kind: int, mode: str = "a") -> IO[str]:
@@ -140,7 +135,8 @@ class Spool:
             values = read_json(self.settings_file)
             return Settings(**{**values, "aux_layers": tuple(values["aux_layers"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{self.settings_file} cannot be read: {error}") from error
+            why = f"{self.settings_file} cannot be read: {error}"
+            raise ValueError(f"{why}; start the trainer first, and of this version of cotrain") from error
 
     def abandon(self) -> None:
         """Let engines behave as if the trainer were gone, so that they tap no more requests."""
@@ -201,8 +197,8 @@ class Spool:
         """Return {"model", "pid", "reason"} for each engine that looked for the trainer; reason is None if it was adopted."""
         found = []
         for path in sorted(self._verdicts.glob("*.json")):
-            with suppress(ValueError):  # no engine has written it
-                found.append({"reason": None} | fields(path, {"model": "", "pid": 0}))
+            with suppress(ValueError, TypeError):  # no engine has written it
+                found.append({"reason": None} | read_json(path, {"model": "", "pid": 0}))
         return found
 
     def engine(self, instance_id: str) -> "EngineFolder":

@@ -52,21 +52,28 @@ class Service:
     def _serve(self, resume: bool) -> None:
         self.verdicts, self.left_out = serve(self.config, resume, self.stop.is_set)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def rows(self) -> list[dict]:
         return read_rows(self.folder / "metrics.jsonl")
 
     def decisions(self) -> list[dict]:
         return read_rows(self.folder / "decisions.jsonl")
 
-    def until(self, condition, seconds: float = 300.0) -> None:
+    def until(self, condition, seconds: float = 120.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            assert self.is_alive and time.monotonic() < end
+            assert self._thread.is_alive() and time.monotonic() < end
             time.sleep(0.02)
+
+    def says(self, capsys, *texts: str) -> str:
+        """Wait until it has printed these texts. Returns all that it has printed since the last time."""
+        said = []
+
+        def has_said() -> bool:
+            said.append(capsys.readouterr().out)
+            return all(text in "".join(said) for text in texts)
+
+        self.until(has_said)
+        return "".join(said)
 
     def end(self) -> None:
         self.stop.set()
@@ -170,11 +177,9 @@ def test_a_round_begins_when_it_can_be_judged_and_counts_what_is_its_own(config,
 
 def test_what_is_left_out_is_counted_and_said(config, tiny, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("cotrain.sidecar.service.SILENT_SECONDS", 0.2)
-    service, said = Service(config), ""
+    service = Service(config)
     host = Host(service.spool, tiny, left_out={"repetition_penalty is set": 5}, finished=5)
-    while "no round for 0 s; 5 of 5 requests left out: repetition_penalty is set (5)" not in said:
-        said += capsys.readouterr().out
-        assert service.is_alive
+    said = service.says(capsys, "no round for 0 s; 5 of 5 requests left out: repetition_penalty is set (5)")
     engine, host.engine = host.engine, staging(tmp_path)
     for number, damage in enumerate((truncate, not_json, other_fields)):
         host.wave(number, prompts=4)
@@ -217,7 +222,7 @@ def other_fields(shard: Path) -> None:
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"attached": 1}'])
 def test_files_of_another_program_are_a_message(content, config, tiny, capsys):
-    service, said = Service(config), ""
+    service = Service(config)
     host = Host(service.spool, tiny)
     stranger = service.spool.join("e9", "another program", False)
     stranger.facts.write_text(content)
@@ -226,9 +231,7 @@ def test_files_of_another_program_are_a_message(content, config, tiny, capsys):
     host.engine.state.write_text(content)
     service.spool._verdicts.mkdir()
     (service.spool._verdicts / "1.json").write_text(content)
-    while not all(f"engine {name} is left out" in said for name in ("e0", "e9")):
-        said += capsys.readouterr().out
-        assert service.is_alive
+    service.says(capsys, "engine e0 is left out", "engine e9 is left out")
     host.wave(1)
     service.until(lambda: len(service.rows()) > 1)
     service.end()

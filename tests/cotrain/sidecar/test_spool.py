@@ -299,5 +299,6 @@ def test_verdicts_are_read_in_the_order_in_which_they_came(spool: Spool) -> None
     for verdict in given:
         spool.add_verdict(verdict)
     assert spool.verdicts() == given
-    (spool.folder / "verdicts" / "x.json").write_text("[]")
+    for name, text in (("x", "[]"), ("y", "5"), ("z", "{")):
+        (spool.folder / "verdicts" / f"{name}.json").write_text(text)
     assert spool.verdicts() == given, "and what others have written is none"
