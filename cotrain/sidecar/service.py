@@ -34,8 +34,12 @@ MOST_ROUNDS = 10_000  # the chance of a false alarm is shared out over these, si
 LARGE_ROUND = 8  # times drafter.batch_tokens: with these a round no longer waits for more prompts to judge on
 
 
-def serve(config: SidecarConfig, resume: bool, stop: Callable[[], bool], ready: str = "") -> tuple[list[Any], str]:
-    """Train beside the engines that find the spool, until `stop` returns True. ready: printed once engines may start.
+def serve(
+    config: SidecarConfig, resume: bool, stop: Callable[[], bool], ready: Callable[[str], str] = lambda model: ""
+) -> tuple[list[Any], str]:
+    """Train beside the engines that find the spool, until `stop` returns True.
+
+    ready: returns what is printed once engines may start, from the policy's folder.
 
     Returns Spool.verdicts, and which requests could not be trained on, in words.
     Raises ValueError as `prepare` does, and RunFailure when training fails. The engines go on with the drafter they have.
@@ -44,7 +48,7 @@ def serve(config: SidecarConfig, resume: bool, stop: Callable[[], bool], ready: 
     with ExitStack() as stack:
         prepared = prepare(config, resume, stack)
         run_dir = prepared.run_dir
-        found_by = f"COTRAIN_SIDECAR={prepared.spool.folder}{ready}"
+        found_by = f"COTRAIN_SIDECAR={prepared.spool.folder}{ready(prepared.spool.settings().model_path)}"
         console.say(f"sidecar {run_dir.path} for {config.model}, found by {found_by}")
         tracker = Tracker(config, history=read_rows(run_dir.metrics), say=console.say)
         left_out = DrafterService(prepared, stack.enter_context(tracker), console).run(stop)

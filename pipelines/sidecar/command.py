@@ -90,11 +90,15 @@ def sidecar(arguments: Sequence[str]) -> int:
     os.environ |= {"OMP_NUM_THREADS": str(config.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}  # before torch is imported
     from cotrain.sidecar.service import serve
 
-    engine = f"{VARIABLE}={shlex.quote(str(config.spool_folder))} {serve_command(config.model)}"
-    ready, parent = f"\nstart the engine in another terminal:\n  {engine}", options.with_parent
+    def ready(folder: str) -> str:
+        model = folder if ":" in config.model else config.model  # vLLM does not know names like bundled:...
+        line = f"{VARIABLE}={shlex.quote(str(config.spool_folder))} {serve_command(model)}"
+        return f"\nstart the engine in another terminal:\n  {line}" if parent is None else ""
+
+    parent = options.with_parent
     with two_stage_stop(print, "round") as asked:
         stop = asked if parent is None else lambda: asked() or os.getppid() != parent  # it ends when its parent does
-        seen = serve(config, options.resume is not None, stop, ready if parent is None else "")
+        seen = serve(config, options.resume is not None, stop, ready)
     print(summary(config.run_root / config.name, *seen), flush=True)
     return 0
 

@@ -110,13 +110,13 @@ def test_a_trainer_whose_parent_is_gone_ends(mlflow_database: Path) -> None:
 
 TRAINER = """
 import os, sys, types
-def serve(*ignored):
+def serve(config, resume, stop, ready):
     import torch
-    print(torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0))
+    print(torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0), "/models/m" in ready("/models/m"))
     sys.exit()
 sys.modules["cotrain.sidecar.service"] = types.SimpleNamespace(serve=serve)
 from pipelines.sidecar.command import sidecar
-sidecar(["--model", "m", "--share", "1", *sys.argv[1:]])
+sidecar(["--model", "bundled:m", "--share", "1", *sys.argv[1:]])
 """
 
 
@@ -130,7 +130,7 @@ def test_the_trainer_leaves_the_cores_to_the_host(arguments: list[str], threads:
     command = [sys.executable, "-c", TRAINER, *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     priority = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
-    assert result.stdout == f"{min(8, threads)} {priority}\n", result.stderr
+    assert result.stdout == f"{min(8, threads)} {priority} True\n", result.stderr
 
 
 def test_the_check_asks_the_first_engine_for_its_model(tmp_path: Path) -> None:
