@@ -30,8 +30,9 @@ class Eagle3Config(ModelSection):
 
     type: Literal["eagle3"]
     """Kind of drafter."""
-    draft_vocab_size: PositiveInt = 8192
-    """Number of tokens the drafter can propose, chosen by frequency in the first rollouts. At most the target's vocabulary."""
+    draft_vocab_size: PositiveInt | None = None
+    """Number of tokens the drafter can propose, chosen by frequency in the first rollouts. At most the target's vocabulary.
+    Default: 8192, or the target's vocabulary if that is smaller; a drafter that is loaded keeps its own."""
     aux_layers: tuple[int, int, int] | None = None
     """Target layers whose input residual stream is read, ascending (id k = Hugging Face hidden_states[k]).
     Default: 2, N//2, N-3 for a target of N layers."""

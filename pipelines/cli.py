@@ -75,6 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailure as failure:
         print(f"cotrain: {failure}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in OWN_PACKAGES:
+            raise
+        print(
+            f"cotrain: {error.name} is not installed; commands need cotrain[trainer] (docs/sidecar.md)", file=sys.stderr
+        )
+        return 2
     except (ValueError, OSError) as error:
         if not _is_message_to_the_user(error):
             raise

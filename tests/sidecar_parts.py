@@ -38,6 +38,7 @@ def host_environment(folder: Path, spool: Spool | None, num_threads: int = 1) ->
 def make_spool(folder: Path, model: Path, drafter: Drafter, **changes: Any) -> Spool:
     """A spool as the trainer makes it, which lives as long as the object that is returned. changes: to its Settings."""
     spool = Spool(folder)
+    spool.hold()
     drafter.save(spool.initial, torch.float32)
     speculation = {"method": drafter.serving.method, "model": str(spool.initial), "num_speculative_tokens": 3}
     settings = Settings(

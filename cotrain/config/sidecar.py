@@ -1,5 +1,6 @@
 """SidecarConfig: the fields of a sidecar, which trains a drafter beside the engines of another framework. Imports no torch."""
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,12 @@ class SidecarConfig(Section):
     """Seed of everything random."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device that trains the drafter. Keep cpu unless a GPU is free besides those of the host's engines."""
+    num_threads: Annotated[PositiveInt, Field(json_schema_extra={"default": "half of the cores, at most 8"})] = Field(
+        default_factory=lambda: min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+    )
+    """CPU threads of the trainer, which may share the cores with the host."""
+    nice: Annotated[int, Field(ge=0, le=19)] = 10
+    """By how much the trainer's priority on the CPU is below that of processes like the host's (0: the same, 19: the most)."""
     tracking: TrackingConfig = TrackingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -6,14 +6,16 @@ trainer = GRPOTrainer(model="Qwen/Qwen3-0.6B", callbacks=[callback], ...)
 
 import atexit
 import os
+import shutil
 import sys
+import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from cotrain.process.scratch import scratch_folder
 from cotrain.sidecar.launch import host_environment, start_trainer, stop_trainer
 from cotrain.sidecar.spool import VARIABLE, Spool, read_json
 
@@ -34,8 +36,10 @@ class CotrainCallback(TrainerCallback):
         if VARIABLE not in os.environ:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise ValueError("several processes share one trainer: start them with `cotrain run ... -- COMMAND`")
-            spool = self._ended.enter_context(scratch_folder("trl")) / "spool"
-            options = ["--model", model, "--drafter", drafter, "--spool", str(spool), "--share", "1", "--with-parent"]
+            spool = Path("/dev/shm") / f"cotrain-trl-{uuid.uuid4().hex}"
+            options = ["--model", model, "--drafter", drafter, "--spool", str(spool), "--share", "1"]
+            options.append(f"--with-parent={os.getpid()}")
+            self._ended.callback(shutil.rmtree, spool, ignore_errors=True)  # the engine may outlive the trainer here
             self._ended.callback(stop_trainer, start_trainer([*cotrain, "sidecar", *options, *settings], spool))
             os.environ |= host_environment(spool)
             self._ended.callback(os.environ.pop, VARIABLE)
@@ -58,7 +62,9 @@ class CotrainCallback(TrainerCallback):
 
     def _numbers(self) -> dict[str, float]:
         """Return the versions, and the lengths since the last call. Lengths are left out when nothing was drafted."""
-        states = [state for engine in self._spool.engines() if (state := read_json(engine.state))]
+        states = list[Any]()
+        with suppress(ValueError):  # somebody else has written there
+            states = [state for engine in self._spool.engines() if (state := read_json(engine.state))]
         counted = tuple(sum(state.get(name, 0) for state in states) for name in COUNTS)
         drafts, drafted, accepted = (now - before for now, before in zip(counted, self._counted, strict=True))
         self._counted = counted

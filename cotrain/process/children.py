@@ -1,6 +1,7 @@
 """The processes that a run starts: their log files, their death with the run, and a stop by signal after a step."""
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -13,15 +14,21 @@ from typing import Any, TextIO
 PR_SET_PDEATHSIG = 1
 
 
-def follow_parent() -> None:
+def follow_parent(parent: int | None = None) -> None:
     """Let the kernel kill this process when its parent dies (Linux), and leave Ctrl-C to the controller.
 
     Actors and the processes of vLLM call this. Without it, `kill -9` of the run leaves vLLM's engine core and workers
     behind, holding memory. Ray's own processes end by themselves, though two idle agents take a minute.
+
+    parent: process id of the parent, which a process of multiprocessing knows by itself.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if parent is None and (known := multiprocessing.parent_process()) is not None:
+        parent = known.pid
+    if parent is not None and os.getppid() != parent:  # it died before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # Ctrl-C then reaches only the controller, which finishes its step
 

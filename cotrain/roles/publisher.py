@@ -5,7 +5,7 @@ serving drafter and the candidate (the trainer's drafter as the previous step le
 at once, while the policy learns, so that what is published is what was scored.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,6 +90,10 @@ class Publisher:
     def serves(self, versions: Versions) -> None:
         """Record versions that the engines serve from now on, since they may generate rollouts that end later."""
         self._known.add(versions)
+
+    def serves_only(self, versions: Iterable[Versions]) -> None:
+        """Record all versions whose rollouts may still be seen, for a caller that sees only those of engines that it does not know."""
+        self._known = set(versions)
 
     def heed(self, step: int, alarms: Sequence[Alarm]) -> Outcome:
         """Decide on alarms of another check. If so configured, the run goes on without speculation after one that is not fatal;

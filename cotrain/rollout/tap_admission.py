@@ -59,7 +59,7 @@ class Admission:
 
     def __init__(self, share: float, max_bytes: int, row_size: int, seed: str):
         """row_size: bytes of one row. seed: of a generator of its own, which leaves the host's random numbers alone."""
-        self._share, self._max_bytes, self._row_size, self._random = share, max_bytes, row_size, random.Random(seed)
+        self.share, self._max_bytes, self._row_size, self._random = share, max_bytes, row_size, random.Random(seed)
         self.tapped: dict[str, TapRequest] = {}
         """Tapped requests that are running, by name. The caller removes a request when it has ended."""
         self.dropped: Counter[str] = Counter()
@@ -73,7 +73,7 @@ class Admission:
                 continue  # it resumes after a preemption, and the scheduler for model runner V2 lists it as new again
             if (reason := left_out(new)) is not None:
                 self.dropped[reason] += 1
-            elif self._random.random() < self._share:
+            elif self._random.random() < self.share:
                 prompt = str(hash(tuple(new.prompt_token_ids)))
                 asked[new.req_id] = TapRequest(prompt, len(new.prompt_token_ids), new.sampling_params.max_tokens)
         with suppress(ValueError):  # raised when one of them alone is above the bound
@@ -92,8 +92,9 @@ def left_out(request: Any) -> str | None:
     taken = (law.extra_args or {}).get("cotrain", True)
     if str(taken).lower() in ("false", "0"):  # vLLM's server reads JSON's false as 0
         return "opted out"
-    changed = law.repetition_penalty != 1.0 or any(getattr(law, name, None) for name in OTHER_LAWS)
-    return "other sampling" if changed else None
+    changed = ["repetition_penalty"] if law.repetition_penalty != 1.0 else []
+    changed += [name for name in OTHER_LAWS if getattr(law, name, None)]
+    return f"{changed[0]} is set" if changed else None
 
 
 def reserved_bytes(tapped: Mapping[str, TapRequest], row_size: int) -> int:

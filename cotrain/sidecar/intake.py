@@ -17,109 +17,149 @@ from cotrain.sidecar.spool import EngineFolder, Spool, read_json, write_json
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, read_shard
 
+KNOWN_HEADS = 64
+"""Most policy heads whose version numbers are remembered. A head that comes back later counts as a new policy."""
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError)
+"""What is raised by using the content of a file that no engine of ours has written."""
+FACTS: dict[str, Any] = {"attached": True, "host": "", "pid": 0}
+STATE: dict[str, Any] = {"drafter_version": 0, "refused": {}, "dropped": {}, "hooks_off": [], "seconds": {}}
+"""Some of what an engine writes, with values of the same types."""
+
 
 class Engine(NamedTuple):
     """One engine of the host, as it last described itself."""
 
-    folder: EngineFolder
     facts: dict[str, Any]
     state: dict[str, Any]
 
     @property
-    def lives(self) -> bool:
-        """Whether its process is alive and the sidecar is attached to its worker."""
-        return self.facts["attached"] and Path(f"/proc/{self.facts['pid']}").exists()
+    def left_out(self) -> Counter[str]:
+        """Number of its requests of which nothing was passed on, by reason, and of all that have `finished`."""
+        return Counter(self.state.get("dropped", {}), finished=self.state.get("finished", 0))
 
 
 class Intake:
     """Reads and deletes shards. The trainer's policy versions number the distinct output heads of all engines."""
 
-    def __init__(self, spool: Spool, trainer: DrafterTrainer, most_drafted: int, heads: list[str]):
-        """most_drafted: most draft tokens of a verification step. heads: digest of the head of each policy version so far."""
+    def __init__(self, spool: Spool, trainer: DrafterTrainer, most_drafted: int, heads: dict[str, int]):
+        """most_drafted: most draft tokens of a verification step. heads: policy version by the digest of its head."""
         self._spool, self._trainer, self._most, self.heads = spool, trainer, most_drafted, heads
         self.engines: dict[str, Engine] = {}
+        """All engines that live."""
+        self.problems: list[str] = []
+        """What could not be read in the last `poll`."""
         self.waiting: list[tuple[Rollout, FeatureRecord]] = []
-        self._seconds, self._gain, self._dropped = Counter[str](), GainReport(), 0
+        self._seconds, self._gain = Counter[str](), GainReport()
+        self._left_out = Counter[str]()  # requests, here and in engines that have ended
         self._versions: dict[Path, int] = {}
 
     def poll(self) -> None:
-        """Take in what has come since the last call, and forget engines whose process is gone."""
+        """Take in what has come since the last call, and forget engines that have ended."""
+        self.problems = []
         for folder in self._spool.engines():
-            if facts := read_json(folder.facts):
-                self.engines[folder.facts.parent.name] = Engine(folder, facts, read_json(folder.state) or {})
-        for name, engine in list(self.engines.items()):
-            is_gone = engine.facts["attached"] and not engine.lives  # checked first: its last shards are then complete
-            for shard in engine.folder.shards():
-                self._take(name, engine, shard)
-            if is_gone:
-                shutil.rmtree(engine.folder.facts.parent, ignore_errors=True)
-                del self.engines[name]
+            name, lives = folder.folder.name, folder.is_held  # checked first: the last shards are then complete
+            try:
+                if facts := read_json(folder.facts, FACTS):
+                    self.engines[name] = Engine(facts, read_json(folder.state, STATE) or {})
+            except UNREADABLE as error:
+                self.problems.append(f"engine {name} is left out: {error}")
+            for shard in folder.shards():
+                self._take(name, folder, shard)
+            if not lives and folder.facts.exists():
+                shutil.rmtree(folder.folder, ignore_errors=True)
+                if (engine := self.engines.pop(name, None)) is not None:
+                    self._left_out.update(engine.left_out)
 
     def take(self) -> RolloutBatch:
         """Hand over all waiting rollouts (at least one) with their records, and what the engines measured meanwhile."""
         rollouts, records = map(list, zip(*self.waiting, strict=True))
         counts, num_tokens = total_counts(r.speculation for r in rollouts), sum(len(r.token_ids) for r in rollouts)
-        batch = RolloutBatch(rollouts, records, counts, max(self._seconds.values()), num_tokens, gain=self._gain)
+        batch = RolloutBatch(
+            rollouts, records, counts, max(self._seconds.values(), default=0.0), num_tokens, gain=self._gain
+        )
         self.waiting, self._gain = [], GainReport()
         self._seconds.clear()
         return batch
 
+    def left_out(self) -> Counter[str]:
+        """Return the number of requests that could not be trained on, by reason, and of all that have `finished`."""
+        total = self._left_out.copy()
+        for engine in self.engines.values():
+            total.update(engine.left_out)
+        return total
+
+    def in_words(self, since: Counter[str]) -> str:
+        """Say how many requests were left out since an earlier result of `left_out`, and why; nothing if none were."""
+        reasons = self.left_out() - since
+        finished = reasons.pop("finished", 0)
+        listed = ", ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
+        return f"{reasons.total()} of {max(finished, reasons.total())} requests left out: {listed}" if reasons else ""
+
     def metrics(self) -> dict[str, float]:
-        """Return what the present engines have counted since they started, and the number of dropped rollouts."""
-        states, counts = [engine.state for engine in self.engines.values()], Counter[str](dropped=self._dropped)
+        """Return what the living engines have counted since they started, and the number of requests left out."""
+        states, counts, left_out = [engine.state for engine in self.engines.values()], Counter[str](), self.left_out()
         for state in states:
             counts.update({"tapped": state.get("tapped", 0), "hooks_off": len(state.get("hooks_off", ()))})
-            counts["dropped"] += sum(state.get("dropped", {}).values())
             counts.update({f"{part}_s": seconds for part, seconds in state.get("seconds", {}).items()})
-        return {f"sidecar/{name}": float(value) for name, value in [("engines", len(states)), *counts.items()]}
+        counts.update(engines=len(states), dropped=left_out.total() - left_out["finished"])
+        return {f"sidecar/{name}": float(value) for name, value in counts.items()}
 
-    def _take(self, name: str, engine: Engine, shard: Path) -> None:
-        described = read_json(shard.with_suffix(".json"))
-        for window in described["windows"]:
-            self._gain += GainReport(**window["gain"])
-            self._seconds[name] += sum(seconds for *_, seconds in window["steps"])
+    def _take(self, name: str, folder: EngineFolder, shard: Path) -> None:
+        told, described = list[Any](), shard.with_suffix(".json")
         try:
-            for told, record in zip(described["rollouts"], read_shard(shard), strict=True):
-                self._seconds["a request"] = max(self._seconds["a request"], told["seconds"])
-                self.waiting += self._one(engine, told, record)
-        except ValueError:  # a broken file
-            self._dropped += len(described["rollouts"])
-        shard.with_suffix(".json").unlink()
+            content = read_json(described)
+            told = list(content["rollouts"])
+            gain = sum((GainReport(**window["gain"]) for window in content["windows"]), GainReport())
+            busy = Counter({name: sum(step[-1] for window in content["windows"] for step in window["steps"])})
+            slowest = Counter({"a request": max([0.0, *(one["seconds"] for one in told)])})
+            pairs = zip(told, read_shard(shard), strict=True)
+            taken = [found for one, record in pairs for found in self._one(folder, one, record)]
+        except UNREADABLE as error:
+            self._left_out["their shard could not be read"] += max(1, len(told))
+            self.problems.append(f"a shard of engine {name} could not be read: {error!r}")
+        else:
+            self._gain += gain
+            self._seconds = self._seconds + busy | slowest  # a union takes the larger count
+            self.waiting += taken
+        described.unlink()
         shard.unlink(missing_ok=True)
 
     def _one(
-        self, engine: Engine, told: dict[str, Any], record: FeatureRecord
+        self, folder: EngineFolder, told: dict[str, Any], record: FeatureRecord
     ) -> Iterator[tuple[Rollout, FeatureRecord]]:
         """Yield the rollout and its record with the trainer's policy versions, or nothing if the head of one is gone."""
         try:
-            earlier = [Segment(self._stamped(engine, text), *span) for text, *span in told["earlier"]]
-            versions = self._stamped(engine, told["versions"])
+            earlier = [Segment(self._stamped(folder, text), *span) for text, *span in told["earlier"]]
+            versions = self._stamped(folder, told["versions"])
         except FileNotFoundError:
-            self._dropped += 1
+            self._left_out["their policy is too old"] += 1
             return
         tokens, split = record.token_ids.tolist(), record.prompt_length
         steps = [(drafted, taken) for drafted, taken in told["verification_steps"]]
         rollout = Rollout(
-            record.prompt_key, len(self.waiting), tokens[:split], tokens[split:], [], "", told["finish_reason"], versions,
+            record.prompt_key, 0, tokens[:split], tokens[split:], [], "", told["finish_reason"], versions,
             counts_of_steps(steps, self._most), tuple(steps), tuple(earlier),
         )  # fmt: skip
         yield rollout, replace(record, policy_version=versions.policy)
 
-    def _stamped(self, engine: Engine, text: str) -> Versions:
+    def _stamped(self, folder: EngineFolder, text: str) -> Versions:
         """Return the versions of an engine's stamp, with the policy numbered as the trainer does, and give the trainer its head.
 
         Raises FileNotFoundError when neither the trainer nor the spool has the head any more.
         """
         stamped = Versions.parse(text)
-        path = engine.folder.policies / f"{stamped.policy}.safetensors"
+        path = folder.policies / f"{stamped.policy}.safetensors"
         if (version := self._versions.get(path, -1)) not in self._trainer.policy_versions:
             with path.open("rb") as file:
                 head = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
             if head not in self.heads:
-                self.heads.append(head)
-            version = self._versions[path] = self.heads.index(head)
+                self.heads[head] = max(self.heads.values(), default=-1) + 1
+                self.heads = dict(list(self.heads.items())[-KNOWN_HEADS:])
+            version = self.heads[head]
             if version not in self._trainer.policy_versions:
                 self._trainer.set_target_weights(path, version)
+            known = {p: v for p, v in self._versions.items() if v in self._trainer.policy_versions}
+            self._versions = known | {path: version}
         return Versions(version, stamped.drafter)
 
 
@@ -159,7 +199,7 @@ class Engines:
 
     def answers(self) -> tuple[list[str], bool]:
         """Return why engines refuse the last drafter, and whether all that have worked since serve it (False if none does)."""
-        live = {name: engine.state for name, engine in self._intake.engines.items() if engine.lives and engine.state}
+        live = {name: e.state for name, e in self._intake.engines.items() if e.facts["attached"] and e.state}
         refused = [why for state in live.values() if (why := state["refused"].get(str(self.version))) is not None]
         served = {name: state["drafter_version"] == self.version for name, state in live.items()}
         idle = {n for n, state in live.items() if state.get("generated_tokens", 0) == self._generated.get(n, 0)}

@@ -23,7 +23,7 @@ STOP_SECONDS = 120.0
 """A trainer that is told to stop finishes its round of training and stores the drafter."""
 CAUSES = """\
 none asked for a drafter. Usual causes:
-- cotrain-engine is not installed where the host's vLLM is: install it there
+- cotrain is not installed where the host's vLLM is: install it there (docs/sidecar.md)
 - the host sets VLLM_PLUGINS, the list of what vLLM may load: add cotrain to it
 - the variable COTRAIN_SIDECAR did not reach the engine, which is an actor of Ray or on another machine: docs/sidecar.md
 - the host made no engine of vLLM, or ended before"""
@@ -38,8 +38,11 @@ def host_environment(spool: str | Path) -> dict[str, str]:
 def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen[bytes]:
     """Start the trainer's command, and wait until engines may be started.
 
-    Raises RunFailure when the trainer ends before that or takes too long, and OSError when its command is not found.
+    Raises RunFailure when another trainer is there, or this one ends before that or takes too long, and OSError when its
+    command is not found.
     """
+    if Spool(spool).is_alive():
+        raise RunFailure(f"spool: another trainer uses {spool}; stop it, or choose another folder or name")
     trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         deadline = time.monotonic() + READY_SECONDS
@@ -71,13 +74,16 @@ def run_host(command: Sequence[str], environment: Mapping[str, str], every_secon
     """Run the host's command to its end, and return its exit status, or 128 + n if signal n ended it.
 
     A signal that another process sends to this one is forwarded to the host; the terminal itself sends a Ctrl-C to both.
-    Raises OSError when the command cannot be started.
+    Raises ValueError when the command cannot be started.
     """
     waited = {*FORWARDED, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)  # the host would inherit the blocked ones
     try:
-        host = subprocess.Popen(command, env={**os.environ, **environment}, preexec_fn=unblock)
+        try:
+            host = subprocess.Popen(command, env={**os.environ, **environment}, preexec_fn=unblock)
+        except OSError as error:
+            raise ValueError(f"COMMAND: {command[0]} cannot be started: {error.strerror}") from error
         while host.poll() is None:
             received = signal.sigtimedwait(waited, 1.0)
             # si_code is 0 or negative for a signal from a process, and positive for one from the kernel, such as Ctrl-C.

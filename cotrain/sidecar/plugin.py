@@ -63,16 +63,22 @@ def _init_device(original: Callable[..., Any], wrapper: Any) -> Any:
 
 def _load_and_attach(worker: Any, load_model: Callable[..., None], *args: Any, **options: Any) -> None:
     """Load the model and attach the sidecar. If it cannot attach, the engine drafts nothing and its facts.json says why."""
+    from cotrain.sidecar.adoption import MARK
     from cotrain.sidecar.breaker import log
     from cotrain.sidecar.spool import Spool, write_json
 
     load_model(*args, **options)
-    spool, name = Spool(os.environ["COTRAIN_SIDECAR"]), worker.vllm_config.instance_id
+    config, spool = worker.vllm_config, Spool(os.environ["COTRAIN_SIDECAR"])
+    host = getattr(config.scheduler_config, MARK)
     try:
         from cotrain.sidecar.worker import WorkerSidecar
 
-        WorkerSidecar(worker, spool.engine(name), spool.settings()).hook_in()
+        settings = spool.settings()
+        engine = spool.join(config.instance_id, host, alone=not settings.replicas)
+        WorkerSidecar(worker, engine, settings).hook_in()
     except Exception as error:
         log.exception("cotrain: the sidecar cannot attach, and the engine works without a drafter")
-        with suppress(OSError):
-            write_json(spool.engine(name).facts, {"attached": False, "reason": f"{type(error).__name__}: {error}"})
+        with suppress(OSError, ValueError):
+            spool.check()
+            facts = {"attached": False, "reason": f"{type(error).__name__}: {error}", "host": host, "pid": os.getpid()}
+            write_json(spool.engine(config.instance_id).facts, facts)

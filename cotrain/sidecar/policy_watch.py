@@ -4,7 +4,6 @@ Hosts load weights in many ways. Every way that vLLM offers is wrapped. A host t
 by comparing a few hundred of their elements whenever the engine starts on new requests while no others run.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from cotrain.rollout.vllm import weights
 from cotrain.rollout.vllm.interface import wrap
-from cotrain.transport.payload import digest, write_payload
+from cotrain.transport.payload import write_payload
 
-KEPT_VERSIONS = 4
+KEPT_VERSIONS = 2
 MATRIX_ELEMENTS, VECTOR_ELEMENTS = 128, 4
 """About how many elements of each matrix and each vector are compared."""
 UPDATES = ("finish_weight_update", "reload_weights", "wake_up")
@@ -33,7 +32,7 @@ class PolicyWatch:
         """folder: where the matrices of each version are written."""
         self._worker, self._folder = worker, folder
         self._model: nn.Module = worker.model_runner.get_model()
-        self._digests, self.version = dict[str, str](), 0
+        self.version = 0
         self._in_update = self._opened = False
         self.is_dirty = False
         """Whether the weights that are served may differ from those of `version`."""
@@ -83,15 +82,10 @@ class PolicyWatch:
     def write(self) -> None:
         """Write the embedding and head of `version`, which is served now. Raises OSError when the disk is full."""
         self._known = self._elements()
-        matrices = self._matrices()
-        digests = {name: digest(matrix) for name, matrix in matrices.items()}
-        path, before = (self._folder / f"{version}.safetensors" for version in (self.version, self.version - 1))
-        if digests == self._digests and before.exists():
-            os.link(before, path)
-        else:
-            write_payload(matrices, path, self._worker.model_config.dtype)
-        self._digests = digests
-        (self._folder / f"{self.version - KEPT_VERSIONS}.safetensors").unlink(missing_ok=True)
+        path = self._folder / f"{self.version}.safetensors"
+        write_payload(self._matrices(), path, self._worker.model_config.dtype)
+        for old in sorted(self._folder.glob("[0-9]*.safetensors"), key=lambda file: int(file.stem))[:-KEPT_VERSIONS]:
+            old.unlink()
 
     def _matrices(self) -> dict[str, Tensor]:
         """Return embedding and head [V, H] under Hugging Face's names; a head tied to the embedding is left out.

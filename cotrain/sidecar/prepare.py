@@ -1,10 +1,11 @@
 """Everything that must be there before a host's engines start: the run folder, the first drafter, and the spool."""
 
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from cotrain.config.errors import ConfigError
 from cotrain.config.load import write_config
@@ -16,13 +17,17 @@ from cotrain.run.mlflow_store import check_uri, tracking_uri
 from cotrain.run.provenance import machine, write_provenance
 from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
-from cotrain.sidecar.spool import Settings, Spool
+from cotrain.sidecar.spool import Settings, Spool, read_json, remove_leftovers, write_json
 from cotrain.trainer.spec import TrainerSpec
 from cotrain.trainer.trainer import DrafterTrainer
 from drafters.base import TargetSpec
 from drafters.build import shape_problems
 from drafters.files import read_config
 
+FIXED = "fixed.json"
+"""File beside the first drafter, with what an engine that was started with it cannot change while it lives."""
+WAITING_HEADS = 2
+"""Policy versions whose embedding and head have room in the spool besides features.max_bytes."""
 HEADS_KEPT = 4
 """How many policy versions back the trainer keeps heads even if it holds no features of them; see also KEPT_VERSIONS."""
 
@@ -35,6 +40,8 @@ class Prepared(NamedTuple):
     state: RunState
     trainer: DrafterTrainer
     spool: Spool
+    inherits: bool
+    """Whether engines live that were started beside an earlier trainer of the spool."""
 
 
 def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
@@ -43,7 +50,10 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     Raises ConfigError listing all problems before anything is loaded, and ValueError for a drafter or a checkpoint that
     does not fit.
     """
-    model = _checked_model(config, resume)
+    spool = Spool(config.spool_folder)
+    stack.callback(spool.remove)
+    model = _checked_model(config, resume, spool)
+    remove_leftovers(spool.folder.parent, Path("/dev/shm"))
     run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
     stack.enter_context(run_dir)
     state = newest_state(run_dir, config, model_fingerprints(model))
@@ -57,17 +67,21 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     serving = trainer.serving()
     if serving.target_overrides:
         raise ValueError(f"drafter.model.type: a host must change its policy for {serving.method!r}; use eagle3")
-    spool = Spool(config.spool_folder)
-    stack.callback(shutil.rmtree, spool.folder, ignore_errors=True)
-    shutil.rmtree(spool.folder, ignore_errors=True)
-    spool.folder.mkdir(mode=0o700, parents=True)
-    trainer.save_checkpoint(spool.initial, state.drafting["serving"]["version"] if state.drafting else 0)
     speculation: dict[str, Any] = {"method": serving.method, "model": str(spool.initial)}
     for name in ("num_speculative_tokens", "draft_sample_method"):
         speculation[name] = getattr(config, name)
-    bounds = config.share, config.features.max_bytes, config.adaptive, config.replicas
+    target, number_size = TargetSpec.from_pretrained(model), 4 if trainer.serving_dtype == torch.float32 else 2
+    head = target.vocab_size * target.hidden_size * number_size * (1 if target.tie_word_embeddings else 2)
+    bounds = config.share, config.features.max_bytes + WAITING_HEADS * head, config.adaptive, config.replicas
+    fixed, inherits = repr((model, speculation, config.adaptive, trainer.drafter.shape)), spool.initial.exists()
+    if not inherits:
+        trainer.save_checkpoint(spool.initial, state.drafting["serving"]["version"] if state.drafting else 0)
+        write_json(spool.initial / FIXED, fixed)
+    elif read_json(spool.initial / FIXED) != fixed:
+        what = "another policy, shape of drafter, draft length or adaptive"
+        raise ValueError(f"spool: engines live in {spool.folder} that were started with {what}; end them first")
     spool.create(Settings(config.model, str(model), speculation, serving.aux_layers, *bounds))
-    return Prepared(config, run_dir, state, trainer, spool)
+    return Prepared(config, run_dir, state, trainer, spool, inherits)
 
 
 def _trainer(config: SidecarConfig, model: Path, run_dir: RunDir) -> DrafterTrainer:
@@ -86,8 +100,8 @@ def _trainer(config: SidecarConfig, model: Path, run_dir: RunDir) -> DrafterTrai
     return DrafterTrainer(spec, model, init, config.device)
 
 
-def _checked_model(config: SidecarConfig, resume: bool) -> Path:
-    """The model's folder. Raises ConfigError listing all problems."""
+def _checked_model(config: SidecarConfig, resume: bool, spool: Spool) -> Path:
+    """Return the model's folder, and hold the spool. Raises ConfigError listing all problems."""
     problems = cache_problems()
 
     def checked(check: Callable[..., Any], *arguments: Any) -> Any:
@@ -96,15 +110,12 @@ def _checked_model(config: SidecarConfig, resume: bool) -> Path:
         except ValueError as error:
             problems.append(str(error).replace("policy.model", "model"))
 
-    folder, spool = config.run_root / config.name, config.spool_folder
+    folder = config.run_root / config.name
     if not resume and folder.exists():
         problems.append(f"name: {folder} is already there; continue it with --resume {config.name}, or set name")
-    if spool.exists() and Spool(spool).is_alive():
-        problems.append(f"spool: another trainer uses {spool}; stop it, or choose another folder or name")
-    elif spool.exists() and any(spool.iterdir()) and not (spool / "settings.json").exists():
-        problems.append(f"spool: {spool} holds other files; choose a folder that is empty or not there")
     if config.device == "cuda" and not machine()["gpus"]:
         problems.append('device: there is no GPU here; set "cpu"')
+    checked(spool.hold)
     checked(check_uri, tracking_uri(config))
     model = checked(resolve_model, config.model)
     if model is not None:

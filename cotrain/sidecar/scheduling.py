@@ -40,7 +40,8 @@ class Decisions:
         self._admission = Admission(self._settings.share, room, row_size, config.instance_id)
         self._requests: dict[str, Any] = scheduler.requests
         self._facts, self._seen = spool.engine(config.instance_id).facts, dict[Any, int]()
-        self._attached, self._on, self._drafter, self._publication, self._reported = False, True, 0, None, 0.0
+        self._attached, self._on, self._publication, self._reported = False, True, None, 0.0
+        self._drafter: Any = 0, None  # version and digests, since a trainer that was restarted may use a version again
         self._steps: dict[str, list[tuple[int, int]]] = {}  # verification steps of the tapped requests
         self._finished, self._counts = list[Any](), Counter[str]()
 
@@ -51,10 +52,12 @@ class Decisions:
             self._attached = facts["attached"]
             if self._attached and self._settings.adaptive:
                 self._controller.begin_measuring(live=True)
+        if (settings := self._news(self._spool.settings_file)) is not None:
+            self._admission.share = settings["share"]  # a trainer that was restarted may ask for less
         if (current := self._news(self._spool.current)) is not None:
-            self._on = current.get("on", True)
-            if current["version"] != self._drafter:
-                self._drafter, self._publication = current["version"], current
+            self._on, drafter = current.get("on", True), (current["version"], current.get("digests"))
+            if drafter != self._drafter:
+                self._drafter, self._publication = drafter, current
                 self._controller.new_drafter(current.get("expected_rates"))
         if self._controller.has_measured:
             self._controller.end_measuring()  # the controller chooses lengths from now on
@@ -101,7 +104,8 @@ class Decisions:
 
     def _news(self, path: Any) -> Any:
         """Return what a JSON file holds if it was replaced since the last call, else None."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # the spool is gone, and somebody else may have taken its place
+            self._spool.check()
             seen = path.stat().st_mtime_ns
             if seen != self._seen.get(path):
                 self._seen[path] = seen

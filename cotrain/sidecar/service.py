@@ -7,6 +7,7 @@ that works serves it; until then the service still reads shards, but begins no r
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -26,7 +27,6 @@ from cotrain.run.tracking import Tracker
 from cotrain.sidecar.intake import Engines, Intake
 from cotrain.sidecar.launch import CAUSES
 from cotrain.sidecar.prepare import Prepared, prepare
-from cotrain.sidecar.spool import read_json
 from cotrain.stream.metrics import rollout_metrics
 
 POLL_SECONDS, SILENT_SECONDS = 0.05, 60.0
@@ -34,20 +34,26 @@ MOST_ROUNDS = 10_000  # the chance of a false alarm is shared out over these, si
 LARGE_ROUND = 8  # times drafter.batch_tokens: with these a round no longer waits for more prompts to judge on
 
 
-def serve(config: SidecarConfig, resume: bool, stop: Callable[[], bool]) -> list[dict[str, Any]]:
-    """Train beside the engines that find the spool, until `stop` returns True. Returns Spool.verdicts.
+def serve(
+    config: SidecarConfig, resume: bool, stop: Callable[[], bool], ready: Callable[[str], str] = lambda model: ""
+) -> tuple[list[Any], str]:
+    """Train beside the engines that find the spool, until `stop` returns True.
 
+    ready: returns what is printed once engines may start, from the policy's folder.
+
+    Returns Spool.verdicts, and which requests could not be trained on, in words.
     Raises ValueError as `prepare` does, and RunFailure when training fails. The engines go on with the drafter they have.
     """
     console = Console(sys.stdout)
     with ExitStack() as stack:
         prepared = prepare(config, resume, stack)
         run_dir = prepared.run_dir
-        console.say(f"sidecar {run_dir.path} for {config.model}, found by COTRAIN_SIDECAR={prepared.spool.folder}")
+        found_by = f"COTRAIN_SIDECAR={prepared.spool.folder}{ready(prepared.spool.settings().model_path)}"
+        console.say(f"sidecar {run_dir.path} for {config.model}, found by {found_by}")
         history, policy = read_rows(run_dir.metrics) if resume else None, prepared.state.fingerprints["model"]
         tracker = Tracker(config, policy=policy, history=history, say=console.say)
-        DrafterService(prepared, stack.enter_context(tracker), console).run(stop)
-        return prepared.spool.verdicts()
+        left_out = DrafterService(prepared, stack.enter_context(tracker), console).run(stop)
+        return prepared.spool.verdicts(), left_out
 
 
 class DrafterService:
@@ -58,7 +64,7 @@ class DrafterService:
         self._trainer, self._state, self._config = prepared.trainer, prepared.state, prepared.config
         files = prepared.run_dir.metrics, prepared.run_dir.decisions
         self._metrics, self._decisions = (RowFile(file, resumed_step=self._state.step) for file in files)
-        heads = list(self._state.task_position or [])
+        heads = dict(self._state.task_position or {})
         self._intake = Intake(prepared.spool, self._trainer, self._config.num_speculative_tokens, heads)
         self._engines = Engines(prepared.spool, self._intake)
         # An alarm may end a host's speculation, but never the host. Its rollouts may be of any earlier policy: sys.maxsize.
@@ -70,8 +76,10 @@ class DrafterService:
         if self._state.drafting is not None:
             self._publisher.load_state(self._state.drafting)
         self._pending: tuple[int, Outcome] | None = None
-        self._began = self._ended = time.monotonic()
-        self._said: set[str] = set()
+        self._inherits = prepared.inherits
+        self._ended = time.monotonic()
+        self._left_out = Counter[str]()
+        self._said: dict[str, str] = {}
 
     def _call(self, method: str, *args: Any) -> Any:
         """Call a method of the trainer for the publisher. "take_in" gets rollouts that have been read, instead of files."""
@@ -80,8 +88,8 @@ class DrafterService:
             return self._trainer.score_fresh(*args[1:]), metrics
         return getattr(self._trainer, method)(*args)
 
-    def run(self, stop: Callable[[], bool]) -> None:
-        """Run rounds until `stop` returns True, and then save a checkpoint."""
+    def run(self, stop: Callable[[], bool]) -> str:
+        """Run rounds until `stop` returns True, and then save a checkpoint. Returns which requests were left out."""
         saved = self._state.step
         while not stop():
             self._intake.poll()
@@ -92,33 +100,42 @@ class DrafterService:
             self._round()
             if self._state.step % self._config.checkpoint.every == 0:
                 saved = self._save()
+        self._intake.poll()
         self._settle(ends=True)
         if self._state.step > saved:
             self._save()
         rounds = f"{self._state.step} rounds, drafter version {self._publisher.serving.version} serves"
         self._console.say(f"{rounds}; go on with: cotrain sidecar {self._prepared.run_dir.resume}")
+        return self._intake.in_words(since=Counter())
 
     def _greet(self) -> None:
-        """Report new engines. From then on, drafters are sent in the number format of the newest one."""
-        said: list[str] = []
-        if not self._intake.engines and time.monotonic() - self._began > SILENT_SECONDS:
-            said.append(f"engines so far: {CAUSES}\n`cotrain sidecar check -- COMMAND` finds out")
+        """Say what is new of the engines. From then on, drafters are sent in the number format of the newest one."""
+        said = {text: text for text in self._intake.problems}
+        is_silent = time.monotonic() - self._ended > SILENT_SECONDS
+        if is_silent and not self._intake.engines and not self._state.step and not self._prepared.spool.verdicts():
+            said["none"] = f"engines so far: {CAUSES}\n`cotrain sidecar check -- COMMAND` finds out"
+        if is_silent and (left_out := self._intake.in_words(self._left_out)):
+            said["left out"] = f"no round for {SILENT_SECONDS:.0f} s; {left_out}"
         for name, engine in self._intake.engines.items():
-            facts = engine.facts
-            if not facts["attached"]:
-                said.append(f"engine {name} drafts nothing: {facts['reason']}")
+            pid, vllm, dtype, why = (engine.facts.get(fact) for fact in ("pid", "vllm", "dtype", "reason"))
+            if not engine.facts["attached"]:
+                said[name] = f"engine {name} drafts nothing: {why}"
                 continue
-            said.append(f"engine {name}: process {facts['pid']}, vLLM {facts['vllm']}, {facts['dtype']}")
-            if said[-1] not in self._said:
-                owner = read_json(self._prepared.spool.folder / "owner") or {"host": name}
-                self._tracker.set_tags({"host": owner["host"]})
-                self._trainer.serving_dtype = getattr(torch, facts["dtype"])
-                if self._engines.version != self._publisher.serving.version:  # after a resume
-                    self._send(self._publisher.serving.version)
-        for text in said:
-            if text not in self._said:
-                self._said.add(text)
+            said[name] = f"engine {name}: process {pid}, vLLM {vllm}, {dtype}"
+            if name not in self._said:
+                self._meet(engine.facts["host"], dtype)
+        for key, text in said.items():
+            if key not in self._said:
                 self._console.say(text)
+        self._said = said
+
+    def _meet(self, host: str, dtype: Any) -> None:
+        """Begin to work with an engine: send it the drafter that serves, if it started with another one."""
+        self._tracker.set_tags({"host": host})
+        self._trainer.serving_dtype = getattr(torch, str(dtype), self._trainer.serving_dtype)
+        if self._inherits or self._engines.version != self._publisher.serving.version:
+            self._inherits = False
+            self._send(self._publisher.serving.version)
 
     def _send(self, version: int) -> None:
         payload = self._trainer.write_payload(self._prepared.spool.current.with_name(DRAFTER_FILE), version)
@@ -162,9 +179,8 @@ class DrafterService:
     def _round(self) -> None:
         publisher, batch, step = self._publisher, self._intake.take(), self._state.step + 1
         versions = Versions(max(rollout.versions.policy for rollout in batch.rollouts), publisher.serving.version)
-        for rollout in batch.rollouts:
-            if rollout.versions.drafter <= self._trainer.drafter_version:
-                publisher.serves(rollout.versions)
+        newest = self._trainer.drafter_version
+        publisher.serves_only(r.versions for r in batch.rollouts if r.versions.drafter <= newest)
         outcome = publisher.evaluate(step, batch, versions)
         self._pending = (step, outcome) if outcome.swap is not None else None
         events = outcome.events[:-1] if self._pending else outcome.events
@@ -179,7 +195,8 @@ class DrafterService:
             row |= self._trainer.train(step, self._config.drafter.updates_per_step)
         self._metrics.write(step, row)
         self._tracker.log_step(step, row)
-        notes = [self._tracker.behind, *(event.in_short() for event in events), publisher.mode or ""]
+        left_out, self._left_out = self._intake.in_words(self._left_out), self._intake.left_out()
+        notes = [self._tracker.behind, *(event.in_short() for event in events), publisher.mode or "", left_out]
         self._console.step(step, None, row, versions, notes)
         self._note(events)
 

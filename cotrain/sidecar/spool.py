@@ -1,20 +1,28 @@
 """The spool: the folder through which a host's engines and the trainer beside them exchange files (docs/sidecar.md).
+
+It holds text of requests, in memory that other users may see, so it is used only while it is this user's alone. Who works with it
+holds a lock on a file in it. The system releases a lock with its process, and shows it in every container that shares the folder.
 A file gets its name only when it is complete. A host's processes use this module, so it imports only the standard library.
 """
 
 import fcntl
 import json
 import os
+import shutil
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 VARIABLE, HOST_VARIABLE = "COTRAIN_SIDECAR", "COTRAIN_HOST"
 """Environment variables with the spool's folder and the host's name. Without the first, cotrain does nothing in an engine."""
+
+MARK = ".cotrain-spool"
+"""Lock file of the one trainer that may use a folder. A folder without it was not made by cotrain."""
 
 
 @dataclass(frozen=True)
@@ -26,114 +34,235 @@ class Settings:
     speculative_config: dict[str, Any]  # vLLM's own argument
     aux_layers: tuple[int, ...]
     share: float  # share of the requests that are tapped, 0 to 1
-    max_bytes: int  # most bytes of shards that the trainer has not read; others are dropped
+    max_bytes: int  # most bytes of shards and heads that the trainer has not read; further shards are dropped
     adaptive: bool  # choose the draft length by measured speed, instead of always drafting as many tokens as possible
     replicas: bool  # may several hosts use this spool?
 
 
 def write_json(path: Path, value: Any) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(value))
+    with open(partial, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        json.dump(value, file)
     os.replace(partial, path)
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a file, or None if there is no such file. Raises ValueError if it is not JSON."""
+def read_json(path: Path, example: dict[str, Any] | None = None) -> Any:
+    """Return the content of a file, or None if there is no such file.
+
+    Raises ValueError if it is not JSON, or not an object with all fields of the example, with values of the same types.
+    """
     with suppress(FileNotFoundError):
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
+        if all(isinstance(dict(value).get(name), type(one)) for name, one in (example or {}).items()):
+            return value
+        raise ValueError(f"{path} is not what cotrain writes")
+
+
+def locked(path: Path, kind: int, mode: str = "a") -> IO[str]:
+    """Open and lock a file, until the result is closed or dropped. Raises BlockingIOError if another process holds it."""
+    file = path.open(mode)
+    fcntl.flock(file, kind)
+    return file
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock on a file."""
+    try:
+        locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB, "r").close()
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+def remove_leftovers(*bases: Path) -> None:
+    """Remove from these folders what killed trainers of this user have left there: text of requests, heads and drafters."""
+    for mark in {mark for base in bases for mark in base.glob(f"*/{MARK}")}:
+        spool = Spool(mark.parent)
+        with suppress(OSError, ValueError):  # another user's, or its trainer lives
+            spool.hold()
+            spool.remove()
 
 
 class Spool:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.initial, self.current = self.folder / "initial", self.folder / "drafter" / "current.json"
-        self._settings, self._owner = self.folder / "settings.json", self.folder / "owner"
+        self.initial, self._mark = self.folder / "initial", self.folder / MARK
+        self.settings_file, self.current = (self.folder / "trainer" / f"{n}.json" for n in ("settings", "current"))
+        self._engines, self._verdicts = self.folder / "engines", self.folder / "verdicts"
+        self._held: IO[str] | None = None
+
+    def check(self) -> None:
+        """Raise ValueError unless this is a folder of this user, which no other user may enter, and no link."""
+        try:
+            found = self.folder.lstat()
+        except OSError as error:
+            raise ValueError(f"spool: {self.folder}: {error.strerror}") from None
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            this = f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
+            raise ValueError(f"spool: {self.folder} is {this}: it must be a folder, drwx------ of user {os.geteuid()}")
+
+    def hold(self) -> None:
+        """Keep other trainers out of the folder, which is made, or cleared of what a killed trainer has left. Then `create` it.
+
+        Raises ValueError when it is not this user's alone or was not made by cotrain, or when another trainer uses it.
+        """
+        try:
+            self.folder.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            self.check()
+            if not self._mark.is_file():
+                raise ValueError(
+                    f"spool: {self.folder} was not made by cotrain; choose one that is not there"
+                ) from None
+        except OSError as error:
+            raise ValueError(f"spool: {self.folder} cannot be made: {error.strerror}") from error
+        try:
+            self._held = locked(self._mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"spool: another trainer uses {self.folder}; stop it, or choose another folder") from None
+        self._clear()
 
     def create(self, settings: Settings) -> None:
-        """Make the folder, which no other user may read, and write the settings. From then on `is_alive` is True."""
-        self.current.parent.mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(0o700)
-        write_json(self._settings, asdict(settings))
-        self._lock = (self.folder / "trainer").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        """Write the settings for the engines. From then on `is_alive` is True. Call `hold` before."""
+        for folder in (self.settings_file.parent, *(engine.features for engine in self.engines())):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        write_json(self.settings_file, asdict(settings))
 
     def settings(self) -> Settings:
-        """Read the settings. Raises ValueError when there are none, or when another version of cotrain wrote them."""
+        """Read the settings. Raises ValueError when there are none that this user and this version of cotrain have written."""
+        self.check()
         try:
-            values = read_json(self._settings)
+            values = read_json(self.settings_file)
             return Settings(**{**values, "aux_layers": tuple(values["aux_layers"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{self._settings} cannot be read: {error}") from error
+            why = f"{self.settings_file} cannot be read: {error}"
+            raise ValueError(f"{why}; start the trainer first, and of this version of cotrain") from error
 
     def abandon(self) -> None:
-        """Release the lock, so that engines behave as if the trainer were gone and tap no more requests."""
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        """Let engines behave as if the trainer were gone, so that they tap no more requests."""
+        self.settings_file.unlink(missing_ok=True)
 
     def is_alive(self) -> bool:
-        """Whether the trainer is alive. It holds a lock, which the system releases when the trainer's process ends."""
-        with suppress(OSError), (self.folder / "trainer").open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+        """Whether the trainer lives and is ready for engines."""
+        with suppress(ValueError):
+            self.check()
+            return self.settings_file.exists() and is_locked(self._mark)
         return False
 
-    def other_owner(self, host: str) -> dict[str, Any] | None:
-        """Make `host` the owner of the spool and return None. If another host that lives owns it, return its {"host", "pid"}."""
-        with (self.folder / "claims").open("w") as one_at_a_time:
-            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
-            owner: dict[str, Any] | None = read_json(self._owner)
-            if owner is not None and Path(f"/proc/{owner['pid']}").exists():
-                return owner if owner["host"] != host else None
-            write_json(self._owner, {"host": host, "pid": os.getpid()})
-            return None
+    def remove(self) -> None:
+        """Remove what trainer and engines have written since `hold`, and then the folder, unless it holds other files.
+
+        What living engines need stays: their heads, and the drafter that they start with. The next trainer finds them there, and
+        any trainer or engine of this user removes it once they have ended.
+        """
+        if self._held is not None and not self._clear():
+            self._mark.unlink()
+            with suppress(OSError):
+                self.folder.rmdir()
+        self._held = None
+
+    def _clear(self) -> bool:
+        """Remove the trainer's files, all text of requests, and engines that have ended. Returns whether an engine lives."""
+        self.abandon()  # an engine that joins from here on finds no trainer
+        lives, removed = {engine: engine.is_held for engine in self.engines()}, self.folder / ".removed"
+        paths = [engine.features if is_held else engine.folder for engine, is_held in lives.items()]
+        paths += [] if any(lives.values()) else [self.initial]
+        for path in (removed, self.settings_file.parent, self._verdicts, *paths):
+            with suppress(OSError):
+                path.rename(removed)  # with what an engine is writing there at this moment
+            shutil.rmtree(removed, ignore_errors=True)
+        with suppress(OSError):
+            self._engines.rmdir()
+        return any(lives.values())
+
+    def join(self, instance_id: str, host: str, alone: bool) -> "EngineFolder":
+        """Make the part of the spool that one engine of `host` writes. The engine lives as long as the result is kept.
+
+        Raises ValueError when the spool is not this user's alone, or, with `alone`, when an engine of another host lives.
+        """
+        self.check()
+        self._engines.mkdir(mode=0o700, exist_ok=True)
+        (engine := self.engine(instance_id)).hold(host)
+        if alone and any(other.is_held and other.host != host for other in self.engines()):
+            raise ValueError(f"another host uses {self.folder}: start another trainer, or this one with replicas=true")
+        return engine
 
     def add_verdict(self, verdict: dict[str, Any]) -> None:
-        """Record whether an engine was adopted, as `verdicts` returns it. Raises OSError when it cannot be written."""
-        folder = self.folder / "verdicts"
-        folder.mkdir(exist_ok=True)
-        write_json(folder / f"{time.time_ns()}.json", verdict)
+        """Record whether an engine was adopted, as `verdicts` returns it. Raises OSError or ValueError when it cannot be written."""
+        self.check()
+        self._verdicts.mkdir(mode=0o700, exist_ok=True)
+        write_json(self._verdicts / f"{time.time_ns()}.json", verdict)
 
     def verdicts(self) -> list[dict[str, Any]]:
         """Return {"model", "pid", "reason"} for each engine that looked for the trainer; reason is None if it was adopted."""
-        return [read_json(path) for path in sorted(self.folder.glob("verdicts/*.json"))]
+        found = []
+        for path in sorted(self._verdicts.glob("*.json")):
+            with suppress(ValueError, TypeError):  # no engine has written it
+                found.append({"reason": None} | read_json(path, {"model": "", "pid": 0}))
+        return found
 
     def engine(self, instance_id: str) -> "EngineFolder":
-        """Make the part of the spool that one engine writes."""
-        engine = EngineFolder(self.folder / "engines" / instance_id)
-        for folder in (engine.policies, engine.features):
-            folder.mkdir(parents=True, exist_ok=True)
-        return engine
+        return EngineFolder(self._engines / instance_id)
 
     def engines(self) -> list["EngineFolder"]:
-        """Return the folders of all engines that have written facts.json, whether they are attached or not."""
-        return [EngineFolder(facts.parent) for facts in sorted(self.folder.glob("engines/*/facts.json"))]
+        """Return the folders of all engines. Those that have not loaded their model have no facts.json yet."""
+        return [EngineFolder(path.parent) for path in sorted(self._engines.glob("*/host.json"))]
 
 
 class EngineFolder:
+    """The part of a spool that one engine writes."""
+
     def __init__(self, folder: Path):
-        self.facts, self.state, self.policies = folder / "facts.json", folder / "state.json", folder / "policy"
-        self.features, self._numbers = folder / "features", count()
+        self.folder, self._host, self._numbers = folder, folder / "host.json", count()
+        self.facts, self.state = folder / "facts.json", folder / "state.json"
+        self.policies, self.features = folder / "policy", folder / "features"
+
+    def hold(self, host: str) -> None:
+        """Make the folder, and show that an engine of `host` lives as long as this object does."""
+        for folder in (self.folder, self.policies, self.features):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        if not self._host.exists():
+            write_json(self._host, host)
+        self._lives = locked(self._host, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        self._lives.close()
+
+    @property
+    def host(self) -> str:
+        return str(read_json(self._host))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a process of the engine lives."""
+        return is_locked(self._host)
 
     def add_shard(self, write: Callable[[Path], None], described: Any, num_bytes: int, max_bytes: int) -> str | None:
         """Write a shard of num_bytes with `write`, then its description. Return why it was dropped, or None.
 
-        All engines of a spool share max_bytes. A shard is also dropped when the disk is full or the spool is gone.
+        Unread shards and heads of all engines share max_bytes. A shard is also dropped when the disk is full or the spool is gone.
         """
         path = self.features / f"{next(self._numbers):09d}.safetensors"
         try:
-            for shard in self.features.parent.parent.glob("*/features/*.safetensors"):
-                with suppress(OSError):  # the trainer may have read it in the meantime
-                    num_bytes += shard.stat().st_size
-            if num_bytes > max_bytes:
+            Spool(self.folder.parents[1]).check()
+            if num_bytes + self.num_bytes() > max_bytes:
                 return "spool full"
             write(path)
+            path.chmod(0o600)
             write_json(path.with_suffix(".json"), described)
         except Exception:  # safetensors has an exception of its own for a full disk
             path.unlink(missing_ok=True)
             return "cannot be written"
         return None
 
+    def num_bytes(self) -> int:
+        """Bytes of the shards and heads of all engines of the spool."""
+        total = 0
+        for path in self.folder.parent.glob("*/[fp]*/*.safetensors"):
+            with suppress(OSError):  # the trainer may have read it in the meantime
+                total += path.stat().st_size
+        return total
+
     def shards(self) -> list[Path]:
         """Return the waiting shards, oldest first. The description of each lies beside it, with the suffix .json."""
-        return [path.with_suffix(".safetensors") for path in sorted(self.features.glob("*.json"))]
+        return [path.with_suffix(".safetensors") for path in sorted(self.features.glob(f"{'[0-9]' * 9}.json"))]

@@ -38,7 +38,8 @@ class WorkerSidecar:
     def __init__(self, worker: Any, engine: EngineFolder, settings: Settings):
         self._worker, self._engine, self._settings = worker, engine, settings
         self._breaker, self._corrections = Breaker(), cpu.correct()
-        self._policy, self._drafter, self._knows_policy = PolicyWatch(worker, engine.policies), 0, False
+        self._policy, self._drafter = PolicyWatch(worker, engine.policies), 0
+        self._knows_policy = self._lacks_head = False  # is the head of what serves written, or yet to be written?
         self._versions, self._refused = str(Versions(0, 0)), dict[int, str]()
         self._live: dict[str, list[tuple[str, int]]] = {}  # segments of tapped requests: (versions, tokens before)
         self._finished: dict[SamplingParams, list[tuple[FeatureRecord, dict[str, Any]]]] = defaultdict(list)
@@ -68,7 +69,8 @@ class WorkerSidecar:
 
         dtype = str(self._worker.model_config.dtype).removeprefix("torch.")
         facts = {"pid": os.getpid(), "vllm": __version__, "dtype": dtype, "corrections": self._corrections}
-        write_json(self._engine.facts, facts | {"attached": reason is None, "reason": reason})
+        facts |= {"host": self._engine.host, "attached": reason is None, "reason": reason}
+        write_json(self._engine.facts, facts)
 
     def _propose(self, *args: Any, **options: Any) -> Any:
         drafts = None if self._breaker.off else self._breaker.call(self._hook.propose, *args, **options)
@@ -83,6 +85,8 @@ class WorkerSidecar:
             self._breaker.call(self._follow_policy, stamp, scheduler_output)
             if stamp.publication is not None:
                 self._breaker.call(self._swap, stamp, stamp.publication)
+            if self._lacks_head and (stamp.tapped or self._live):
+                self._breaker.call(self._write_head)
             if self._knows_policy and not self._breaker.off:
                 self._live |= {name: [(self._versions, 0)] for name in stamp.tapped}
                 self._hook.tap.start(stamp.tapped)
@@ -131,13 +135,15 @@ class WorkerSidecar:
         starts = scheduler_output.total_num_scheduled_tokens and not scheduler_output.scheduled_cached_reqs.req_ids
         if not self._policy.is_dirty and not (starts and self._policy.has_moved()):
             return
-        self._policy.is_dirty = self._knows_policy = False
+        self._policy.is_dirty, self._knows_policy, self._lacks_head = False, False, True
         self._policy.version += 1
         self._hook.tap.policy_version = self._policy.version
         self._begin_segments(stamp)
         if self._engine.facts.exists():  # else the trainer is gone, and with it the files to load the drafter from
             self._serve(self._weights.restore)
-        started = time.perf_counter()
+
+    def _write_head(self) -> None:
+        started, self._lacks_head = time.perf_counter(), False
         with suppress(OSError):  # the disk is full: nothing is tapped until the next version
             self._policy.write()
             self._knows_policy = True
@@ -149,7 +155,7 @@ class WorkerSidecar:
             self._drafter = publication["version"]
             self._begin_segments(stamp)
         except (WeightUpdateRefused, RuntimeError) as error:
-            self._refused[publication["version"]] = str(error)
+            self._refused = {publication["version"]: str(error)}
 
     def _serve(self, action: Callable[..., None], *args: Any) -> None:
         started = time.perf_counter()

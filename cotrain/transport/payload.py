@@ -59,7 +59,7 @@ def write_tensors(layout: Manifest, tensors: Iterable[tuple[str, Tensor]], path:
     header, places = _header(layout)
     partial, digests = path.with_suffix(".partial"), {}
     try:
-        with partial.open("wb") as file:
+        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(header)
             for name, tensor in tensors:
                 assert (tuple(tensor.shape), tensor.dtype) == layout[name], f"{name}: {tensor.shape} {tensor.dtype}"

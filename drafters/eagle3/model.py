@@ -88,15 +88,16 @@ class Eagle3Drafter(Drafter):
 
     @staticmethod
     def shape_of(config: Eagle3Config, target: TargetSpec) -> Eagle3Shape:
-        if config.draft_vocab_size > target.vocab_size:
+        draft_vocab_size = config.draft_vocab_size or min(8192, target.vocab_size)
+        if draft_vocab_size > target.vocab_size:
             raise ValueError(
-                f"drafter.model.draft_vocab_size: {config.draft_vocab_size} is above the target's vocabulary of "
+                f"drafter.model.draft_vocab_size: {draft_vocab_size} is above the target's vocabulary of "
                 f"{target.vocab_size} tokens; lower it"
             )
         return Eagle3Shape(
             sizes=replace(target, partial_rotary_factor=1.0),
             trained_depth=config.trained_depth,
-            draft_vocab_size=config.draft_vocab_size,
+            draft_vocab_size=draft_vocab_size,
             aux_layers=check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers"),
             fc_norm=True,
             norm_before_residual=False,

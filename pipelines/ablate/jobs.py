@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,7 +111,7 @@ def execute(run: Run, stopped: Callable[[], bool], parent: str) -> int:
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1", PARENT_RUN_VARIABLE: parent},
             start_new_session=True,
-            preexec_fn=follow_parent,
+            preexec_fn=partial(follow_parent, os.getpid()),
         )
     told, shown = False, time.monotonic()
     try:

@@ -24,14 +24,15 @@ def check(folder: Path, dtype: str, most_changed: int, tokens: int, **arguments:
 
     most_changed: most texts that drafts may change, since 16-bit batches of another shape can resolve ties differently.
     """
-    model, spool, number_type = resolve_model(TINY_MODEL), Spool(folder), getattr(torch, dtype)
+    model, spool, number_type = resolve_model(TINY_MODEL), Spool(folder / "spool"), getattr(torch, dtype)
+    spool.hold()
     drafter = build_drafter(Eagle3Config(type="eagle3", draft_vocab_size=32), TargetSpec.from_pretrained(model), seed=0)
     drafter.save(spool.initial, number_type)
     kind = {"method": drafter.serving.method, "draft_sample_method": "probabilistic"}
     drafting = kind | {"model": str(spool.initial), "num_speculative_tokens": 3}
     spool.create(Settings(TINY_MODEL, str(model), drafting, drafter.serving.aux_layers, 1.0, 2**24, False, False))
     write_json(spool.current, {"version": 0, "on": False})
-    os.environ |= V2 | {VARIABLE: str(folder)}
+    os.environ |= V2 | {VARIABLE: str(spool.folder)}
     plugin.register()
     from vllm import LLM, SamplingParams
 

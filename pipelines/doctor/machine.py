@@ -65,7 +65,7 @@ def python() -> str:
 def torch() -> str:
     """Torch can be imported, is the version that vLLM is compiled against, and is built for what the machine has."""
     facts = _torch_facts()
-    (pinned,) = (r for r in map(Requirement, metadata.requires("cotrain") or ()) if r.name == "torch")
+    pinned = next(r for r in map(Requirement, metadata.requires("cotrain") or ()) if r.name == "torch" and r.specifier)
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU"
     if facts["version"] not in pinned.specifier:
         raise Problem(f"torch {facts['version']} is installed, vLLM {KNOWN_VERSION} needs {pinned.specifier}")

@@ -12,6 +12,7 @@ from cotrain.run.checkpoint import find_defect
 from drafters.files import CONFIG, weight_files, write_json
 from drafters.files import read_config as read_model_config
 from pipelines.page.folders import find
+from pipelines.plan import serve_command
 
 DESCRIPTION = """\
 Write the policy of a run's newest checkpoint into DIR, in rollout.dtype and with its tokenizer, and the drafter that the engines
@@ -92,5 +93,5 @@ def _serving(model: Path, drafter: Path | None, num_speculative_tokens: int) -> 
         serving = load_drafter(drafter, TargetSpec.from_pretrained(model)).serving
         overrides = serving.target_overrides
         speculation |= {"method": serving.method, "model": str(drafter)}
-    text = f"vllm serve {model} --speculative-config '{json.dumps(speculation)}'"
+    text = f"{serve_command(model)} --speculative-config '{json.dumps(speculation)}'"
     return text + (f" --hf-overrides '{json.dumps(dict(overrides))}'" if overrides else "")

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from cotrain.run.console import aligned
 from cotrain.sidecar.adoption import CHECK_VARIABLE
 from cotrain.sidecar.launch import CAUSES, host_environment, run_host, start_trainer, stop_trainer
 from cotrain.sidecar.spool import VARIABLE, Settings, Spool
+from pipelines.plan import serve_command
 
 KINDS = ("eagle3", "mtp", "draft_model")
 RUN = """\
@@ -31,13 +33,13 @@ is trained on what these engines generate. The exit status is that of COMMAND.
   cotrain run --model Qwen/Qwen3-0.6B --drafter models:/my-drafter@serving -- python train_grpo.py
   cotrain run --model Qwen/Qwen3-0.6B num_speculative_tokens=2 name=second -- python train_grpo.py
 
-Install cotrain-engine where COMMAND's vLLM is. `cotrain sidecar check` says whether its engine would get a drafter.
+cotrain must be installed where COMMAND's vLLM is. `cotrain sidecar check` says whether its engine would get a drafter.
 """
 SIDECAR = """\
 Train a drafter for engines that are started in another terminal. Of a server's requests, only the share S is trained on.
 
-  cotrain sidecar --model Qwen/Qwen3-8B --spool /dev/shm/drafter --share 0.1    first terminal; it prints this line:
-  COTRAIN_SIDECAR=/dev/shm/drafter vllm serve Qwen/Qwen3-8B                     second terminal
+  cotrain sidecar --model Qwen/Qwen3-8B --spool /dev/shm/drafter --share 0.1    first terminal; when it is ready, it prints
+  COTRAIN_SIDECAR=/dev/shm/drafter vllm serve Qwen/Qwen3-8B                     the line for the second terminal
   cotrain sidecar check --model Qwen/Qwen3-8B -- vllm serve Qwen/Qwen3-8B       would its engine get a drafter?
 
 Text stays in memory, and a request with "vllm_xargs": {"cotrain": false} is never trained on. Ctrl-C stores the drafter and
@@ -54,8 +56,9 @@ def run(arguments: Sequence[str]) -> int:
     usage = "cotrain run --model M [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
     options, host = _parsed(_parser("run", usage, RUN), arguments)
     config = _configured(options)
-    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--with-parent", f"--share={config.share}"]
-    command += [*arguments[: arguments.index("--")], f"name={config.name}"]  # its default name would differ
+    given = [f"--with-parent={os.getpid()}", f"--share={config.share}", *arguments[: arguments.index("--")]]
+    # Its default name would differ.
+    command = [sys.executable, "-m", "pipelines.cli", "sidecar", *given, f"name={config.name}"]
     trainer, ended = start_trainer(command, config.spool_folder), list[str]()
 
     def watch() -> None:
@@ -78,21 +81,25 @@ def sidecar(arguments: Sequence[str]) -> int:
     parser.add_argument("--spool", metavar="DIR", help="folder that trainer and engines share; /dev/shm is memory")
     text = "share of the requests that are trained on, above 0 and up to 1; it must be given, here or in FILE"
     parser.add_argument("--share", type=float, metavar="S", help=text)
-    parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--with-parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
     config = _configured(options)
     if options.share is None and "share" not in config.model_fields_set:
         raise ValueError("--share: say which share of the requests may be trained on, for example --share 0.1")
+    os.nice(config.nice)
+    os.environ |= {"OMP_NUM_THREADS": str(config.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}  # before torch is imported
     from cotrain.sidecar.service import serve
 
-    if not options.with_parent:
-        line = f"{VARIABLE}={shlex.quote(str(config.spool_folder))} vllm serve {shlex.quote(config.model)}"
-        print(f"When the trainer is ready, start the engine in another terminal:\n  {line}", flush=True)
-    parent = os.getppid()  # with --with-parent, the trainer ends when its parent does
+    def ready(folder: str) -> str:
+        model = folder if ":" in config.model else config.model  # vLLM does not know names like bundled:...
+        line = f"{VARIABLE}={shlex.quote(str(config.spool_folder))} {serve_command(model)}"
+        return f"\nstart the engine in another terminal:\n  {line}" if parent is None else ""
+
+    parent = options.with_parent
     with two_stage_stop(print, "round") as asked:
-        stop = (lambda: asked() or os.getppid() != parent) if options.with_parent else asked
-        verdicts = serve(config, options.resume is not None, stop)
-    print(summary(config.run_root / config.name, verdicts), flush=True)
+        stop = asked if parent is None else lambda: asked() or os.getppid() != parent  # it ends when its parent does
+        seen = serve(config, options.resume is not None, stop, ready)
+    print(summary(config.run_root / config.name, *seen), flush=True)
     return 0
 
 
@@ -109,8 +116,10 @@ def check(arguments: Sequence[str]) -> int:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cotrain-check-")))
         found: list[dict[str, Any]] = []
         if options.model is None:  # no model has an empty name: the refusal tells the real one
-            Spool(scratch / "asked").create(Settings("", "", {}, (), 0.0, 0, False, False))
-            options.model = next((verdict["model"] for verdict in verdicts(scratch / "asked")), None)
+            asks = Spool(scratch / "asked")
+            asks.hold()
+            asks.create(Settings("", "", {}, (), 0.0, 0, False, False))
+            options.model = next((verdict["model"] for verdict in verdicts(asks.folder)), None)
         if options.model is not None:
             from cotrain.sidecar.prepare import prepare
 
@@ -121,12 +130,13 @@ def check(arguments: Sequence[str]) -> int:
     return 0 if any(verdict["reason"] is None for verdict in found) else 1
 
 
-def summary(run: Path, verdicts: Sequence[dict[str, Any]]) -> str:
+def summary(run: Path, verdicts: Sequence[dict[str, Any]], left_out: str) -> str:
     """Summarise a run for somebody who sees one for the first time. run: the run folder."""
     from pipelines.page.record import read_run
     from pipelines.train.report import progress, run_facts, write_run_report
 
     lines, done = {"engines": engines_text(verdicts).replace("\n", "\n" + " " * 14)}, "no round of training"
+    lines |= {"left out": left_out} if left_out else {}
     if (run / "metrics.jsonl").read_text():
         record = read_run(run)
         done = progress(record)
@@ -142,11 +152,13 @@ def engines_text(verdicts: Sequence[dict[str, Any]]) -> str:
 
 
 def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options before the first --, and the command after it. Raises ValueError if there is no command."""
+    """The options before the first --, and the command after it. Raises ValueError if there is no such command."""
     at = [*arguments, "--"].index("--")
     options, host = parser.parse_intermixed_args(arguments[:at]), list(arguments[at + 1 :])
     if not host:
         raise ValueError(f"the command of your trainer or server is missing; write it after --, as in: {parser.usage}")
+    if shutil.which(host[0]) is None:
+        raise ValueError(f"COMMAND: {host[0]} cannot be run here; give its path, or activate its environment")
     return options, host
 
 
@@ -172,5 +184,8 @@ def _configured(options: argparse.Namespace) -> SidecarConfig:
     if options.drafter in KINDS:
         overrides.append(f"drafter.model.type={options.drafter}")
     elif options.drafter:
+        if not (options.drafter.startswith(("models:/", "native")) or Path(options.drafter).is_dir()):
+            known = f"{', '.join(KINDS)}, native, a folder or models:/NAME@serving"
+            raise ValueError(f"--drafter: {options.drafter!r} is no folder; give one of {known}")
         overrides.append(f"drafter.init={json.dumps(options.drafter)}")
     return load_sidecar(options.config, overrides + options.overrides, options.resume)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drafters.base import Drafter
-from tests.cotrain.sidecar.test_packaging import ENGINE
+from tests.cotrain.sidecar.test_packaging import PROJECT, needed_by
 from tests.sidecar_parts import ROOT, host_environment, make_spool
 
 pytestmark = pytest.mark.engine
@@ -66,8 +66,5 @@ def test_a_fault_leaves_the_host_its_text_and_switches_drafting_off(
     assert first == second < (engines["none"]["drafted"][0] if fault in SWITCHED_OFF else 1)
 
 
-def test_the_wheel_for_hosts_holds_all_that_an_engine_has_imported(engines: dict[str, dict[str, Any]]) -> None:
-    files = {
-        path.removeprefix("../../") for path in ENGINE["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    }
-    assert {path.removeprefix(f"{ROOT}/") for path in engines["modules"]["files"]} <= files
+def test_what_an_engine_has_imported_needs_no_more_than_the_dependencies(engines: dict[str, dict[str, Any]]) -> None:
+    assert needed_by(engines["modules"]["files"]) <= {*PROJECT["project"]["dependencies"], "vllm"}

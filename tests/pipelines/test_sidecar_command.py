@@ -16,7 +16,7 @@ from pipelines.sidecar import command
 from pipelines.sidecar.command import engines_text
 from tests.pipelines.test_cli import cotrain
 
-QUICK = ["drafter.model.draft_vocab_size=64", "name=first"]
+QUICK = ["name=first"]
 ADOPTED = {"model": "m", "pid": 1, "reason": None}
 
 HOST = """
@@ -28,7 +28,7 @@ ENGINE = """
 import json, os, pathlib
 folder = pathlib.Path(os.environ["COTRAIN_SIDECAR"], "verdicts")
 folder.mkdir(exist_ok=True)
-wanted = json.loads((folder.parent / "settings.json").read_text())["model"]
+wanted = json.loads((folder.parent / "trainer" / "settings.json").read_text())["model"]
 reason = None if wanted == "tiny:llama" else "of another model"
 (folder / "1.json").write_text(json.dumps({"model": "tiny:llama", "pid": os.getpid(), "reason": reason}))
 """
@@ -38,7 +38,7 @@ reason = None if wanted == "tiny:llama" else "of another model"
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        ("run", ["-- accelerate launch", "cotrain-engine", "num_speculative_tokens", "exit status"]),
+        ("run", ["-- accelerate launch", "cotrain must be installed", "num_speculative_tokens", "exit status"]),
         ("sidecar", ["COTRAIN_SIDECAR=", "--share", "vllm_xargs", "cotrain sidecar check"]),
     ],
 )
@@ -55,7 +55,14 @@ def test_help_shows_the_command_to_type_without_torch(name: str, texts: list[str
         (["run", "--model", "m", "adaptiv=false", "--", "true"], "did you mean adaptive?"),
         (["run", "--model", "m", "share=2", "--", "true"], "share: "),
         (["run", "--model", "m", "--", "true"], "before it was ready"),
+        (["run", "--model", "m", "--", "no_such_cmd"], "COMMAND: no_such_cmd cannot be run here"),
+        (["sidecar", "check", "--model", "m", "--", "./no"], "COMMAND: ./no cannot be run here"),
+        (
+            ["run", "--model", "m", "--drafter", "suffix", "--", "true"],
+            "--drafter: 'suffix' is no folder; give one of eagle3, mtp, draft_model, native, a folder or",
+        ),
         (["sidecar", "--model", "m"], "--share: say which share"),
+        (["sidecar", "--model", "m", "--share", "1"], "model: "),
         (["sidecar", "check", "--model", "m"], "write it after --"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -63,7 +70,7 @@ def test_help_shows_the_command_to_type_without_torch(name: str, texts: list[str
 def test_mistakes_are_messages(arguments: list[str], message: str, tmp_path: Path) -> None:
     result = cotrain(*arguments, folder=tmp_path)
     assert result.returncode in (1, 2) and message in result.stderr
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr and "start the engine" not in result.stdout
 
 
 def test_a_host_without_an_engine_is_told_the_usual_causes(mlflow_database: Path) -> None:
@@ -81,10 +88,11 @@ def test_a_host_without_an_engine_is_told_the_usual_causes(mlflow_database: Path
 def test_a_trainer_whose_parent_is_gone_ends(mlflow_database: Path) -> None:
     """`kill -9` of `cotrain run` or of a script with the callback leaves nothing behind."""
     folder = mlflow_database.parents[1]
-    options = ["--model", "tiny:llama", "--with-parent", "--share", "1", "--spool", f"{folder}/spool", *QUICK]
+    options = ["--model", "tiny:llama", "--share", "1", "--spool", f"{folder}/spool", *QUICK]
     parent = (
-        "import subprocess, sys, time; from cotrain.sidecar.launch import start_trainer\n"
-        "print(start_trainer(sys.argv[2:], sys.argv[1]).pid, flush=True); time.sleep(600)"
+        "import os, sys, time; from cotrain.sidecar.launch import start_trainer\n"
+        "command = [*sys.argv[2:], f'--with-parent={os.getpid()}']\n"
+        "print(start_trainer(command, sys.argv[1]).pid, flush=True); time.sleep(600)"
     )
     trainer = [sys.executable, "-m", "pipelines.cli", "sidecar", *options]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -98,6 +106,31 @@ def test_a_trainer_whose_parent_is_gone_ends(mlflow_database: Path) -> None:
     started.send_signal(signal.SIGKILL)
     assert any("Done: no round of training" in line for line in lines)  # the pipe ends with the trainer
     assert not (folder / "spool").exists()
+
+
+TRAINER = """
+import os, sys, types
+def serve(config, resume, stop, ready):
+    import torch
+    print(torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0), "/models/m" in ready("/models/m"))
+    sys.exit()
+sys.modules["cotrain.sidecar.service"] = types.SimpleNamespace(serve=serve)
+from pipelines.sidecar.command import sidecar
+sidecar(["--model", "bundled:m", "--share", "1", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "threads"),
+    [(["num_threads=2"], 2), ([], max(1, len(os.sched_getaffinity(0)) // 2))],
+    ids=["two", "half of the cores"],
+)
+def test_the_trainer_leaves_the_cores_to_the_host(arguments: list[str], threads: int) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "64"}
+    command = [sys.executable, "-c", TRAINER, *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    priority = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    assert result.stdout == f"{min(8, threads)} {priority} True\n", result.stderr
 
 
 def test_the_check_asks_the_first_engine_for_its_model(tmp_path: Path) -> None:

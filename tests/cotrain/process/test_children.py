@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 CHAIN = """
 import subprocess, sys, time
 from cotrain.process.children import follow_parent
@@ -58,6 +60,32 @@ def test_without_it_they_stay():
     assert all(is_alive(pid) for pid in descendants)
     for pid in descendants:
         os.kill(pid, signal.SIGKILL)
+
+
+ORPHAN = """
+import multiprocessing, os, sys
+from functools import partial
+from cotrain.process.children import follow_parent
+
+def child(parent, follow):
+    while os.getppid() == parent:
+        pass  # until the parent has died, before this process asks to follow it
+    follow()
+    print("left behind", flush=True)
+
+parent = os.getpid()
+if sys.argv[1] == "multiprocessing":
+    multiprocessing.get_context("fork").Process(target=child, args=(parent, follow_parent)).start()
+elif not os.fork():
+    child(parent, partial(follow_parent, parent))
+os.kill(parent, 9)
+"""
+
+
+@pytest.mark.parametrize("started_by", ["multiprocessing", "fork"])
+def test_a_child_whose_parent_died_before_it_could_follow_dies_too(started_by: str):
+    out = subprocess.run([sys.executable, "-c", ORPHAN, started_by], capture_output=True, text=True)
+    assert (out.returncode, out.stdout, out.stderr) == (-signal.SIGKILL, "", "")
 
 
 IN_A_GROUP_OF_ITS_OWN = """

@@ -361,3 +361,11 @@ def test_an_alarm_of_another_check_stops_the_step(new_publisher: Any) -> None:
     assert going_on.heed(2, [alarm]).failure is None
     assert going_on.mode == "without speculation since step 2 (not_lossless)" and world.num_speculative_tokens == 0
     assert going_on.heed(3, [replace(alarm, fatal=True)]).failure is not None
+
+
+def test_versions_that_are_said_to_be_all_replace_the_earlier_ones(new_publisher: Any) -> None:
+    publisher = new_publisher(World(GOOD))
+    for drafter in range(100):
+        publisher.serves(Versions(0, drafter))
+    publisher.serves_only([Versions(0, 100)])
+    assert publisher._known == {Versions(0, 100)}

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cotrain.records import GainReport
 from cotrain.sidecar.spool import EngineFolder, Spool, read_json, write_json
@@ -28,12 +28,12 @@ K = 2
 
 @dataclass
 class Host:
-    """One engine, with this process or another one as its worker."""
+    """One engine, which lives as long as this object does, or with `process` as long as a process of its own."""
 
     spool: Spool
     target: Target
     name: str = "e0"
-    pid: int = field(default_factory=os.getpid)
+    process: subprocess.Popen | None = None
     refuses: tuple[int, ...] = ()
     """Versions that it does not take."""
     is_deaf: bool = False
@@ -41,27 +41,45 @@ class Host:
     drafter_version: int = 0
     policy_version: int = 0
     generated: int = 0
+    finished: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Number of requests that were not tapped, by reason."""
+    seconds_without: float = 0.6
+    """What a wave would have taken without speculation, which took 0.5 s."""
 
     def __post_init__(self) -> None:
-        self.engine: EngineFolder = self.spool.engine(self.name)
+        join = self.spool.join(self.name, f"host of {self.name}", False)
+        self.engine: EngineFolder = join if self.process is None else self.spool.engine(self.name)
         self.refused: dict[int, str] = {}
+        self.taken: tuple[int, dict | None] = (0, None)
         self.drafter = load_drafter(self.spool.initial, TargetSpec.from_pretrained(self.target.folder))
         self.rng = torch.Generator().manual_seed(7)
         self.on = True
         self.new_policy(0)
-        facts = {"vllm": "0.32.0", "dtype": "float32", "pid": self.pid, "attached": True, "reason": None}
-        write_json(self.engine.facts, facts)
+        facts = {"vllm": "0.32.0", "dtype": "float32", "pid": 1, "host": self.engine.host}
+        write_json(self.engine.facts, facts | {"attached": True, "reason": None})
         self.report()
 
-    def new_policy(self, version: int) -> None:
-        """The head of the target again: nothing of it moves, as with a policy whose head is frozen."""
+    def new_policy(self, version: int, moves: bool = False) -> None:
+        """The head of the target again, as with a policy whose head is frozen, or another one."""
         self.policy_version = version
-        os.link(self.target.folder / "model.safetensors", self.engine.policies / f"{version}.safetensors")
+        known, file = self.target.folder / "model.safetensors", self.engine.policies / f"{version}.safetensors"
+        if moves:
+            save_file({n: t + 1e-3 * version if t.dim() == 2 else t for n, t in load_file(known).items()}, file)
+        elif not file.exists():
+            os.link(known, file)
 
     def report(self) -> None:
         state = {"policy_version": self.policy_version, "drafter_version": self.drafter_version}
         state |= {"refused": self.refused, "generated_tokens": self.generated, "tapped": 1, "hooks_off": []}
-        write_json(self.engine.state, state | {"dropped": {}, "seconds": {"tap": 0.1}})
+        state |= {"finished": self.finished, "dropped": self.left_out, "seconds": {"tap": 0.1}}
+        write_json(self.engine.state, state)
+
+    @property
+    def has_news(self) -> bool:
+        """Does the trainer offer another drafter than the one that was taken last?"""
+        current = read_json(self.spool.current)
+        return current is not None and (current["version"], current.get("digests")) != self.taken
 
     def follow(self) -> None:
         """Before a step: what current.json says."""
@@ -70,7 +88,8 @@ class Host:
             return
         self.on = current["on"]
         version = current["version"]
-        if version != self.drafter_version and version not in self.refused:
+        if self.has_news:
+            self.taken = version, current.get("digests")
             if version in self.refuses:
                 self.refused[version] = "fc.weight has non-finite values"
             else:
@@ -87,8 +106,11 @@ class Host:
         ]
         told = [self._told(record, steps) for record, steps in zip(records, self._verified(records), strict=True)]
         self.generated += 20 * len(records)
+        self.finished += len(records)
         drafted = sum(len(one["verification_steps"]) for one in told)
-        gain = GainReport(num_steps=10, seconds=0.5, seconds_without=0.6, longest_draft=K if self.on else 0)
+        gain = GainReport(
+            num_steps=10, seconds=0.5, seconds_without=self.seconds_without, longest_draft=K if self.on else 0
+        )
         window = {"gain": asdict(gain), "steps": [[K, 8, "steady", 10, 640, 0.5]]}
         described = {"rollouts": told, "windows": [window]}
         assert self.engine.add_shard(partial(write_records, records=records), described, 0, 2**30) is None
@@ -127,6 +149,17 @@ class Host:
         return found
 
 
-def other_process() -> subprocess.Popen:
-    """A process that can be killed."""
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def living(spool: Spool, name: str) -> subprocess.Popen:
+    """A process by whose life an engine lives, and which can be killed."""
+    code = "import sys; from cotrain.sidecar.spool import Spool; kept = Spool(sys.argv[1]).join(*sys.argv[2:], False)"
+    command = [
+        sys.executable,
+        "-c",
+        f"{code}; print(flush=True); sys.stdin.read()",
+        str(spool.folder),
+        name,
+        f"host of {name}",
+    ]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    return process

@@ -1,9 +1,9 @@
 """Which engines of a host are adopted, with vLLM's own arguments and configuration; no engine starts here."""
 
+import gc
 import inspect
-import os
-import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from cotrain.models.loading import resolve_model
 from cotrain.rollout.vllm.interface import RUNNER, RUNNER_V2, SIDECAR_OF_RUNNER
 from cotrain.sidecar import adoption
 from cotrain.sidecar.adoption import MARK, NotAdopted, check_arguments, check_config, configured
-from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Spool, write_json
+from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Spool
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
@@ -33,8 +33,14 @@ def spool(tmp_path: Path) -> Spool:
     return make_spool(tmp_path / "spool", MODEL, build_drafter(config, TargetSpec.from_pretrained(MODEL), seed=0))
 
 
+@pytest.fixture(scope="module")
+def log_is_set_up() -> None:
+    """The first configuration of a process makes vLLM set its loggers up, which takes the handlers of a test away."""
+    CREATE(arguments())
+
+
 @pytest.fixture
-def beside_trainer(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+def beside_trainer(log_is_set_up: None, spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv(HOST_VARIABLE, "first")
@@ -42,7 +48,7 @@ def beside_trainer(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_adopted(config: Any) -> bool:
-    return getattr(config.scheduler_config, MARK, False)
+    return bool(getattr(config.scheduler_config, MARK, False))
 
 
 def arguments(**changes: Any) -> EngineArgs:
@@ -79,12 +85,16 @@ def test_what_a_host_has_set_keeps_an_engine_from_being_adopted(
 
 
 def test_without_a_living_trainer_no_engine_is_adopted(spool: Spool) -> None:
-    spool.abandon()
+    other = Spool(spool.folder)
+    spool._held.close()
     with pytest.raises(NotAdopted, match=r"no sign of life: start it again"):
-        check_arguments(arguments(), spool)
-    (spool.folder / "settings.json").unlink()
+        check_arguments(arguments(), other)
+    spool.abandon()
     with pytest.raises(NotAdopted, match=r"settings\.json cannot be read.*start the trainer first"):
-        check_arguments(arguments(), spool)
+        check_arguments(arguments(), other)
+    spool.folder.chmod(0o755)
+    with pytest.raises(NotAdopted, match=r"is drwxr-xr-x of user \d+: it must be a folder, drwx------ of user \d+$"):
+        check_arguments(arguments(), other)
 
 
 @pytest.mark.parametrize("version", ["0.28.1", "0.34.0", "0.3.2", "1.0.0"])
@@ -147,10 +157,15 @@ def test_an_adopted_engine_drafts_and_its_arguments_stay_the_hosts(spool: Spool)
         assert config.speculative_config.draft_load_config.load_format == "auto" != config.load_config.load_format
         assert config.scheduler_config.async_scheduling is False
         assert args.speculative_config is None and args.async_scheduling is None
+        assert spool.engine(config.instance_id).is_held, "so that the drafter stays that it has yet to load"
+    engines = spool.engines()
+    del config
+    gc.collect()
+    assert not any(engine.is_held for engine in engines), "an engine that is deleted does not live"
 
 
 @pytest.mark.usefixtures("beside_trainer")
-@pytest.mark.parametrize("fault", ["variable", "drafter", "refused", "owner", "hook"])
+@pytest.mark.parametrize("fault", ["variable", "drafter", "refused", "host", "hook", "ended"])
 def test_every_other_engine_starts_as_its_host_asked(
     fault: str, spool: Spool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,10 +176,11 @@ def test_every_other_engine_starts_as_its_host_asked(
         "variable": lambda: monkeypatch.delenv(VARIABLE),
         "drafter": lambda: (spool.initial / "config.json").unlink(),
         "refused": lambda: spool.abandon(),
-        "owner": lambda: write_json(spool.folder / "owner", {"host": "other", "pid": os.getppid()}),
+        "host": lambda: others.append(spool.join("other", "other", alone=True)),
+        "ended": lambda: monkeypatch.setattr(adoption, "check_config", lambda config: spool.remove()),
         "hook": lambda: monkeypatch.setattr(adoption, "check_config", broken),
     }
-    args = arguments()
+    args, others = arguments(), []
     caplog.set_level("INFO", adoption.log.name)
     monkeypatch.setattr(adoption.log, "handlers", [caplog.handler])  # vLLM's own logger may not hand lines on
     monkeypatch.setattr(adoption.log, "propagate", False)
@@ -182,16 +198,23 @@ def test_an_error_of_the_hosts_own_arguments_reaches_the_host(spool: Spool) -> N
 
 
 @pytest.mark.usefixtures("beside_trainer")
-def test_a_spool_serves_one_host_or_as_many_as_it_says(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    living = subprocess.Popen(["sleep", "60"])
-    try:
-        write_json(spool.folder / "owner", {"host": "other", "pid": living.pid})
-        assert not is_adopted(configured(CREATE, arguments()))
-        settings = vars(spool.settings()) | {"replicas": True}
-        write_json(spool.folder / "settings.json", settings)
-        assert is_adopted(configured(CREATE, arguments()))
-        write_json(spool.folder / "settings.json", settings | {"replicas": False})
-    finally:
-        living.kill()
-        living.wait()
-    assert is_adopted(configured(CREATE, arguments()))  # the owner is dead
+def test_a_spool_serves_one_host_or_as_many_as_it_says(spool: Spool) -> None:
+    living = spool.join("1", "other", alone=True)
+    assert not is_adopted(configured(CREATE, arguments()))
+    assert "another host uses" in spool.verdicts()[-1]["reason"]
+    settings = spool.settings()
+    spool.create(replace(settings, replicas=True))
+    assert is_adopted(configured(CREATE, arguments()))
+    spool.create(settings)
+    living.close()
+    assert is_adopted(configured(CREATE, arguments()))
+
+
+@pytest.mark.usefixtures("beside_trainer")
+def test_an_engine_removes_what_killed_trainers_of_its_user_have_left(spool: Spool) -> None:
+    killed = Spool(spool.folder.with_name("killed"))
+    killed.hold()
+    (killed.folder / "initial").mkdir()
+    killed._held.close()
+    configured(CREATE, arguments())
+    assert not killed.folder.exists() and spool.is_alive()

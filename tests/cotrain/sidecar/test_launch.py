@@ -37,6 +37,7 @@ import signal, sys, time
 from cotrain.sidecar.spool import Settings, Spool
 signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(3))
 spool = Spool(sys.argv[1])
+spool.hold()
 spool.create(Settings("m", "/m", {}, (1,), 1.0, 1, False, False))
 time.sleep(60)
 """
@@ -66,7 +67,7 @@ def test_the_host_finds_the_spool_and_has_a_name(tmp_path: Path) -> None:
 
 def test_signals_are_as_they_were_afterwards() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="COMMAND: /no/such/command cannot be started: No such file"):
         run_host(["/no/such/command"], {}, lambda: None)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
@@ -96,6 +97,14 @@ def test_a_trainer_is_waited_for_and_asked_to_stop(tmp_path: Path) -> None:
     assert os.getsid(trainer.pid) == trainer.pid  # the terminal's Ctrl-C does not reach it
     stop_trainer(trainer)
     assert trainer.returncode == 3
+
+
+def test_no_host_is_started_beside_the_trainer_of_another(tmp_path: Path) -> None:
+    other = Spool(tmp_path / "spool")
+    other.hold()
+    other.create(SETTINGS)
+    with pytest.raises(RunFailure, match="another trainer uses"):
+        start_trainer([sys.executable, "-c", TRAINER, str(tmp_path / "spool")], tmp_path / "spool")
 
 
 def test_a_trainer_that_fails_at_the_start_is_a_failure_of_the_run(tmp_path: Path) -> None:

@@ -1,44 +1,46 @@
-"""cotrain-engine, the distribution for a host's environment: what its wheel holds is what an engine imports."""
+"""What an environment needs in which only a host's engines are: cotrain without its extra `trainer`."""
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
 
 from tests.sidecar_parts import ROOT
 
-
-def read(path: str) -> dict[str, Any]:
-    return tomllib.loads((ROOT / path).read_text())
-
-
-WHOLE, ENGINE = read("pyproject.toml"), read("packaging/engine/pyproject.toml")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+OWN = {"cotrain", "drafters"}
 (IN_ENGINE,) = (
     contract["source_modules"]
-    for contract in WHOLE["tool"]["importlinter"]["contracts"]
+    for contract in PROJECT["tool"]["importlinter"]["contracts"]
     if contract["name"] == "what runs in a host's engine needs no more than vLLM does"
 )
 
 
-def test_the_wheel_holds_what_an_engine_imports() -> None:
-    names = (
-        "sorted(sys.modules[name].__file__ for name in sys.modules if name.split('.')[0] in ('cotrain', 'drafters'))"
-    )
-    command = [sys.executable, "-c", f"import sys, {', '.join(IN_ENGINE)}\nprint('', *{names}, sep='\\n')"]
+def needed_by(files: Iterable[str]) -> set[str]:
+    """Packages that these files import when they are imported themselves."""
+    names = set[str]()
+    for file in files:
+        for node in ast.parse(Path(file).read_text()).body:
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module or "")
+    return {name.partition(".")[0] for name in names} - OWN - sys.stdlib_module_names
+
+
+def test_an_engine_needs_no_more_than_the_dependencies() -> None:
+    loaded = "[m.__file__ for n, m in sys.modules.items() if n.split('.')[0] in ('cotrain', 'drafters')]"
+    command = [sys.executable, "-c", f"import sys, {', '.join(IN_ENGINE)}\nprint('', *{loaded}, sep='\\n')"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    imported = [line.removeprefix(f"{ROOT}/") for line in found.stdout.splitlines() if line.startswith(f"{ROOT}/")]
-    files = ENGINE["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert files == {f"../../{path}": path for path in imported}
+    files = [line for line in found.stdout.splitlines() if line.startswith(f"{ROOT}/")]
+    assert needed_by(files) == {*PROJECT["project"]["dependencies"], "vllm"}
 
 
-def test_both_distributions_have_the_same_plugin_version_and_pythons() -> None:
-    assert ENGINE["project"]["entry-points"] == WHOLE["project"]["entry-points"]
-    assert ENGINE["project"]["requires-python"] == WHOLE["project"]["requires-python"]
-    assert ENGINE["tool"]["hatch"]["version"]["path"] == f"../../{WHOLE['tool']['hatch']['version']['path']}"
-
-
-def test_dependencies_are_those_of_vllm_and_have_no_pins() -> None:
-    names = ENGINE["project"]["dependencies"]
+def test_the_dependencies_are_not_pinned_and_the_trainers_are_in_an_extra() -> None:
+    names, extras = PROJECT["project"]["dependencies"], PROJECT["project"]["optional-dependencies"]
     assert all(re.fullmatch(r"[a-z]+", name) for name in names)
-    assert {"vllm", "ray", "mlflow", "transformers"}.isdisjoint(names)
+    assert {re.match(r"[a-z]+", line)[0] for line in extras["trainer"]} >= {*names, "ray", "mlflow", "transformers"}
+    assert "cotrain[trainer]" in extras["dev"], "what `make setup` installs"

@@ -1,5 +1,6 @@
 """The service on real shards, with the real trainer and real MLflow; engines are simulated (tests/engine has real ones)."""
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -10,13 +11,14 @@ from mlflow import MlflowClient
 from transformers import LlamaForCausalLM
 
 from cotrain.config.errors import ConfigError
+from cotrain.config.schema import MIN_PROMPTS
 from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.models.loading import TINY_MODEL, resolve_model
 from cotrain.run.rows import read_rows
 from cotrain.sidecar.service import serve
-from cotrain.sidecar.spool import Spool, read_json
+from cotrain.sidecar.spool import EngineFolder, Spool, read_json, remove_leftovers
 from pipelines.cli import main
-from tests.cotrain.sidecar.host import Host, other_process
+from tests.cotrain.sidecar.host import Host, living
 from tests.cotrain.trainer.conftest import Target
 
 
@@ -41,14 +43,14 @@ class Service:
     """`serve` in a thread of its own."""
 
     def __init__(self, config: SidecarConfig, resume: bool = False):
-        self.config, self.stop, self.verdicts = config, threading.Event(), None
+        self.config, self.stop, self.verdicts, self.left_out = config, threading.Event(), None, None
         self.spool, self.folder = Spool(config.spool_folder), config.run_root / config.name
         self._thread = threading.Thread(target=self._serve, args=(resume,), daemon=True)
         self._thread.start()
         self.until(self.spool.is_alive)
 
     def _serve(self, resume: bool) -> None:
-        self.verdicts = serve(self.config, resume, self.stop.is_set)
+        self.verdicts, self.left_out = serve(self.config, resume, self.stop.is_set)
 
     def rows(self) -> list[dict]:
         return read_rows(self.folder / "metrics.jsonl")
@@ -56,11 +58,22 @@ class Service:
     def decisions(self) -> list[dict]:
         return read_rows(self.folder / "decisions.jsonl")
 
-    def until(self, condition, seconds: float = 300.0) -> None:
+    def until(self, condition, seconds: float = 120.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert self._thread.is_alive() and time.monotonic() < end
             time.sleep(0.02)
+
+    def says(self, capsys, *texts: str) -> str:
+        """Wait until it has printed these texts. Returns all that it has printed since the last time."""
+        said = []
+
+        def has_said() -> bool:
+            said.append(capsys.readouterr().out)
+            return all(text in "".join(said) for text in texts)
+
+        self.until(has_said)
+        return "".join(said)
 
     def end(self) -> None:
         self.stop.set()
@@ -91,6 +104,9 @@ def test_a_host_gets_better_drafters_and_everything_is_recorded(config, tiny, ml
     assert len(published) >= 2 and not any(
         e["kind"] in ("alarm", "rolled back", "refused") for e in service.decisions()
     )
+    assert not host.engine.features.exists(), "text does not outlive the trainer"
+    host.engine.close()
+    remove_leftovers(service.spool.folder.parent)
     assert not service.spool.folder.exists()
     out = capsys.readouterr().out
     assert "engine e0: process" in out and "round 3  " in out and "accept" in out
@@ -104,7 +120,7 @@ def test_a_host_gets_better_drafters_and_everything_is_recorded(config, tiny, ml
     versions = client.search_model_versions("name = 'tiny_llama-drafter'")
     assert {int(v.tags["drafter_version"]) for v in versions} == {event["version"] for event in published}
     run = client.get_run(versions[0].run_id)
-    assert run.info.status == "FINISHED" and run.data.tags["host"] == "e0"
+    assert run.info.status == "FINISHED" and run.data.tags["host"] == "host of e0"
     assert client.get_model_version_by_alias("tiny_llama-drafter", "serving").tags["parent_version"] != "none"
     assert main(["report", str(service.folder)]) == 0
     page = (service.folder / "report" / "report.html").read_text()
@@ -112,17 +128,26 @@ def test_a_host_gets_better_drafters_and_everything_is_recorded(config, tiny, ml
 
 
 def test_a_refused_drafter_is_taken_back_everywhere_and_a_dead_engine_is_not_waited_for(config, tiny):
-    service, process = Service(config), other_process()
-    willing, other = Host(service.spool, tiny), Host(service.spool, tiny, "e1", process.pid, refuses=(1,))
-    for seed in range(4):
+    service = Service(config)
+    process = living(service.spool, "e1")
+    willing, other = Host(service.spool, tiny), Host(service.spool, tiny, "e1", process, refuses=(1,))
+    first, seed = willing.drafter.state_dict()["fc.weight"].clone(), 0
+    while not willing.has_news:
         rounds = len(service.rows())
         willing.wave(seed)
-        other.wave(100 + seed)
         service.until(lambda rounds=rounds: len(service.rows()) > rounds)
+        seed += 1
+    for host in (willing, other):
+        host.follow()
+        host.report()
+    assert (willing.drafter_version, other.drafter_version) == (1, 0)
+    service.until(lambda: willing.has_news)
+    willing.follow()
+    assert willing.drafter_version == 0 and torch.equal(willing.drafter.state_dict()["fc.weight"], first)
     process.kill()
     process.wait()
     service.until(lambda: not other.engine.facts.exists())
-    play(service, willing, 2, first_seed=10)
+    play(service, willing, 3, first_seed=10)
     service.end()
     decisions = service.decisions()
     refused = next(event for event in decisions if event["kind"] == "refused")
@@ -131,6 +156,119 @@ def test_a_refused_drafter_is_taken_back_everywhere_and_a_dead_engine_is_not_wai
     assert published[0] >= 2 and "alarm" not in [event["kind"] for event in decisions]
     after = next(row for row in service.rows() if row["step"] == refused["step"] + 1)
     assert after["versions/drafter"] == 0
+
+
+def test_a_round_begins_when_it_can_be_judged_and_counts_what_is_its_own(config, tiny):
+    service = Service(config)
+    host = Host(service.spool, tiny)
+    host.wave(0, prompts=MIN_PROMPTS - 1, samples=6)  # tokens enough, of too few prompts
+    service.until(lambda: not host.engine.shards())
+    host.wave(1, prompts=8)
+    service.until(service.rows)
+    host.seconds_without = 0.4
+    host.wave(2)
+    service.until(lambda: len(service.rows()) > 1)
+    service.end()
+    rows = service.rows()
+    assert rows[0]["rollout/generated_tokens"] == 20 * (6 * (MIN_PROMPTS - 1) + 8)
+    gains = [row["rollout/speedup_vs_no_speculation"] for row in rows[:2]]
+    assert gains == [pytest.approx(0.6 / 0.5), pytest.approx(0.4 / 0.5)]
+
+
+def test_what_is_left_out_is_counted_and_said(config, tiny, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("cotrain.sidecar.service.SILENT_SECONDS", 0.2)
+    service = Service(config)
+    host = Host(service.spool, tiny, left_out={"repetition_penalty is set": 5}, finished=5)
+    said = service.says(capsys, "no round for 0 s; 5 of 5 requests left out: repetition_penalty is set (5)")
+    engine, host.engine = host.engine, staging(tmp_path)
+    for number, damage in enumerate((truncate, not_json, other_fields)):
+        host.wave(number, prompts=4)
+        (shard,) = host.engine.shards()
+        damage(shard)
+        for file in (shard, shard.with_suffix(".json")):  # the shard can be read from the second one on
+            file.rename(engine.features / f"{number:09d}{file.suffix}")
+    host.engine = engine
+    host.wave(3)
+    service.until(service.rows)
+    service.end()
+    (row,) = service.rows()
+    assert row["sidecar/dropped"] == 5 + 4 + 1 + 4, "the number of rollouts is unknown where there is no JSON"
+    left_out = "33 requests left out: their shard could not be read (9), repetition_penalty is set (5)"
+    assert service.left_out == f"14 of {left_out}"
+    said += capsys.readouterr().out
+    assert said.count("a shard of engine e0 could not be read") == 3
+    assert f"14 of {left_out}" in next(line for line in said.splitlines() if line.startswith("round 1"))
+
+
+def staging(folder: Path) -> EngineFolder:
+    """An engine's part of a spool that no trainer reads."""
+    spool = Spool(folder / "staging")
+    spool.hold()
+    return spool.join("e0", "host", False)
+
+
+def truncate(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:-9])
+
+
+def not_json(shard: Path) -> None:
+    shard.with_suffix(".json").write_text("{")
+
+
+def other_fields(shard: Path) -> None:
+    described = json.loads(shard.with_suffix(".json").read_text())
+    shard.with_suffix(".json").write_text(json.dumps(described | {"windows": [{"loss": 1}]}))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"attached": 1}'])
+def test_files_of_another_program_are_a_message(content, config, tiny, capsys):
+    service = Service(config)
+    host = Host(service.spool, tiny)
+    stranger = service.spool.join("e9", "another program", False)
+    stranger.facts.write_text(content)
+    host.wave(0)
+    service.until(service.rows)
+    host.engine.state.write_text(content)
+    service.spool._verdicts.mkdir()
+    (service.spool._verdicts / "1.json").write_text(content)
+    service.says(capsys, "engine e0 is left out", "engine e9 is left out")
+    host.wave(1)
+    service.until(lambda: len(service.rows()) > 1)
+    service.end()
+
+
+def test_a_restarted_trainer_goes_on_with_the_engines_that_live(config, tiny, capsys):
+    service = Service(config)
+    host = Host(service.spool, tiny)
+    play(service, host, 4)
+    service.end()
+    served = max(event["version"] for event in service.decisions() if event["kind"] == "published")
+    other = config.model_copy(update={"num_speculative_tokens": 1, "name": "shorter"})
+    with pytest.raises(ValueError, match=r"spool: engines live in .* draft length"):
+        serve(other, False, lambda: True)
+    for name, resume in ((config.name, True), ("anew", False)):
+        again = Service(config.model_copy(update={"name": name}), resume)
+        again.until(lambda: host.has_news)
+        rounds = len(again.rows())
+        host.follow()
+        assert host.drafter_version == (served if resume else 0), "what the trainer goes on with"
+        play(again, host, 2, first_seed=30)
+        assert len(again.rows()) == rounds + 2
+        again.end()
+        assert "engine e0: process 1" in capsys.readouterr().out
+
+
+def test_what_is_known_of_policies_is_bounded(config, tiny, monkeypatch):
+    monkeypatch.setattr("cotrain.sidecar.intake.KNOWN_HEADS", 3)
+    service = Service(config)
+    host = Host(service.spool, tiny)
+    for version in range(5):
+        host.new_policy(version, moves=version > 0)
+        play(service, host, 1, first_seed=version)
+    service.end()
+    assert [row["versions/policy"] for row in service.rows()] == [0, 1, 2, 3, 4]
+    (saved,) = (service.folder / "checkpoints").glob("step_*/state.json")
+    assert sorted(json.loads(saved.read_text())["task_position"].values()) == [2, 3, 4]
 
 
 def test_an_alarm_ends_speculation_and_training_but_neither_host_nor_trainer(config, tiny, mlflow_database, capsys):

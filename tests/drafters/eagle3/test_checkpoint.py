@@ -152,6 +152,14 @@ def test_default_aux_layers():
             default(num_layers)
 
 
+def test_the_draft_vocabulary_is_as_large_as_a_small_targets_and_as_the_checkpoints(folder):
+    config = Eagle3Config(type="eagle3")
+    assert Eagle3Drafter.shape_of(config, TARGET).draft_vocab_size == TARGET.vocab_size
+    assert Eagle3Drafter.shape_of(config, dataclasses.replace(TARGET, vocab_size=32000)).draft_vocab_size == 8192
+    known = load_drafter(folder, TARGET, config=config).shape.draft_vocab_size
+    assert known < TARGET.vocab_size and known == load_drafter(folder, TARGET).shape.draft_vocab_size
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
