@@ -22,7 +22,7 @@ def report(s: Scenario) -> str:
         f"step times: {_how_known(s)}\n",
         tabulate([_row(s.plain), _row(s)], ("arm", "generation s", "x", "step s", "x"), disable_numparse=True) + "\n",
     ]
-    answers = [*(_speculation(s) if s.system.drafter else ()), _step(s)]
+    answers = [*(_speculation(s) if s.system.drafter and s.system.drafter.k else ()), _step(s)]
     return "\n".join(lines + [fill(f"{name:<14}{said}", 118, subsequent_indent=" " * 14) for name, said in answers])
 
 
@@ -31,7 +31,7 @@ def _row(s: Scenario) -> list[str]:
     drafter, k, digits = s.system.drafter, max(s.draft_lengths), 2 if s.envelope else 3
     arm = "no speculation" if not drafter else f"k<={k} by batch" if drafter.adaptive else f"k={k}"
     numbers = s.generation, s.plain.generation / s.generation, s.step(), s.plain.step() / s.step()
-    return [arm, *(f"{number:.{digits}g}" for number in numbers)]
+    return [arm, *(f"{float(f'{number:.{digits}g}'):g}" for number in numbers)]
 
 
 def _how_known(s: Scenario) -> str:
@@ -61,14 +61,15 @@ def _speculation(s: Scenario) -> Iterator[tuple[str, str]]:
     price, halved = s.step_time(k) / s.step_time(0), s.changed("system", engines=2 * s.system.system.engines)
     even = " to ".join(f"{price[i]:.2f} at batch {i + 1}" for i in sorted({0, len(price) - 1}))
     said = f"acceptance length, {s.acceptance.length(k):.2f}, over the time of a step with k={k} to one without, {even}"
-    yield "what decides", f"{said}; with half the requests an engine it is {x(halved.speedup)}"
+    yield "what decides", f"{said}: 10 % of either is 10 % of it; with half the requests an engine {x(halved.speedup)}"
 
 
 def _step(s: Scenario) -> tuple[str, str]:
     generation, learning = s.plain.generation, s.plain.learning
     if not learning:
         return "whole step", "generation alone: the system has no learner_seconds"
-    times = [f"{each.step(lag):.3g} s" for lag in (0, 1) for each in (s.plain, s)]
+    seconds = [f"{each.step(lag):.{2 if s.envelope else 3}g}" for lag in (0, 1) for each in (s.plain, s)]
+    times = [f"{float(text):g} s" for text in seconds]
     limit = f"from a speed-up of {generation / learning:.2f}x on" if generation > learning else "at any speed"
     said = f"without lag {times[0]}, with speculation {times[1]}, and no drafter gives more than"
     said += f" {1 + generation / learning:.2f}x; with lag, on machines of their own, {times[2]} and {times[3]}"

@@ -122,14 +122,6 @@ def test_acceptance_changes_with_depth() -> None:
         assert seconds(1, falling, 8, FREE, lengths) == 750
 
 
-def test_the_order_of_requests_that_run_at_once_changes_nothing_and_times_scale() -> None:
-    order = np.random.default_rng(3).permutation(len(LENGTHS))
-    mixed = [LENGTHS[i] for i in order]
-    assert seconds(3, BY_DEPTH, lengths=mixed) == pytest.approx(seconds(3, BY_DEPTH), rel=1e-9)
-    twice = Linear(**{name: 2 * value for name, value in USUAL.items()})
-    assert seconds(3, HALF, 8, twice) == pytest.approx(2 * seconds(3, HALF, 8))
-
-
 @pytest.mark.parametrize("slots", [1, 4, 8])
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_queue_takes_at_least_its_tokens_at_the_peak_rate(slots: int, k: int) -> None:

@@ -45,11 +45,6 @@ def test_more_bandwidth_is_never_slower_and_drafts_never_free() -> None:
     assert roofline().slope(3) > roofline().slope(0)
 
 
-def test_an_mtp_head_costs_more_than_an_eagle_drafter_because_of_its_vocabulary() -> None:
-    head = (SMALL.vocabulary - 32_000) * SMALL.hidden * 2 / H100.memory_bandwidth
-    assert roofline(kind="mtp").base(1, BATCH)[0] - roofline().base(1, BATCH)[0] == pytest.approx(head, rel=0.5)
-
-
 def test_steps_of_more_rows_than_were_captured_take_what_the_host_needs_to_start_each_operation() -> None:
     free, captured = roofline(GB200), roofline(GB200, graph_tokens=128)
     inside, outside = np.array([1.0, 16.0, 32.0]), np.array([33.0, 64.0])

@@ -62,6 +62,13 @@ def test_what_lies_beyond_the_cells_is_marked(capsys: pytest.CaptureFixture[str]
     assert "EXTRAPOLATED at batch 1 to 16" in said(capsys, CPU, "drafter.k=5")
 
 
+def test_step_times_without_drafts_are_enough_where_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = ["cost.cells=[[0, 1, 10], [0, 16, 12]]", "system.learner_seconds=1"]
+    for none in ("drafter=none", "drafter.k=0"):
+        assert "no drafter gives more than" in said(capsys, CPU, *plain, none)
+    assert "steps with k = [0] tell nothing of k = 1: give cost.cells" in said(capsys, CPU, *plain, status=2)
+
+
 def test_the_learner_bounds_what_a_drafter_can_give(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, PAPER, "system.lag=1", "system.learner_seconds=100")
     assert "worth it? no: 1.77x for generation, 1.00x for whole steps" in text
