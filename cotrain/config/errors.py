@@ -148,6 +148,8 @@ def _readable(detail: ErrorDetails, blocks: dict[tuple[str, ...], SectionHelp]) 
         tag = detail["ctx"].get("tag")
         said = f"{tag!r} is not one of" if tag else "missing; one of"
         return f"{path}.type: {said} {', '.join(kinds)}{did_you_mean(tag, kinds)}"
+    if kind == "value_error":  # of a section's own check, whose message names value and fix
+        return f"{blocks[location].path if location in blocks else path}: {detail['ctx']['error']}"
     hint = ""
     if kind == "literal_error":
         hint = did_you_mean(value, re.findall(r"'([^']+)'", detail["ctx"]["expected"]))

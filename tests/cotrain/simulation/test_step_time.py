@@ -5,15 +5,13 @@ import pytest
 
 from cotrain.rollout.speculation.step_costs import StepCosts
 from cotrain.simulation.step_time import MeasuredCells
-from tests.cotrain.simulation.cpu_cells import step_seconds
+
+POWER = {(k, batch): (1 + k) * batch**0.5 for k in (0, 2) for batch in (2, 8, 32)}
+"""A law that interpolation linear in k and in logs over log batch follows everywhere."""
 
 
 def seconds(cost: MeasuredCells, k: int, batch: float) -> float:
     return cost.base(k, np.array([batch])).item()
-
-
-POWER = {(k, batch): (1 + k) * batch**0.5 for k in (0, 2) for batch in (2, 8, 32)}
-"""A law that interpolation linear in k and in logs over log batch follows everywhere."""
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
@@ -28,6 +26,8 @@ def test_beyond_the_largest_batch_an_affine_law_goes_on_whatever_the_noise_of_cl
     cost = MeasuredCells({(0, 2): 12.0, (0, 4): 14.0, (0, 7): 16.0, (0, 8): 18.0})
     assert [seconds(cost, 0, batch) for batch in (1, 8, 16, 32)] == pytest.approx([12.0, 18.0, 26.0, 42.0])
     assert cost.covers(0, 2) and cost.covers(0, 8) and not cost.covers(0, 1) and not cost.covers(0, 9)
+    falling = MeasuredCells({(0, 1): 1.0, (0, 4): 0.9})
+    assert seconds(falling, 0, 64) == pytest.approx(0.9)
 
 
 def test_between_draft_lengths_both_neighbours_must_cover_the_batch() -> None:
@@ -36,14 +36,17 @@ def test_between_draft_lengths_both_neighbours_must_cover_the_batch() -> None:
     assert not cost.covers(2, 9) and not cost.covers(4, 9)
 
 
-def test_beyond_the_cells_noise_never_makes_a_larger_step_cheaper() -> None:
-    cost = MeasuredCells({(0, 1): 1.0, (0, 4): 0.9, (1, 1): 1.4, (1, 4): 1.5, (2, 1): 1.3, (2, 4): 1.5})
-    assert seconds(cost, 0, 64) == pytest.approx(0.9)
-    assert seconds(cost, 2, 1) == seconds(cost, 5, 1) == pytest.approx(1.4), "nor one with more draft tokens"
+def test_noise_never_makes_a_step_with_drafts_cheaper_than_one_without() -> None:
+    """Measured at the start of a run on a busy machine: with k = 0, 1, 2, 3 and one request 236, 227, 194, 224 ms."""
+    cost = MeasuredCells({(0, 1): 0.236, (1, 1): 0.227, (2, 1): 0.194, (3, 1): 0.224, (0, 8): 0.3, (3, 8): 0.5})
+    for batch in (1.0, 3.0, 8.0, 20.0):
+        times = [seconds(cost, k, batch) for k in range(8)]
+        assert times == sorted(times)
+    assert seconds(cost, 3, 1) == pytest.approx(0.224), "what is not contradicted stays as it was measured"
 
 
 def test_the_engines_own_table_says_the_same_between_its_cells() -> None:
-    cells = {(k, batch): step_seconds("good", k, batch) for k in range(4) for batch in (1, 4, 16)}
+    cells = {(k, batch): 0.02 + 0.004 * k + 0.001 * batch * (k + 1) for k in range(4) for batch in (1, 4, 16)}
     table, cost = StepCosts(3, 16, {cell: [s] for cell, s in cells.items()}), MeasuredCells(cells)
     batches = np.arange(1.0, 17.0)
     assert table.ratios() == pytest.approx(np.stack([cost.base(k, batches) for k in range(4)]) / cost.base(0, batches))
@@ -54,14 +57,7 @@ def test_prompts_cost_what_the_rate_says_and_nothing_without_one() -> None:
     assert MeasuredCells(POWER).prefill(50) == 0
 
 
-@pytest.mark.parametrize("cells", [{}, {(0, 1): 0.0}, {(0, 0): 1.0}, {(-1, 1): 1.0}, {(0, 1): float("nan")}])
-def test_impossible_cells_are_refused(cells: dict[tuple[int, int], float]) -> None:
-    with pytest.raises(ValueError, match="seconds above 0"):
-        MeasuredCells(cells)
-
-
-@pytest.mark.parametrize("lengths", [(0,), (1, 3)])
-def test_a_draft_length_that_the_cells_do_not_tell_is_refused(lengths: tuple[int, ...]) -> None:
-    cost = MeasuredCells({(k, 1): 1.0 for k in lengths})
+@pytest.mark.parametrize(("lengths", "asked"), [((0,), 2), ((1, 3), 0)])
+def test_a_draft_length_that_the_cells_do_not_tell_is_refused(lengths: tuple[int, ...], asked: int) -> None:
     with pytest.raises(ValueError, match="cells of its own"):
-        cost.base(2 if lengths == (0,) else 0, np.ones(1))
+        MeasuredCells({(k, 1): 1.0 for k in lengths}).base(asked, np.ones(1))
