@@ -89,7 +89,8 @@ from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from pipelines.preflight import find_problems
 config = load_config([SMOKE], ["name=mine"])
-assert find_problems(config, quick=True) == []
+problems = find_problems(config, quick=True)
+assert problems == [], problems
 with RunDir.create(config.run_root, config.name) as run_dir, Tracker(config) as tracker:
     run_dir.start_attempt()
     write_provenance(run_dir)

@@ -257,7 +257,7 @@ def test_every_other_change_is_listed(run_config):
         check_resume(changed, {}, saved_by(run_config()))
     for line in (
         "policy.model: 'bundled:smollm2-135m-instruct' -> 'other'",
-        "drafter.model.draft_vocab_size: 8192 -> 4096",
+        "drafter.model.draft_vocab_size: None -> 4096",
         "seed: 0 -> 7",
     ):
         assert line in str(raised.value)

@@ -1,0 +1,189 @@
+"""Simulated roles of a run, for whole steps of the real controller."""
+
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cotrain.controller import Controller
+from cotrain.lossless.emitted import Draws
+from cotrain.models.loading import resolve_model
+from cotrain.process.failures import TaskFailed
+from cotrain.records import (
+    GainReport,
+    Prompt,
+    Rollout,
+    RolloutBatch,
+    RolloutRequest,
+    StepTotal,
+    SwapReport,
+    Versions,
+    WeightPayload,
+    Window,
+)
+from cotrain.run.rows import read_rows
+from tests.cotrain.publish.simulated_run import PROMPTS, SAMPLES, World
+
+
+class Engines:
+    """The engines of a World, as the controller calls them."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.gains: list[GainReport | None] = [None]
+        self.seeds: list[int | None] = []
+        self.in_dispatch = [0]
+
+    def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
+        pass
+
+    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
+        assert len(requests) == PROMPTS * SAMPLES
+        self.tapped = tap
+        self.seeds += [request.seed for request in requests]
+        return self.world.generate(self.world.step + 1)
+
+    def take_windows(self) -> dict[int, Window]:
+        return {i: Window(gain, [StepTotal(3, 8, "steady", 10, 160, 0.5)]) for i, gain in enumerate(self.gains)}
+
+    def update_policy(self, payload: WeightPayload, version: int, keep_kv: bool) -> SwapReport:
+        return SwapReport(0.2, 10)
+
+
+class Rewards:
+    """Every response is worth nothing; what `failing` names is a failure."""
+
+    starting = None
+
+    def __init__(self) -> None:
+        self.failing: set[str] = set()
+
+    def begin(self, prompt: Prompt, responses: list[str]) -> list[float] | TaskFailed:
+        return TaskFailed("task.reward raised KeyError") if prompt.id in self.failing else [0.0] * len(responses)
+
+
+class Reactor:
+    """What is waited for is there already."""
+
+    def __init__(self) -> None:
+        self.pending: deque[tuple[Any, Any]] = deque()
+
+    def add(self, reference: Any, handler: Any, failed: Any = None) -> None:
+        self.pending.append((reference, handler))
+
+    def until(self, done: Any) -> None:
+        while not done():
+            result, handler = self.pending.popleft()
+            handler(result)
+
+    def wait(self, references: Any) -> None: ...
+
+
+class Learner:
+    """Calls by name, on the object itself."""
+
+    last_call, node = (0.0, 1.0), "here"
+    unsaveable = ""
+
+    def begin(self, method: str, *args: Any) -> Any:
+        return self.call(method, *args)
+
+    def finish(self, begun: Any) -> Any:
+        return begun
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
+    def save(self, folder: Path, weights: bool = True) -> None:
+        folder.mkdir()
+        if self.unsaveable:
+            raise ValueError(self.unsaveable)
+
+
+class Policy(Learner):
+    """Updates are counted; its laws are those of the rollouts, or not."""
+
+    log_prob_gap, biased = 0.001, False
+
+    def update(self, rollouts: list[Any]) -> dict[str, float]:
+        return {"policy/rollout_log_prob_gap": self.log_prob_gap}
+
+    def write_payload(self, path: Path) -> WeightPayload:
+        return WeightPayload(str(path), 10, {})
+
+    def response_draws(self, rollouts: list[Any], sampling: Any, logit_tolerance: float) -> list[Draws]:
+        """All tokens certain, as they should be, or impossible."""
+        draws = []
+        for rollout in rollouts:
+            n = len(rollout.token_ids)
+            ones, zeros = np.ones(n), np.zeros(n)
+            wrong = np.full(n, self.biased)
+            draws.append(Draws(ones, zeros, {"probability": zeros}, wrong, wrong))
+        return draws
+
+
+class Drafter(Learner):
+    """Trains the drafter of a World."""
+
+    def __init__(self, world: World):
+        self.train = world.train
+
+    def begin(self, method: str, *args: Any) -> Any:
+        return [(self.call(method, *args), 0.0, 1.0)]
+
+    def set_target_weights(self, path: str, version: int) -> None: ...
+
+    def save_checkpoint(self, folder: Path, version: int) -> None:
+        folder.mkdir(parents=True)
+
+
+class Nodes:
+    """One node."""
+
+    local = "here"
+
+    def __init__(self, scratch: Path):
+        self.scratch = {"here": scratch}
+        self.model_path = resolve_model("tiny:llama")
+
+    def bring(self, path: str, node: str, move: bool = False) -> str:
+        return path
+
+    def remove_all(self, paths: Iterable[str]) -> None: ...
+
+
+class Tracker:
+    """Notes what it is told."""
+
+    behind = ""
+
+    def __init__(self) -> None:
+        self.drafters: list[tuple[int, dict[str, float], dict[str, str]]] = []
+        self.events: list[str] = []
+
+    def log_step(self, step: int, row: dict[str, float]) -> None: ...
+    def log_drafter(self, folder: Path, versions: Versions, step: int, metrics: Any, tags: Any) -> None:
+        self.drafters.append((versions.drafter, metrics, tags))
+
+    def log_decisions(self, path: Path, event: Any) -> None:
+        self.events.append(event.kind)
+
+
+TOKENIZER = SimpleNamespace(
+    eos_token_id=None, decode=lambda token_ids: "", apply_chat_template=lambda *_, **options: [1, 2]
+)
+
+
+def go(controller: Controller, until: int) -> list[dict[str, Any]]:
+    """Steps up to `until`; the rows without what a clock decides."""
+    controller.stop_requested = lambda: controller.step >= until
+    controller.run()
+    rows = read_rows(controller.run_dir.metrics)
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "idle/"))} for row in rows]
+
+
+def output(controller: Controller) -> str:
+    return controller.records.console._rich.file.getvalue()  # type: ignore[attr-defined]
