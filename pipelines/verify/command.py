@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     with engines.prepared_command("verify", args, prepare) as (out, (plan, setup), say):
         verdict = asyncio.run(_verify(plan, setup, args.threads, say))
         settings = [str(setting) for setting in plan.settings]
-        about = {"settings": settings, "tokens_per_setting": plan.tokens, "notes": setup.notes}
+        about = {"settings": settings, "tokens_per_setting": plan.tokens}
         report = engines.provenance(args) | about | outcome(verdict)
         write_json(out / "verify.json", report)
         (out / "verify.md").write_text(markdown(report))
@@ -142,7 +142,6 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['false_alarm_rate']:g} (Holm). `finds`: smallest total variation distance that the check finds with "
         f"probability {POWER:g}.",
         "",
-        *(f"- {note}\n" for note in report["notes"]),
         pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True),
     ]
     return "\n".join(lines) + "\n"

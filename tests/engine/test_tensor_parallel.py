@@ -186,7 +186,7 @@ def test_both_ranks_have_the_hidden_states_and_log_probs_of_the_target(live: Liv
     for rollout in batch.rollouts:
         assert (log_probs_of(rollout, models)[0] - torch.tensor(rollout.log_probs)).abs().max() < 1e-4
     [shard] = batch.features
-    first, second = load_file(shard), load_file(f"{shard}.1")
+    first, second = load_file(shard), load_file(f"{shard}.partial.1")
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     records = records_of(batch)
     assert len(records) == 8 and all(record.feature_mask.sum() == record.num_tokens - 1 for record in records)
