@@ -24,4 +24,4 @@ def cache_problems() -> list[str]:
 def can_write(path: Path) -> bool:
     """Return whether this process may write a file or into a folder, or make it."""
     nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    return (nearest.is_dir() or nearest == path.absolute()) and os.access(nearest, os.W_OK)
+    return (nearest.is_dir() or nearest == path.absolute()) and os.access(nearest, os.W_OK, effective_ids=True)
