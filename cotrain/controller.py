@@ -1,4 +1,4 @@
-"""The loop of a run. docs/architecture.md draws it; docs/asynchronous.md describes generation ahead of learning.
+"""The loop of a run. docs/internals/architecture.md draws it; docs/guide/asynchronous.md describes generation ahead of learning.
 
 With stream.max_policy_lag = 0, no group is being generated when weights change. With a larger lag, groups of later steps are
 generated all the time, and engines take weights in the middle of them. Every token carries the versions that generated it.

@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").partition(".")[0] in OWN_PACKAGES:
             raise
         print(
-            f"cotrain: {error.name} is not installed; commands need cotrain[trainer] (docs/sidecar.md)", file=sys.stderr
+            f"cotrain: {error.name} is not installed; commands need cotrain[trainer] (docs/guide/sidecar.md)",
+            file=sys.stderr,
         )
         return 2
     except (ValueError, OSError) as error:
@@ -102,7 +103,7 @@ def _is_message_to_the_user(error: Exception) -> bool:
 
 
 INIT_EPILOG = """\
-Reads [policy], [rollout], [drafter], [task] and [init] of the configuration; see docs/initialisation.md.
+Reads [policy], [rollout], [drafter], [task] and [init] of the configuration; see docs/guide/initialisation.md.
 
   cotrain init configs/smoke.toml name=first-drafter init.tokens=5000
   cotrain init configs/smoke.toml name=other init.source.type=rollouts init.source.path=runs/first-drafter

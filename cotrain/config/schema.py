@@ -239,7 +239,7 @@ class DrafterOptimizerConfig(OptimizerConfig):
 
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate. The default suits random weights. A drafter that was trained before (drafter.init), or is cut from
-    the policy, may want less: docs/studies/drafters.md has a case in which 3e-4 holds acceptance and the default does not."""
+    the policy, may want less: docs/measurements/drafters.md has a case in which 3e-4 holds acceptance and the default does not."""
 
 
 class DrafterConfig(Section):

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="cotrain ablate",
         description="Run the arms of a study, each with every seed, and compare them in one table.",
-        epilog="The same command goes on with a study that was stopped. docs/studies.md explains the file.",
+        epilog="The same command goes on with a study that was stopped. docs/guide/studies.md explains the file.",
     )
     parser.add_argument("study", metavar="STUDY.toml", help="the study file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of the study, for example seeds=[0]")

@@ -1,6 +1,6 @@
 """`cotrain run` and `cotrain sidecar`: train a drafter beside a trainer or server that belongs to somebody else.
 
-The drafter's trainer is a process of its own in both. docs/sidecar.md says what happens in the host.
+The drafter's trainer is a process of its own in both. docs/guide/sidecar.md says what happens in the host.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`cotrain verify`: is this engine, with this drafter and these settings, lossless? docs/verify.md explains the method."""
+"""`cotrain verify`: is this engine, with this drafter and these settings, lossless? docs/internals/verify.md explains the method."""
 
 import argparse
 import asyncio
