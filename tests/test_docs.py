@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import config_reference
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "configs", "cotrain", "docs", "drafters", "examples", "pipelines", "tests")
 FILES = sorted(file.relative_to(ROOT) for folder in FOLDERS for file in (ROOT / folder).rglob("*.*"))
@@ -59,3 +61,8 @@ def test_pages_that_code_and_messages_name_exist() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
+
+
+def test_configuration_page_is_that_of_the_schema() -> None:
+    page = config_reference.PAGE.read_text(encoding="utf-8")
+    assert page == config_reference.text(), "python -m tests.config_reference writes the page"
