@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("trl") is None, reason="TRL comes with the dev extra; run `make setup` again"),
 ]
 
-SCRIPT = str(Path(__file__).with_name("sidecar_trl_script.py"))
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "trl_grpo.py")
 COTRAIN = (sys.executable, "-m", "pipelines.cli")
 STEPS = 8
 FEW_DRAFTS = 300

@@ -1,6 +1,10 @@
-"""A user's TRL script: python sidecar_trl_script.py MODEL STEPS OUT [ARGUMENT OF CotrainCallback ...].
+"""GRPO with TRL and its own vLLM engine, on a task that needs no data: answer with digits.
 
-It prints the rows of the host's log as JSON. Without arguments of the callback it knows of no drafter.
+    cotrain run --model MODEL -- python examples/trl_grpo.py MODEL STEPS OUT     # the script knows nothing of a drafter
+    python examples/trl_grpo.py MODEL STEPS OUT MODEL eagle3                     # the callback starts the drafter's trainer
+
+MODEL is a folder or a hub id, OUT a folder for TRL. What follows OUT are the arguments of CotrainCallback. The last line
+of the output has the rows of TRL's log as JSON.
 """
 
 import json
