@@ -159,7 +159,7 @@ class SwapReport:
 
 @dataclass(frozen=True, slots=True)
 class GainReport:
-    """What speculation gained in an engine over its steps since the last report, except steps that compute prompts.
+    """What speculation gained in an engine since the last report, prefill steps excluded.
 
     Reports of several engines add up.
     """
@@ -168,8 +168,8 @@ class GainReport:
     seconds: float = 0.0
     """Total duration of these engine steps."""
     seconds_without: float = 0.0
-    """What the generated tokens would have taken without speculation, by the measured times of engine steps. Steps without draft
-    tokens count with their own time, and no step for more than its time for each token of a request."""
+    """Estimated seconds of the same tokens without speculation, by measured step times. Steps without draft tokens count with
+    their own time, and no step for more than its time per token of a request."""
     trial_seconds: float = 0.0
     """Part of `seconds` that went into trials of other draft lengths than the chosen one."""
     longest_draft: int = 0
@@ -202,8 +202,8 @@ class StepTotal(NamedTuple):
     """Draft tokens proposed for each request at the end of each step."""
     batch: int
     kind: str
-    """prompts: computes prompts, perhaps beside decoding. steady: only decodes, and verifies as many tokens of each request as
-    it drafts. mixed: only decodes, and verifies other numbers of tokens."""
+    """prompts: prefill, perhaps with decoding. steady: decode-only, verifies as many draft tokens of each request as it drafts.
+    mixed: decode-only, other draft lengths."""
     num_steps: int
     num_tokens: int
     """Tokens generated."""

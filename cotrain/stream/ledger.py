@@ -29,7 +29,7 @@ ENGINE_DIED = "its engine died"
 
 @dataclass
 class Group:
-    """One prompt with all its samples, on its way to the learner."""
+    """One prompt with all its samples, on the way to the learner."""
 
     number: int
     state: State = "admitted"

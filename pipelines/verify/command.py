@@ -91,7 +91,7 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
 
 
 async def _verify(plan: Plan, setup: engines.EngineSetup, threads: int, say: Callable[[str], None]) -> Verdict:
-    """Load the target model that gives the laws, start the engine, generate, and judge."""
+    """Load the target model that gives the distributions, start the engine, generate, and judge."""
     assert setup.drafter is not None
     laws = target_laws(load_target(setup), setup.drafter.draft_to_target.tolist(), plan.dtype)
     say("starting the engine")
