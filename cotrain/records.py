@@ -168,8 +168,8 @@ class GainReport:
     seconds: float = 0.0
     """Total duration of these engine steps."""
     seconds_without: float = 0.0
-    """Estimated seconds of the same tokens without speculation, by measured step times. Steps without draft tokens count with
-    their own time, and no step for more than its time per token of a request."""
+    """What the generated tokens would have taken without speculation, by the measured times of engine steps. Steps without draft
+    tokens count with their own time, and no step for more than its time for each token of a request."""
     trial_seconds: float = 0.0
     """Part of `seconds` that went into trials of other draft lengths than the chosen one."""
     longest_draft: int = 0

@@ -21,8 +21,8 @@ MATCHES = (2, 4, 8, 16)
 """Bounds of the match lengths whose acceptance is counted separately: up to 1 token, 2 or 3, and so on."""
 
 EXPLORED = 1 / 32
-"""Mean number of requests per step that explore the other proposer, so that both estimates stay current. A whole batch explores
-at once, also when a class of matches occurs for the first time. If steps have costs, such a draft has one token."""
+"""Mean number of requests per step that take the worse proposer, so that both stay known; in a step either all do or none. All do
+so too when a class of matches comes up for the first time. Where steps have prices, such a draft has one token."""
 
 IDLE_STEPS, LOOK_UP_EVERY = 16, 4
 """After IDLE_STEPS steps without a draft that pays, one step in LOOK_UP_EVERY looks for drafts, until one pays again."""
