@@ -267,7 +267,7 @@ def test_draft_lengths_are_chosen_by_the_speed_of_the_hosts_own_requests(uncorre
         uncorrected.settle()
         windows = [window for shard in uncorrected.engine.shards() for window in read_json(described(shard))["windows"]]
         lengths |= {k for window in windows for k, *_ in window["steps"]}
-        if gains := [window["gain"] for window in windows if window["gain"]["num_steps"]]:
+        if gains := [window["gain"] for window in windows if window["gain"]["seconds"]]:
             break
         uncorrected.take()
     assert lengths == {0, 1, 2, 3}, "all were measured"
