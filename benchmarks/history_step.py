@@ -48,7 +48,7 @@ def prepared(batch: int) -> tuple[Any, HistoryDrafting]:
     runner.propose_draft_token_ids = runner.take_draft_token_ids = None
     history = HistoryDrafting(runner, SuffixIndex(2**26), is_alone=True, draws=True)
     for _ in range(SAMPLES):
-        history.add([(prompt, chain(rng, successors, LENGTH), [0.0] * LENGTH, 0) for prompt in prompts])
+        history.add([(prompt, chain(rng, successors, LENGTH)) for prompt in prompts])
     return runner, history
 
 

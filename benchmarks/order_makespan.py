@@ -14,24 +14,27 @@ prompt that had come before are compared, with half as many slots as a step has 
 between prompts is that of all groups.
 
 --study: the folder of configs/studies/order, whose two arms generate the same text. Seconds of generation in the order drawn
-over those with the longest first, by step, beside the makespans that the lengths of these steps would have if all engine
-steps took the same time. The first step, before which nothing is known, has a line of its own.
+over those with the longest first, by step. The first step, before which nothing is known, has a line of its own.
 """
 
 import argparse
+import heapq
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from cotrain.run.rows import read_rows
-from cotrain.stream.lengths import LengthHistory, order_speedup
+from cotrain.stream.lengths import LengthHistory
 
 PROMPTS, SAMPLES, MEAN, CAP, SPREAD = 64, 8, 2000.0, 16_384, 0.9
 ENGINES = ((1, 128), (2, 64), (4, 32), (4, 128))
+
+NEWEST = 1024
+"""Newest responses whose lengths are compared with the expected ones."""
 
 Step = dict[str, list[int]]
 """Lengths of the samples of each prompt, in the order drawn."""
@@ -59,14 +62,14 @@ def main() -> None:
 
 
 def simulated(share: float, seed: int, epochs: int) -> list[float]:
-    """The ratio for each of ENGINES, and what `quality` tells."""
-    history = LengthHistory()
+    """The ratio for each of ENGINES, and the error of the expected lengths."""
+    history, errors = LengthHistory(), deque[float](maxlen=NEWEST)
     *known, step = islice(epochs_of_lengths(share, seed), epochs + 1)
-    for epoch in known:
-        learn(history, epoch, CAP)
+    for number, epoch in enumerate(known):
+        errors += learn(history, epoch, CAP, epoch if number else {})
     found = ratios(history, step, ENGINES)
-    learn(history, step, CAP)
-    return found + quality(history)
+    errors += learn(history, step, CAP, step)
+    return [*found, float(np.median(errors))]
 
 
 def epochs_of_lengths(share: float, seed: int) -> Iterator[Step]:
@@ -83,37 +86,32 @@ def recorded(folder: Path) -> str:
     """The cells of a run."""
     cap = json.loads((folder / "config.json").read_text())["rollout"]["max_new_tokens"]
     steps = recorded_steps(folder)
-    history, seen, found = LengthHistory(), set[str](), []
+    history, seen, found, errors = LengthHistory(), set[str](), [], deque[float](maxlen=NEWEST)
     for step in steps:
         slots = sum(map(len, step.values())) // 2
         if seen & step.keys():
             found.append(ratios(history, step, [(engines, max(1, slots // engines)) for engines in (1, 2, 4)]))
-        learn(history, step, cap)
+        errors += learn(history, step, cap, seen)
         seen |= step.keys()
     compared = f"{len(found)} of {len(steps)}"
     if not found:
         return f"{compared} | {'no prompt came twice' if steps else 'no lengths are recorded'}" + " |" * 5
     share = between([lengths for step in steps for lengths in step.values()])
-    return f"{compared} | {share:.2f} | {means(found)} | " + " | ".join(f"{value:.2f}" for value in quality(history))
+    return f"{compared} | {share:.2f} | {means(found)} | {np.median(errors):.2f}"
 
 
 def measured(study: Path) -> None:
     """Print a table of the seconds that two runs of each seed took for the same text."""
-    seconds, makespans, same = list[list[float]](), list[list[float]](), True
+    seconds, same = list[list[float]](), True
     for drawn in sorted((study / "runs").glob("drawn-s*")):
         chosen = drawn.with_name(drawn.name.replace("drawn", "longest-first"))
         rows = [read_rows(folder / "metrics.jsonl") for folder in (drawn, chosen)]
         seconds.append([a["time/generate_s"] / b["time/generate_s"] for a, b in zip(*rows, strict=True)])
-        makespans.append([b.get("rollout/order_speedup", 1.0) for b in rows[1]])
         same &= recorded_steps(drawn) == recorded_steps(chosen)
     print(f"the same lengths in both arms: {'yes' if same else 'no'}\n")
-    print("| steps | generation, s drawn / s longest first | by the lengths alone |\n|---|---|---|")
+    print("| steps | generation, s drawn / s longest first |\n|---|---|")
     for name, part in (("first", slice(0, 1)), ("later", slice(1, None))):
-        cells = (
-            [[ratio] for row in seconds for ratio in row[part]],
-            [[ratio] for row in makespans for ratio in row[part]],
-        )
-        print(f"| {name} | {' | '.join(map(means, cells))} |")
+        print(f"| {name} | {means([[ratio] for row in seconds for ratio in row[part]])} |")
 
 
 def recorded_steps(folder: Path) -> list[Step]:
@@ -125,9 +123,18 @@ def recorded_steps(folder: Path) -> list[Step]:
     return [dict(step[number] for number in sorted(step)) for _, step in sorted(groups.items())]
 
 
-def learn(history: LengthHistory, step: Step, cap: int) -> None:
+def learn(history: LengthHistory, step: Step, cap: int, seen: Iterable[str]) -> list[float]:
+    """Learn a step. Returns how far the log lengths of prompts that were seen before were from the expected ones.
+
+    A truncated response that was expected to be longer has error 0.
+    """
+    errors = []
     for prompt, lengths in step.items():
+        if prompt in seen:
+            found = np.log(np.maximum(1, lengths) / history.expected(prompt))
+            errors += np.where(np.array(lengths) >= cap, np.maximum(0.0, found), abs(found)).tolist()
         history.observe(prompt, lengths, [length >= cap for length in lengths])
+    return errors
 
 
 def ratios(history: LengthHistory, step: Step, sizes: Sequence[tuple[int, int]]) -> list[float]:
@@ -135,12 +142,25 @@ def ratios(history: LengthHistory, step: Step, sizes: Sequence[tuple[int, int]])
     lengths = dict(enumerate(step.values()))
     expected = [history.expected(prompt) for prompt in step]
     chosen = sorted(lengths, key=lambda number: (-expected[number], number))
-    return [order_speedup(lengths, chosen, *size) or 1.0 for size in sizes]
+    drawn = list(step.values())
+    ordered = [lengths[number] for number in chosen]
+    fits = [sum(map(len, drawn)) <= engines * slots for engines, slots in sizes]
+    return [1.0 if fit else makespan(drawn, *s) / makespan(ordered, *s) for fit, s in zip(fits, sizes, strict=True)]
 
 
-def quality(history: LengthHistory) -> list[float]:
-    """Median absolute log error of the newest responses."""
-    return [history.metrics()["rollout/length_error"]]
+def makespan(groups: Sequence[Sequence[int]], num_engines: int, slots: int) -> int:
+    """Engine steps until the last request of these groups has ended. A group is the list of its response lengths [tokens].
+
+    Each group goes to the engine with the fewest requests so far, and an engine runs its requests in order, `slots` at
+    once. Every step takes the same time and emits one token for each request.
+    """
+    load, ends = Counter[int](), [[0] * slots for _ in range(num_engines)]
+    for group in groups:
+        engine = min(range(num_engines), key=load.__getitem__)
+        load[engine] += len(group)
+        for length in group:
+            heapq.heappush(ends[engine], heapq.heappop(ends[engine]) + length)
+    return max(map(max, ends))
 
 
 def between(groups: list[list[int]]) -> float:

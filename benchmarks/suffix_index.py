@@ -95,7 +95,7 @@ def cells(rollouts: list[Any], known: Known, samples: int) -> list[str]:
         for rollout in group:
             index = SuffixIndex(ROOM // 64)
             for other in known(rollout, [r for r in group if r is not rollout]):
-                index.add(key_of(other.prompt_token_ids), other.token_ids, 0)
+                index.add(key_of(other.prompt_token_ids), other.token_ids)
             for draws in found:
                 found[draws].append(acceptances(index, rollout, draws))
         for draws in found:
@@ -112,18 +112,31 @@ def mean(values: np.ndarray) -> str:
     return f"{values.mean():.2f} ± {values.std(ddof=1) / len(values) ** 0.5:.2f}"
 
 
-def acceptances(index: Any, rollout: Any, draws: bool) -> np.ndarray:
-    """The chance that each token of a response but the first is what a draft in its place was accepted as."""
-    from drafters.suffix.fitting import Finished, expected_acceptances
+def acceptances(index: Any, rollout: Any, draws: bool, most: int | None = None) -> np.ndarray:
+    """The chance that each token of a response but the first is what a draft in its place was accepted as.
+
+    most: tokens to take at most, evenly spread; None takes all.
+    """
     from drafters.suffix.index import key_of
 
-    if draws:
-        finished = Finished(rollout.prompt_token_ids, rollout.token_ids, rollout.log_probs)
-        return expected_acceptances(index, finished, None)
     start, key = len(rollout.prompt_token_ids), key_of(rollout.prompt_token_ids)
     text = np.array([*rollout.prompt_token_ids, *rollout.token_ids], np.int32)
-    drafts = [index.draft(key, text[:place], start, 1, False).tokens for place in range(start + 1, len(text))]
-    return np.array([float(len(d) and d[0] == t) for d, t in zip(drafts, text[start + 1 :], strict=True)])
+    number, found = len(rollout.token_ids), []
+    for i in range(1, number, 1 if most is None else max(1, -(-number // most))):
+        token, draft = rollout.token_ids[i], index.draft(key, text[: start + i], start, 1, draws)
+        if draws:
+            found.append(min(1.0, probability_of(token, draft) / np.exp(rollout.log_probs[i])))
+        else:
+            found.append(float(len(draft.tokens) and draft.tokens[0] == token))
+    return np.array(found)
+
+
+def probability_of(token: int, draft: Any) -> float:
+    """The probability of a token in the distribution that the first token of a draft was drawn from."""
+    if not len(draft.tokens):
+        return 0.0
+    known = draft.supports[0, : draft.sizes[0]] == token
+    return float(draft.laws[0, : draft.sizes[0]][known].sum())
 
 
 def length(group: list[np.ndarray], k: int) -> float:
@@ -153,7 +166,7 @@ def cost(epochs: list[list[Any]]) -> str:
     num_tokens = sum(len(r.token_ids) for r in epochs[0])
     started = time.perf_counter()
     for rollout in epochs[0]:
-        index.add(key_of(rollout.prompt_token_ids), rollout.token_ids, 0)
+        index.add(key_of(rollout.prompt_token_ids), rollout.token_ids)
     insert = (time.perf_counter() - started) / num_tokens
     drafts = seconds = tokens = 0.0
     for rollout in epochs[1]:
@@ -189,14 +202,14 @@ def print_costs_by_size(sizes: list[int]) -> None:
         return tokens
 
     index, prompts, texts = SuffixIndex(2**30), [chain(64) for _ in range(128)], [chain(length) for _ in range(128)]
-    index.add(key_of(prompts[0]), texts[0].tolist(), 0)  # compiles
+    index.add(key_of(prompts[0]), texts[0].tolist())  # compiles
     print("| tokens | adding one, us | bytes a token | a draft at k = 4, us |\n|--:|--:|--:|--:|")
     for size in sizes:
         before, started = index.num_tokens, time.process_time()
         while index.num_tokens < size:
             number = int(rng.integers(128))
             text = np.roll(texts[number], int(rng.integers(length)))
-            index.add(key_of(prompts[number]), text.tolist(), index.num_tokens // 500_000)
+            index.add(key_of(prompts[number]), text.tolist())
         added = (time.process_time() - started) / (index.num_tokens - before)
         drafts = []
         for _ in range(61):

@@ -147,7 +147,6 @@ class Controller:
         row = self.producer.metrics()
         with self._timed("wait_for_rollouts" if self._lags else "generate"):
             groups = self._take()
-        row |= self.producer.order_metrics()
         rollouts = self._scored(groups)
         window = self._window(rollouts)
         row |= lag_metrics([scored.rollout for scored in rollouts], served.policy)

@@ -164,7 +164,6 @@ class GainReport:
     Reports of several engines add up.
     """
 
-    num_steps: int = 0
     seconds: float = 0.0
     """Total duration of these engine steps."""
     seconds_without: float = 0.0

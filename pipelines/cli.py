@@ -144,8 +144,8 @@ def train(arguments: Sequence[str]) -> int:
 def report(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="cotrain report",
-        description="Write the report of a run or a study into its report/ folder: report.html, which needs no other "
-        "file, and its figures as PNGs; for a study also its table as Markdown and CSV.",
+        description="Write the report of a run or a study into its report/ folder: report.md, and its figures as PNGs; for "
+        "a study also its table as CSV.",
     )
     parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name in the run root")
     options = parser.parse_args(arguments)

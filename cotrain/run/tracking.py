@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +14,14 @@ from typing import Any
 from mlflow.entities import Dataset, DatasetInput, LoggedModelOutput, Metric, Param
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking.context.registry import resolve_tags
-from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_GIT_DIRTY, MLFLOW_PARENT_RUN_ID
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_GIT_DIRTY
 
 from cotrain.config.schema import RunConfig
 from cotrain.config.sidecar import SidecarConfig
 from cotrain.records import Versions
 from cotrain.run.checkpoint import file_digest
 from cotrain.run.metrics import ServedDrafts
-from cotrain.run.mlflow_store import PARENT_RUN_VARIABLE, connect, experiment_id, tracking_uri
+from cotrain.run.mlflow_store import connect, experiment_id, tracking_uri
 from cotrain.run.outbox import Outbox
 from cotrain.run.provenance import config_hash, flatten, git_state
 from cotrain.run.registry import DIGEST_TAG, FILES, POLICY_TAG
@@ -190,8 +189,6 @@ class Tracker(AbstractContextManager["Tracker"]):
         tags = resolve_tags() | {FOLDER_TAG: folder, "config_hash": config_hash(config)}
         if git := git_state(Path(__file__).parent)[0]:
             tags |= {MLFLOW_GIT_COMMIT: git["commit"], MLFLOW_GIT_DIRTY: str(git["dirty"])}
-        if parent_run := os.environ.get(PARENT_RUN_VARIABLE):
-            tags[MLFLOW_PARENT_RUN_ID] = parent_run
         run_id = client.create_run(self._experiment, tags=tags, run_name=config.name).info.run_id
         # MLflow refuses to change a parameter; the few that a resume may change keep their first value.
         fields = flatten(config.model_dump(mode="json")).items()

@@ -21,7 +21,7 @@ from cotrain.roles.engines import RolloutEngines, derived_seed, merge
 from cotrain.roles.rewards import Rewards
 from cotrain.run.rows import RowFile
 from cotrain.stream.ledger import ENGINE_DIED, Group, Ledger
-from cotrain.stream.lengths import LengthHistory, order_speedup
+from cotrain.stream.lengths import LengthHistory
 from cotrain.stream.reactor import Reactor
 from cotrain.tasks.base import Task
 from cotrain.tasks.prompts import PromptOrder, encode_prompt
@@ -93,7 +93,7 @@ class Producer:
         self._saved = {row["number"]: row for row in saved["groups"]}
         self.ledger.lost.update(saved["lost"])
         self._lost_features = saved["lost_features"]
-        self._lengths, self._begun = LengthHistory(), list[int]()
+        self._lengths = LengthHistory()
         if "lengths" in saved:
             self._lengths.load(saved["lengths"])
 
@@ -168,16 +168,6 @@ class Producer:
             "drafter/lost_features": self._lost_features,
         }
 
-    def order_metrics(self) -> dict[str, float]:
-        """How well response lengths were predicted, and how much time the order saved for the groups that are taken."""
-        rollout, metrics = self._config.rollout, self._lengths.metrics()
-        taken = [number for number, group in self.ledger.groups.items() if group.state == "taken"]
-        lengths = {n: [len(rollout.token_ids) for rollout in self._results[n].rollouts] for n in taken}
-        begun = [number for number in dict.fromkeys(self._begun) if number in lengths]
-        self._begun = [number for number in self._begun if number not in lengths]
-        speedup = order_speedup(lengths, begun, rollout.num_engines, rollout.max_num_seqs)
-        return metrics if speedup is None else metrics | {"rollout/order_speedup": speedup}
-
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the groups that are scored but not yet trained on, the length history, and what was lost.
 
@@ -220,7 +210,6 @@ class Producer:
         groups, requests = [group for group, _ in bundle], [request for _, own in bundle for request in own]
         for group in groups:
             self.ledger.move(group.number, "dispatched")
-            self._begun.append(group.number)
             self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
         reference = self._engines.begin_generate(engine, requests, self.taps)
         numbers = [group.number for group in groups]

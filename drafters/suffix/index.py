@@ -20,9 +20,6 @@ EVERY_PROMPT = bytes(KEY_BYTES)
 EVERY_PROMPT_WEIGHT = 0.05
 """Weight of a text among those of all prompts: style repeats across problems, content less so."""
 
-LEAST_WEIGHT = 2.0**-6
-"""A text whose weight has fallen below this counts as 0, and is forgotten first when room is needed."""
-
 FULL = 0.5
 """Largest share of the room that texts take after room was made, so that it must be made only seldom."""
 
@@ -64,21 +61,17 @@ class SuffixIndex:
     """
 
     def __init__(self, max_bytes: int, seed: int = 0):
-        """Texts do not age until `weigh_by` is called. Raises ValueError when max_bytes is too small for any text."""
+        """Raises ValueError when max_bytes is too small for any text."""
         self.max_tokens = max_bytes // BYTES_PER_TOKEN * 2
         if self.max_tokens < 8:
             raise ValueError(f"an index of {max_bytes} bytes holds no text; allow at least {4 * BYTES_PER_TOKEN}")
-        self.half_life: float | None = None
-        self.policy_version = 0
         self._texts, self._orders, self._owners = (np.zeros(self.max_tokens, np.int32) for _ in range(3))
         self.forget()
         self._rng = np.random.default_rng(seed)
 
     def forget(self) -> None:
         """Forget every text."""
-        self._used = 0
-        self._versions = np.zeros(0, np.int64)  # of each text, by its number in owners
-        self._weights = np.zeros(0)
+        self._used = self._num_texts = 0
         self._segments: dict[bytes, list[Segment]] = {EVERY_PROMPT: []}
 
     @property
@@ -91,27 +84,13 @@ class SuffixIndex:
         """Bytes in use."""
         return 3 * 4 * self._used
 
-    def weigh_by(self, policy_version: int, half_life: float | None) -> None:
-        """Weight texts by their age at this policy version, halved every half_life versions; None weights all alike."""
-        self.policy_version, self.half_life = policy_version, half_life
-        self._weights = self._weights_at(half_life, self._versions)
-
-    def _weights_at(self, half_life: float | None, versions: NDArray[np.int64]) -> NDArray[np.float64]:
-        if half_life is None or not len(versions):
-            return np.ones(len(versions))
-        ages = np.maximum(0, self.policy_version - versions)
-        of_age = 0.5 ** (np.arange(ages.max() + 1) / half_life)
-        of_age[of_age < LEAST_WEIGHT] = 0.0
-        return of_age[ages]
-
-    def add(self, key: bytes, token_ids: Sequence[int], policy_version: int) -> None:
+    def add(self, key: bytes, token_ids: Sequence[int]) -> None:
         """Add a finished response. If it would fill more than half of the room, only its end is kept."""
         room = self.max_tokens // 4 - 1
         text = np.asarray([law.SEPARATOR, *token_ids[-room:]], np.int32)
         if len(text) == 1:
             return
-        self._versions = np.append(self._versions, policy_version)
-        self._weights = np.append(self._weights, self._weights_at(self.half_life, self._versions[-1:]))
+        self._num_texts += 1
         order = law.sort_by_context(text)
         for scope in (key, EVERY_PROMPT):
             self._append(scope, text, order)
@@ -119,7 +98,7 @@ class SuffixIndex:
     def _append(self, scope: bytes, text: Tokens, order: Tokens) -> None:
         if self._used + len(text) > self.max_tokens:
             self._make_room()
-        owner = np.int32(len(self._versions) - 1)
+        owner = np.int32(self._num_texts - 1)
         segments = self._segments.setdefault(scope, [])
         segments.append(self._put(text, order, np.full(len(text), owner)))
         while len(segments) > 1 and segments[-2].size < 2 * segments[-1].size:
@@ -150,14 +129,12 @@ class SuffixIndex:
         segments[-2:] = [self._put(text, order, owners)]
 
     def _make_room(self) -> None:
-        """Forget texts of weight 0 and then the oldest, down to FULL, and close the gaps that merging has left."""
+        """Forget the oldest texts, down to FULL, and close the gaps that merging has left."""
         places = sorted((segment.start, scope) for scope, segments in self._segments.items() for segment in segments)
         segment_at = {segment.start: segment for segments in self._segments.values() for segment in segments}
         owners = [self._views(segment)[2] for segment in segment_at.values()]
-        sizes = np.bincount(np.concatenate(owners), minlength=len(self._versions))
-        kept = self._weights > 0
-        newest_first = np.cumsum((sizes * kept)[::-1])[::-1]
-        kept &= newest_first <= FULL * self.max_tokens
+        sizes = np.bincount(np.concatenate(owners), minlength=self._num_texts)
+        kept = np.cumsum(sizes[::-1])[::-1] <= FULL * self.max_tokens
         kept[-1] = True  # it is being added
         self._used, self._segments = 0, {EVERY_PROMPT: []}
         for start, scope in places:
@@ -166,7 +143,7 @@ class SuffixIndex:
                 self._segments.setdefault(scope, []).append(moved)
         for segments in self._segments.values():
             segments.sort(key=lambda segment: -segment.size)
-        self._versions, self._weights = self._versions[kept], self._weights[kept]
+        self._num_texts = int(kept.sum())
 
     def _move(self, segment: Segment, kept: NDArray[np.bool_]) -> Segment:
         """Append the kept texts of a segment, under their new numbers, to the segments that were moved before it."""
@@ -184,19 +161,11 @@ class SuffixIndex:
         """
         return Draft(*law.draft(*self._scope(key), text, response_start, k, draws, self._rng))
 
-    def probabilities_of(
-        self, key: bytes, text: Tokens, response_start: int, places: NDArray[np.int64], half_life: float | None
-    ) -> NDArray[np.float64]:
-        """Return the probabilities [places] of the tokens of a text at these places, if texts aged with this half-life."""
-        arrays = *self._scope(key)[:5], self._weights_at(half_life, self._versions)
-        return law.probabilities_of(*arrays, text, response_start, places)
-
     def _scope(self, key: bytes) -> tuple[NDArray[np.generic], ...]:
         own, every = self._segments.get(key, []), self._segments[EVERY_PROMPT]
         segments = np.array([*own, *every], np.int64).reshape(-1, 3)
         weights = np.array([1.0] * len(own) + [EVERY_PROMPT_WEIGHT] * len(every))
-        arrays = self._texts, self._orders, self._owners
-        return *arrays, segments, weights, self._weights
+        return self._texts, self._orders, segments, weights
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -211,9 +180,6 @@ class SuffixIndex:
                 "owners": self._owners[used],
                 "keys": np.frombuffer(b"".join(self._segments), np.uint8).reshape(-1, KEY_BYTES).copy(),
                 "segments": np.array(rows, np.int64).reshape(-1, 4),
-                "versions": self._versions,
-                "policy_version": np.array([self.policy_version]),
-                "half_life": np.array([] if self.half_life is None else [self.half_life]),
             },
             path,
         )
@@ -224,7 +190,7 @@ class SuffixIndex:
         Raises ValueError when tensors are missing, or when the saved index needs more bytes than this one has.
         """
         saved = load_file(path)
-        needed = {"texts", "orders", "owners", "keys", "segments", "versions", "policy_version", "half_life"}
+        needed = {"texts", "orders", "owners", "keys", "segments"}
         if missing := needed - saved.keys():
             raise ValueError(f"{path} is no index of this version: it lacks {', '.join(sorted(missing))}")
         if (used := len(saved["texts"])) > self.max_tokens:
@@ -237,5 +203,4 @@ class SuffixIndex:
         self._segments = {key: [] for key in keys}
         for number, *segment in saved["segments"].tolist():
             self._segments[keys[number]].append(Segment(*segment))
-        self._versions = saved["versions"]
-        self.weigh_by(int(saved["policy_version"][0]), next(iter(saved["half_life"].tolist()), None))
+        self._num_texts = int(saved["owners"].max(initial=-1)) + 1

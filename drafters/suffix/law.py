@@ -23,7 +23,7 @@ ESCAPE = 0.5
 escape probability of prediction by partial matching (method C of Moffat 1990 has ESCAPE = 1)."""
 
 OWN_WEIGHT = 2.0
-"""Weight of a place in the request's own text. A place in a text of the same prompt and the present policy has weight 1."""
+"""Weight of a place in the request's own text. A place in a text of the same prompt has weight 1."""
 
 LEAST_SHARE = 1 / 64
 """Share of the distribution below which shorter contexts are left out."""
@@ -132,13 +132,13 @@ def _count(tokens, mass, slots, n, token, weight):
 
 
 @_compiled
-def next_law(texts, orders, owners, segments, scope_weights, weights, context, response_start, tokens, probabilities):
+def next_law(texts, orders, segments, scope_weights, context, response_start, tokens, probabilities):
     """Compute the distribution of the token after a context.
 
-    texts, orders, owners: int32 arrays of the whole index. segments int64 [S, 3]: start, size and number of positions of each
-    segment to look at; scope_weights [S]: their weights. weights: of each text, by its number in owners. context: prompt and
-    response [n]. The index holds only responses, so only the response (from response_start on) is looked up in it; the whole
-    context is looked up in itself. Fills tokens and probabilities [WIDTH]; returns their number and the longest match's length.
+    texts, orders: int32 arrays of the whole index. segments int64 [S, 3]: start, size and number of positions of each
+    segment to look at; scope_weights [S]: their weights. context: prompt and response [n]. The index holds only responses, so
+    only the response (from response_start on) is looked up in it; the whole context is looked up in itself. Fills tokens and
+    probabilities [WIDTH]; returns their number and the longest match's length.
     """
     num_segments, num_levels = len(segments), len(LEVELS)
     lows, highs = np.zeros((num_segments, num_levels), np.int32), np.zeros((num_segments, num_levels), np.int32)
@@ -164,8 +164,7 @@ def next_law(texts, orders, owners, segments, scope_weights, weights, context, r
             stride = max(1, (high - low) // MOST_PLACES)
             for i in range(low, high, stride):
                 place = start + orders[start + i]
-                weight = scope_weights[s] * weights[owners[place]] * stride
-                n = _count(tokens, mass, slots, n, texts[place], weight)
+                n = _count(tokens, mass, slots, n, texts[place], scope_weights[s] * stride)
         for i in range(num_own):
             if own_matched[i] >= LEVELS[level]:
                 n = _count(tokens, mass, slots, n, context[own[i]], OWN_WEIGHT)
@@ -182,15 +181,13 @@ def next_law(texts, orders, owners, segments, scope_weights, weights, context, r
         share *= escape
         if share < LEAST_SHARE:
             break
-    mass_of_law = probabilities[:n].sum()
-    if not mass_of_law > 0:  # nothing was found, or only texts of weight 0
-        return 0, longest
-    probabilities[:n] /= mass_of_law
+    if n:
+        probabilities[:n] /= probabilities[:n].sum()
     return n, longest
 
 
 @_compiled
-def draft(texts, orders, owners, segments, scope_weights, weights, context, response_start, k, draws, rng):
+def draft(texts, orders, segments, scope_weights, context, response_start, k, draws, rng):
     """Propose n <= k tokens after a context: drawn from their distributions if `draws`, otherwise the likeliest.
 
     Returns the proposed tokens [n], the tokens and probabilities of their distributions [n, WIDTH], the size of each [n],
@@ -203,9 +200,7 @@ def draft(texts, orders, owners, segments, scope_weights, weights, context, resp
     first_match, num = 0, 0
     for j in range(k):
         so_far = text[: length + j]
-        n, longest = next_law(
-            texts, orders, owners, segments, scope_weights, weights, so_far, response_start, supports[j], laws[j]
-        )
+        n, longest = next_law(texts, orders, segments, scope_weights, so_far, response_start, supports[j], laws[j])
         if j == 0:
             first_match = longest
         if n == 0:
@@ -221,18 +216,3 @@ def draft(texts, orders, owners, segments, scope_weights, weights, context, resp
         text[length + j], sizes[j] = supports[j, chosen], n
         num += 1
     return text[length : length + num], supports[:num], laws[:num], sizes[:num], first_match
-
-
-@_compiled
-def probabilities_of(texts, orders, owners, segments, scope_weights, weights, text, response_start, places):
-    """Return the probabilities float64 [places] of the tokens of a text at these places, each given the text before it."""
-    tokens, law, found = np.empty(WIDTH, np.int32), np.empty(WIDTH), np.zeros(len(places))
-    for number in range(len(places)):
-        place = places[number]
-        n, _ = next_law(
-            texts, orders, owners, segments, scope_weights, weights, text[:place], response_start, tokens, law
-        )
-        for i in range(n):
-            if tokens[i] == text[place]:
-                found[number] = law[i]
-    return found

@@ -4,24 +4,18 @@ A study can be stopped and started again at any point: what is finished is not r
 """
 
 import argparse
-import hashlib
 import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from cotrain.config.errors import ConfigError
 from cotrain.process.children import two_stage_stop
 from cotrain.run.console import duration
-from cotrain.run.mlflow_store import tracking_uri
 from pipelines.ablate.jobs import execute, is_complete, last_error, next_action, restore_state, save_state
 from pipelines.ablate.plan import Run, Status, Study, load_study
-from pipelines.page.folders import STUDY
-
-FOLDER_TAG = "cotrain.study_folder"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,16 +81,12 @@ def _run_study(study: Study) -> int:
     started = time.monotonic()
     for name in ("logs", "runs", "inits"):
         (study.folder / name).mkdir(exist_ok=True)
-    client, parent = _open_mlflow_run(study)
     save_state(study)
     with two_stage_stop(print, "step") as stopped:
-        _run_all(study, stopped, parent)
+        _run_all(study, stopped)
     page = write_study_report(study.folder)
-    _close_mlflow_run(client, parent, study)
-    print(f"\n{page.with_name('table.md').read_text()}\nreport: {page}")
+    print(f"\n{page.read_text()}\nreport: {page}")
     failed = [run for run in study.trainings if run.status == "failed"]
-    for run in failed:
-        print(f"  {run.title}: {run.error}")
     took = duration(time.monotonic() - started)
     if stopped():
         print(f"stopped after {took}; everything finished is kept")
@@ -105,63 +95,30 @@ def _run_study(study: Study) -> int:
     return 1 if failed else 0
 
 
-def _run_all(study: Study, stopped: Callable[[], bool], parent: str) -> None:
+def _run_all(study: Study, stopped: Callable[[], bool]) -> None:
     """Run all runs that are not finished, and record in study.json how each of them ended."""
     waiting, started = [run for run in study.runs if next_action(run) != "finished"], time.monotonic()
     for number, run in enumerate(waiting, 1):
         if stopped():
             return
         print(f"[{number}/{len(waiting)}] {run.title} begins; its output is {run.log}", flush=True)
-        run.status, run.error = _ended(run, study.config.keep_checkpoints, stopped, parent)
+        run.status, run.error = _ended(run, study, stopped)
         save_state(study)
         text = {"finished": "finished", "failed": f"FAILED: {run.error}", "missing": "stopped"}[run.status]
         left = (time.monotonic() - started) / number * (len(waiting) - number)
         print(f"[{number}/{len(waiting)}] {run.title}: {text}, eta {duration(left)}", flush=True)
 
 
-def _ended(run: Run, keep_checkpoints: bool, stopped: Callable[[], bool], parent: str) -> tuple[Status, str | None]:
+def _ended(run: Run, study: Study, stopped: Callable[[], bool]) -> tuple[Status, str | None]:
     """Execute a run. Returns how it ended, and why if it failed."""
     if run.needs and run.needs.status == "failed":
         return "failed", f"its initialisation {run.needs.name} failed: {run.needs.error}"
-    exit_status = execute(run, stopped, parent)
+    exit_status = execute(run, stopped, study.config.name)
     if exit_status == 0 and is_complete(run):
-        if not keep_checkpoints:  # gigabytes that nothing reads any more
+        if not study.config.keep_checkpoints:  # gigabytes that nothing reads any more
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
         return "finished", None
     if stopped():
         return "missing", None
     why = "somebody stopped it" if exit_status == 0 else last_error(run.log, exit_status)
     return "failed", f"{why} (log: {run.log})"
-
-
-def _open_mlflow_run(study: Study) -> tuple[Any, str]:
-    """An MLflow client, and the id of the parent of all runs. A study folder has one parent, however often it is continued.
-
-    Raises ValueError naming tracking.uri when the store does not answer.
-    """
-    from cotrain.run.mlflow_store import connect, experiment_id
-
-    uri = tracking_uri(study.shared)
-    client = connect(uri)
-    experiment = experiment_id(client, uri)
-    folder = hashlib.blake2b(str(study.folder.resolve()).encode(), digest_size=6).hexdigest()
-    if known := client.search_runs([experiment], f"tags.`{FOLDER_TAG}` = '{folder}'", max_results=1):
-        client.update_run(known[0].info.run_id, status="RUNNING")
-        return client, known[0].info.run_id
-    run = client.create_run(experiment, tags={FOLDER_TAG: folder}, run_name=study.config.name)
-    return client, run.info.run_id
-
-
-def _close_mlflow_run(client: Any, run_id: str, study: Study) -> None:
-    """Store study.json and the report, and set the status. The files stay in the study's folder if that fails."""
-    from mlflow.exceptions import MlflowException
-
-    from cotrain.run.mlflow_store import in_short
-
-    finished = all(run.status == "finished" for run in study.trainings)
-    try:
-        client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
-        for file in (STUDY, "report/table.md", "report/report.html"):
-            client.log_artifact(run_id, str(study.folder / file))
-    except (MlflowException, OSError) as error:
-        print(f"MLflow did not take the table ({in_short(error)}); it is in {study.folder}/report")

@@ -18,7 +18,7 @@ from cotrain.config.errors import ConfigError
 from cotrain.config.load import to_toml
 from cotrain.process.children import follow_parent
 from cotrain.run.checkpoint import latest_checkpoint
-from cotrain.run.mlflow_store import PARENT_RUN_VARIABLE
+from cotrain.run.mlflow_store import EXPERIMENT_VARIABLE
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
@@ -91,8 +91,8 @@ def is_complete(run: Run) -> bool:
     return bool(rows) and rows[-1]["step"] == run.config.steps
 
 
-def execute(run: Run, stopped: Callable[[], bool], parent: str) -> int:
-    """Run the subprocess to its end and return its exit status. `parent` is the MLflow run under which its own is nested.
+def execute(run: Run, stopped: Callable[[], bool], experiment: str) -> int:
+    """Run the subprocess to its end, in this experiment of MLflow, and return its exit status.
 
     Once `stopped` returns true, the subprocess is told to save and stop. A second Ctrl-C makes it stop at once.
     """
@@ -109,7 +109,7 @@ def execute(run: Run, stopped: Callable[[], bool], parent: str) -> int:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1", PARENT_RUN_VARIABLE: parent},
+            env={EXPERIMENT_VARIABLE: experiment} | os.environ | {"PYTHONUNBUFFERED": "1"},
             start_new_session=True,
             preexec_fn=partial(follow_parent, os.getpid()),
         )

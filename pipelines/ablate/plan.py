@@ -130,7 +130,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     for path, file in _files(here, flatten(table)).items():
         table = merge(table, table_of(path, file))
     own: Table = {"run_root": str(folder / "runs")}
-    if not (shared.tracking.uri or os.environ.get(URI_VARIABLE)):  # one store, so that all are nested under one run
+    if not (shared.tracking.uri or os.environ.get(URI_VARIABLE)):  # one store, so that MLflow shows all side by side
         own["tracking"] = {"uri": sqlite_uri(folder / "mlflow.db")}
     study = Study(config, here, parse_config(merge(table, own)))
     inits, arms = dict[str, Run](), list[Run]()

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from markupsafe import Markup
 
 from drafters.files import read_object
-from pipelines.page.figures import MOST_LINES, range_figure
+from pipelines.page.figures import MOST_LINES
 from pipelines.page.folders import STUDY
-from pipelines.page.page import NOT_MEASURED, REPORT, Fact, Page, Plot, Section, line_plot, write_page
+from pipelines.page.page import REPORT, Page, Plot, Section, line_plot, write_page
 from pipelines.page.record import RunRecord, read_run
 
 NONE = "-"
@@ -23,7 +22,6 @@ GAIN, STEP_GAIN = "tokens/s, x no speculation", "whole step, x no speculation"
 COMPARED = {"acceptance length": LENGTH, GAIN: GAIN, STEP_GAIN: STEP_GAIN, "reward": REWARD}
 """Columns of the comparison, and the metric that each shows."""
 
-POSITION = "rollout/acceptance_rate_pos_"
 HOW_TO_READ = (
     "Means over the last third of the steps, then over seeds, with (lowest..highest). Speeds are ratios to the "
     "no-speculation arm of the same policy and seed, and acceptance length 1 is no gain. table.csv has all metrics."
@@ -37,7 +35,7 @@ class StudyRecord:
     about: dict[str, Any]
     """What study.json says: name, number of steps, seeds and arms."""
     runs: pd.DataFrame
-    """A row for each run: its folder (a link to its own report), its arm and seed, and "finished" or why it is not."""
+    """A row for each run: its folder, arm and seed, and "finished" or why it is not."""
     finished: dict[tuple[str, int], RunRecord]
     """The finished runs by arm and seed."""
 
@@ -82,19 +80,17 @@ def _text(value: Any) -> str:
 
 
 def write_study_report(folder: Path) -> Path:
-    """Write report.html, its PNGs, table.md and table.csv into folder/report; returns the page.
+    """Write report.md, its PNGs and table.csv into folder/report; returns the page.
 
-    Raises ValueError when the folder is no study or its study.json is damaged. The page names the arms that failed.
+    Raises ValueError when the folder is no study or its study.json is damaged. The page names the runs that failed.
     """
     study = read_study(folder)
-    path, table = write_page(folder, study_page(study)), comparison(study)
-    path.with_name("table.md").write_text(table.to_markdown(index=False, disable_numparse=True) + "\n")
+    page = write_page(folder / REPORT / "report.md", study_page(study))
     spreads = study.measured.groupby("arm").agg(["mean", "min", "max"])
     spreads.columns = [" ".join(names) for names in spreads.columns]
-    study.fields.rename_axis("name").assign(seeds=table["seeds"].to_numpy()).join(spreads).to_csv(
-        path.with_name("table.csv")
-    )
-    return path
+    fields = study.fields.rename_axis("name").assign(seeds=comparison(study)["seeds"].to_numpy())
+    fields.join(spreads).to_csv(page.with_name("table.csv"))
+    return page
 
 
 def read_study(folder: Path) -> StudyRecord:
@@ -108,12 +104,8 @@ def read_study(folder: Path) -> StudyRecord:
                     finished[arm["name"], run["seed"]] = read_run(folder / run["folder"])
                 except ValueError as error:
                     outcome = f"finished, but {error}"
-            page = f"{run['folder']}/{REPORT}/report.html"
-            link = Markup('<a href="../{}">{}</a>').format(page, run["folder"])
-            runs.append((link if (folder / page).is_file() else run["folder"], arm["name"], run["seed"], outcome))
-    # Links would become mere text in a column of pandas' own string type.
-    shown = pd.DataFrame(runs, columns=["run", "arm", "seed", "outcome"], dtype=object)
-    return StudyRecord(about, shown, finished)
+            runs.append((run["folder"], arm["name"], run["seed"], outcome))
+    return StudyRecord(about, pd.DataFrame(runs, columns=["run", "arm", "seed", "outcome"]), finished)
 
 
 def comparison(study: StudyRecord) -> pd.DataFrame:
@@ -135,52 +127,30 @@ def _spread(values: pd.Series) -> str:
 
 
 def study_page(study: StudyRecord) -> Page:
-    """The page of a study; arms may be unfinished. A figure holds as many arms as can be told apart."""
-    about, drafting = study.about, study.measured[LENGTH].dropna().index.unique("arm")
-    unfinished = int((study.runs["outcome"] != "finished").sum())
-    facts = [Fact("Runs that failed or are missing", f"{unfinished} of {len(study.runs)}", "they are in no number")]
-    plots: list[Plot] = []
-    for first in range(0, len(drafting), MOST_LINES):
-        plots += _acceptance_plots(study, drafting[first : first + MOST_LINES], 1 + first // MOST_LINES)
-    return Page(
-        title=about["name"],
-        kind="cotrain study",
-        subtitle=f"arms: {len(about['arms'])}, seeds: {len(about['seeds'])}, steps of each run: {about['steps']}",
-        facts=facts,
-        sections=[
-            Section("Comparison", [HOW_TO_READ], comparison(study)),
-            Section("Acceptance and speed", plots=[*plots, _gain_plot(study.measured[GAIN])]),
-            Section("Runs", table=study.runs, folded=not unfinished),
-        ],
-    )
-
-
-def _acceptance_plots(study: StudyRecord, arms: pd.Index, number: int) -> list[Plot]:
-    """Acceptance of these arms over the steps, and by draft position."""
+    """The page of a study; runs may be unfinished. A figure holds as many arms as can be told apart."""
+    about, runs, drafting = study.about, study.runs, study.measured[LENGTH].dropna().index.unique("arm")
+    missing = int((runs["outcome"] != "finished").sum())
+    subtitle = f"arms: {len(about['arms'])}, seeds: {len(about['seeds'])}, steps of each run: {about['steps']}"
+    warning = f"**{missing} of {len(runs)} runs failed or are missing; they are in no number.**" if missing else ""
     spreads = study.steps[LENGTH].groupby(["arm", "step"]).agg(["mean", "min", "max"])
+    plots = [
+        _acceptance_plot(spreads, drafting[first : first + MOST_LINES], 1 + first // MOST_LINES)
+        for first in range(0, len(drafting), MOST_LINES)
+    ]
+    sections = [
+        Section("Comparison", HOW_TO_READ, comparison(study)),
+        Section("Acceptance", plots=plots),
+        Section("Runs", table=runs),
+    ]
+    return Page(f"{about['name']}, a cotrain study", [warning, subtitle], sections)
+
+
+def _acceptance_plot(spreads: pd.DataFrame, arms: pd.Index, number: int) -> Plot:
+    """Acceptance of these arms over the steps. spreads: mean, min and max over seeds, by arm and step."""
     of_arm = {name: spreads.loc[name] for name in arms}
-    positions = study.measured.filter(regex=f"^{POSITION}").groupby("arm").mean()
-    positions = positions.rename(columns=lambda name: int(name.removeprefix(POSITION))).sort_index(axis="columns")
-    return [
-        line_plot(
-            f"acceptance_length_{number}", "Acceptance length",
-            {name: spread["mean"] for name, spread in of_arm.items()}, "acceptance length",
-            "Tokens a verification step emits: mean over seeds, and a band from the lowest seed to the highest.",
-            bands={name: (spread["min"], spread["max"]) for name, spread in of_arm.items()}, floor="1: no gain",
-        ),
-        line_plot(
-            f"acceptance_by_position_{number}", "Acceptance by draft position",
-            {name: positions.loc[name] for name in arms}, "accepted share",
-            "Share of verification steps that accepted all draft tokens up to this position, over the last third.",
-            xlabel="draft position",
-        ),
-    ]  # fmt: skip
-
-
-def _gain_plot(gains_by_run: pd.Series) -> Plot:
-    title = "Generation speed against no speculation"
-    gains = gains_by_run.groupby("arm", sort=False).agg(["mean", "min", "max"]).dropna()
-    if gains.empty:
-        return Plot("net_gain", title, None, NOT_MEASURED)
-    text = "A dot at the mean over seeds, a bar from the lowest seed to the highest. Below 1, speculation costs time."
-    return Plot("net_gain", title, range_figure(gains, "tokens/s, ratio to no speculation"), text, gains.to_string())
+    return line_plot(
+        f"acceptance_length_{number}", "Acceptance length",
+        {name: spread["mean"] for name, spread in of_arm.items()}, "acceptance length",
+        "Tokens a verification step emits: mean over seeds, and a band from the lowest seed to the highest.",
+        bands={name: (spread["min"], spread["max"]) for name, spread in of_arm.items()}, floor="1: no gain",
+    )  # fmt: skip

@@ -92,8 +92,7 @@ def main(argv: Sequence[str]) -> int:
     with engines.prepared_command("bench", options, prepare) as (out, bench, say):
         turns, notes = asyncio.run(_run(bench, say))
         about = engines.provenance(options) | {"load": load, "notes": notes}
-        write_results(out, about, turns)
-        say(f"\n{(out / 'bench.md').read_text()}\nwritten to {out}/")
+        say(f"\n{write_results(out, about, turns).read_text()}\nwritten to {out}/")
     return 0
 
 

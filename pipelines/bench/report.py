@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from drafters.files import write_json
-from pipelines.page.figures import range_figure
+from pipelines.engines import headline
+from pipelines.page.page import Page, Section, write_page
 
 ADAPTIVE = "adaptive"
 METHODS = ("none", "ngram", "suffix", "greedy", "probabilistic", "mixed", ADAPTIVE, "adaptive-suffix", "adaptive-mixed")
@@ -104,22 +105,33 @@ def _of_proposer(turns: list[Turn], name: str) -> str:
     return f"{name} {accepted:.0f} of {drafted:.0f}" if drafted else ""
 
 
-def write_results(out: Path, about: dict[str, Any], turns: list[Turn]) -> None:
+def write_results(out: Path, about: dict[str, Any], turns: list[Turn]) -> Path:
+    """Write bench.json and the page bench.md; returns the page."""
     found = results(turns)
     arms = found.astype(object).where(found.notna(), None).rename_axis("name").reset_index().to_dict("records")
     write_json(out / "bench.json", about | {"arms": arms, "turns": [asdict(turn) for turn in turns]})
-    (out / "bench.md").write_text(markdown(about, found))
-    range_figure(found, "tokens/s, ratio to no speculation").savefig(out / "bench.png", dpi=120)
-
-
-def markdown(about: dict[str, Any], found: pd.DataFrame) -> str:
-    """bench.md: what ran where, and the table of arms."""
-    options, host = about["options"], about["machine"]
+    options = about["options"]
     each = "at most " if options["stop_at_eos"] or options["drain"] else ""
-    speed = "of the whole turn" if each else "while the whole batch runs"
+    paragraphs = [
+        headline(about) + f", load before the start {about['load']}",
+        f"Temperature {options['temperature']:g}, {each}{options['tokens']} tokens a response, {options['rounds']} rounds of "
+        f"{options['groups']} batches.",
+        *(f"Note: {note}." for note in about["notes"]),
+    ]
+    text = (
+        f"tokens/s: decoding {'of the whole turn' if each else 'while the whole batch runs'}, median over rounds. ratio: to "
+        "no speculation in the same round, geometric mean with its standard error by the scatter of the rounds, and range. "
+        "acceptance length: tokens per verification step. accepted: share of drafts whose position was accepted."
+    )
+    return write_page(out / "bench.md", Page("Speed", paragraphs, [Section("Arms", text, arms_table(found))]))
+
+
+def arms_table(found: pd.DataFrame) -> pd.DataFrame:
+    """The table of bench.md, as text."""
     errors = found["error"].map(" +- {:.3f}".format).replace(" +- nan", "")
     table = pd.DataFrame(
         {
+            "arm": found.index,
             "tokens/s": found["tokens_per_second"].map("{:.1f}".format),
             "ratio": found["mean"].map("{:.3f}".format) + errors,
             "min..max": found["min"].map("{:.2f}".format) + found["max"].map("..{:.2f}".format),
@@ -127,20 +139,4 @@ def markdown(about: dict[str, Any], found: pd.DataFrame) -> str:
             "accepted at 1, 2, ...": found["accepted"].map(lambda rates: " ".join(f"{rate:.2f}" for rate in rates)),
         }
     )
-    if found["proposers"].any():
-        table["accepted of drafted tokens"] = found["proposers"]
-    lines = [
-        f"# {options['model']}, drafter {options['drafter']}",
-        "",
-        f"{about['date']}, {', '.join(host['gpus']) or host['cpu']}, {options['threads']} threads, "
-        f"load before the start {about['load']}; {options['dtype']}, temperature {options['temperature']:g}, "
-        f"{each}{options['tokens']} tokens a response, {options['rounds']} rounds of {options['groups']} batches.",
-        *(f"Note: {note}." for note in about["notes"]),
-        "",
-        table.to_markdown(disable_numparse=True),
-        "",
-        f"tokens/s: decoding {speed}, median over rounds. ratio: to no speculation in the same round, geometric mean "
-        "with its standard error by the scatter of the rounds, and range. acceptance length: tokens per verification "
-        "step. accepted: share of drafts whose position was accepted.",
-    ]
-    return "\n".join(lines) + "\n"
+    return table.assign(**{"accepted of drafted tokens": found["proposers"]}) if found["proposers"].any() else table

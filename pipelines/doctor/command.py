@@ -4,40 +4,37 @@ Exit status: 0 when nothing has failed, 1 otherwise.
 """
 
 import argparse
-import asyncio
 import json
 import os
-import pkgutil
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from cotrain.config.schema import default_run_root
 from cotrain.process.children import engine_output_to
 from cotrain.process.stopping import stop_at_once
 from cotrain.run.console import Console, duration
 from cotrain.run.provenance import here_and_now
-from pipelines.doctor import machine
-from pipelines.doctor.check import Check, NotApplicable, run_check
+from pipelines.doctor import engine, machine
+from pipelines.doctor.check import Check, run_check
 
 DESCRIPTION = """\
-Check this machine, and the Ray cluster that it belongs to, before a run is started on it; then a vLLM engine with a tiny
-model on this machine. It takes a few minutes and leaves nothing behind. A failure comes with a remedy; "not applicable" says
+Check this machine before a run is started on it; then make a short run of a tiny model, here or on a Ray cluster, and verify
+its drafter. It takes a few minutes and leaves nothing behind. A failure comes with a remedy; "not applicable" says
 that the machine lacks what would be checked, or that what the check needs did not start."""
 
 SETUP = "Run `make clean` and then `make setup`, which installs the versions that pyproject.toml names."
-UNSAFE = "Do not train on this installation: run `make setup` again, and report what was found if it stays."
-LOSSY = "Do not speculate on this installation: run `cotrain verify`, and report the settings that fail."
-
 MACHINE = {
     "python": "Make the environment anew with a supported version: make setup PYTHON=/path/to/python.",
     "torch": SETUP,
@@ -50,49 +47,37 @@ MACHINE = {
     "hooks": "Install the vLLM that pyproject.toml pins, or adapt cotrain/rollout/vllm/ to this one.",
     "model-runner-v2": "Set VLLM_USE_V2_MODEL_RUNNER=0 for every host that the sidecar joins, and report what was found.",
 }
-"""Checks of this machine in their order, and what to do when one fails. NODES and ENGINE have the same form."""
-NODES = {
-    "ray": "Give --address of a running cluster, or leave it out to start a private Ray on this machine.",
-    "nodes": "Install the same versions on every node, and start Ray there from that environment.",
-    "ports": "Open the TCP ports between the nodes, at least those of net.ipv4.ip_local_port_range.",
-}
+"""Checks of this machine in their order, and what to do when one fails. ENGINE has the same form."""
 ENGINE = {
-    "engine": "Read the engine's output, whose place is printed below the table.",
-    "tap": UNSAFE,
-    "drafter-swap": UNSAFE,
-    "read-back": UNSAFE,
-    "bad-update": UNSAFE,
-    "draft-length": UNSAFE,
-    "greedy": LOSSY,
-    "verify": LOSSY,
-    "cuda-graphs": "Leave enforce_eager, compilation_config and capture sizes out of rollout.vllm.",
-    "step-time": "Repeat the check while the machine is idle; on a GPU see to cuda-graphs first.",
+    "run": "Look up the error in the output, whose place is printed below the table.",
+    "verify": "Do not speculate on this installation: run `cotrain verify`, and report the settings that fail.",
 }
-"""The first check starts what all others then check; the same holds for NODES."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command: print progress, then the table or JSON. Raises OSError when the JSON file cannot be written."""
     parser = argparse.ArgumentParser(prog="cotrain doctor", description=DESCRIPTION)
     parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it instead of the table")
-    parser.add_argument("--address", help="of a running Ray cluster, or auto (default: a private Ray on this machine)")
-    names = [*MACHINE, *NODES, *ENGINE]
+    parser.add_argument("--address", help="Ray cluster of the short run, or auto (default: a private Ray here)")
+    names = [*MACHINE, *ENGINE]
     listed = f"these checks alone, of {', '.join(names)}"
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=listed)
     options = parser.parse_args(argv)
-    started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="cotrain-doctor-"))
+    root = default_run_root().absolute() if options.address else Path(tempfile.gettempdir())  # which its nodes share
+    root.mkdir(parents=True, exist_ok=True)
+    started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="cotrain-doctor-", dir=root))
     with os.fdopen(os.dup(2 if options.json == "-" else 1), "w", buffering=1) as stream:
         # Libraries print to standard output, which has to stay clean.
         with stop_at_once(), engine_output_to(folder / "engine.log"):
             doctor = Doctor(options.only, stream)
-            asyncio.run(doctor.make_all(options.address))
+            doctor.make_all(folder, options.address)
         failed = [check.name for check in doctor.checks if check.status == "fail"]
         if options.json != "-":
             print_table(doctor.checks, stream)
         verdict = f"failed: {', '.join(failed)}" if failed else "nothing failed"
         print(f"{len(doctor.checks)} checks in {duration(time.monotonic() - started)}, {verdict}", file=stream)
         if failed:
-            print(f"output of the engine and of libraries: {folder}/engine.log", file=stream)
+            print(f"output of what has failed, and of libraries: {folder}/engine.log", file=stream)
         else:
             shutil.rmtree(folder)
     if options.json:
@@ -119,43 +104,16 @@ class Doctor:
         self.checks: list[Check] = []
         self._wanted, self._console = wanted, Console(stream)
 
-    async def make_all(self, address: str | None) -> None:
-        """Make the wanted checks. address: that of a Ray cluster, or None to start a private one."""
-        for name, remedy in MACHINE.items():
-            if name in self._wanted:
-                await self._make(name, getattr(machine, identifier(name)), remedy)
-        await self._make_of(NODES, "pipelines.doctor.nodes:ray_nodes", address)
-        await self._make_of(ENGINE, "pipelines.doctor.engine:started_engine")
+    def make_all(self, folder: Path, address: str | None) -> None:
+        """Make the wanted checks. folder: for the run. address: that of its Ray cluster, or None for a private one."""
+        functions = {name: getattr(machine, name.replace("-", "_")) for name in MACHINE}
+        functions |= {"run": partial(engine.run, folder, address), "verify": partial(engine.verify, folder)}
+        for name, remedy in (MACHINE | ENGINE).items():
+            if name in self._wanted or (name == "run" and "verify" in self._wanted):  # the drafter is that of the run
+                self._make(name, functions[name], remedy)
 
-    async def _make_of(self, remedies: dict[str, str], context: str, *args: Any) -> None:
-        """Make the checks of something that the first of them starts. context: "module:name" of its async context manager."""
-        (first, first_remedy), *others = remedies.items()
-        if remedies.keys().isdisjoint(self._wanted):
-            return
-        owner: Any = None
-
-        def not_started() -> None:
-            raise NotApplicable(f'"{first}" has failed')
-
-        async with AsyncExitStack() as stack:
-
-            async def start() -> str:
-                nonlocal owner
-                owner = await stack.enter_async_context(pkgutil.resolve_name(context)(*args))
-                return str(owner.about)
-
-            await self._make(first, start, first_remedy)
-            for name, remedy in others:
-                if name in self._wanted:
-                    await self._make(name, getattr(owner, identifier(name)) if owner else not_started, remedy)
-
-    async def _make(self, name: str, function: Callable[[], Any], remedy: str) -> None:
+    def _make(self, name: str, function: Callable[[], str], remedy: str) -> None:
         with self._console.phase(name, terminal_only=True):
-            check = await run_check(name, function, remedy)
+            check = run_check(name, function, remedy)
         self.checks.append(check)
         self._console.say(f"{check.status:14}  {name}, {check.seconds}s")
-
-
-def identifier(name: str) -> str:
-    """Return the name of the function or method that makes the check of this name."""
-    return name.replace("-", "_")

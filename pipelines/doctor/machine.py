@@ -30,7 +30,7 @@ SHARED_MEMORY_GIB = 1.0
 """Two updates of a policy of 135 M parameters in bfloat16 take 0.5 GiB, and the hidden states of a step need room as well."""
 DISK_GIB = 8.0
 """Four checkpoints of a policy of 135 M parameters take 6.5 GiB."""
-PROBE_SECONDS = 240
+HANGS_AFTER_S = 600
 
 OPENMP_IN_USE = """
 import ctypes, sys
@@ -151,13 +151,13 @@ def model_runner_v2() -> str:
     """The sidecar's hooks work in vLLM's model runner V2, which nothing on a machine without a GPU uses."""
     _gpus()
     with TemporaryDirectory() as folder:
-        return _output_of("-m", "pipelines.doctor.adopted", folder).splitlines()[-1]
+        return output_of("-m", "pipelines.doctor.adopted", folder).splitlines()[-1]
 
 
 def all_reduce(backend: str, processes: int) -> str:
     """Sum a tensor over this many processes, with "nccl" one for each GPU. Raises Problem when that fails."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python"]
-    _output_of(*torchrun, sys.executable, "-c", ALL_REDUCE, backend)
+    output_of(*torchrun, sys.executable, "-c", ALL_REDUCE, backend)
     return f"the sum over {processes} processes is right"
 
 
@@ -169,19 +169,21 @@ def _gpus() -> list[str]:
 
 @functools.cache
 def _torch_facts() -> dict[str, Any]:
-    return json.loads(_output_of("-c", TORCH_FACTS))
+    return json.loads(output_of("-c", TORCH_FACTS))
 
 
-def _output_of(*arguments: str) -> str:
+def output_of(*arguments: str) -> str:
     """Return the standard output of a Python process. Raises Problem with the first error that it prints, or if it hangs."""
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, *arguments], stdout=pipe, stderr=pipe, text=True)
     try:
-        output, errors = process.communicate(timeout=PROBE_SECONDS)
+        output, errors = process.communicate(timeout=HANGS_AFTER_S)
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun then ends its processes too
-        raise Problem(f"there is no answer after {PROBE_SECONDS} s") from None
+        process.terminate()  # torchrun and cotrain then end their processes too
+        raise Problem(f"there is no answer after {HANGS_AFTER_S} s") from None
     if process.returncode:
-        raised = re.search(r"^[\w.]*(Error|Exception)\b.*", errors, re.MULTILINE)
-        raise Problem(raised[0] if raised else f"exit status {process.returncode}: {errors.strip()[-200:]}")
+        print(output, errors, sep="\n", flush=True)  # into engine.log
+        raised = re.search(r"^(cotrain: |[\w.]*(Error|Exception)\b).*(\n  .*)*", errors, re.MULTILINE)
+        last = (errors.strip() or output.strip())[-200:]
+        raise Problem(raised[0] if raised else f"exit status {process.returncode}: {last}")
     return output

@@ -1,6 +1,6 @@
-"""The HTML page of a report: everything it shows is inside it, so that it can be mailed or put into an archive.
+"""A page: a Markdown file, which a terminal, an editor and GitHub show, with its figures as PNGs beside it.
 
-The template page.html escapes all text.
+The reports of runs and studies, and the results of `cotrain bench` and `cotrain verify`, are all written here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,72 +9,50 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
-from pipelines.page.figures import line_figure, svg_uri
+from pipelines.page.figures import line_figure
 
 REPORT = "report"
 """Folder of a report inside that of its run or study."""
 
-NOT_MEASURED = "Not measured in this record."
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One headline number: "reward", "0.10 -> 0.34", "(mean of the first and the last third)"."""
-
-    label: str
-    value: str
-    note: str = ""
-
-    @property
-    def text(self) -> str:
-        return ", ".join(filter(None, (self.value, self.note))).replace(", (", "   (")
-
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure, or the reason why there is none."""
-
     name: str
     """Name of its PNG."""
     title: str
     figure: Figure | None
+    """None when nothing of it was measured."""
     text: str
-    """How to read the figure; without one, why it is missing."""
-    alt: str = ""
+    """How to read the figure."""
+    numbers: str = ""
+    """Its numbers in short, for a reader who sees no figures."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with paragraphs, a table and figures below."""
+    """A heading with a text, a table and figures below."""
 
     title: str
-    paragraphs: Sequence[str] = ()
+    text: str = ""
     table: pd.DataFrame | None = None
-    """Cells are text, or markupsafe.Markup for links."""
     plots: Sequence[Plot] = ()
-    folded: bool = False
-    """Closed until the reader opens it."""
 
 
 @dataclass(frozen=True)
 class Page:
     title: str
-    kind: str
-    subtitle: str
-    facts: Sequence[Fact]
+    paragraphs: Sequence[str]
+    """Below the title; empty ones are left out."""
     sections: Sequence[Section]
-    warning: str = ""
-    """Shown at the head."""
 
 
 def line_plot(name: str, title: str, lines: Mapping[str, pd.Series], ylabel: str, text: str, **options: Any) -> Plot:
-    """A plot of those lines that were measured. Without any, it says so instead. `options` are those of `line_figure`."""
+    """A plot of those lines that were measured. `options` are those of `line_figure`."""
     measured = {label: values for label, values in lines.items() if values.notna().any()}
     if not measured:
-        return Plot(name, title, None, NOT_MEASURED)
+        return Plot(name, title, None, "Not measured.")
     described = (
         f"{label}: {values.dropna().iloc[0]:.2f} first, {values.dropna().iloc[-1]:.2f} last, "
         f"{values.min():.2f} to {values.max():.2f}"
@@ -83,17 +61,26 @@ def line_plot(name: str, title: str, lines: Mapping[str, pd.Series], ylabel: str
     return Plot(name, title, line_figure(measured, ylabel, **options), text, "; ".join(described))
 
 
-def write_page(folder: Path, page: Page) -> Path:
-    """Write folder/report/report.html and a PNG of each figure, and remove PNGs of an earlier report. Returns the page."""
-    target = folder / REPORT
-    target.mkdir(exist_ok=True)
-    for old in target.glob("*.png"):
+def write_page(file: Path, page: Page) -> Path:
+    """Write the page and a PNG of each figure, and remove PNGs of an earlier page. Returns the file."""
+    file.parent.mkdir(exist_ok=True)
+    for old in file.parent.glob("*.png"):
         old.unlink()
+    parts = [f"# {page.title}", *page.paragraphs]
     for section in page.sections:
+        parts += [f"## {section.title}", section.text]
+        if section.table is not None:
+            parts.append(markdown_table(section.table))
         for plot in section.plots:
             if plot.figure is not None:
-                plot.figure.savefig(target / f"{plot.name}.png", dpi=160, facecolor="white")
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    text = environment.get_template("page.html").render(page=page, svg_uri=svg_uri)
-    (target / "report.html").write_text(text, encoding="utf-8")
-    return target / "report.html"
+                plot.figure.savefig(file.with_name(f"{plot.name}.png"), dpi=160, facecolor="white")
+            image = f"![{plot.numbers}]({plot.name}.png)" if plot.figure else ""
+            parts += [f"### {plot.title}", image, plot.text]
+    file.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
+    return file
+
+
+def markdown_table(table: pd.DataFrame) -> str:
+    """The table without its index. A cell stays one cell, whatever it holds."""
+    cells = table.map(lambda cell: " ".join(str(cell).replace("|", "\\|").split()))
+    return str(cells.to_markdown(index=False, disable_numparse=True))

@@ -78,12 +78,15 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(settings, table, attempts, decisions, stream, failure.read_text() if failure.is_file() else None)
 
 
+MARKED = {
+    "published": "new drafter after this step",
+    "kept back": "candidate kept back",
+    "rolled back": "rolled back after this step",
+}
+"""Decisions that figures mark, and what they say about the step."""
+
+
 def drafter_marks(run: RunRecord) -> dict[str, pd.Series]:
-    """What happened to the drafter, by label: true in the steps where it happened."""
-    rolled_back = run.column("drafter/rolled_back") > 0
-    changed = run.column("versions/drafter").ffill().diff().fillna(0) != 0
-    return {
-        "first step of a new drafter": changed & ~rolled_back.shift(fill_value=False),
-        "candidate kept back": run.column("gate/publish") == 0,
-        "taken back after this step": rolled_back,
-    }
+    """What was decided about the drafter, by label: true in the steps where it was."""
+    steps = {kind: [row["step"] for row in run.decisions if row["kind"] == kind] for kind in MARKED}
+    return {label: pd.Series(run.metrics.index.isin(steps[kind]), run.metrics.index) for kind, label in MARKED.items()}

@@ -203,7 +203,7 @@ def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None
     run = read_run(run_dir.path)
     choices = controller.roles.engines.call("describe_speculation") if config.speculates else []
     speculation = controller.mode or "; ".join(dict.fromkeys(choices))
-    lines = {fact.label: fact.text for fact in run_facts(run, speculation, check.passed if check else None)}
+    lines = run_facts(run, speculation, check.passed if check else None)
     total, saved = (
         sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / GIB
         for folder in (run_dir.path, run_dir.checkpoints)

@@ -1,16 +1,13 @@
-"""What a run did: the facts that are printed at its end, and its report, which adds curves and the configuration."""
+"""What a run did: the facts that are printed at its end, and its report, which adds decisions and curves."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from cotrain.lossless.family import LEAST_SPECULATED
 from cotrain.run.console import duration
-from pipelines.page.figures import timeline_figure
-from pipelines.page.page import Fact, Page, Plot, Section, line_plot, write_page
+from pipelines.page.page import REPORT, Page, Plot, Section, line_plot, write_page
 from pipelines.page.record import RunRecord, drafter_marks, read_run
 
 MOST_DECISIONS = 12
@@ -32,56 +29,39 @@ PROPOSERS = {"history": "from history", "drafter": "from the drafter"}
 SERVED, EXPECTED = "rollout/acceptance_length", "rollout/expected_acceptance_length"
 OF_DRAFTER = "rollout/acceptance_length_serving"
 LEAST_GAIN, LEAST_STEPS = 0.02, 5
-"""A drafter does not pay if the second half of a run, of LEAST_STEPS steps or more, gains a smaller share than this by it."""
+"""Drafts do not pay if the second half of a run, of LEAST_STEPS steps or more, gains a smaller share than this by them."""
 
 SPEEDUP = "rollout/speedup_vs_no_speculation"
-CURVES = {
-    "reward": ("Reward", "policy/reward", "mean reward", "Mean reward of each step's rollouts."),
-    "response_length": ("Response length", "rollout/response_length", "tokens", "Mean length of a step's responses."),
-    "tokens_per_s": (
-        "Generation speed", "rollout/tokens_per_s", "tokens/s",
-        "Generated tokens per second of generation. It moves with response lengths as well as with acceptance.",
-    ),
-    "speedup": (
-        "Speed against no speculation", SPEEDUP, "times as fast",
-        "How many times faster the step's tokens were decoded than without speculation, by the measured times of "
-        "engine steps. Prefilling of prompts is left out.",
-    ),
-    "drafter_loss": ("Drafter loss", "drafter/loss", "loss", "Mean training loss of each step."),
-}  # fmt: skip
-"""Figures of a single metric by name: title, metric, label of the axis, and how to read it."""
 
 
 def write_run_report(folder: Path) -> Path:
-    """Write report/report.html and its PNGs into the folder of a run; returns the page. Raises the ValueError of `read_run`."""
-    return write_page(folder, run_page(read_run(folder)))
+    """Write report/report.md and its PNGs into the folder of a run; returns the page. Raises the ValueError of `read_run`."""
+    return write_page(folder / REPORT / "report.md", run_page(read_run(folder)))
 
 
 def run_page(run: RunRecord) -> Page:
     """The page of a run with at least one step."""
-    sections = [_speculation(run)]
+    facts = pd.DataFrame(run_facts(run).items(), columns=["", "what came out"])
+    sections = [Section("In short", table=facts), _speculation(run)]
     if run.decisions:
         table = pd.DataFrame(run.decisions[-MOST_DECISIONS:])[["step", "kind", "version", "reason"]]
         table.columns = ["step", "decision", "drafter that serves next", "why"]
         earlier = len(run.decisions) - len(table)
-        more = [f"{earlier} earlier decisions are in decisions.jsonl."] if earlier else []
+        more = f"{earlier} earlier decisions are in decisions.jsonl." if earlier else ""
         sections.append(Section("What was decided about the drafter", more, table))
     if not run.is_sidecar:  # a sidecar sees neither rewards nor what else its host does
-        sections.append(Section("Policy", plots=[_curve(run, "reward"), _curve(run, "response_length")]))
-        sections.append(Section("Time", plots=[_stages(run), _curve(run, "tokens_per_s")]))
-        if run.stream:
-            sections.append(_stream(run))
-    if run.attempts:
-        about = {"attempts": len(run.attempts)} | run.attempts[-1]
-        sections.append(Section("What it ran on", table=_table(about), folded=True))
-    return Page(
-        title=run.settings["name"],
-        kind="cotrain sidecar" if run.is_sidecar else "cotrain run",
-        subtitle=_subtitle(run),
-        facts=run_facts(run),
-        sections=[*sections, Section("Configuration", table=_table(run.settings), folded=True)],
-        warning=run.warning,
+        reward, length = {"reward": run.column("policy/reward")}, {"length": run.column("rollout/response_length")}
+        plots = [
+            line_plot("reward", "Reward", reward, "mean reward", "Mean reward of each step's rollouts."),
+            line_plot("response_length", "Response length", length, "tokens", "Mean length of a step's responses."),
+        ]
+        sections.append(Section("Policy", plots=plots))
+        sections.append(Section("Time", plots=[_stages(run), *_stream(run)]))
+    title = f"{run.settings['name']}, a cotrain {'sidecar' if run.is_sidecar else 'run'}"
+    beside = (
+        "config.json, provenance.json and metrics.jsonl of the run hold its configuration, machine and all numbers."
     )
+    return Page(title, [run.warning and f"**{run.warning}**", _subtitle(run), beside], sections)
 
 
 def _subtitle(run: RunRecord) -> str:
@@ -104,77 +84,74 @@ def progress(run: RunRecord, planned: int | None = None) -> str:
     return f"{steps} in {duration(run.column('time/step_s').sum())}, {tokens:,.0f} tokens generated"
 
 
-def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | None = None) -> list[Fact]:
-    """What the run did, for a reader who has not seen a run before.
+def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | None = None) -> dict[str, str]:
+    """What the run did, by label, for a reader who has not seen a run before.
 
     Two things are known only at the end of a run and are not in its record: speculation, the draft lengths in use, and
     greedy_identical, whether greedy output was the same with and without speculation (None: not compared).
     """
-    thirds = "(mean of the first and the last third; higher is better)"
-    facts = [] if run.is_sidecar else [Fact("reward", _from_to(run, "policy/reward"), thirds)]
-    facts += [Fact("left out", row["rows"]) for row in run.stream if row["event"] == "rows left out"][-1:]
+    facts = dict[str, str]()
+    if not run.is_sidecar:
+        thirds = "(mean of the first and the last third; higher is better)"
+        facts["reward"] = f"{_from_to(run, 'policy/reward')}   {thirds}"
+    if left_out := [row["rows"] for row in run.stream if row["event"] == "rows left out"]:
+        facts["left out"] = left_out[-1]
     if not run.speculates:
         return facts
     # Weighted, because a step with a dozen verification steps says little.
-    acceptance = _from_to(run, SERVED, "rollout/num_drafts")
-    scale = f"(tokens per verification step; 1 is no gain, {1 + run.settings[LONGEST]} the most)"
-    facts.append(Fact("acceptance", acceptance, scale))
+    acceptance, most = _from_to(run, SERVED, "rollout/num_drafts"), 1 + run.settings[LONGEST]
+    facts["acceptance"] = f"{acceptance}   (tokens per verification step; 1 is no gain, {most} the most)"
     for name, proposer in PROPOSERS.items():
         drafted, accepted = (run.column(f"{name}/{kind}").sum() for kind in ("drafted_tokens", "accepted_tokens"))
         if drafted:
-            share = f"{accepted:,.0f} of {drafted:,.0f} draft tokens accepted"
-            facts.append(Fact(f"  {proposer}", share, f"({accepted / drafted:.0%})"))
-    swaps = f"{run.column('drafter/published').sum():.0f} drafters put into the running engine"
-    kept_back, taken_back = (run.column("gate/publish") == 0).sum(), run.column("drafter/rolled_back").sum()
-    undone = [f"{kept_back} kept back by the gate"] if kept_back else []
-    undone += [f"rolled back {'once' if taken_back == 1 else f'{taken_back:.0f} times'}"] if taken_back else []
-    facts += [Fact("swaps", swaps, ", ".join(undone)), *_unpaid(run)] if DRAFTER in run.settings else []
-    facts.append(_lossless(run, greedy_identical))
-    if speculation:
-        facts.append(Fact("speculation", speculation))
-    if not run.column(SPEEDUP).any():
-        return [*facts, Fact("speed", "not measured in this run", "`cotrain bench` measures it")]
-    gain = f"decoding {_from_to(run, SPEEDUP)} times no speculation"
-    return [*facts, Fact("speed", gain, "by step times measured in this run")]
+            share = f"({accepted / drafted:.0%})"
+            facts[f"  {proposer}"] = f"{accepted:,.0f} of {drafted:,.0f} draft tokens accepted   {share}"
+    if DRAFTER in run.settings:
+        kept_back, taken_back = (run.column("gate/publish") == 0).sum(), run.column("drafter/rolled_back").sum()
+        swaps = [f"{run.column('drafter/published').sum():.0f} drafters put into the running engine"]
+        swaps += [f"{kept_back} kept back by the gate"] if kept_back else []
+        swaps += [f"rolled back {'once' if taken_back == 1 else f'{taken_back:.0f} times'}"] if taken_back else []
+        facts["swaps"] = ", ".join(swaps)
+        facts |= {"drafter": unpaid} if (unpaid := _unpaid(run)) else {}
+    facts["lossless"] = _lossless(run, greedy_identical)
+    facts |= {"speculation": speculation} if speculation else {}
+    gain = f"decoding {_from_to(run, SPEEDUP)} times no speculation, by step times measured in this run"
+    unknown = "not measured in this run, `cotrain bench` measures it"
+    return facts | {"speed": gain if run.column(SPEEDUP).any() else unknown}
 
 
-def _unpaid(run: RunRecord) -> list[Fact]:
-    """Suggest to freeze or drop a drafter whose drafts have gained next to nothing for long, by what was measured."""
+def _unpaid(run: RunRecord) -> str:
+    """Suggest to freeze or drop a drafter when drafts have gained next to nothing for long; empty for all others."""
     late = run.metrics.index[len(run.metrics) // 2 :]
-    mixed, speed = run.column("history/tokens").any(), run.column(SPEEDUP)[late].mean()
-    drafted = run.column("drafter/drafted_tokens" if mixed else "rollout/drafted_tokens")[late].sum()
-    counted = run.column("drafter/accepted_tokens" if mixed else "rollout/num_drafts")[late]
-    accepted = (counted if mixed else counted * (run.column(SERVED)[late] - 1)).sum()
-    share = accepted / max(1, run.column("rollout/generated_tokens")[late].sum())
-    by_speed = not mixed and speed == speed  # with history beside it, the speed is that of both
-    judged = len(late) >= LEAST_STEPS and not run.is_sidecar and (by_speed or counted.notna().any())
-    if not judged or (speed - 1 if by_speed else share) >= LEAST_GAIN:
-        return []
-    what = f"decoding {speed:.2f} times no speculation" if by_speed else f"{share:.1%} of the tokens come from it"
-    value = (
-        f"does not pay: {what}, {accepted:,.0f} of {drafted:,.0f} draft tokens accepted in the last {len(late)} steps"
+    speed, trained = run.column(SPEEDUP)[late].mean(), run.column("drafter/train_s").sum()
+    if run.is_sidecar or len(late) < LEAST_STEPS or not speed < 1 + LEAST_GAIN:  # NaN where it was not measured
+        return ""
+    freeze = (
+        f"training takes {trained / run.column('time/step_s').sum():.0%} of the time, drafter.train=false freezes it; "
     )
-    trained = run.column("drafter/train_s").sum() / run.column("time/step_s").sum()
-    freeze = f"training takes {trained:.0%} of the time, drafter.train=false freezes it; " if trained else ""
-    return [Fact("drafter", value, f'({freeze}drafter="none" drops it)')]
+    what = f"does not pay: decoding {speed:.2f} times no speculation in the last {len(late)} steps"
+    return f'{what}   ({freeze if trained else ""}drafter="none" drops it)'
 
 
-def _lossless(run: RunRecord, greedy_identical: bool | None) -> Fact:
+def _lossless(run: RunRecord, greedy_identical: bool | None) -> str:
     """What was checked, and on how many tokens. Checks without speculated tokens do not count, unless they failed."""
     passed = run.column("lossless/passed").dropna()
     checks = "1 check" if passed.size == 1 else f"{passed.size} checks"
-    value, notes = "not checked in this run", ["as lossless.every is 0"]
+    checked = "not checked in this run, as lossless.every is 0"
     if failed := (passed == 0).sum():
-        value, notes = f"{failed} of {checks} FAILED", []
+        checked = f"{failed} of {checks} FAILED"
     elif speculated := run.column("lossless/speculated_tokens").sum():
-        value = f"verified on {run.column('lossless/tokens').sum():,.0f} sampled tokens"
-        notes = [f"{speculated:,.0f} of them speculated ({checks} in this run)"]
+        tokens = run.column("lossless/tokens").sum()
+        checked = (
+            f"verified on {tokens:,.0f} sampled tokens, {speculated:,.0f} of them speculated ({checks} in this run)"
+        )
     elif run.settings.get("lossless.every") != 0:
-        notes = [f"as no check held {LEAST_SPECULATED} speculated tokens (cotrain verify checks the engine)"]
-    if greedy_identical is not None:
-        same = "identical with and without speculation" if greedy_identical else "DIFFERS: please report this"
-        notes.append(f"greedy output {same}")
-    return Fact("lossless", value, "; ".join(notes))
+        few = f"no check held {LEAST_SPECULATED} speculated tokens (cotrain verify checks the engine)"
+        checked = f"not checked in this run, as {few}"
+    if greedy_identical is None:
+        return checked
+    same = "identical with and without speculation" if greedy_identical else "DIFFERS: please report this"
+    return f"{checked}; greedy output {same}"
 
 
 def _from_to(run: RunRecord, metric: str, weight: str = "") -> str:
@@ -189,9 +166,7 @@ def _from_to(run: RunRecord, metric: str, weight: str = "") -> str:
 
 def _speculation(run: RunRecord) -> Section:
     if not run.speculates:
-        return Section("Speculation", ["This run has no drafter: its rollouts were generated without one."])
-    columns = {name: run.column(f"{name}/accepted_tokens") / run.column(f"{name}/drafted_tokens") for name in PROPOSERS}
-    by_proposer = {PROPOSERS[name]: column for name, column in columns.items() if column.any()}
+        return Section("Speculation", "This run has no drafter: its rollouts were generated without one.")
     mixed = {"served by the drafter alone": run.column(OF_DRAFTER)} if run.column("history/tokens").any() else {}
     plots = [
         line_plot(
@@ -207,20 +182,16 @@ def _speculation(run: RunRecord) -> Section:
             {f"token {i}": run.column(f"rollout/acceptance_rate_pos_{i}") for i in range(1, 1 + run.settings[LONGEST])},
             "accepted share", "Share of verification steps that accepted all draft tokens up to this position.",
         ),
-        _curve(run, "speedup"),
+        line_plot(
+            "speedup", "Speed against no speculation", {"speed": run.column(SPEEDUP)}, "times as fast",
+            "How many times faster the step's tokens were decoded than without speculation, by the measured times of "
+            "engine steps. Prefilling of prompts is left out.",
+        ),
     ]  # fmt: skip
-    if by_proposer:
-        text = "Draft tokens of each proposer that were accepted. A request takes the one expected to give more."
-        title = "Accepted share of the draft tokens, by proposer"
-        plots.append(line_plot("acceptance_by_proposer", title, by_proposer, "accepted share", text))
     if DRAFTER in run.settings:
-        plots.append(_curve(run, "drafter_loss"))
+        loss, text = {"loss": run.column("drafter/loss")}, "Mean training loss of each step."
+        plots.append(line_plot("drafter_loss", "Drafter loss", loss, "loss", text))
     return Section("Speculation", plots=plots)
-
-
-def _curve(run: RunRecord, name: str) -> Plot:
-    title, metric, ylabel, text = CURVES[name]
-    return line_plot(name, title, {title: run.column(metric)}, ylabel, text)
 
 
 def _stages(run: RunRecord) -> Plot:
@@ -232,51 +203,18 @@ def _stages(run: RunRecord) -> Plot:
     return line_plot("time_per_stage", "Time per stage", dict(stages[shown.index].items()), "seconds a step", text)
 
 
-def _table(fields: dict[str, Any]) -> pd.DataFrame:
-    return pd.DataFrame([(name, json.dumps(value)) for name, value in fields.items()], columns=["field", "value"])
+IDLE, LAG = "idle/", "stream/lag_tokens_"
 
 
-SHOWN_STEPS = 4
-"""Number of last steps in the timeline; with more, the bars would be too narrow to see."""
-
-IDLE = "idle/"
-
-
-def _stream(run: RunRecord) -> Section:
-    metrics = run.metrics
-    lag_columns = sorted(name for name in metrics.columns if name.startswith("stream/lag_tokens_"))
-    tokens = metrics[lag_columns].fillna(0)
-    shares = tokens.div(tokens.sum(axis="columns"), axis="index")
-    lag = line_plot(
-        "lag", "Policy lag of the tokens trained on",
-        {f"lag {name.rpartition('_')[2]}": shares[name] for name in lag_columns}, "share of the tokens",
-        "Policy versions between the one that generated a token and the one that trained on it.",
-    )  # fmt: skip
-    plots = [
-        _timeline(run.stream),
-        *([lag] if run.settings.get("stream.max_policy_lag") else []),  # a synchronous run has none
-        line_plot(
-            "idle", "Idle time by role",
-            {name.removeprefix(IDLE): metrics[name] for name in metrics.columns if name.startswith(IDLE)},
-            "share of the step", "Share of each step in which a role had nothing to do. The least idle one is the bottleneck.",
-        ),
-    ]  # fmt: skip
-    return Section("Stream", plots=plots)
-
-
-def _timeline(events: list[dict[str, Any]]) -> Plot:
-    last = max((row["step"] for row in events if row["event"] == "taken"), default=0)
-    frame = pd.DataFrame([row for row in events if row["step"] > last - SHOWN_STEPS])
-    frame["time"] -= frame["time"].min()
-    rows: dict[str, list[tuple[float, float]]] = {}
-    finished = {row["group"]: row for row in frame[frame.event == "finished"].to_dict("records")}
-    for row in frame[frame.event == "dispatched"].to_dict("records"):
-        if end := finished.get(row["group"]):
-            rows.setdefault(f"engine {int(row['engine'])}", []).append((row["time"], end["time"]))
-    for event, label in (("policy updated", "policy learner"), ("drafter trained", "drafter trainer")):
-        done = frame[frame.event == event]
-        if len(done):
-            rows[label] = [(max(0.0, t - s), t) for t, s in zip(done["time"], done["seconds"], strict=True)]
-    swaps = {event: frame[frame.event == event]["time"].tolist() for event in ("policy swapped", "drafter swapped")}
-    text = f"The last {SHOWN_STEPS} steps. Bars of an engine are groups, darker where several are generated at once."
-    return Plot("timeline", "Who is at work when", timeline_figure(rows, swaps), text)
+def _stream(run: RunRecord) -> list[Plot]:
+    """Idle time of the roles, and the policy lag of a run whose generation is ahead of learning."""
+    metrics, plots = run.metrics, list[Plot]()
+    if idle := {name.removeprefix(IDLE): metrics[name] for name in metrics.columns if name.startswith(IDLE)}:
+        text = "Share of each step in which a role had nothing to do. The least idle one is the bottleneck."
+        plots.append(line_plot("idle", "Idle time by role", idle, "share of the step", text))
+    if run.settings.get("stream.max_policy_lag"):
+        lags = {name.rpartition("_")[2]: metrics[name].fillna(0) for name in sorted(metrics) if name.startswith(LAG)}
+        shares = {f"lag {lag}": tokens / sum(lags.values()) for lag, tokens in lags.items()}
+        text = "Policy versions between the one that generated a token and the one that trained on it."
+        plots.append(line_plot("lag", "Policy lag of the tokens trained on", shares, "share of the tokens", text))
+    return plots

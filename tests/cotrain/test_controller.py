@@ -24,7 +24,7 @@ from cotrain.stream.producer import GroupResult
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
 from tests.cotrain.simulated_roles import Engines, Policy, go, output
 
-NO_DRAFTS = GainReport(num_steps=40, seconds=1.0, seconds_without=1.0)
+NO_DRAFTS = GainReport(seconds=1.0, seconds_without=1.0)
 """The report of a step in which speculation would not have paid."""
 
 
@@ -68,7 +68,7 @@ def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> Non
 
 def test_a_run_records_its_engine_steps_and_what_its_drafts_were_accepted_at(start: Any) -> None:
     controller = start(World(GOOD))
-    controller.roles.engines.gains = [GainReport(100, 3.0, 3.6, 0.06, 2), GainReport(40, 1.0, 1.1), None]
+    controller.roles.engines.gains = [GainReport(3.0, 3.6, 0.06, 2), GainReport(1.0, 1.1), None]
     rows = go(controller, 2)
     recorded = read_rows(controller.run_dir.steps)
     assert [row["step"] for row in recorded] == [1, 2]

@@ -29,7 +29,6 @@ def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert f"round {ROUNDS}/{ROUNDS}, batch size 3: about 0s left" in run.stdout
     assert (out / "bench.md").read_text() in run.stdout
-    assert (out / "bench.png").stat().st_size > 5000
 
     report = json.loads((out / "bench.json").read_text())
     arms = [*ARMS, "adaptive-mixed k<=2"]

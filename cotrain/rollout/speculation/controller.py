@@ -257,7 +257,6 @@ class SpeculationController:
         # A step without drafts emits a token of each request, and takes no longer than this one did: the rest is noise.
         self._without[step.batch - 1] += min(without, seconds * step.num_tokens / step.batch)
         self._gain += GainReport(
-            num_steps=1,
             seconds=seconds,
             trial_seconds=0.0 if self._trials.num_speculative_tokens is None else seconds,
             longest_draft=asked,

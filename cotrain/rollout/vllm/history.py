@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from drafters.suffix.fitting import Finished, HalfLifeFit
 from drafters.suffix.index import Draft, SuffixIndex, key_of
 
 MATCHES = (2, 4, 8, 16)
@@ -58,7 +57,7 @@ class HistoryDrafting:
     def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
         """is_alone: without a drafter, where vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft; may change."""
         self.index = index
-        self._fit, self._measured = HalfLifeFit(), ""
+        self._measured = ""
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
         self._take, self._has_passes = model_runner.take_draft_token_ids, True
         self._is_alone, self.draws = is_alone, draws
@@ -74,26 +73,19 @@ class HistoryDrafting:
         model_runner.propose_draft_token_ids = self._hooked
         model_runner.take_draft_token_ids = self._take_draft_token_ids
 
-    def weigh_by(self, policy_version: int) -> None:
-        """Weigh texts by their age at this version of the policy, with the half-life that fits best."""
-        self.index.weigh_by(policy_version, self._fit.best(self.index.half_life))
-
     def new_drafter(self, expected_rates: list[float] | None) -> None:
         """Forget the drafter's acceptance: another one serves. expected_rates: see ServedAcceptance; None if none are known."""
         self._of_drafter = ServedAcceptance(self._runner.num_spec_tokens, expected_rates or ())
 
-    def add(self, rollouts: list[tuple[Any, ...]]) -> None:
-        """Add finished rollouts to the index, each as the fields of a Finished. Pass emitted tokens only."""
-        for rollout in (Finished(*fields) for fields in rollouts):
-            self._fit.observe(self.index, rollout)
-            self.index.add(key_of(rollout.prompt_token_ids), rollout.token_ids, rollout.policy_version)
+    def add(self, rollouts: list[tuple[list[int], list[int]]]) -> None:
+        """Add finished rollouts to the index: the token ids of each prompt and of its response, emitted ones only."""
+        for prompt, response in rollouts:
+            self.index.add(key_of(prompt), response)
 
     def take_report(self) -> dict[str, dict[str, float]]:
-        """Return counts (drafts, draft tokens, accepted ones by proposer since the last call) and state (size, half-life)."""
+        """Return counts (drafts, draft tokens, accepted ones by proposer since the last call) and state (size)."""
         counts, self._counts = self._counts, Counter()
         state: dict[str, float] = {"history/tokens": self.index.num_tokens, "history/bytes": self.index.num_bytes}
-        if self.index.half_life is not None:
-            state["history/half_life"] = self.index.half_life
         return {"counts": dict(counts), "state": state}
 
     def _hooked(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, *rest: Any) -> Any:

@@ -83,11 +83,9 @@ class CotrainWorker:
             getattr(self._cotrain_weights[draft], action)(*args)
 
     def cotrain_set_policy_version(self, policy_version: int) -> None:
-        """Stamp what the tap records from now on with this policy version, and weigh texts of the history by their age at it."""
+        """Stamp what the tap records from now on with this policy version."""
         if True in self._cotrain_weights:
             self._cotrain_hook.tap.policy_version = policy_version
-        if self._cotrain_history is not None:
-            self._cotrain_history.weigh_by(policy_version)
 
     def cotrain_history(self, action: str, *args: Any) -> Any:
         """Call a method of the HistoryDrafting, or of its index as "index.forget", "index.load" and "index.save".

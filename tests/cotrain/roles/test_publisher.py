@@ -284,7 +284,7 @@ def test_drafts_that_were_verified_are_judged_whatever_the_controller_reports(ne
     """Drafts can be verified in steps that also compute prompts, of which the controller counts nothing."""
     world = World(GOOD)
     world.served_as[0] = -30.0
-    generate, nothing = world.generate, GainReport(50, 10.0, 10.0)
+    generate, nothing = world.generate, GainReport(10.0, 10.0)
     world.generate = lambda step: replace(generate(step), gain=nothing)  # type: ignore[method-assign]
     with pytest.raises(DrafterAlarm, match="acceptance_collapsed"):
         run(new_publisher(world), world, [1])
@@ -324,7 +324,7 @@ def test_speculation_switched_off_by_its_controller_is_no_alarm(new_publisher: A
     """The gate goes on: a candidate is scored by a forward pass, not by what is served."""
     world = World(learns=9.0)
     publisher = new_publisher(world)
-    generate, off = world.generate, GainReport(50, 10.0, 10.0)
+    generate, off = world.generate, GainReport(10.0, 10.0)
 
     def undrafted(step: int) -> RolloutBatch:
         world.num_speculative_tokens = 0

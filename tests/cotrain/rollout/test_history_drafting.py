@@ -81,7 +81,7 @@ def test_the_first_draft_of_a_batch_has_to_be_paid_by_all_that_draft(history: Hi
 def test_a_class_of_matches_is_tried_when_it_comes_for_the_first_time(history: HistoryDrafting) -> None:
     history._is_alone = False
     text = Text(np.arange(1, 9, dtype=np.int32), 4, 1)
-    history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [0.0] * 7, 0)])
+    history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11])])
     good, bad = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]
     history._of_match = [ServedAcceptance(3, bad) for _ in history._of_match]
     history._of_drafter = ServedAcceptance(3, good)
@@ -95,7 +95,7 @@ def test_a_class_of_matches_is_tried_when_it_comes_for_the_first_time(history: H
 
 
 def test_where_no_draft_pays_the_index_is_asked_in_one_step_of_four_until_one_does(history: HistoryDrafting) -> None:
-    history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [0.0] * 7, 0)])
+    history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11])])
     text, asked, look_up = Text(np.array([1, 2, 3, 4, 5, 6], np.int32), 4, 1), [], history._draft
     history._draft = lambda *args: asked.append(1) or look_up(*args)
 

@@ -170,7 +170,6 @@ def test_the_gain_is_reported() -> None:
     report = report_of(engine)
     metrics = report.metrics()
     assert report.speedup_vs_no_speculation == pytest.approx(tally.speed, rel=0.06)
-    assert report.num_steps == pytest.approx(6000, abs=1)
     assert report.seconds == pytest.approx(tally.seconds, rel=0.2) and report.longest_draft in (2, 3)
     assert 0.005 < metrics["rollout/speculation_trial_share"] < 0.03
 
@@ -409,7 +408,7 @@ def test_where_each_request_chooses_a_step_asks_only_for_what_its_requests_draft
     engine.looks_up = 0.0
     engine.run(4, 40)
     report = report_of(engine)
-    assert (report.longest_draft, report.num_steps) == (0, 39)
+    assert report.longest_draft == 0 and report.seconds > 0
     rollouts = [Rollout("p", 0, [1], [5] * 39, [0.0] * 39, "", "stop", Versions(0, 0), None)]
     batch = RolloutBatch(rollouts, [], None, 1.0, 39, gain=report)
     assert check_step(evidence_of(batch, Versions(0, 0)), DrafterConfig(model={"type": "eagle3"}), 100) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.run.provenance import config_hash, flatten, git_state, write_provenance
+from cotrain.run.provenance import config_hash, differing_versions, flatten, git_state, write_provenance
 from cotrain.run.run_dir import RunDir
 
 
@@ -62,3 +62,14 @@ def test_the_config_hash_covers_what_decides_a_step(run_config, tmp_path):
 
 def test_flatten():
     assert flatten({"a": {"b": 1, "c": {}}, "d": [1, 2]}) == {"a.b": 1, "a.c": {}, "d": [1, 2]}
+
+
+def test_another_version_on_one_node_is_named_and_equal_ones_are_not():
+    facts = {"node 0": {"python": "3.11.7", "torch": "2.13.0", "vllm": "0.32.0"}}
+    assert differing_versions(facts | {"node 1": facts["node 0"]}) == []
+    other = facts["node 0"] | {"torch": "2.12.1"}
+    del other["vllm"]
+    assert differing_versions(facts | {"node 1": other}) == [
+        "torch is 2.13.0 on node 0, 2.12.1 on node 1",
+        "vllm is 0.32.0 on node 0, missing on node 1",
+    ]

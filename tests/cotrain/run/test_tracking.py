@@ -84,17 +84,6 @@ def test_a_run_says_who_ran_which_code_on_which_data(run_config, client, tmp_pat
     assert data.name == "chain_sum" and json.loads(data.source)["size"] == 1000
 
 
-def test_a_run_of_a_study_is_nested_under_it(run_config, client, monkeypatch):
-    monkeypatch.setenv("COTRAIN_PARENT_RUN", "0123")
-    with Tracker(run_config()) as tracker:
-        pass
-    monkeypatch.delenv("COTRAIN_PARENT_RUN")
-    assert client.get_run(tracker.run_id).data.tags["mlflow.parentRunId"] == "0123"
-    with Tracker(run_config(name="second")) as tracker:
-        pass
-    assert "mlflow.parentRunId" not in client.get_run(tracker.run_id).data.tags
-
-
 @pytest.mark.parametrize(
     ("error", "status"), [(KeyboardInterrupt, "KILLED"), (SystemExit, "KILLED"), (RuntimeError, "FAILED")]
 )

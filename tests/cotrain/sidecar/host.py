@@ -108,9 +108,7 @@ class Host:
         self.generated += 20 * len(records)
         self.finished += len(records)
         drafted = sum(len(one["verification_steps"]) for one in told)
-        gain = GainReport(
-            num_steps=10, seconds=0.5, seconds_without=self.seconds_without, longest_draft=K if self.on else 0
-        )
+        gain = GainReport(seconds=0.5, seconds_without=self.seconds_without, longest_draft=K if self.on else 0)
         window = {"gain": asdict(gain), "steps": [[K, 8, "steady", 10, 640, 0.5]]}
         described = {"rollouts": told, "windows": [window]}
         assert self.engine.add_shard(partial(write_records, records=records), described, 0, 2**30) is None

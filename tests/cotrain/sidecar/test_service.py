@@ -123,7 +123,7 @@ def test_a_host_gets_better_drafters_and_everything_is_recorded(config, tiny, ml
     assert run.info.status == "FINISHED" and run.data.tags["host"] == "host of e0"
     assert client.get_model_version_by_alias("tiny_llama-drafter", "serving").tags["parent_version"] != "none"
     assert main(["report", str(service.folder)]) == 0
-    page = (service.folder / "report" / "report.html").read_text()
+    page = (service.folder / "report" / "report.md").read_text()
     assert "Acceptance length, served and expected" in page and "Reward" not in page
 
 

@@ -1,11 +1,11 @@
-"""Expected lengths of responses, and the makespan of an order."""
+"""Expected lengths of responses."""
 
 import json
 
 import numpy as np
 import pytest
 
-from cotrain.stream.lengths import KEPT, LengthHistory, makespan, order_speedup
+from cotrain.stream.lengths import LengthHistory
 
 
 def observe(lengths: LengthHistory, prompt_id: str, found: list[int], cap: int = 10**9) -> None:
@@ -40,19 +40,6 @@ def test_a_prompt_whose_samples_were_truncated_is_expected_to_reach_the_cap() ->
     assert lengths.expected("b") < 60, "most of its samples ended by themselves"
 
 
-def test_the_error_is_that_of_expectations_from_before_the_responses_came() -> None:
-    lengths = LengthHistory()
-    observe(lengths, "a", [100])
-    observe(lengths, "b", [400])
-    assert lengths.error is None and lengths.metrics() == {}, "neither prompt had been seen before"
-    observe(lengths, "a", [50])
-    assert lengths.error == pytest.approx(np.log(2))
-    observe(lengths, "b", [300], cap=300)
-    assert lengths.error == pytest.approx(np.log(2) / 2), "it could have become 400"
-    observe(lengths, "b", [800], cap=800)
-    assert lengths.error == pytest.approx(np.log(2)), "it is twice too long and more"
-
-
 def test_a_saved_history_goes_on_as_it_was() -> None:
     lengths, again = drawn_history(cap=600, groups=20), LengthHistory()
     observe(lengths, "b", [5])
@@ -62,23 +49,10 @@ def test_a_saved_history_goes_on_as_it_was() -> None:
         observe(history, "c", [900], cap=900)
     for prompt in "abcd":
         assert again.expected(prompt) == lengths.expected(prompt)
-    assert again.state() == lengths.state() and again.metrics() == lengths.metrics()
-    for _ in range(KEPT):
-        observe(again, "a", [7])
-    assert len(again.state()["errors"]) == KEPT
+    assert again.state() == lengths.state()
 
 
-def test_makespan_is_that_of_slots_that_take_the_next_request_when_they_are_free() -> None:
-    assert makespan([[1, 1], [1, 1], [4, 4]], 1, 2) == 6
-    assert makespan([[4, 4], [1, 1], [1, 1]], 1, 2) == 6
-    assert makespan([[1], [1], [1], [4]], 1, 2) == 5
-    assert makespan([[4], [1], [1], [1]], 1, 2) == 4
-    assert makespan([[4], [4], [1], [1]], 2, 1) == 5
-
-
-def test_the_order_of_a_step_is_compared_with_the_one_drawn() -> None:
-    lengths = {number: [length] for number, length in enumerate((1, 1, 1, 4))}
-    assert order_speedup(lengths, [3, 0, 1, 2], 1, 2) == 5 / 4
-    assert order_speedup(lengths, [0, 1, 2, 3], 1, 2) == 1
-    assert order_speedup(lengths, [3, 0, 1, 2], 2, 2) is None, "nothing queues"
-    assert order_speedup(lengths, [2, 3], 1, 1) == 1, "groups of before a resume did not begin"
+def test_a_history_that_an_earlier_version_saved_with_its_errors_is_read() -> None:
+    lengths = LengthHistory()
+    lengths.load({"logs": {"a": 2.0}, "errors": [[0.5, False]]})
+    assert lengths.expected("a") == pytest.approx(np.exp(2.0))

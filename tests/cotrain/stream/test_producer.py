@@ -411,7 +411,7 @@ def test_the_longest_responses_so_far_begin_first_also_after_a_resume(new: Any) 
     stream.step()
     names = [f"p{i}" for i in order.step(2)]
     logs = dict(zip(names, (1.0, 3.0, 2.0, 2.5), strict=True))
-    stream.producer._lengths.load(stream.producer._lengths.state() | {"logs": logs})
+    stream.producer._lengths.load({"logs": logs})
     saved = json.loads(json.dumps(stream.producer.state()))
     stream.producer.release()
     longest_first = [names[1], names[3], names[2], names[0]]
@@ -429,7 +429,7 @@ def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: A
     drawn = [f"p{index}" for step in range(1, lag + 2) for index in order.step(step)]
     for chosen in ("longest_first", "drawn"):
         stream = new(lag=lag, order=chosen)
-        stream.producer._lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}, "errors": []})
+        stream.producer._lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}})
         stream.step()
         begun = [name for _, names in stream.engines.calls for name in names][: len(drawn)]
         steps = [drawn[i : i + P] for i in range(0, len(drawn), P)]
@@ -437,11 +437,11 @@ def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: A
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_the_order_of_every_step_is_compared_with_the_one_drawn_and_its_lengths_are_learnt(new: Any, lag: int) -> None:
+def test_the_lengths_of_every_step_are_learnt(new: Any, lag: int) -> None:
     stream = new(lag=lag)
     names = [f"p{index}" for step in (1, 2) for index in PromptOrder(NUM_PROMPTS, P, 0).step(step)]
     logs = {name: [0.0, 0.1, 0.2, 3.0][i % P] for i, name in enumerate(names)}
-    stream.producer._lengths.load({"logs": logs, "errors": []})
+    stream.producer._lengths.load({"logs": logs})
     plain = stream.answer
 
     def answer(reference: Reference) -> None:
@@ -454,9 +454,6 @@ def test_the_order_of_every_step_is_compared_with_the_one_drawn_and_its_lengths_
     stream.answer = answer
     for _ in range(2):
         stream.step()
-        metrics = stream.producer.order_metrics()
-        assert metrics["rollout/order_speedup"] == pytest.approx((10 + 40) / 40), "four places for eight requests"
-        assert metrics["rollout/length_error"] > 1
         stream.producer.release()
     for name in names[3::P]:
         assert stream.producer._lengths.expected(name) == pytest.approx((np.exp(3) * 40) ** 0.5)

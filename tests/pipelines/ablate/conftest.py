@@ -62,12 +62,3 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
         return lines
 
     return new_calls
-
-
-@pytest.fixture
-def store(tmp_path: Path, empty_mlflow_database: Path) -> str:
-    """The study's own MLflow store, in the place where it would be made."""
-    path = tmp_path / "studies" / "first" / "mlflow.db"
-    path.parent.mkdir(parents=True)
-    shutil.copy(empty_mlflow_database, path)
-    return f"sqlite:///{path}"

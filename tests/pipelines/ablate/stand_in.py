@@ -24,7 +24,7 @@ def main() -> int:
     folder.mkdir(exist_ok=bool(resume))
     (folder / "run.lock").touch()
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "parent_run").write_text(os.environ["COTRAIN_PARENT_RUN"])
+    (folder / "experiment").write_text(os.environ["MLFLOW_EXPERIMENT_NAME"])
     if os.environ.get("FAIL") == name:
         print("step 1/4\nTraceback (most recent call last):\nRuntimeError: the engine died")
         return 1

@@ -1,4 +1,4 @@
-"""The command on a stand-in for the runs; MLflow, report and folders are real."""
+"""The command on a stand-in for the runs; report and folders are real."""
 
 import json
 import os
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from mlflow import MlflowClient
 
 from cotrain.config.errors import ConfigError
 from pipelines.ablate.command import _check as check_arms
@@ -33,8 +32,8 @@ def no_page(monkeypatch):
 
     def write(folder: Path) -> Path:
         (folder / "report").mkdir(exist_ok=True)
-        (folder / "report/table.md").write_text("a table")
-        return folder / "report/report.html"
+        (folder / "report/report.md").write_text("a table")
+        return folder / "report/report.md"
 
     monkeypatch.setattr("pipelines.ablate.report.write_study_report", write)
 
@@ -44,7 +43,7 @@ def statuses(tmp_path: Path) -> dict[str, str]:
     return {run["folder"]: run["status"] for arm in state["arms"] for run in arm["runs"]}
 
 
-def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, tmp_path, capsys):
+def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, tmp_path, capsys):
     assert main([str(study_file)]) == 0
     assert calls() == ["init generic", *SEED_0, *SEED_1]
     folder = tmp_path / "studies/first"
@@ -61,14 +60,10 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, store, t
     assert f"[2/7] generic, frozen, seed 0 begins; its output is {folder}/logs/" in output
     assert "[2/7] generic, frozen, seed 0: finished, eta" in output
     assert "| no speculation" in output
-    assert "report.html" in output
+    assert "report.md" in output
     config = json.loads((folder / "runs/generic-frozen-s1/config.json").read_text())
     assert config["seed"] == 1 and config["drafter"]["init"] == str(folder / "inits/generic/drafter")
-    client = MlflowClient(store, store)
-    parent = client.get_run((folder / "runs/generic-frozen-s1/parent_run").read_text())
-    assert parent.info.run_name == "first" and parent.info.status == "FINISHED"
-    artifacts = {file.path for file in client.list_artifacts(parent.info.run_id)}
-    assert artifacts == {"study.json", "table.md", "report.html"}
+    assert (folder / "runs/generic-frozen-s1/experiment").read_text() == "first"
 
     assert main([str(study_file)]) == 0
     assert calls() == []
@@ -83,12 +78,12 @@ def test_checkpoints_of_finished_runs_are_kept_only_when_asked_for(study_file, c
 
 
 def test_a_failing_arm_does_not_stop_the_others_and_is_run_again(
-    study_file, calls, store, no_page, tmp_path, capsys, monkeypatch
+    study_file, calls, no_page, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("FAIL", "random-co-trained-s0")
     assert main([str(study_file)]) == 1
     assert calls() == ["init generic", *SEED_0, *SEED_1]
-    assert "random, co-trained, seed 0: RuntimeError: the engine died" in capsys.readouterr().out
+    assert "random, co-trained, seed 0: FAILED: RuntimeError: the engine died" in capsys.readouterr().out
     assert [name for name, status in statuses(tmp_path).items() if status == "failed"] == ["runs/random-co-trained-s0"]
     monkeypatch.delenv("FAIL")
     assert main([str(study_file)]) == 0
@@ -96,7 +91,7 @@ def test_a_failing_arm_does_not_stop_the_others_and_is_run_again(
     assert set(statuses(tmp_path).values()) == {"finished"}
 
 
-def test_a_failed_initialisation_fails_its_arms_alone(study_file, calls, store, no_page, tmp_path, capsys, monkeypatch):
+def test_a_failed_initialisation_fails_its_arms_alone(study_file, calls, no_page, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FAIL", "generic")
     assert main([str(study_file), "seeds=[0]"]) == 1
     assert calls() == ["init generic", *SEED_0[1:]]
@@ -105,16 +100,10 @@ def test_a_failed_initialisation_fails_its_arms_alone(study_file, calls, store, 
     assert state["arms"][0]["runs"][0]["error"].startswith(error)
 
 
-def test_a_study_whose_files_mlflow_does_not_take_ends_all_the_same(
-    study_file, calls, store, no_page, tmp_path, capsys
-):
-    (tmp_path / "studies/first").mkdir(exist_ok=True)
-    (tmp_path / "studies/first/mlartifacts").touch()  # in place of the folder of artifacts
+def test_an_experiment_of_the_user_is_kept(study_file, calls, no_page, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     assert main([str(study_file), "seeds=[0]"]) == 0
-    assert "MLflow did not take the table (" in capsys.readouterr().out
-    client = MlflowClient(store, store)
-    (parent,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    assert parent.info.status == "FINISHED"
+    assert (tmp_path / "studies/first/runs/no-speculation-s0/experiment").read_text() == "mine"
 
 
 def test_a_dry_run_writes_nothing(study_file, calls, tmp_path, capsys):
@@ -143,9 +132,9 @@ def interrupt(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(
-    study_file, calls, store, no_page, tmp_path, capsys, monkeypatch, interrupt
+    study_file, calls, no_page, tmp_path, capsys, monkeypatch, interrupt
 ):
-    monkeypatch.setattr("pipelines.ablate.jobs.REPORT_S", 0.1)
+    monkeypatch.setattr("pipelines.ablate.jobs.REPORT_S", 0.0)
     interrupt.start()
     assert main([str(study_file), "seeds=[0]"]) == 130
     interrupt.join()
@@ -160,9 +149,7 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(
     assert set(statuses(tmp_path).values()) == {"finished"}
 
 
-def test_a_second_ctrl_c_ends_the_run_and_the_study(
-    study_file, calls, store, no_page, tmp_path, monkeypatch, interrupt
-):
+def test_a_second_ctrl_c_ends_the_run_and_the_study(study_file, calls, no_page, tmp_path, monkeypatch, interrupt):
     monkeypatch.setenv("SIGNALS", "2")
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
@@ -196,7 +183,7 @@ def test_two_processes_cannot_run_one_study(study_file, tmp_path):
         main([str(study_file)])
 
 
-def test_a_folder_of_another_study_is_refused(study_file, calls, store, no_page, tmp_path):
+def test_a_folder_of_another_study_is_refused(study_file, calls, no_page, tmp_path):
     arguments = [str(study_file), "seeds=[0]"]
     assert main(arguments) == 0
     calls()

@@ -1,6 +1,5 @@
 """What the command prints and returns, and how one check's failure leaves the others alone."""
 
-import asyncio
 import json
 import sys
 from io import StringIO
@@ -8,29 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.doctor import machine
+from cotrain.config.load import load_config
+from pipelines.doctor import engine, machine
 from pipelines.doctor.check import Check, NotApplicable, Problem, run_check
-from pipelines.doctor.command import ENGINE, MACHINE, NODES, Doctor, identifier, main, print_table
-from pipelines.doctor.engine import EngineChecks, constant_drafts, graph_problem
-from pipelines.doctor.nodes import Nodes
+from pipelines.doctor.command import ENGINE, MACHINE, Doctor, main, print_table
 
 
 def test_every_check_has_its_function_and_a_remedy_in_a_sentence() -> None:
-    assert all(callable(getattr(machine, identifier(name))) for name in MACHINE)
-    assert all(callable(getattr(Nodes, identifier(name))) for name in list(NODES)[1:])
-    assert all(callable(getattr(EngineChecks, identifier(name))) for name in list(ENGINE)[1:])
-    for remedy in (MACHINE | NODES | ENGINE).values():
+    assert all(callable(getattr(machine, name.replace("-", "_"))) for name in MACHINE)
+    assert all(callable(getattr(engine, name)) for name in ENGINE)
+    for remedy in (MACHINE | ENGINE).values():
         assert remedy[0].isupper() and remedy.endswith(".")
 
 
 def test_whatever_a_check_raises_is_its_outcome() -> None:
     def made(error: Exception | None) -> tuple[str, str, str]:
-        async def function() -> str:
+        def function() -> str:
             if error is not None:
                 raise error
             return "fine"
 
-        check = asyncio.run(run_check("name", function, "Mend it."))
+        check = run_check("name", function, "Mend it.")
         return check.status, check.found, check.remedy
 
     assert made(None) == ("pass", "fine", "")
@@ -76,18 +73,42 @@ def test_an_unknown_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert exit.value.code == 2 and "invalid choice: 'tapp'" in capsys.readouterr().err
 
 
-def test_without_an_engine_its_checks_are_not_applicable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(folder: Path) -> None:
-        raise ValueError("policy.model: the cache cannot be written")
+def test_verify_needs_the_drafter_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def output_of(*arguments: str) -> str:
+        raise Problem(f"cotrain: {arguments[2]} has died")
 
-    monkeypatch.setattr("pipelines.doctor.engine.prepare", refuse)
-    doctor = Doctor({"tap", "step-time"}, sys.stdout)
-    asyncio.run(doctor.make_all(None))
+    monkeypatch.setattr(engine, "output_of", output_of)
+    doctor = Doctor({"verify"}, sys.stdout)
+    doctor.make_all(tmp_path, None)
     assert [(check.name, check.status, check.found) for check in doctor.checks] == [
-        ("engine", "fail", "policy.model: the cache cannot be written"),
-        ("tap", "not applicable", '"engine" has failed'),
-        ("step-time", "not applicable", '"engine" has failed'),
+        ("run", "fail", "cotrain: train has died"),
+        ("verify", "not applicable", '"run" has failed'),
     ]
+
+
+def test_a_run_that_swapped_and_checked_nothing_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(engine, "output_of", lambda *arguments: asked.append(arguments))
+    (tmp_path / "run" / "drafters" / "v0001").mkdir(parents=True)
+    rows = {"drafter/published": 2.0, "lossless/speculated_tokens": 0.0}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 1} | rows) + "\n")
+    with pytest.raises(Problem, match="it swapped in 2 drafters and checked 0 speculated tokens; both must be above 0"):
+        engine.run(tmp_path, "auto")
+    assert {"cluster.address=auto", "cluster.strategy=SPREAD"} < set(asked[0])
+    config = load_config([tmp_path / "run.toml"], [*asked[0][4:]])
+    assert config.run_root == tmp_path and config.lossless.every == 1
+
+
+def test_the_verdict_of_verify_is_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def output_of(*arguments: str) -> str:
+        (tmp_path / "verify").mkdir()
+        (tmp_path / "verify" / "verify.json").write_text('{"verdict": "NOT lossless: 3 of 80"}')
+        raise Problem("exit status 1: written to")
+
+    monkeypatch.setattr(engine, "output_of", output_of)
+    (tmp_path / "run" / "drafters" / "v0001").mkdir(parents=True)
+    with pytest.raises(Problem, match="NOT lossless: 3 of 80"):
+        engine.verify(tmp_path)
 
 
 def test_the_remedy_stands_below_what_was_found() -> None:
@@ -95,29 +116,3 @@ def test_the_remedy_stands_below_what_was_found() -> None:
     print_table([Check("tap", "fail", "[2] is another layer", "Look at it.", 1.0)], stream)
     *_, found, remedy, _ = stream.getvalue().splitlines()
     assert found.split() == ["tap", "fail", "[2]", "is", "another", "layer"] and remedy.split() == ["Look", "at", "it."]
-
-
-GRAPHS = {"mode": "FULL_AND_PIECEWISE", "sizes": [1, 4, 64], "captured": 7, "steps": {200: "NONE", 64: "FULL"}}
-
-
-@pytest.mark.parametrize(
-    ("lost", "problem"),
-    [
-        ({}, None),
-        ({"mode": "NONE"}, "no CUDA graph is captured (cudagraph_mode NONE)"),
-        ({"captured": 0}, "no CUDA graph is captured (cudagraph_mode FULL_AND_PIECEWISE)"),
-        ({"sizes": []}, "the largest CUDA graph has 0 rows"),
-        ({"sizes": [1, 4, 63]}, "the largest CUDA graph has 63 rows, a step of all requests and drafts has 64"),
-        ({"steps": {64: "NONE"}}, "with the tap on, a step of 64 rows leaves the CUDA graphs"),
-        ({"steps": {16: "FULL"}}, "no step of 64 rows was made with the tap on, only of [16]"),
-    ],
-)
-def test_lost_graphs_are_found(lost: dict, problem: str | None) -> None:
-    found = graph_problem(**GRAPHS | lost, rows=16 * (3 + 1))
-    assert found is None if problem is None else found is not None and found.startswith(problem)
-
-
-def test_the_steps_of_a_constant_drafter_are_those_of_its_text() -> None:
-    text = [9, 7, 7, 7, 7, 5, 7, 5]
-    assert constant_drafts(text, 7, 3) == [(3, 3), (3, 0), (3, 1)]
-    assert constant_drafts(text, 8, 2) == [(2, 0)] * 7

@@ -146,9 +146,16 @@ def test_a_sum_over_processes_is_right_or_names_the_error() -> None:
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(machine, "HANGS_AFTER_S", 0.5)
     with pytest.raises(Problem, match=r"no answer after 0\.5 s"):
-        machine._output_of("-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+        machine.output_of("-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+
+
+def test_an_error_of_several_lines_is_told_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    script = "import sys; print('a log'); sys.exit('a warning\\ncotrain: 2 problems:\\n  one\\n  two\\nbye')"
+    with pytest.raises(Problem, match=r"^cotrain: 2 problems:\n  one\n  two$"):
+        machine.output_of("-c", script)
+    assert "a log" in capfd.readouterr().out
 
 
 def test_a_moved_hook_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Folders of runs and studies as `cotrain train` and `cotrain ablate` leave them, with metrics given by hand."""
 
-import base64
 import json
 import re
 from collections.abc import Sequence
@@ -85,16 +84,15 @@ def write_study(folder: Path, arms: Sequence[dict[str, Any]], lengths: dict[str,
 
 def words(page: Page) -> str:
     """All text of a page."""
-    found = [page.subtitle, page.warning, *(f"{fact.label} {fact.value} {fact.note}" for fact in page.facts)]
+    found = [page.title, *page.paragraphs]
     for section in page.sections:
-        found += [section.title, *section.paragraphs]
+        found += [section.title, section.text]
         if section.table is not None:
             found += [str(cell) for row in section.table.itertuples(index=False) for cell in row]
-        found += [text for plot in section.plots for text in (plot.title, plot.text, plot.alt)]
+        found += [text for plot in section.plots for text in (plot.title, plot.text, plot.numbers)]
     return "\n".join(found)
 
 
-def images(page: Path) -> list[tuple[str, str]]:
-    """(alternative text, SVG) of each image of a report."""
-    found = re.findall(r'<img alt="([^"]*)" src="data:image/svg\+xml;base64,([^"]+)"', page.read_text())
-    return [(alt, base64.b64decode(data).decode()) for alt, data in found]
+def images(page: Path) -> dict[str, str]:
+    """Numbers in short of each figure of a report, by the name of its file."""
+    return {name: numbers for numbers, name in re.findall(r"!\[([^]]*)\]\((.*)\)", page.read_text())}

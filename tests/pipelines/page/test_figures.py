@@ -19,8 +19,6 @@ def test_the_line_of_no_gain_is_at_one() -> None:
     assert positions([line for line in drawn.lines if line.get_label() == "1: no gain"], "y") == [[1, 1]]
     without = figures.line_figure({"served": pd.Series([1.5, 2.0], [1, 2])}, "length").axes[0]
     assert len(without.lines) == 1
-    ranges = pd.DataFrame({"mean": [1.2], "min": [0.8], "max": [1.5]}, index=["an arm"])
-    assert positions(figures.range_figure(ranges, "ratio").axes[0].lines[:1], "x") == [[1, 1]]
 
 
 def test_what_was_not_measured_is_a_gap() -> None:

@@ -22,19 +22,17 @@ def test_a_metric_that_no_step_measured_is_a_column_of_nan(tmp_path: Path) -> No
     assert run.column("no/such").isna().tolist() == [True, True]
 
 
-def test_new_drafters_are_found_across_a_step_that_lost_its_version(tmp_path: Path) -> None:
-    marks = drafter_marks(run_with(tmp_path, versions__drafter=[0, 0, None, 1, 1, 2]))
-    assert marks["first step of a new drafter"].tolist() == [False, False, False, True, False, True]
-
-
-def test_a_drafter_that_was_taken_back_is_no_new_one(tmp_path: Path) -> None:
-    run = run_with(
-        tmp_path, versions__drafter=[0, 1, 2, 2], drafter__rolled_back=[0, 1, 0, 0], gate__publish=[1, 0, 0, None]
-    )
-    marks = drafter_marks(run)
-    assert marks["first step of a new drafter"].tolist() == [False, True, False, False]
-    assert marks["taken back after this step"].tolist() == [False, True, False, False]
-    assert marks["candidate kept back"].tolist() == [False, True, True, False]
+def test_decisions_are_marked_in_their_steps(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [row(step) for step in range(1, 5)])
+    decided = [(1, "published"), (2, "alarm"), (2, "kept back"), (4, "rolled back")]
+    lines = [json.dumps({"step": step, "kind": kind, "version": 1, "reason": ""}) + "\n" for step, kind in decided]
+    (folder / "decisions.jsonl").write_text("".join(lines))
+    marks = drafter_marks(read_run(folder))
+    assert {label: marked[marked].index.tolist() for label, marked in marks.items()} == {
+        "new drafter after this step": [1],
+        "candidate kept back": [2],
+        "rolled back after this step": [4],
+    }
 
 
 def test_a_run_that_was_killed_while_writing_is_read(tmp_path: Path) -> None:
